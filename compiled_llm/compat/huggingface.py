@@ -124,6 +124,7 @@ def is_huggingfaces(method: Any) -> bool:
 
 
 class _ThreadsOwn(threading.local):
+    chosen: bool = False
     attention: str | None = None
     experts: str | None = None
 
@@ -207,17 +208,23 @@ class implementations_read:  # noqa: N801
                 _readers[id(config)] += 1
                 if not isinstance(config, _View):
                     config.__class__ = _view_of(type(config))
-        self._before = _threads_own.attention, _threads_own.experts
-        _threads_own.attention, _threads_own.experts = self._names
+        own = _threads_own
+        self._before = own.chosen, own.attention, own.experts
+        own.chosen, (own.attention, own.experts) = True, self._names
 
     def __exit__(self, *_: object) -> None:
-        _threads_own.attention, _threads_own.experts = self._before
+        _threads_own.chosen, _threads_own.attention, _threads_own.experts = self._before
         with _readers_lock:
             for config in self._configs:
                 _readers[id(config)] -= 1
                 if not _readers[id(config)]:
                     del _readers[id(config)]
                     config.__class__ = _base_of(type(config))
+
+
+def reads_chosen_implementations() -> bool:
+    """Return whether this thread is in a block of ``implementations_read``, which every forward of ours runs in."""
+    return _threads_own.chosen
 
 
 def attention_implementation(config: PretrainedConfig) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,9 +41,10 @@ def kv_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int] | Tensor])
     """
     if len(prompts) == 0:
         raise ValueError("kv_scales: prompts is empty; give some texts as token ids")
-    kind: Any = type(model).__bases__[-1] if isinstance(model, WrappedModel) else type(model)
-    largest = _Largest()
-    with torch.inference_mode(False), torch.no_grad():
+    wrapped, largest = isinstance(model, WrappedModel), _Largest()
+    kind: Any = type(model).__bases__[-1] if wrapped else type(model)
+    own = cast(WrappedModel, model).compiled.facts.attention.original() if wrapped else nullcontext()
+    with own, torch.inference_mode(False), torch.no_grad():
         for number, prompt in enumerate(prompts):
             ids = torch.as_tensor(prompt, device=model.device)
             if ids.dim() != 1 or not len(ids) or ids.is_floating_point():

@@ -13,7 +13,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.wrapped_model import WrappedModel, wrapped_class
+from compiled_llm.huggingface.wrapped_model import WrappedModel, forget_inner_calls, note_inner_calls, wrapped_class
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.checks import check_layers, check_model, check_placement, settled
@@ -93,6 +93,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         raise
     checked.__class__ = wrapped_class(base)
     checked.compiled = runtime  # type: ignore[assignment]
+    note_inner_calls(checked)
     return cast(ModelT, checked)
 
 
@@ -110,6 +111,7 @@ def unwrap(model: ModelT) -> ModelT:
             for engine in list(model.compiled.engines):
                 engine.close()  # no call can wake it any more
         model.compiled.separate_weights()
+        forget_inner_calls(model)
         _, model.__class__ = type(model).__bases__  # as ``wrapped_class`` put them
         del model.compiled
         as_they_were(model)

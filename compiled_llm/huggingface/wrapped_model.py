@@ -12,7 +12,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
-from compiled_llm.compat.huggingface import is_huggingfaces
+from compiled_llm.compat.huggingface import is_huggingfaces, reads_chosen_implementations
+from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.batch.continuous_batching import manager_for
@@ -27,7 +28,7 @@ from compiled_llm.huggingface.call.current_call import (
     new_cache,
     took,
 )
-from compiled_llm.huggingface.forward.forward import check_belongs, run_forward, run_own_forward
+from compiled_llm.huggingface.forward.forward import check_belongs, count_outside, run_forward, run_own_forward
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.overrides import forget_restored_forward, own_forward
 from compiled_llm.huggingface.inspection.signatures import MethodSignature
@@ -74,6 +75,18 @@ class WrappedModel:
                 return result
             finally:
                 current_call.reset(token)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_inner_call(self) -> None:
+        """Count a call of the module inside, unless it is part of a forward of ours."""
+        if not reads_chosen_implementations():
+            name = f"model.{cast(PreTrainedModel, self).base_model_prefix}"
+            count_outside(self.compiled, Reason("inner_module", name))
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _note_outer_compile(self) -> None:
+        """Count a graph that a compiler of the user's makes of the model; Dynamo calls it as it traces."""
+        count_outside(self.compiled, Reason("outer_compile"))
 
     @torch.no_grad()
     def init_continuous_batching(
@@ -260,6 +273,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             base.__setstate__(self, state)
             let_layers_pack(self)
             self.compiled = CompiledModel(ModelFacts.of(self, base, *learnt), config)
+            note_inner_calls(self)
 
         members = {
             "__module__": base.__module__,
@@ -273,6 +287,17 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         made = cast(type[PreTrainedModel], type(base.__name__, (WrappedModel, base), members))
         _classes.setdefault(base, made)  # another thread may have been faster
     return _classes[base]
+
+
+def note_inner_calls(model: PreTrainedModel) -> None:
+    """Count calls of the module inside a wrapped model, which are HuggingFace's own."""
+    if (inner := model.base_model) is not model:
+        note_calls(inner, cast(Any, model)._note_inner_call)
+
+
+def forget_inner_calls(model: PreTrainedModel) -> None:
+    """Undo ``note_inner_calls``."""
+    stop_noting(model.base_model)
 
 
 def _blank(base: type[PreTrainedModel]) -> PreTrainedModel:

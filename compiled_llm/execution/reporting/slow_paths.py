@@ -20,6 +20,7 @@ SlowPath = Literal[
     "gradients",
     "hidden_in_window",
     "inner_hooks",
+    "inner_module",
     "inputs",
     "inputs_embeds",
     "kept_manager",
@@ -35,6 +36,7 @@ SlowPath = Literal[
     "observed",
     "out_of_pages",
     "out_of_positions",
+    "outer_compile",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
@@ -118,6 +120,10 @@ WORDINGS: dict[SlowPath, Wording] = {
         "hooks are on inner modules",
         "Remove the hooks (handle.remove()) once you have seen enough.",
     ),
+    "inner_module": Wording(
+        "{} was called by itself, which is HuggingFace's own code",
+        "Call model(...) or model.generate(...).",
+    ),
     "inputs": Wording(
         "the model is given {}",
         "Give input_ids [batch, tokens] of integers, or inputs_embeds [batch, tokens, hidden] of the model's type.",
@@ -168,6 +174,10 @@ WORDINGS: dict[SlowPath, Wording] = {
         "Drop caches that you hold, give fewer rows or tokens, or wrap(model, kv_memory=...) with more memory.",
     ),
     "out_of_positions": Wording("there are more tokens than the model has positions", "Shorten the text."),
+    "outer_compile": Wording(
+        "a torch.compile or torch.export of yours traces HuggingFace's own forward",
+        "Call the wrapped model itself: wrap has compiled it.",
+    ),
     "output_attentions": Wording("output_attentions is on", "Turn it off wherever you do not read them."),
     "output_hidden_states": Wording("output_hidden_states is on", "Turn it off wherever you do not read them."),
     "output_router_logits": Wording("output_router_logits is on", "Turn it off wherever you do not read them."),

@@ -26,7 +26,8 @@ Path = Literal["fast loop", "engine", "processed loop", "compiled forward", "ori
 """Our loop; the batch of an engine, for ``generate_batch`` and for calls that find one busy; our loop with processors
 between steps; HuggingFace's loop over the compiled forward, or the original."""
 
-ForwardPath = Literal["compiled", "original"]
+ForwardPath = Literal["compiled", "original", "outside"]
+"""Our programs; HuggingFace's forward, called by us; or a call that passes us by, which we only notice."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Stats:
         backend: whose kernels attend in prefill, which ``wrap(backend="auto")`` leaves to what is installed.
         generate_calls: calls of ``generate`` by the path they took, and managers of ``generate_batch`` by whose runs.
         forward_calls: calls of the model itself by ``compiled`` or ``original``; those that ``generate`` makes are
-            not among them.
+            not among them. ``outside``: calls of the module inside, ``model.model(...)``, and graphs that a
+            ``torch.compile`` of yours has traced of the model, whose calls do not reach us.
         slow_paths: how often calls did not take the fast loop or the compiled forward, by the reason's id; for calls of
             the model itself the key begins with ``"forward: "``. ``execution/reporting/slow_paths.py`` says what to
             change.

@@ -38,6 +38,7 @@ _counted: ContextVar[list[str] | None] = ContextVar("counted", default=None)
 def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the compiled forward if it can serve the call, else the class's own."""
     if torch.compiler.is_compiling() or dynamo_watches():  # the user's own torch.compile or torch.export
+        self._note_outer_compile()
         return original(self, *args, **kwargs)
     arguments, runtime = by_name(original, args, kwargs), self.compiled
     runtime.home.check()
@@ -148,6 +149,12 @@ def count_forward(runtime: CompiledModel, path: ForwardPath, reason: Reason | No
     if (paths := _counted.get()) is not None:
         paths.append(path)
     runtime.counters.took_forward(path, reason)
+
+
+def count_outside(runtime: CompiledModel, reason: Reason) -> None:
+    """Count a forward that passes us by, unless the call that it is part of is counted anyway."""
+    if current_call.get() is None and _counted.get() is None:
+        runtime.counters.took_forward("outside", reason)
 
 
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:

@@ -157,6 +157,12 @@ def of_embeddings(**options: Any) -> Call:
     return call
 
 
+def compiled_by_the_user(model: PreTrainedModel) -> Any:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return torch.compile(model, backend="eager")(**inputs(), use_cache=False)
+
+
 def embedded_forward(model: PreTrainedModel) -> Any:
     given = inputs()
     with torch.no_grad():

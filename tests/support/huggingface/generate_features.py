@@ -34,6 +34,7 @@ from support.huggingface.feature_calls import (
     by_a_grammar,
     changed,
     checkpointing,
+    compiled_by_the_user,
     drawn,
     dynamic_cache,
     each,
@@ -69,7 +70,7 @@ from support.tiny_tokenizer import tokenizer
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
 PAGE = Path(__file__).parents[3] / "docs" / "paths.md"
-PATHS = ("fast loop", "engine", "processed loop", "compiled forward", "original", "refused")
+PATHS = ("fast loop", "engine", "processed loop", "compiled forward", "original", "outside", "refused")
 
 DROPOUT = {"attention_dropout": 0.5}
 _OBSERVED = "what sees or changes each operation: `FlopCounterMode`, `torch.func.vmap`, `torch.jit.trace`"
@@ -427,6 +428,8 @@ FEATURES: dict[str, list[Feature]] = {
             "more tokens than the model has positions",
             [forward(input_ids=torch.ones(1, 1030, dtype=torch.long), attention_mask=None)],
         ),
+        Feature("the module inside, called by itself: `model.model(...)`", [lambda model: model.model(**inputs())]),
+        Feature("`torch.compile` or `torch.export` around the model, once for each graph", [compiled_by_the_user]),
     ],
 }
 
