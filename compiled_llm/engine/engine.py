@@ -363,19 +363,22 @@ class Engine:
 
     # ---- asleep
 
-    def sleep(self, *, requests: Literal["park", "end"] = "park", weights: bool = False) -> int:
-        """Give the device's memory to others, until ``wake``: pages, the prefix cache, CUDA graphs and workspaces.
+    def sleep(self, *, requests: Literal["park", "end"] = "park", weights: bool = False, graphs: bool = False) -> int:
+        """Give the device's memory to others, until ``wake``: pages, with the prefix cache, are most of it.
 
         What was compiled stays, and so do requests with the tokens that they have got. It is the model that sleeps,
         with all of its engines: they take no requests, and ``model.generate`` and ``model(...)`` run HuggingFace's own
         code over its own cache, which take none of this memory. Calls of these in progress end first. Asleep already,
-        it does nothing more, but for weights that are to follow.
+        it does nothing more, but for CUDA graphs and weights that are to follow.
 
         Args:
             requests: ``"park"`` lets those that run wait, with others, and go on after ``wake`` with the same draws;
                 their deadlines stay. ``"end"`` ends all with the finish reason ``"cancelled"`` and what they have.
             weights: move parameters and buffers to host memory, too: the same ``Parameter`` objects, with other
                 ``data``; gradients stay. Until ``wake`` the model cannot be called. On a CPU they are there already.
+            graphs: give CUDA graphs, workspaces and buffers back, too; to capture again takes ``wake`` seconds. With
+                ``weights`` they go as well, since they have the addresses of these; and all of it goes if the CUDA
+                driver cannot keep addresses, which is logged.
 
         Returns:
             How many bytes of device memory were given back.
@@ -388,10 +391,12 @@ class Engine:
         if requests not in ("park", "end"):
             raise ValueError(f"requests={requests!r}: give 'park' or 'end'")
         self._check_usable()
-        return put_to_sleep(self._runtime, requests == "end", weights)
+        return put_to_sleep(self._runtime, requests == "end", weights, graphs)
 
     def wake(self) -> None:
-        """Take weights, as many pages as before, and workspaces again, and capture what was captured; nothing compiles.
+        """Take as many pages as before again, and what else was given back; nothing is compiled.
+
+        CUDA graphs that ``sleep`` has left are as they were; others are captured again.
 
         Requests that wait go on. Any engine of the model may wake it; awake, it does nothing.
 

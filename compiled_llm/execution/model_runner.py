@@ -386,6 +386,23 @@ class ModelRunner:
         """Return whether this runs ``model``, as it is now or as it was."""
         return self._facts.reference() is model
 
+    def give_back_pages(self) -> None:
+        """Give the memory of pages and states back.
+
+        What CUDA graphs have of their addresses stays true. There are no rows, engines keep no texts, and nothing runs
+        until ``take_pages_again``.
+        """
+        self.settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.graph_manager.has_pages = False
+        self.state.kv_memory.give_back()
+
+    def take_pages_again(self) -> None:
+        """Have as many pages as before, all empty; torch.OutOfMemoryError if the device has too little memory."""
+        self.state.kv_memory.take_again()
+        self.graph_manager.has_pages = True
+
     def release(self) -> None:
         """Give device memory back, even if this is still referenced; it has no rows, and nothing runs afterwards."""
         self.settle()

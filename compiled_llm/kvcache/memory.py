@@ -6,16 +6,15 @@ Shapes: P pages.
 from __future__ import annotations
 
 import bisect
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_llm.config import KVMemory, WrapConfig, parse_kv_memory
+from compiled_llm.kvcache.cuda_virtual_memory import mapped_bytes
 
 _CUDA_FRACTION = 0.8
 _CPU_FRACTION = 0.25
@@ -130,8 +129,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return the bytes that PyTorch's allocator holds on a CUDA device; 0 on a CPU."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    """Return the bytes that PyTorch's allocator and pages hold on a CUDA device; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) + mapped_bytes(device) if device.type == "cuda" else 0
 
 
 def wait_for(device: torch.device) -> None:
@@ -147,15 +146,6 @@ def ended_marker(device: torch.device) -> Callable[[], bool]:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event.query
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that are no view, in memory of their own."""
-    if device.type != "cpu" or 0 in shape:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # PyTorch writes its zeros; NumPy asks the operating system for memory that is zero. And no view of it: Dynamo would
-    # trace its base as well, with a symbolic size.
-    return torch.frombuffer(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8), dtype=dtype).resize_(shape)
 
 
 def free(tensor: Tensor) -> None:

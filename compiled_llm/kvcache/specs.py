@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from compiled_llm.kvcache.memory import mark_static, zeros
+from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.model.attention import (
     AttentionSpec,
     LayerSpec,
@@ -527,18 +528,18 @@ def page_bytes(specs: Sequence[KVCacheSpec]) -> int:
     return sum(page_size_bytes(specs[layers[0]]) for layers in sharing_memory(specs))
 
 
-def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, device: torch.device) -> list[Tensor]:
+def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, memory: ReleasableMemory) -> list[Tensor]:
     """Return each layer's memory, zeros at addresses that graphs may rely on.
 
     On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
     """
     memories: dict[int, Tensor] = {}
     for first, *others in sharing_memory(specs):
-        memories[first] = zeros(specs[first].shape(pages), specs[first].dtype, device)
+        memories[first] = memory.zeros(specs[first].shape(pages), specs[first].dtype)
         # As views, all would be rebuilt from their base whenever a program writes one.
         memories |= {layer: from_dlpack(memories[first]) for layer in others}
-    for memory in memories.values():
-        mark_static(memory)
+    for tensor in memories.values():
+        mark_static(tensor)
         # P depends on what memory is free; built into the code, it would make every start a cold one.
-        torch._dynamo.mark_dynamic(memory, 0)
+        torch._dynamo.mark_dynamic(tensor, 0)
     return [memories[layer] for layer in range(len(specs))]

@@ -50,7 +50,7 @@ def memory(engine: Engine) -> Memory:
     Awake, it has CUDA graphs, each with memory of the host's, and how many is up to the calls that happened to come.
     """
     gc.collect()
-    engine.sleep()
+    engine.sleep(graphs=True)
     libc, on_gpu = ctypes.CDLL(None), torch.cuda.is_available()
     libc.malloc_trim(0)
     libc.mallinfo2.restype = _MallInfo

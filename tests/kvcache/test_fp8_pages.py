@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 import compiled_llm
 from compiled_llm import Engine, KVScales, WrapConfig, kv_scales
 from compiled_llm.kvcache.page_scales import allocate_scales
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import (
     Fp8AttentionSpec,
     FullAttentionSpec,
@@ -75,7 +76,7 @@ def test_what_is_written_is_read_rounded_and_nothing_else_changes(
     scales = KVScales([[0.01, 0.02]], [[0.005, 0.03]])
     layers = [Layer(4, 2, head_dim, -1, 0.0)]
     spec = Fp8AttentionSpec(FullAttentionSpec(2, head_dim, stored, 4, dtype), *allocate_scales(layers, scales, CPU))
-    (memory,) = allocate_pages([spec], 9, CPU)
+    (memory,) = allocate_pages([spec], 9, ReleasableMemory(CPU))
     assert (memory.shape, memory.dtype) == ((9, 2, 2, 4, stored), torch.float8_e4m3fn)
     assert page_size_bytes(spec) == 2 * 2 * 4 * stored
     keys, values = (3 * torch.randn(2, 2, 9, head_dim, generator=generator).to(dtype) for _ in range(2))
@@ -107,7 +108,7 @@ def test_numbers_that_fp8_holds_come_back_as_they_were() -> None:
     layers = [Layer(2, 1, 16, -1, 0.0)]
     scales = allocate_scales(layers, KVScales([[2.0**-5]], [[2.0**-5]]), CPU)
     (spec,) = kv_cache_specs(layers, 4, torch.float32, backend_named("reference"), scales)
-    (memory,) = allocate_pages([spec], 5, CPU)
+    (memory,) = allocate_pages([spec], 5, ReleasableMemory(CPU))
     at = torch.arange(8)
     spec.write(memory, TokenPlaces(8, 1 + at // 4, at % 4, torch.zeros_like(at), at), held[:1], held[1:])
     keys, values = spec.read(memory, torch.tensor([1, 2]), 8)

@@ -21,6 +21,7 @@ from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.kvcache import specs
 from compiled_llm.kvcache.pool import NULL_PAGE, PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.specs import FullAttentionSpec, allocate_pages, page_bytes, page_size_bytes, sharing_memory
 from compiled_llm.kvcache.table import build_table
@@ -185,7 +186,7 @@ def test_layers_of_two_groups_share_memory_page_by_page() -> None:
     layers = [spec(0), spec(1), spec(0)]
     assert sharing_memory(layers) == [[0, 1], [2]]
     assert page_bytes(layers) == 2 * page_size_bytes(spec(0))
-    first, second, third = allocate_pages(layers, 5, torch.device("cpu"))
+    first, second, third = allocate_pages(layers, 5, ReleasableMemory(torch.device("cpu")))
     assert first.shape == second.shape == (5, 2, 2, SIZE, 16)
     second[3] = 7
     assert (first == 7).flatten(1).all(1).tolist() == [False, False, False, True, False]

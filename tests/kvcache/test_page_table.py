@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from compiled_llm.execution.state.decode_buffers import bucket_for, buckets_up_to
 from compiled_llm.kvcache.pool import NULL_PAGE, PagePool
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.specs import FullAttentionSpec, allocate_pages
 from compiled_llm.kvcache.table import Span, build_table
@@ -112,7 +113,7 @@ def test_every_batch_has_the_smallest_bucket_that_holds_it(most):
 def test_pages_are_zeros_and_no_views(dtype):
     """Dynamo would trace what they are views of as well, layer by layer."""
     spec = FullAttentionSpec(kv_heads=2, head_dim=12, stored_head_dim=16, page_size=4, dtype=dtype)
-    for pages in allocate_pages([spec, spec], 3, torch.device("cpu")):
+    for pages in allocate_pages([spec, spec], 3, ReleasableMemory(torch.device("cpu"))):
         assert torch.equal(pages, torch.zeros(3, 2, 2, 4, 16, dtype=dtype))
         assert pages.is_contiguous()
         assert not pages._is_view()

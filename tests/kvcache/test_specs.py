@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -54,7 +55,7 @@ def pair(seed: int, mode: Any = "eager") -> tuple[PreTrainedModel, Any]:
 )
 class TestSpec:
     def test_memory_is_as_large_as_its_pages(self, spec: KVCacheSpec, shape: tuple[int, ...], nbytes: int) -> None:
-        (memory,) = allocate_pages([spec], 9, CPU)
+        (memory,) = allocate_pages([spec], 9, ReleasableMemory(CPU))
         assert (memory.shape, memory.dtype, page_size_bytes(spec)) == (shape, spec.dtype, nbytes)
         assert memory.nbytes == 9 * nbytes
         assert not memory.any()
@@ -64,7 +65,7 @@ class TestSpec:
     ) -> None:
         """Two rows of 6 and 9 tokens, the second of which lacks its first column, which a window has left."""
         generator = torch.Generator().manual_seed(seed)
-        (memory,) = allocate_pages([spec], 9, CPU)
+        (memory,) = allocate_pages([spec], 9, ReleasableMemory(CPU))
         sizes = 12, {17: 5, 32: 20}.get(shape[-1], 12)
         if isinstance(spec, FullAttentionSpec):
             sizes = spec.head_dim, spec.head_dim

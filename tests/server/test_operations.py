@@ -169,7 +169,7 @@ def test_asleep_clients_hear_it_and_awake_requests_go_on(served: Served, http: h
         client.wait_until_ready(PATIENCE)
         assert running.result(PATIENCE).outputs[0].token_ids == huggingfaces(plain(0), 200)
         assert tokens(client) == huggingfaces(plain(0), 8)
-        post(http, "/sleep", {"requests": "end", "weights": True})
+        post(http, "/sleep", {"requests": "end", "weights": True, "graphs": True})
         post(http, "/sleep")  # it does
         post(http, "/wake")
         post(http, "/wake")  # it is

@@ -19,6 +19,7 @@ import compiled_llm
 from compiled_llm.commands.bench.timing import SAMPLING, CallTiming, TokenClock, Workload, timed
 from compiled_llm.commands.loading.load import load
 from compiled_llm.config import Mode, WrapConfig
+from compiled_llm.kvcache.cuda_virtual_memory import mapped_bytes
 from compiled_llm_ops.backends import backend_named
 
 _WARM_TOKENS = 16
@@ -116,7 +117,7 @@ class BenchSession:
         """Return bytes on the device by what they are for, and the most that was allocated at once."""
         found = dict(self.model.compiled.stats().memory) if hasattr(self.model, "compiled") else {}
         if self.setup.device.type == "cuda":
-            found["peak"] = torch.cuda.max_memory_allocated(self.setup.device)
+            found["peak"] = torch.cuda.max_memory_allocated(self.setup.device) + mapped_bytes(self.setup.device)
         return found
 
 

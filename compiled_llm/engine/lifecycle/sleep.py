@@ -12,33 +12,34 @@ logger = logging.getLogger("compiled_llm.engine")
 
 
 @deferred()
-def put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int:
+def put_to_sleep(runtime: Runtime, ends: bool, weights: bool, graphs: bool) -> int:
     """Give device memory back, and return how many bytes.
 
     Args:
         runtime: of the model.
         ends: end all requests; otherwise they wait.
         weights: move the weights to host memory, too.
+        graphs: give CUDA graphs, workspaces and buffers back, too.
 
     Raises:
         RuntimeError: others hold pages, or a loop of this thread's has called this.
         ValueError: weights cannot be moved.
     """
     with calls_ended(runtime, "sleep"):
-        while (nbytes := _put_to_sleep(runtime, ends, weights)) is None:
+        while (nbytes := _put_to_sleep(runtime, ends, weights, graphs)) is None:
             runtime.calls.wait()
     logger.info("asleep: %.2f GiB of device memory given back", nbytes / 2**30)
     return nbytes
 
 
-def _put_to_sleep(runtime: Runtime, ends: bool, weights: bool) -> int | None:
+def _put_to_sleep(runtime: Runtime, ends: bool, weights: bool, graphs: bool) -> int | None:
     """As ``put_to_sleep``; None if a call is in progress, and nothing has changed."""
     with nothing_running(runtime) as engine_threads:
         if engine_threads is None:
             return None
         for engine_thread in engine_threads:
             engine_thread.placed.park()
-        nbytes = runtime.runner_lifecycle.sleep(weights)
+        nbytes = runtime.runner_lifecycle.sleep(weights, graphs)
         for engine_thread in engine_threads:
             engine_thread.rest(ends)
         return nbytes

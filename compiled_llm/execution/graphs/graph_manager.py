@@ -40,6 +40,7 @@ class GraphManager:
         weights: the model's; those that read one input lie side by side in memory.
         table: the steps of the model, each with its state.
         prefills: the programs of prefill that are compiled.
+        has_pages: whether pages have memory: not while the model sleeps, nor after ``release``.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class GraphManager:
         # Without a compiler there is nothing to wait for on a CPU.
         waits = state.device.type == "cuda" or state.config.mode != "eager"
         self._progress = ProgressDisplay(state.config.progress and waits)
-        self._released = False
+        self.has_pages = True
         self._captures = False  # whether a step was captured since graphs were last forgotten
         self._version = state.facts.version
         self._tensors = self._version.tensors if self._needs_tensors else 0
@@ -108,7 +109,7 @@ class GraphManager:
         Raises:
             RuntimeError: the model was put to sleep, and lies over other pages by now.
         """
-        if self._released:
+        if not self.has_pages:
             raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin again")
         self.table.look += 1
         self._version.look()
@@ -181,7 +182,7 @@ class GraphManager:
 
     def release(self) -> None:
         """Drop all CUDA graphs, and let go of all tensors; compiled programs stay, for another manager."""
-        self._released = True
+        self.has_pages = False
         self._forget_graphs()
         self.prefills.clear()
         self._let_tensors_go()

@@ -69,6 +69,7 @@ class ModelRunnerLifecycle:
         self.present: ModelRunner | None = None
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
+        self._resting: ModelRunner | None = None  # asleep: all of it but its pages is on the device
         self._allocation = threading.Lock()
         self.asleep = False
         self._kept: Kept | None = None
@@ -153,8 +154,8 @@ class ModelRunnerLifecycle:
         """Have other scales of pages of fp8 from now on; RuntimeError if rows have pages, and nothing has changed."""
         self._check_no_pages_used("set_kv_scales")
         self._config = dataclasses.replace(self._config, kv_scales=scales)
-        if self.present is not None:
-            self.present.thread.call(self.present.set_kv_scales, scales)
+        if (model_runner := self.present or self._resting) is not None:
+            model_runner.thread.call(model_runner.set_kv_scales, scales)
 
     def _count_saturated(self, model_runner: ModelRunner) -> None:
         """Keep a count of a model runner that is about to go."""
@@ -173,13 +174,14 @@ class ModelRunnerLifecycle:
     # ---- asleep
 
     @deferred()
-    def sleep(self, weights: bool) -> int:
-        """Give back all but the weights and the compiled programs; a model that is asleep may still give its weights.
+    def sleep(self, weights: bool, graphs: bool) -> int:
+        """Give pages back; a model that is asleep may still give CUDA graphs and weights.
 
         No loop runs, and none begins meanwhile.
 
         Args:
-            weights: move these to host memory, too.
+            weights: move these to host memory, too, and give CUDA graphs back, which have their addresses.
+            graphs: give back all but the weights and the compiled programs.
 
         Returns:
             Device memory that was given back, in bytes; on a CPU, memory.
@@ -191,10 +193,15 @@ class ModelRunnerLifecycle:
         self._check_no_pages_used("sleep")
         device = self._facts.model.device
         before = self._taken_on(device)
-        if weights and not is_host(device) and self._weights is None:
+        moves = weights and not is_host(device)
+        if moves and self._weights is None:
             with self._moving_weights("moving weights to host memory"):
                 self._weights = HostWeights(self._facts.model, device)
-        self._release()
+        if moves or graphs or (self.present is not None and not self.present.state.kv_memory.keeps_addresses):
+            self._release()
+        elif self.present is not None:
+            self.present.thread.call(self.present.give_back_pages)
+            self.present, self._resting = None, self.present
         self.asleep = True
         return max(0, before - self._taken_on(device))
 
@@ -205,8 +212,11 @@ class ModelRunnerLifecycle:
         If it fails or is interrupted, the model is asleep; its weights may be back already.
         """
         self._bring_weights_back()
+        if self._resting is not None:
+            self._resting.thread.call(self._resting.take_pages_again)
+            self.present, self._resting = self._resting, None
         kept = self._kept
-        if self.asleep and kept is not None:
+        if self.asleep and self.present is None and kept is not None:
             try:
                 model_runner = self._current()
                 prepare(model_runner, kept.decodes, [kept.shapes], kept.embedded)
@@ -222,6 +232,8 @@ class ModelRunnerLifecycle:
     def rise(self) -> None:
         """Be awake with only the weights on the device: the next call makes the rest."""
         self._bring_weights_back()
+        if self.asleep:
+            self._release()
         self.asleep = False
 
     def check_weights(self) -> None:
@@ -244,7 +256,8 @@ class ModelRunnerLifecycle:
 
     def _release(self) -> None:
         """Give the model runner back, even if it is still referenced; keep all that takes no device memory."""
-        model_runner, self.present = self.present, None
+        model_runner = self.present or self._resting
+        self.present = self._resting = None
         if model_runner is not None:
             self._kept = Kept.of(model_runner, self._made_for)
             self._count_saturated(model_runner)
@@ -270,7 +283,8 @@ class ModelRunnerLifecycle:
         """Bytes that the process takes on a device; on a CPU, those of the model without its weights."""
         if not is_host(device):
             return reserved_bytes(device)
-        memory = {} if self.present is None else self.present.memory()
+        model_runner = self.present or self._resting
+        memory = {} if model_runner is None else model_runner.memory()
         return sum(nbytes for name, nbytes in memory.items() if name != "weights")
 
 

@@ -24,7 +24,8 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.batch import Extension, RowTag
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.staging import Readback, Readbacks, Staging
-from compiled_llm.kvcache.memory import free, mark_static, zeros
+from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import build_table
 from compiled_llm_ops import check_pages
@@ -54,12 +55,15 @@ class PageWatch:
         """Return the columns of an arena for this many slots."""
         return {"chain": (slots + 1, torch.int64), "row_number": (slots + 1, torch.int32)}
 
-    def __init__(self, config: WrapConfig, pages: int, arena: Arena, staging: Staging, device: torch.device) -> None:
-        """Allocate the tags of so many pages."""
+    def __init__(
+        self, config: WrapConfig, pages: int, arena: Arena, staging: Staging, memory: ReleasableMemory
+    ) -> None:
+        """Allocate the tags of so many pages, in the memory of these."""
+        device = arena["chain"].device
         self._raises = config.check_pages == "raise"
         self._arena, self._staging, self._device = arena, staging, device
         self._page_size = config.page_size
-        tags = mark_static(zeros((pages, config.page_size, 2), torch.int32, device))
+        tags = mark_static(memory.zeros((pages, config.page_size, 2), torch.int32))
         torch._dynamo.mark_dynamic(tags, 0)  # as pages are: how many there are is not built into the code
         self._none = torch.tensor([0, NO_FAULT], device=device)
         faults = mark_static(self._none.clone())
@@ -74,9 +78,6 @@ class PageWatch:
     def nbytes(self) -> int:
         """Bytes outside the arena."""
         return self.inputs.tags.nbytes
-
-    def release(self) -> None:
-        free(self.inputs.tags)
 
     # ---- chains of rows
 

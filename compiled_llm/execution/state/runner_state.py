@@ -26,16 +26,15 @@ from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import (
     ended_marker,
-    free,
     mark_for_any_room,
     mark_static,
     pages_to_allocate,
     states_to_allocate,
     wait_for,
-    zeros,
 )
 from compiled_llm.kvcache.page_scales import allocate_scales
 from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes, sharing_memory
 from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StatePool
@@ -57,6 +56,7 @@ class RunnerState:
     Attributes:
         dtype: of the model.
         specs: of each layer, what it keeps of a token.
+        kv_memory: of ``pages``, their tags, and ``states``, which a model that sleeps gives back.
         cascade: when decode steps read shared pages once; None for never.
         pages: the memory of each layer.
         page_scales: of each layer, if pages are of fp8; else empty.
@@ -108,7 +108,8 @@ class RunnerState:
         entries = self._entries_of_states() if entries is None else entries
         count, self.scores = self._room_for_pages(groups, entries)
         with torch.inference_mode(False):
-            self.pages = allocate_pages(self.specs, count, self.device)
+            self.kv_memory = ReleasableMemory(self.device)
+            self.pages = allocate_pages(self.specs, count, self.kv_memory)
             self.states = self._allocate_states(entries)
             self.memories = [*self.pages, *self.states]
             self._memories = [self.pages[layers[0]] for layers in sharing_memory(self.specs)]
@@ -116,7 +117,7 @@ class RunnerState:
             self.arena = Arena(self._columns(groups), self.device, self.staging)
             self.page_watch: PageWatch | None = None
             if config.checks_pages:
-                self.page_watch = PageWatch(config, count, self.arena, self.staging, self.device)
+                self.page_watch = PageWatch(config, count, self.arena, self.staging, self.kv_memory)
             chains = None if self.page_watch is None else self.page_watch.inputs.chains
             self.slots = Slots(
                 self.arena, self.staging, logits_width(model), self.validity, groups, chains, bool(facts.states)
@@ -164,7 +165,8 @@ class RunnerState:
 
     def _allocate_states(self, entries: int) -> list[Tensor]:
         """Return the memory of recurrent layers' states."""
-        states = [zeros((entries, *shape), dtype, self.device) for shape, dtype in shapes_of_states(self.facts.states)]
+        shapes = shapes_of_states(self.facts.states)
+        states = [self.kv_memory.zeros((entries, *shape), dtype) for shape, dtype in shapes]
         for memory in states:
             mark_static(memory)
             torch._dynamo.mark_dynamic(memory, 0)
@@ -203,8 +205,8 @@ class RunnerState:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers."""
-        return sum(memory.nbytes for memory in self.states)
+        """Bytes of the states of recurrent layers; 0 while they are given back."""
+        return 0 if self.kv_memory.given_back else sum(memory.nbytes for memory in self.states)
 
     def fit_vocabulary(self) -> None:
         """Follow a model whose vocabulary has changed."""
@@ -212,7 +214,8 @@ class RunnerState:
 
     @property
     def page_bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memories)
+        """Bytes of the pages; 0 while they are given back."""
+        return 0 if self.kv_memory.given_back else sum(memory.nbytes for memory in self._memories)
 
     @property
     def buffer_bytes(self) -> int:
@@ -223,15 +226,10 @@ class RunnerState:
 
     def release(self) -> None:
         """Give most of the memory back; nothing may be run afterwards."""
-        for memory in self._memories:
-            free(memory)
-        for memory in self.states:
-            free(memory)
+        self.kv_memory.free()
         self.pages.clear()
         self.states.clear()
         self.memories.clear()
-        if self.page_watch is not None:
-            self.page_watch.release()
         self.slots.release()
         self.sampling_graphs.release()
 

@@ -49,6 +49,7 @@ class SleepArguments(Struct, forbid_unknown_fields=True):
 
     requests: Literal["park", "end"] = "park"
     weights: bool = False
+    graphs: bool = False
 
 
 class UpdateArguments(Struct, forbid_unknown_fields=True):
@@ -150,7 +151,7 @@ class Operations:
         with self._resting:
             if self._profile is not None:
                 self._profile.save()
-            nbytes = engine.sleep(requests=body.requests, weights=body.weights)
+            nbytes = engine.sleep(requests=body.requests, weights=body.weights, graphs=body.graphs)
             self._server.report("asleep")
         return {"asleep": True, "bytes": nbytes}
 

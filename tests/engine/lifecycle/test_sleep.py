@@ -1,4 +1,4 @@
-"""An engine that sleeps holds no device memory but the weights, and goes on after it as if nothing had been."""
+"""An engine that sleeps gives device memory back, and goes on after it as if nothing had been."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle import runner_lifecycle
+from compiled_llm.execution.lifecycle.runner_lifecycle import ModelRunnerLifecycle
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
@@ -182,7 +184,7 @@ def test_nothing_of_the_model_runner_is_left_and_all_of_it_is_made_again(monkeyp
         graphs, before = model.compiled.graphs, model.compiled.stats()
         assert (before.cuda_graphs > 1, before.prefill_cuda_graphs > 1) == (captures, captures)
         handles = begun(engine)
-        given_back = engine.sleep()
+        given_back = engine.sleep(graphs=True)
         assert alive(objects) == []
         assert captures or given_back == sum(memory.values()) - memory["weights"]
         assert "asleep" in repr(model.compiled)
@@ -200,6 +202,79 @@ def test_nothing_of_the_model_runner_is_left_and_all_of_it_is_made_again(monkeyp
         assert captures or engine.describe().memory == memory
 
 
+def addresses(model: PreTrainedModel) -> list[int]:
+    state = model.compiled.model_runner().state
+    return [memory.data_ptr() for memory in (*state.pages, state.slots.tables.counts)]
+
+
+def test_pages_come_back_to_the_same_addresses_and_no_cuda_graph_is_captured_again(monkeypatch, one_thread):
+    let_a_cpu_capture(monkeypatch)
+    model = wrapped(mode="eager", **PAGES)
+    with Engine(model, max_num_seqs=8) as engine:
+        engine.warmup([1, 2, 4, 8])
+        expected = answers(engine)
+        memory, objects, at = engine.describe().memory, device_objects(model), addresses(model)
+        table = model.compiled.cuda_graphs.as_dicts()
+        for _ in range(2):
+            handles = begun(engine)
+            assert engine.sleep() == memory["pages"]
+            assert alive(objects) == list(objects)
+            assert model.compiled.stats().memory == {}
+            assert model.compiled.stats().pages is None
+            engine.wake()
+            assert addresses(model) == at
+            assert not any(pages.any() for pages in model.compiled.model_runner().state.pages)
+            assert results(handles) == answers(engine) == expected
+        again = model.compiled.cuda_graphs.as_dicts()
+        assert [(one["rows"], one["captures"]) for one in again] == [(one["rows"], one["captures"]) for one in table]
+        assert (model.compiled.stats().recompiles, model.compiled.recaptures()) == (0, (0, []))
+        assert engine.describe().memory == memory
+
+
+def test_graphs_may_follow_the_pages_asleep(model, engine):
+    expected = answers(engine)
+    memory, objects = engine.describe().memory, device_objects(model)
+    handles = begun(engine)
+    assert engine.sleep() == memory["pages"]
+    assert engine.sleep() == 0
+    assert engine.sleep(graphs=True) == sum(memory.values()) - memory["pages"] - memory["weights"]
+    assert alive(objects) == []
+    engine.wake()
+    assert results(handles) == answers(engine) == expected
+
+
+def test_all_is_given_back_if_addresses_cannot_stay(monkeypatch, one_thread):
+    """As with a CUDA driver that has no virtual memory management."""
+    real = ReleasableMemory.__init__
+
+    def without(memory: ReleasableMemory, device: torch.device) -> None:
+        real(memory, device)
+        memory.keeps_addresses = False
+
+    monkeypatch.setattr(ReleasableMemory, "__init__", without)
+    model = wrapped(**PAGES)
+    with Engine(model, max_num_seqs=8) as engine:
+        expected, objects = answers(engine), device_objects(model)
+        handles = begun(engine)
+        engine.sleep()
+        assert alive(objects) == []
+        engine.wake()
+        assert results(handles) == answers(engine) == expected
+
+
+def test_a_loop_over_pages_that_are_given_back_is_refused_until_they_are_there(model, engine):
+    expected = alone(model, PROMPTS[0], 6)
+    loop = model.compiled.generate_loop()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match=r"given back by sleep\(\)"):
+        loop.admit([5], 1) and loop.step()
+    loop.close()
+    engine.wake()
+    assert alone(model, PROMPTS[0], 6) == expected
+    engine.close()
+    assert_account_is_empty(model)
+
+
 def test_pages_go_even_if_a_call_of_generate_waits_in_the_engine(model, engine):
     """Its cache, empty as it is, stays in HuggingFace's frames."""
     expected = alone(model, PROMPTS[0], 6)
@@ -209,7 +284,7 @@ def test_pages_go_even_if_a_call_of_generate_waits_in_the_engine(model, engine):
         while len(engine._engine_thread.request_table) < 5 and not caller.done():
             pass
     pages = device_objects(model)["pages"]
-    engine.sleep()
+    engine.sleep(graphs=True)
     assert caller.done() or pages() is None
     engine.wake()
     assert caller.result(PATIENCE) == expected
@@ -227,7 +302,7 @@ def test_caches_that_others_hold_are_named(model, engine):
     assert results(handles) == expected
     empty = model.compiled.new_cache()
     held.close()
-    engine.sleep()
+    engine.sleep(graphs=True)
     engine.wake()
     for stale in (held, empty):
         with torch.no_grad(), pytest.raises(ValueError, match="PagedCache belongs to another model, or to this one"):
@@ -275,7 +350,7 @@ def test_a_manager_that_is_kept_serves_again(model, engine):
     expected = batch()
     assert all(map(len, expected))
     pages = device_objects(model)["pages"]
-    engine.sleep()
+    engine.sleep(graphs=True)
     assert pages() is None
     with pytest.raises(RuntimeError, match="generate_batch: the model is asleep"):
         batch()
@@ -313,17 +388,18 @@ def test_impossible_moments_and_arguments(model, engine):
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["_current", "prepare"])
+@pytest.mark.parametrize("place", ["_current", "prepare", "take_again"])
 def test_what_fails_to_wake_is_asleep_and_can_be_woken_again(monkeypatch, engine, place, kind):
     expected = answers(engine)
     handles = begun(engine)
-    engine.sleep()
+    engine.sleep(graphs=place != "take_again")
+    owners = {"_current": ModelRunnerLifecycle, "prepare": runner_lifecycle, "take_again": ReleasableMemory}
     with monkeypatch.context() as patch:
 
         def fail(*_: Any) -> None:
             raise kind("planted")
 
-        patch.setattr(runner_lifecycle if place == "prepare" else runner_lifecycle.ModelRunnerLifecycle, place, fail)
+        patch.setattr(owners[place], place, fail)
         with pytest.raises(kind, match="planted"):
             engine.wake()
     assert engine.asleep

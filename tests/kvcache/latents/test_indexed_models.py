@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import IndexKeysSpec, TokenPlaces, allocate_pages
 from compiled_llm.model.checks import check_layers
 from compiled_llm.model.layer_probe import Layer
@@ -62,7 +63,7 @@ def check_tokens(plain: PreTrainedModel, model: Any, seed: int, batches: Sequenc
 
 def test_index_keys_have_pages_of_their_own(seed: int) -> None:
     spec = IndexKeysSpec(6, 4, torch.float32, 2)
-    (memory,) = allocate_pages([spec], 5, torch.device("cpu"))
+    (memory,) = allocate_pages([spec], 5, ReleasableMemory(torch.device("cpu")))
     assert memory.shape == (5, 4, 6)
     keys = torch.randn(2, 1, 7, 6)
     places = TokenPlaces(7, *torch.tensor([(3, 1, 0, 6), (3, 2, 1, 0), (1, 0, 1, 6)]).T)

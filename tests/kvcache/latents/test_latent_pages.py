@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
+from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import LatentAttentionSpec, TokenPlaces, allocate_pages, page_size_bytes
 from compiled_llm.model import checks
 from compiled_llm.model.checks import check_layers, settled
@@ -42,7 +43,7 @@ def pair(seed: int, mode: Any = "eager", family: str = "DeepseekV3", **config: A
 
 def test_pages_hold_a_latent_and_its_rotated_part(seed: int) -> None:
     spec = LatentAttentionSpec(6, 3, 4, torch.float32)
-    (memory,) = allocate_pages([spec], 5, torch.device("cpu"))
+    (memory,) = allocate_pages([spec], 5, ReleasableMemory(torch.device("cpu")))
     assert memory.shape == (5, 4, 9)
     assert page_size_bytes(spec) == 4 * 9 * 4
     latents, rotated = torch.randn(2, 1, 7, 6), torch.randn(2, 1, 7, 3)
