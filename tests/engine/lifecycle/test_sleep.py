@@ -229,6 +229,10 @@ def test_pages_come_back_to_the_same_addresses_and_no_cuda_graph_is_captured_aga
         assert [(one["rows"], one["captures"]) for one in again] == [(one["rows"], one["captures"]) for one in table]
         assert (model.compiled.stats().recompiles, model.compiled.recaptures()) == (0, (0, []))
         assert engine.describe().memory == memory
+        assert model.compiled.stats().pages.cached > 0
+        engine.sleep()
+        engine.wake()
+        assert model.compiled.stats().pages.cached == 0, "texts whose pages are gone would be found"
 
 
 def test_graphs_may_follow_the_pages_asleep(model, engine):
