@@ -412,7 +412,7 @@ class GenerateLoop:
 
     def _enter_settings(self) -> None:
         if new := [entry for entry in self._pending if entry[0].slot is None]:
-            settings = [sampling and sampling.starting_at(row.position + len(ids)) for row, ids, sampling in new]
+            settings = [sampling and _beginning(sampling, row.position + len(ids)) for row, ids, sampling in new]
             self.model_runner.admit([row for row, _, _ in new], settings)
 
     def _extend(
@@ -479,6 +479,11 @@ class _Unread:
         for rows, readback in self.steps.popleft():
             tokens.update(zip(rows, readback.result(), strict=True))
         return tokens
+
+
+def _beginning(sampling: Sampling, position: int) -> Sampling:
+    """Return settings for an answer that has ``output_ids`` already, and whose next token has this position."""
+    return sampling.starting_at(position - len(sampling.output_ids))
 
 
 def _forks(rows: Sequence[Row]) -> list[Row]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,13 @@ _HARMLESS = (
 )
 
 
-def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | GenerateDecoderOnlyOutput:
+def fast_loop(
+    call: PagedCall, settings: Sequence[Sampling | None], sequences: Sequences | None = None
+) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with tokens sampled inside the graph; the caller holds the loop lock.
 
     They are read one step late if the device runs in parallel with the host. Without ``settings`` the most likely ones
-    are taken.
+    are taken. ``sequences`` have the tokens that an engine has generated before the call left it.
 
     Returns:
         ``[B, T + G]`` int64 on the device of ``input_ids``; in HuggingFace's output class, with the cache, where
@@ -65,8 +68,8 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
     Raises:
         RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.
     """
-    sequences = Sequences(call)
-    cache, generate_loop = call.cache, call.cache.generate_loop
+    sequences = sequences or Sequences(call)
+    cache, generate_loop, left = call.cache, call.cache.generate_loop, sequences.max_new - sequences.generated
     observer = sequences.step_scores.see if call.wants_scores() else None
     with (
         counted(call, sequences),
@@ -76,8 +79,9 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
         generate_loop.restart()
         begun = list(begin_rows(call, rows))
         if call.logits is None:
-            for row, tokens, sampling in zip(rows, begun, settings, strict=True):
-                generate_loop.resume(row, tokens, sequences.max_new, sampling)
+            for row, tokens, sampling, answer in zip(rows, begun, settings, sequences.answers(), strict=True):
+                going_on = replace(sampling, output_ids=answer) if sampling and len(answer) else sampling
+                generate_loop.resume(row, np.concatenate([tokens, answer]), left, going_on)
         else:
             generate_loop.begin(call.logits, settings)
         ends: dict[Row, int] = {}
@@ -89,11 +93,7 @@ def fast_loop(call: PagedCall, settings: Sequence[Sampling | None]) -> Tensor | 
                 check_hooks(call)
             unchanged = generate_loop.steps > 0 and not watched
             fed = _padded(sequences, ends, generate_loop.steps) if ends and pads else {}
-            sampled = (
-                generate_loop.step(None, unchanged, fed)
-                if generate_loop.steps < sequences.max_new
-                else generate_loop.drain()
-            )
+            sampled = generate_loop.step(None, unchanged, fed) if generate_loop.steps < left else generate_loop.drain()
             if not sampled and not (generate_loop.asynchronous and generate_loop.prepared):
                 sampled = generate_loop.drain()  # the first tokens do not wait for decode to be compiled
             if not sampled:
@@ -186,9 +186,13 @@ def settle(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences: Se
         )
 
 
-def callbacks_of(call: PagedCall) -> list[Any]:
-    """Return the callbacks that see each step's tokens: criteria, and a streamer."""
-    return [*_custom_criteria(call), *([] if call.streamer is None else [call.streamer])]
+def steps_with_callbacks(call: PagedCall) -> bool:
+    """Whether the user's code has a say between two steps: a criterion, or a streamer that may change the model."""
+    return bool(_custom_criteria(call)) or (call.streamer is not None and _may_change_model(call.streamer))
+
+
+def _may_change_model(callback: object) -> bool:
+    return not (type(callback) in _HARMLESS or getattr(callback, "leaves_model_alone", False))
 
 
 def _custom_criteria(call: PagedCall) -> list[Callable[..., Any]]:
@@ -224,15 +228,13 @@ class Sequences:
         pad = pad_token(call.config)
         self.pad_token = 0 if pad is None else int(call.copies.of(pad))
         self._custom = _custom_criteria(call)
-        self.callbacks = callbacks_of(call)
+        self.callbacks = [*self._custom, *([] if call.streamer is None else [call.streamer])]
         self.step_scores = StepScores(call)
 
     @property
     def may_change_model(self) -> bool:
         """Whether user code runs between steps that might change the model."""
-        return not all(
-            type(callback) in _HARMLESS or getattr(callback, "leaves_model_alone", False) for callback in self.callbacks
-        )
+        return any(map(_may_change_model, self.callbacks))
 
     @property
     def new_tokens(self) -> int:
@@ -273,6 +275,10 @@ class Sequences:
         self._running = running - ended
         self._tokens_of_ended += (len(running) - len(self._running)) * self.generated
         return sorted(running & ended) if self._pads else []
+
+    def answers(self) -> list[NDArray[np.int64]]:
+        """Return each row's tokens so far, pads after its end included."""
+        return list(self._columns[:, self._prompt : self.length])
 
     def on_host(self) -> Tensor:
         """``[B, T + G]`` int64, overwritten by later tokens."""

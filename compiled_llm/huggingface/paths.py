@@ -80,13 +80,13 @@ def _overridden(choice: CacheChoice) -> Reason | None:
 
 def run_our_loop(call: PagedCall) -> Any:
     """Run the fast loop, or the processed loop if a processor has to see each step."""
-    sampling = None  # drawn once: a call that has left an engine goes on with its seeds
+    sampling = sequences = None  # a call that has left an engine goes on with its seeds and tokens
     engine_thread = engine_to_join(call)
     if engine_thread is not None and (sampling := _sampling_in_graph(call)) is not None:
-        joined = run_in_engine(engine_thread, call, sampling)
-        if joined is not None:
+        sequences = run_in_engine(engine_thread, call, sampling)
+        if sequences.done:
             took(call.runtime, "engine")
-            return joined
+            return sequences.finish()
     processors = call.processors
     call, twins = with_twins(call)
     needed = call.pages_needed() + (0 if twins is None else twins.pages_needed(call))
@@ -99,7 +99,7 @@ def run_our_loop(call: PagedCall) -> Any:
         if sampling is not None:
             check_room(call)
             took(call.runtime, "fast loop", waits)
-            return _with_original(call, fast_loop(call, sampling))
+            return _with_original(call, fast_loop(call, sampling, sequences))
         names = sorted({type(processor).__name__ for processor in processors})
         took(call.runtime, "processed loop", waits or Reason("processors", ", ".join(names)))
         return _with_original(call, processed_loop(call, twins))

@@ -41,7 +41,7 @@ class JoinedCalls:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Run the block once all calls have left, and let none join: those that run end, and others leave at once."""
+        """Run the block once no call needs the engine, and let none join: those that run end, others leave at once."""
         with self._changed:
             self._barring += 1
         try:
@@ -53,8 +53,8 @@ class JoinedCalls:
 
     def _wait(self) -> None:
         with self._changed:
-            while self._handles:
-                for handle in tuple(self._handles):
+            while running := [handle for handle in self._handles if not handle.done]:
+                for handle in running:
                     if any(map(_waits, handle.requests)):  # for pages, say, that this thread may have
                         handle.cancel()
                 self._changed.wait(_LOOKING)
