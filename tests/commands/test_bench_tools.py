@@ -274,6 +274,29 @@ def test_beams_and_drafts(tool: Any) -> None:
     assert tasks == ["beam search", "drafts of 5", "prompt lookup", "chat of 2 turns", "scoring"] * 2
 
 
+@pytest.mark.whole  # HuggingFace's batching fills most of a CPU's memory with zeros
+def test_loops(tool: Any, tmp_path: Path) -> None:
+    python, log = fake_vllm(tmp_path)
+    quick = ("--prompts", "2", "--answers", "2", "--prompt", "8", "--new", "4", "--scored", "3", "--runs", "1")
+    report, _ = tool("loops", *quick, "--vllm", python, "--contenders", "hf-eager,compiled-llm:eager,vllm")
+    assert report.failures == []
+    found = [(one["contender"], one["task"], one["tokens"]) for one in report.results["loops"]]
+    rollouts = "rollouts, 2 x 2 answers of 4 tokens"
+    tasks = [(f"{rollouts}, generate", 16), (f"{rollouts}, generate_batch", 16), ("scoring, 3 continuations", 24)]
+    tasks += [
+        (f"{rows}, {told} hidden states", 4 * int(rows[0]))
+        for rows in ("1 row", "2 rows")
+        for told in ("without", "with")
+    ]
+    assert found == [
+        *(("hf-eager", *task) for task in tasks),
+        *(("compiled-llm:eager", *task) for task in [*tasks, ("sleep", 0), ("wake", 0)]),
+        ("vllm", rollouts, 16),
+    ]
+    asked = [json.loads(line) for line in log.read_text().splitlines()][-1]
+    assert len({json.dumps(prompt) for prompt in asked[1]}) == 2, "each prompt is answered twice"
+
+
 SERVE = ("--prompts=6", "--new=4", "--requests=2", "--streams=2", "--stream-tokens=4", "--rates=4", "--seconds=1")
 LOADS = ("one after the other", "2 at once", "4 requests/s")
 

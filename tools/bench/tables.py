@@ -73,6 +73,20 @@ def beams_and_drafts(results: Sequence[Result]) -> Iterator[Table]:
     )
 
 
+def loops(results: Sequence[Result]) -> Iterator[Table]:
+    def figure(name: str) -> Callable[[Result], str]:
+        return lambda result: pair(result["figures"][name]) if name in result["figures"] else ""
+
+    columns: Columns = {
+        "task": lambda result: result["task"],
+        "contender": lambda result: result["contender"],
+        "tokens/s": figure("tokens_per_s"),
+        "s": figure("seconds"),
+    }
+    rows = sorted(results, key=lambda one: str(one["task"]))
+    yield Table("In trainers' and evaluations' loops", rows, columns, leading=2)
+
+
 def offline(results: Sequence[Result]) -> Iterator[Table]:
     def count(name: str) -> Callable[[Result], str]:
         return lambda result: f"{result['counts'][name]:,.0f}" if name in result["counts"] else ""
@@ -148,6 +162,7 @@ TABLES.update(
         "startup": startup,
         "roofline": roofline,
         "beams_and_drafts": beams_and_drafts,
+        "loops": loops,
         "offline": offline,
         "graph_modes": graph_modes,
         "graph_times": graph_times,
