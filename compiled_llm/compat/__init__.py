@@ -43,6 +43,7 @@ transforms and tracing | the same |
 | ``torch._C._storage_Use_Count`` | whether only a weight holds its memory | storages say it |
 | ``_python_dispatch.is_traceable_wrapper_subclass`` | what quantised weights are made of | torch says it publicly |
 | ``Tensor._version`` | what was written to | tensors say it publicly |
+| ``torch._foreach_copy_`` | copying an adapter in one launch | it is public |
 | ``symbolic_shapes.free_unbacked_symbols`` | numbers that only the device knows | a graph says it |
 | ``torch._inductor.config.cpp.cxx`` | which C++ compilers Inductor looks for | torch reports it |
 | ``_subclasses.FakeTensorMode``, ``utils._pytree`` | running a model without computing | torch documents it |

@@ -40,6 +40,7 @@ from compiled_llm.compilation.passes.products import FusedProducts
 from compiled_llm.compilation.program_list import PROGRAMS, Program, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
+from compiled_llm.compilation.tracing.active_adapters import ActiveAdapters
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.compilation.tracing.traced_code import TracedCodeWatch
 from compiled_llm.config import WrapConfig
@@ -127,6 +128,7 @@ class Programs:
         self._decode_ops = config.backend_on(device.type).decode_ops
         self._layers = facts.layers
         self._outlines: dict[str, Outline] = {}
+        self._adapters = ActiveAdapters(self._version)
         self._passes: list[Pass] = []
         self._warned = False
         self.in_trees = config.uses_trees_on(device.type)
@@ -183,26 +185,27 @@ class Programs:
         """
         if isinstance(arguments.inputs, PrefillInputs):
             _mark_symbolic(arguments.inputs)
-        return self._call(arguments._replace(model=self._outlined(arguments, compare)))
+        return self._call(arguments._replace(model=self._prepared(arguments, compare)))
 
     def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been looked at."""
-        outline = self._outlines.get(program_for(arguments.inputs).name)
-        if outline is not None:
-            arguments = arguments._replace(model=outline.of(self._by_name(arguments)))
-        return self._call(arguments).compiled
+        return self._call(arguments._replace(model=self._stand_in(arguments))).compiled
+
+    def look(self, model: PreTrainedModel, replays: bool) -> bool:
+        """Take in the adapters that are active in this look at the model.
+
+        ``replays`` says whether CUDA graphs read them. Returns whether those that were captured before still may.
+        """
+        return self._config.mode == "eager" or self._adapters.look(model, fixed=replays)
 
     def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Guards:
         """Return the guards of the program that serves these arguments, in a ``call`` that is captured.
 
         They do not notice layers whose tensors have been replaced since then: ``ModelVersion.tensors`` does.
         """
-        name, named = program_for(arguments.inputs).name, self._by_name(arguments)
-        function, outline = self._functions[name], self._outlines.get(name)
+        function, named = self._functions[program_for(arguments.inputs).name], self._by_name(arguments)
         called_with = None if call is None else call.arguments
-        if outline is None:
-            return Guards(function, named, called_with=called_with)
-        return Guards(function, named, lambda: {"model": outline.of(named)}, called_with)
+        return Guards(function, named, lambda: {"model": self._stand_in(arguments)}, called_with)
 
     def code_valid(self) -> bool:
         """Whether the model's classes still define the traced methods; Dynamo's guards do not look there."""
@@ -210,21 +213,30 @@ class Programs:
 
     def drop_tensors(self) -> None:
         """Drop the model's tensors until the next call."""
+        self._adapters.drop()
         for outline in self._outlines.values():
             outline.drop_tensors()
 
-    def _outlined(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
-        """Return the outline that the program is called with in place of the model."""
-        model, inputs = arguments.model, arguments.inputs
-        if self.eager:
-            return model
+    def _prepared(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
+        """Return what the program is called with in place of the model, and prepare it."""
+        model, inputs = self._adapted(arguments), arguments.inputs
         outline = self._outlines.get(program_for(inputs).name)
-        if outline is None:
+        if self.eager or outline is None or model is not arguments.model:
             return model
         if outline.is_current and isinstance(inputs, DecodeInputs):  # to compare would take too long in each step
             return outline.standing_for(model)
         named = self._by_name(arguments)
         return outline.prepare(named) if compare else outline.refreshed(named)
+
+    def _stand_in(self, arguments: Arguments) -> PreTrainedModel:
+        """Return what the program was last called with in place of the model, made again from the model as it is."""
+        model, outline = self._adapted(arguments), self._outlines.get(program_for(arguments.inputs).name)
+        return model if outline is None or model is not arguments.model else outline.of(self._by_name(arguments))
+
+    def _adapted(self, arguments: Arguments) -> PreTrainedModel:
+        """Return the model, or what stands in for it if adapters act: Dynamo then traces each of its layers."""
+        interpreted = self.eager or self._config.mode == "eager"
+        return arguments.model if interpreted else self._adapters.of(arguments.model)
 
     def _call(self, arguments: Arguments) -> PreparedCall:
         name = program_for(arguments.inputs).name

@@ -114,6 +114,12 @@ def version_of(tensor: Tensor) -> int:
     return version
 
 
+def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same types and sizes, in few launches; public functions take one for each."""
+    if into:
+        torch._foreach_copy_([*into], [*tensors])  # pyright: ignore[reportPrivateImportUsage]
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Return whether a tensor stands for other ones, as quantised weights do."""
     return is_traceable_wrapper_subclass(tensor)

@@ -38,6 +38,7 @@ from compiled_llm.compilation.tracing.layer_description import (
 )
 from compiled_llm.compilation.tracing.layer_marks import marked_class
 from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
+from compiled_llm.compilation.tracing.shallow_copy import shallow_copy
 from compiled_llm.kvcache.specs import IndexKeysSpec
 from compiled_llm.model.restore import attributes_restored
 from compiled_llm.model.version.model_version import ModelVersion
@@ -152,7 +153,7 @@ class _Layers:
         if len(set(self.like)) == len(descriptions):
             raise NoOutlineError("no two layers are alike")
         self._marked = [
-            _copy(layer, marked_class(_class_of(layer)), _tensors=[], _number=number, _like=like)
+            shallow_copy(layer, marked_class(_class_of(layer)), _tensors=[], _number=number, _like=like)
             for number, (layer, like) in enumerate(zip(self._all, self.like, strict=True))
         ]
 
@@ -174,7 +175,7 @@ class _Layers:
     def traced(self, model: PreTrainedModel, tracer: LayerTracer) -> PreTrainedModel:
         """Return the model with layers that report their calls to ``tracer``."""
         layers = [
-            _copy(layer, traced_class(_class_of(layer)), _tracer=tracer, _number=number)
+            shallow_copy(layer, traced_class(_class_of(layer)), _tracer=tracer, _number=number)
             for number, layer in enumerate(self._all)
         ]
         return self._with_layers(model, layers)
@@ -234,19 +235,13 @@ def _first_equal(entries: Sequence[Hashable]) -> list[int]:
 # ---- shallow copies
 
 
-def _copy(module: nn.Module, kind: type, **attributes: Any) -> Any:
-    copied: Any = object.__new__(kind)
-    vars(copied).update(vars(module), **attributes)
-    return copied
-
-
 def _with_children(module: nn.Module, path: Sequence[str], layers: Mapping[str, nn.Module]) -> Any:
     """Return a copy of ``module`` in which the module at ``path`` has ``layers`` as children."""
     if not path:
-        return _copy(module, type(module), _modules=dict(layers))
+        return shallow_copy(module, type(module), _modules=dict(layers))
     name, *rest = path
     children = {**module._modules, name: _with_children(module.get_submodule(name), rest, layers)}
-    return _copy(module, type(module), _modules=children)
+    return shallow_copy(module, type(module), _modules=children)
 
 
 def _class_of(layer: nn.Module) -> Any:

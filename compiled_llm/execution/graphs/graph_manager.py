@@ -122,6 +122,8 @@ class GraphManager:
                 self._forget_graphs()
             self._lay_weights_out()
             self._tensors = self._version.tensors
+        if not self.programs.look(self._state.facts.model, self.cuda_graphs.replay) and self.cuda_graphs.ours:
+            self._forget_graphs()
 
     @property
     def _needs_tensors(self) -> bool:

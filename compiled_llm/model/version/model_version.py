@@ -151,6 +151,12 @@ class ModelVersion:
         with self._lock:
             return self._tree().list_of_layers
 
+    @property
+    def adapted(self) -> bool:
+        """Whether the model has layers of PEFT's LoRA."""
+        with self._lock:
+            return self._tree().adapted
+
     def classes(self) -> set[type[nn.Module]]:
         """Return the classes of the model and of its modules."""
         return {*map(type, self._modules())}

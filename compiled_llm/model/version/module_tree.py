@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from compiled_llm.compat.huggingface import captures_outputs
+from compiled_llm.compat.peft import is_lora_layer
 from compiled_llm.compat.torch.modes import hooks_on_all_modules
 from compiled_llm.model.version.training import Difference, training_difference
 
@@ -39,6 +40,7 @@ class ModuleTree:
         list_of_layers: with its name; None if there is none.
         layers: the list and all modules in it.
         others: those that are not, without the model itself, which nothing here keeps alive.
+        adapted: whether there are layers of PEFT's LoRA.
     """
 
     def __init__(self, model: nn.Module, layers: int) -> None:
@@ -53,6 +55,7 @@ class ModuleTree:
         self._children = [module._modules for module in modules if module._modules]
         self._known = self._now()
         self._inside = [vars(module) for module in (*self.layers, *self.others)]
+        self.adapted = any(map(is_lora_layer, modules))
         self._mixing = next(filter(None, map(_kind_that_mixes, modules)), None)
 
     def valid(self) -> bool:
