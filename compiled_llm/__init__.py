@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from compiled_llm.execution.state.page_watch import WrongPageError
     from compiled_llm.explaining.explainer import explain
     from compiled_llm.huggingface.kv_scales import kv_scales
+    from compiled_llm.huggingface.traced_hook import traced_hook
     from compiled_llm.huggingface.wrap import unwrap, wrap
     from compiled_llm.kvcache.errors import OutOfPagesError
     from compiled_llm.model.refusals import UnsupportedModelError
@@ -50,6 +51,7 @@ __all__ = [
     "demo",
     "explain",
     "kv_scales",
+    "traced_hook",
     "unwrap",
     "wrap",
 ]
@@ -76,6 +78,7 @@ _HOMES = {
     "demo": "compiled_llm.demo_model.demo",
     "explain": "compiled_llm.explaining.explainer",
     "kv_scales": "compiled_llm.huggingface.kv_scales",
+    "traced_hook": "compiled_llm.huggingface.traced_hook",
     "unwrap": "compiled_llm.huggingface.wrap",
     "wrap": "compiled_llm.huggingface.wrap",
 }

@@ -29,6 +29,8 @@ HuggingFace's experts run; float32 is refused | a call can name it; all dtypes h
 | ``GenerationConfig._mask_length`` (from 5.23) | the width of a dropped mask | rows cannot go on | masks stay |
 | the hooks of ``transformers.utils.output_capturing`` | they stay, inactive | HuggingFace's forward for good after \
 ``output_hidden_states`` | they are removed |
+| ``maybe_install_capturing_hooks`` there | Dynamo traces hidden states, and not how the hooks get there | \
+HuggingFace's forward whenever hidden states are asked for | the hooks are there from the start |
 | ``Cache._is_user_defined`` | whether it goes back to the user | we would close it | generate says so |
 
 Loading: ``convert_and_load_state_dict_in_model``, ``get_model_conversion_mapping``, ``LoadStateDictConfig`` and
@@ -239,6 +241,22 @@ def captures_outputs(hook: object) -> bool:
     It does nothing in calls that do not ask for them.
     """
     return getattr(hook, "__module__", None) == output_capturing.__name__
+
+
+def let_outputs_be_captured(model: nn.Module) -> None:
+    """Put HuggingFace's hooks for hidden states on a model's modules, as its first call that asks for them does."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _is_capturing(type(module).forward):
+            output_capturing.maybe_install_capturing_hooks(module)
+
+
+def _is_capturing(forward: Any) -> bool:
+    """Whether one of the decorators of a forward is HuggingFace's that captures outputs."""
+    while forward is not None:
+        if getattr(forward, "__globals__", None) is vars(output_capturing):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def indexed_layers() -> tuple[type, ...]:

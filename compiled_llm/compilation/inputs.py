@@ -52,6 +52,7 @@ class PrefillInputs(NamedTuple):
         alone: whether rows have no other tokens, and layers with latents attend to expanded keys and values.
         read: ``[B]`` int32, the entry of each row's state; None without recurrent layers.
         write: ``[B]`` int32, the entry of the state that it has afterwards; None without.
+        hidden_states: whether the step gives them, too.
     """
 
     ids: Tensor
@@ -73,6 +74,7 @@ class PrefillInputs(NamedTuple):
     alone: bool = False
     read: Tensor | None = None
     write: Tensor | None = None
+    hidden_states: bool = False
 
 
 class PlannedRuns(NamedTuple):
@@ -139,6 +141,7 @@ class DecodeInputs(NamedTuple):
         page_check: as of ``PrefillInputs``; rows' chains lie in their slots.
         states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
             without recurrent layers.
+        hidden_states: as of ``PrefillInputs``.
     """
 
     slots: Tensor
@@ -152,6 +155,7 @@ class DecodeInputs(NamedTuple):
     cascade: CascadeBatch | None = None
     page_check: PageCheck | None = None
     states: tuple[Tensor, Tensor] | None = None
+    hidden_states: bool = False
 
     @property
     def reads_shared_pages_once(self) -> bool:

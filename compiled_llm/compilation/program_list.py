@@ -3,6 +3,7 @@
 A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, and a
 third one for rows without cached tokens, where layers keep latents; a decode step for batch 1 and one for all larger
 batches, the same two for rows that feed in several tokens each, and one for rows that begin with the same pages.
+Each is there a second time, for steps that give hidden states, too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger
 PREFILL_EMBEDDED = "prefill from embeddings"
 PREFILL_ALONE = "prefill of rows without cached tokens"
 DECODE_CASCADE = "decode, shared pages read once"
+WITH_STATES = ", with hidden states"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
 StepInputs: TypeAlias = PrefillInputs | DecodeInputs
@@ -32,11 +34,13 @@ class Program(NamedTuple):
 
     Attributes:
         name: its name in reports.
-        serves: whether it runs a step with these inputs; of several programs, the first in ``PROGRAMS`` does.
+        serves: whether it runs a step with these inputs, with hidden states or without; of several programs, the first
+            in ``PROGRAMS`` does.
         step: the function that is traced.
         options: Inductor's options for it.
         decodes: whether each row has one new token, or as many as the others.
         on_demand: whether it is compiled only for calls that need it, so that reports leave it out before.
+        states: whether it gives hidden states, too.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Program(NamedTuple):
     options: Callable[[WrapConfig, torch.device], dict[str, Any]]
     decodes: bool = False
     on_demand: bool = False
+    states: bool = False
 
 
 def _reads_embeddings(inputs: StepInputs) -> bool:
@@ -73,7 +78,7 @@ def _decode(name: str, one_row: bool, several: bool) -> Program:
     return Program(name, serves, decode_step, options, decodes=True, on_demand=several)
 
 
-PROGRAMS: tuple[Program, ...] = (
+_WITHOUT_STATES: tuple[Program, ...] = (
     Program(PREFILL, _reads_ids, prefill_step, prefill_options),
     Program(PREFILL_EMBEDDED, _reads_embeddings, prefill_step, prefill_options, on_demand=True),
     Program(PREFILL_ALONE, partial(_reads_ids, alone=True), prefill_step, prefill_options, on_demand=True),
@@ -92,6 +97,14 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
+def _with_states(program: Program) -> Program:
+    return program._replace(name=f"{program.name}{WITH_STATES}", on_demand=True, states=True)
+
+
+PROGRAMS: tuple[Program, ...] = (*_WITHOUT_STATES, *map(_with_states, _WITHOUT_STATES))
+
+
 def program_for(inputs: StepInputs) -> Program:
     """Return the program that runs a step with these inputs."""
-    return next(program for program in PROGRAMS if program.serves(inputs))
+    states = inputs.hidden_states
+    return next(program for program in PROGRAMS if program.states is states and program.serves(inputs))

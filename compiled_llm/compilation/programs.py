@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.compat.huggingface import let_outputs_be_captured
 from compiled_llm.compat.torch.dynamo import forget_when_gone, graph_count, is_compiled_for, own_copy, tracing_seconds
 from compiled_llm.compat.torch.inductor import (
     build_probes_early,
@@ -28,6 +29,7 @@ from compiled_llm.compat.torch.inductor import (
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.compilation.notice import CompilingNotice
@@ -41,6 +43,7 @@ from compiled_llm.compilation.program_list import PROGRAMS, Program, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.active_adapters import ActiveAdapters
+from compiled_llm.compilation.tracing.hooked_model import hooked_model
 from compiled_llm.compilation.tracing.outline import Outline
 from compiled_llm.compilation.tracing.traced_code import TracedCodeWatch
 from compiled_llm.config import WrapConfig
@@ -87,9 +90,9 @@ class PreparedCall(NamedTuple):
         """Whether it would compile nothing."""
         return self.interpreted or is_compiled_for(self.function, self.arguments)
 
-    def __call__(self) -> tuple[Tensor, Tensor]:
-        logits, tokens = self.program(*self.arguments.values())
-        return logits, tokens
+    def __call__(self) -> StepOutputs:
+        outputs: StepOutputs = self.program(*self.arguments.values())
+        return outputs
 
 
 class Programs:
@@ -122,7 +125,8 @@ class Programs:
         """
         self._version = facts.version
         self._version.watch_code(places_of([facts.model_class]))
-        self._code, self._forward = self._version.code, facts.forward
+        self._code = self._version.code
+        self._hooks, self._forward = facts.hooks.placed, facts.forward
         self._config = config
         self._device = device
         self._decode_ops = config.backend_on(device.type).decode_ops
@@ -130,7 +134,7 @@ class Programs:
         self._outlines: dict[str, Outline] = {}
         self._adapters = ActiveAdapters(self._version)
         self._passes: list[Pass] = []
-        self._warned = False
+        self._warned = self._captures_outputs = False
         self.in_trees = config.uses_trees_on(device.type)
         self.eager = config.eager_first_on(device.type)
         self._artifacts, self._compilers = artifacts, compilers
@@ -157,7 +161,7 @@ class Programs:
             decode_ops=() if self._decode_ops is None else self._decode_ops.overloads,
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
-        if self.outlines_layers and self._config.traces_layers_once_on(self._device.type):
+        if self.outlines_layers and not self._hooks and self._config.traces_layers_once_on(self._device.type):
             self._outlines[program.name] = Outline(function, self._version)
         return compiled(function, self._config, backend)
 
@@ -168,11 +172,11 @@ class Programs:
             return 1
         return layers_in_equal_regions(self._layers, _LAYERS_IN_REGION_ON_CPU) if self._device.type == "cpu" else 0
 
-    def prefill(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    def prefill(self, arguments: Arguments) -> StepOutputs:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
         return self.prepared(arguments)()
 
-    def decode(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    def decode(self, arguments: Arguments) -> StepOutputs:
         """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed."""
         if self.in_trees:
             torch.compiler.cudagraph_mark_step_begin()
@@ -234,13 +238,18 @@ class Programs:
         return model if outline is None or model is not arguments.model else outline.of(self._by_name(arguments))
 
     def _adapted(self, arguments: Arguments) -> PreTrainedModel:
-        """Return the model, or what stands in for it if adapters act: Dynamo then traces each of its layers."""
+        """Return the model, or what stands in for it if adapters or hooks act: Dynamo then traces each of its layers."""
         interpreted = self.eager or self._config.mode == "eager"
-        return arguments.model if interpreted else self._adapters.of(arguments.model)
+        model = arguments.model if interpreted else self._adapters.of(arguments.model)
+        standing: PreTrainedModel = hooked_model(model, self._hooks) if self._hooks else model
+        return standing
 
     def _call(self, arguments: Arguments) -> PreparedCall:
         name = program_for(arguments.inputs).name
         function = self._functions[name]
+        if arguments.inputs.hidden_states and not self._captures_outputs:
+            let_outputs_be_captured(arguments.model)
+            self._captures_outputs = True
         return PreparedCall(function if self.eager else self._programs[name], function, self._by_name(arguments))
 
     def _by_name(self, arguments: Arguments) -> dict[str, Any]:
@@ -310,7 +319,7 @@ def begin_during_tracing(device: torch.device, artifacts: Artifacts | None) -> N
 def _mark_symbolic(inputs: PrefillInputs) -> None:
     """Mark the sizes of a prefill's inputs that change from call to call."""
     for name, tensor in inputs._asdict().items():
-        if name not in ("indices", "plans", "page_check", "alone") and tensor is not None:
+        if isinstance(tensor, Tensor):
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
 
 

@@ -9,10 +9,13 @@ token, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PlannedRuns, PrefillInputs
 from compiled_llm.compilation.page_checks import check_decode, check_prefill
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
@@ -35,13 +38,13 @@ def prefill_step(
     tables: SamplingTables,
     pages: list[Tensor],
     specs: tuple[LayerSpec, ...],
-) -> tuple[Tensor, Tensor]:
+) -> StepOutputs:
     """Run packed tokens through the model, by ``forward`` of its class.
 
     Each layer has a memory in ``pages``, which its spec reads and writes.
 
     Returns:
-        ``[L, V]`` logits in the model's dtype and ``[C]`` int64, the next tokens.
+        ``[L, V]`` logits in the model's dtype, ``[C]`` int64, the next tokens, and what was asked for besides.
     """
     tokens = (inputs.token_rows, inputs.token_positions, inputs.qo_indptr, inputs.indptr)
     rows = (
@@ -60,13 +63,14 @@ def prefill_step(
         use_cache=False,
         logits_to_keep=inputs.keep,
         **({"inputs_embeds": ids} if embedded else {"input_ids": ids}),
+        **_asked(inputs),
         **{BATCH_ARGUMENT: batch},
     )
     if inputs.page_check is not None:
         check_prefill(inputs, torch.zeros_like(inputs.positions[0]) if embedded else ids[0])
     logits: Tensor = out.logits[0]
     sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
-    return logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables)
+    return StepOutputs(logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables), _emitted(inputs, out))
 
 
 def decode_step(
@@ -76,7 +80,7 @@ def decode_step(
     tables: SamplingTables,
     pages: list[Tensor],
     specs: tuple[LayerSpec, ...],
-) -> tuple[Tensor, Tensor]:
+) -> StepOutputs:
     """Run the new tokens of each row, sample the next after each, and advance the buffers of ``inputs`` in place.
 
     Several tokens are sampled as steps of one token would: each counts those that the ones before have sampled.
@@ -84,15 +88,16 @@ def decode_step(
     ``pages`` and ``specs`` as in ``prefill_step``; ``tables`` get the sampled tokens.
 
     Returns:
-        ``[T, V]`` logits in the model's dtype and ``[T]`` int64, the next tokens, or ``NOT_A_TOKEN``; T = B * q, the
-        tokens of a row next to each other.
+        ``[T, V]`` logits in the model's dtype, ``[T]`` int64, the next tokens, or ``NOT_A_TOKEN``, and what was asked
+        for besides; T = B * q, the tokens of a row next to each other.
     """
     ids = tables.next_token[inputs.slots][:, None] if inputs.fed is None else inputs.fed
     positions, new = inputs.positions[:, None], ids.shape[1]
     if new > 1:
         positions = positions + torch.arange(new, device=ids.device)
     batch = PagedBatch(pages, specs, _rows(inputs, new), states=_states(inputs))
-    out = forward(model, input_ids=ids, position_ids=positions, use_cache=False, **{BATCH_ARGUMENT: batch})
+    asked = {**_asked(inputs), BATCH_ARGUMENT: batch}
+    out = forward(model, input_ids=ids, position_ids=positions, use_cache=False, **asked)
     if inputs.page_check is not None:
         check_decode(inputs, ids)
     inputs.positions.add_(new)
@@ -103,9 +108,20 @@ def decode_step(
             inputs.planned.runs.whole.last_page_len.add_(new)
     if new == 1:
         logits: Tensor = out.logits[:, -1]
-        return logits, sample(logits, inputs.slots, inputs.positions, tables)
+        return StepOutputs(logits, sample(logits, inputs.slots, inputs.positions, tables), _emitted(inputs, out))
     tokens = [sample(out.logits[:, at], inputs.slots, positions[:, at] + 1, tables) for at in range(new)]
-    return out.logits.flatten(0, 1), torch.stack(tokens, 1).flatten()
+    return StepOutputs(out.logits.flatten(0, 1), torch.stack(tokens, 1).flatten(), _emitted(inputs, out))
+
+
+def _asked(inputs: PrefillInputs | DecodeInputs) -> dict[str, bool]:
+    """Return the outputs that HuggingFace's forward is asked for; not every forward takes the question."""
+    return {"output_hidden_states": True} if inputs.hidden_states else {}
+
+
+def _emitted(inputs: PrefillInputs | DecodeInputs, out: Any) -> Emitted:
+    """Return hidden states ``[T, hidden]``, none of a model without any, and what hooks have emitted."""
+    states = (getattr(out, "hidden_states", None) or ()) if inputs.hidden_states else ()
+    return {**{number: state.flatten(0, 1) for number, state in enumerate(states)}, **getattr(out, "emitted", {})}
 
 
 def _known(ids: Tensor, tables: SamplingTables) -> Tensor:

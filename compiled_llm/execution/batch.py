@@ -6,12 +6,13 @@ Shapes: Q new tokens of a row, N rows that a token is sampled for, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import Stored
@@ -71,6 +72,39 @@ class Extension(NamedTuple):
         return cls.of(row, np.array([-1 - row.slot], dtype=np.int64))
 
 
+class TokenSpan(NamedTuple):
+    """New tokens of a row that a launch computes next to each other: ``size`` of them, from the row's ``first``."""
+
+    row: Row
+    first: int
+    size: int
+
+
+def last_tokens(rows: Sequence[Row], size: int = 1) -> list[TokenSpan]:
+    """Return the last tokens of rows, already grown by them."""
+    return [TokenSpan(row, row.length - size, size) for row in rows]
+
+
+class Reader(Protocol):
+    """Reads what launches compute of their tokens besides logits.
+
+    Attributes:
+        hidden_states: whether steps are to give hidden states.
+    """
+
+    @property
+    def hidden_states(self) -> bool: ...
+
+    def read(self, spans: Sequence[TokenSpan], emitted: Emitted) -> None:
+        """Copy what a launch has emitted, without waiting, in the model's executor.
+
+        Args:
+            spans: whose tokens these are, in order; padding may follow.
+            emitted: ``[T, ...]`` each, until the next launch.
+        """
+        ...
+
+
 class Batch(NamedTuple):
     """The rows of one step, no row twice. Either part may be empty; if neither is, the step is two launches, or mixed.
 
@@ -84,6 +118,7 @@ class Batch(NamedTuple):
             with rows whose sampling is deferred once their tokens are sampled, and with the others of the launch
             before.
         mixed: run both parts in one launch, ``decode`` as rows of the prefill; ``ModelRunner.can_mix`` says whether.
+        reader: reads each launch; None if nobody asks for more than tokens.
     """
 
     decode: Sequence[Row] = ()
@@ -92,6 +127,12 @@ class Batch(NamedTuple):
     promise: Promise | None = None
     observer: Observer | None = None
     mixed: bool = False
+    reader: Reader | None = None
+
+    @property
+    def states(self) -> bool:
+        """Whether its steps give hidden states."""
+        return self.reader is not None and self.reader.hidden_states
 
     @property
     def new_tokens(self) -> int:

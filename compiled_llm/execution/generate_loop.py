@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
+from compiled_llm.execution.batch import Batch, Extension, Observer, Reader, StepOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.decode.verification import Verification, make_exact
@@ -66,7 +66,7 @@ class GenerateLoop:
     @property
     def prepared(self) -> bool:
         """Whether the next decode step can be launched at once: nothing has to be compiled or captured for it."""
-        return self.model_runner.decode.is_ready(self._persistent.step_for(self.rows))
+        return self.model_runner.decode.is_ready(self._persistent.step_for(self.rows, states=self._every_row.states))
 
     # ---- the three verbs
 
@@ -130,7 +130,7 @@ class GenerateLoop:
             self._check_tokens(forced)
         last, arriving = self._persistent.step, None
         if last is not None and unchanged and forced is None and not (fed or self._pending):
-            arriving = last.run_in(self._thread, self.rows, self._every_row.observer, self._persistent.lose)
+            arriving = last.run_in(self._thread, self._every_row, self._persistent.lose)
         if arriving is None:
             self._thread.call(self._launch, forced, unchanged, fed, self._next_masks())
         else:
@@ -176,13 +176,15 @@ class GenerateLoop:
     # ---- around them
 
     @contextmanager
-    def observed(self, observer: Observer | None, masks: Callable[[], Masks] | None = None) -> Iterator[None]:
-        """Call ``observer`` in the executor with each launch's own step for the block; see ``Batch``.
+    def observed(
+        self, observer: Observer | None = None, masks: Callable[[], Masks] | None = None, reader: Reader | None = None
+    ) -> Iterator[None]:
+        """Call ``observer`` in the executor with each launch's own step for the block, and ``reader``; see ``Batch``.
 
         ``masks`` is called before deferred sampling, in the caller's thread, after all earlier tokens were returned.
         """
         before = self._every_row, self._masks
-        self._every_row, self._masks = self._every_row._replace(observer=observer), masks
+        self._every_row, self._masks = self._every_row._replace(observer=observer, reader=reader), masks
         try:
             yield
         finally:
@@ -419,7 +421,7 @@ class GenerateLoop:
         self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None
     ) -> Tensor:
         self._persistent.invalidate()
-        return self.model_runner.extend(extensions, self.promise, keep, embeddings)
+        return self.model_runner.extend(extensions, self.promise, keep, embeddings, self._every_row.reader)
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None, unchanged: bool) -> Tensor:
         if positions is not None:
@@ -434,7 +436,7 @@ class GenerateLoop:
         step = self._persistent.step
         assert step is not None, "a step has run"
         self.steps += 1
-        readback = self.model_runner.readbacks.start(step.outputs[1][: tokens.numel()])
+        readback = self.model_runner.readbacks.start(step.outputs.tokens[: tokens.numel()])
         self.model_runner.go_on()
         return readback
 

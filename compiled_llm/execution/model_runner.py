@@ -23,7 +23,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import Sampling, sample
 from compiled_llm.config import KVScales, WrapConfig
-from compiled_llm.execution.batch import Batch, Extension, Observer, StepOutput
+from compiled_llm.execution.batch import Batch, Extension, Observer, Reader, StepOutput, last_tokens
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
@@ -185,8 +185,8 @@ class ModelRunner:
             return self._extend(batch, persistent, unchanged)
         step = persistent.step
         one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made
-        if unchanged and one_each and step is not None and step.is_valid_for(batch.decode):
-            return step.launch(batch.tokens, batch.observer, persistent.lose)
+        if unchanged and one_each and step is not None and step.is_valid_for(batch):
+            return step.launch(batch, persistent.lose)
         return persistent.deferred.keep(self._decode(batch, persistent, unchanged), batch.observer)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
@@ -196,7 +196,7 @@ class ModelRunner:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new)
+        wanted = persistent.step_for(rows, new, batch.states)
         step = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged, exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
@@ -208,6 +208,8 @@ class ModelRunner:
             except BaseException:  # the decode buffers may have advanced
                 persistent.lose(rows)
                 raise
+        if batch.reader is not None:
+            batch.reader.read(last_tokens(rows, new), outputs.emitted)
         for row in rows:
             row.position += new
         return persistent.has_run(rows, (wanted, step), outputs, placed, period)
@@ -247,7 +249,9 @@ class ModelRunner:
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
             try:
-                logits, tokens = self.prefill.run(batch.extend, unchanged=unchanged, exact=persistent.exact)
+                logits, tokens, _ = self.prefill.run(
+                    batch.extend, unchanged=unchanged, exact=persistent.exact, reader=batch.reader
+                )
             except BaseException:
                 if batch.mixed:  # it may have sampled tokens of rows that go on
                     persistent.lose(rows)
@@ -266,6 +270,7 @@ class ModelRunner:
         promise: Promise | None = None,
         keep: NDArray[np.int64] | None = None,
         embeddings: Tensor | None = None,
+        reader: Reader | None = None,
     ) -> Tensor:
         """Run new tokens of some rows, and return ``[L, V]`` logits without sampling tokens that would be remembered.
 
@@ -274,6 +279,7 @@ class ModelRunner:
             promise: pages that the rows may take together.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row.
             embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
+            reader: as in ``Batch``.
 
         Raises:
             OutOfPagesError: as ``run``.
@@ -281,7 +287,7 @@ class ModelRunner:
         self.graph_manager.adopt()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
-            logits, _ = self.prefill.run(extensions, keep, embeddings, remember=False, exact=True)
+            logits = self.prefill.run(extensions, keep, embeddings, remember=False, exact=True, reader=reader).logits
         self.state.slots.forget_next(rows)
         return logits
 

@@ -34,6 +34,7 @@ from compiled_llm.compat.torch.dynamo import (
 from compiled_llm.compat.torch.inductor import inductor_quiet, traced_by_inductor
 from compiled_llm.compat.torch.stages import compiling_stage
 from compiled_llm.compat.torch.tensors import version_of
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL, PREFILL_ALONE, Program
 from compiled_llm.compilation.programs import Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
@@ -150,15 +151,15 @@ class BrokenPrograms(Programs):
         for name in (PREFILL, DECODE_ONE):
             self._programs[name] = torch.compile(self._functions[name], backend=self._backend, dynamic=False)
 
-    def prefill(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    def prefill(self, arguments: Arguments) -> StepOutputs:
         """Run ``prefill_step`` without symbolic sizes, which graph breaks get wrong; compile it once."""
-        logits, tokens = self._programs[PREFILL](*self._by_name(arguments).values())
+        outputs: StepOutputs = self._programs[PREFILL](*self._by_name(arguments).values())
         self._programs[PREFILL] = self._functions[PREFILL]
-        return logits, tokens
+        return outputs
 
-    def decode(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        logits, tokens = self._programs[DECODE_ONE](*self._by_name(arguments).values())
-        return logits, tokens
+    def decode(self, arguments: Arguments) -> StepOutputs:
+        outputs: StepOutputs = self._programs[DECODE_ONE](*self._by_name(arguments).values())
+        return outputs
 
     @contextmanager
     def cleaned(self) -> Iterator[None]:

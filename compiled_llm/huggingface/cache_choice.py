@@ -22,7 +22,9 @@ from compiled_llm.huggingface.forward.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
 from compiled_llm.huggingface.handle import CompiledModel
 
-_KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds"})
+_KNOWN_INPUTS = frozenset(
+    {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds", "output_hidden_states"}
+)
 _APPENDING_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 

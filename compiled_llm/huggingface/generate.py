@@ -39,6 +39,7 @@ from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.processors.grammar import grammar_of, masks_from
 from compiled_llm.huggingface.processors.step_scores import StepScores
+from compiled_llm.huggingface.processors.step_states import StepStates
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.version.module_tree import has_hooks
 
@@ -71,13 +72,16 @@ def fast_loop(
     sequences = sequences or Sequences(call)
     cache, generate_loop, left = call.cache, call.cache.generate_loop, sequences.max_new - sequences.generated
     observer = sequences.step_scores.see if call.wants_scores() else None
+    reader, grammar = sequences.step_states, grammar_of(call.processors)
     with (
         counted(call, sequences),
         cache.extended(call.updates, call.last) as rows,
-        generate_loop.observed(observer, masks_from(grammar_of(call.processors), rows, settings, sequences.on_host)),
+        generate_loop.observed(observer, masks_from(grammar, rows, settings, sequences.on_host), reader),
     ):
         generate_loop.restart()
         begun = list(begin_rows(call, rows))
+        if reader is not None:
+            reader.begin(rows, [len(tokens) for tokens in begun])
         if call.logits is None:
             for row, tokens, sampling, answer in zip(rows, begun, settings, sequences.answers(), strict=True):
                 going_on = replace(sampling, output_ids=answer) if sampling and len(answer) else sampling
@@ -86,8 +90,8 @@ def fast_loop(
             generate_loop.begin(call.logits, settings)
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
-        # Scores of later steps are to be those of HuggingFace's pads, and a state does not go back by several tokens.
-        pads = observer is not None or bool(call.runtime.facts.states)
+        # Outputs of later steps are to be those of HuggingFace's pads, and a state does not go back by several tokens.
+        pads = observer is not None or reader is not None or bool(call.runtime.facts.states)
         while not sequences.done:
             if watched:
                 check_hooks(call)
@@ -207,7 +211,8 @@ class Sequences:
         generated: G, the tokens of each row.
         max_new: the most tokens that a row can get.
         callbacks: criteria and a streamer, which see each step's tokens.
-        step_scores: the outputs of each step that the caller gets.
+        step_scores: the scores and logits of each step, if the caller gets them.
+        step_states: reads the hidden states of each step; None if the caller does not get them.
     """
 
     def __init__(self, call: PagedCall) -> None:
@@ -229,7 +234,7 @@ class Sequences:
         self.pad_token = 0 if pad is None else int(call.copies.of(pad))
         self._custom = _custom_criteria(call)
         self.callbacks = [*self._custom, *([] if call.streamer is None else [call.streamer])]
-        self.step_scores = StepScores(call)
+        self.step_scores, self.step_states = StepScores(call), StepStates.of(call)
 
     @property
     def may_change_model(self) -> bool:
@@ -294,10 +299,13 @@ class Sequences:
             self._call.streamer.end()
         if not self._call.config.return_dict_in_generate:
             return self.result()
-        ids = self.result()
-        return GenerateDecoderOnlyOutput(
+        ids, states = self.result(), self.step_states
+        output = GenerateDecoderOnlyOutput(
             sequences=ids,  # type: ignore[arg-type]
             scores=self.step_scores.scores(ids),  # type: ignore[arg-type]
             logits=self.step_scores.logits(self.generated),  # type: ignore[arg-type]
             past_key_values=self._call.cache,
         )
+        if states is not None:
+            states.add_to(output, self.generated)
+        return output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.engine.lifecycle.kv_scales import set_kv_scales
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from compiled_llm.explaining.report import Report
 
 
+compiled_models: WeakSet[CompiledModel] = WeakSet()
+"""Those of all wrapped models of this process."""
+
+
 class CompiledModel(Runtime):
     """The compiled side of a wrapped model.
 
@@ -33,6 +38,7 @@ class CompiledModel(Runtime):
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
         super().__init__(facts, config)
+        compiled_models.add(self)
         self.prepared_configs = PreparedConfigs()
         self.special_tokens = SpecialTokens()
         self.overrides = Overrides()

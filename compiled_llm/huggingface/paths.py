@@ -47,7 +47,9 @@ def original_path(choice: CacheChoice, placement: Placement) -> Reason | None:
 
     ``placement`` is the model's at this moment.
     """
-    of_model = next(forward_reasons(choice.model, choice.runtime.facts.version, placement), None)
+    reasons = forward_reasons(choice.model, choice.runtime.facts.version, placement)
+    served = "output_hidden_states" if choice.config.output_hidden_states else None
+    of_model = next((reason for reason in reasons if reason.id != served), None)
     return of_model or next(_reasons_of_call(choice, placement), None) or choice.obstacle() or _overridden(choice)
 
 
@@ -60,7 +62,7 @@ def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reas
         yield Reason("generation_mode", choice.mode.value)
     if config.output_attentions:
         yield Reason("output_attentions")
-    if config.output_hidden_states:
+    if config.output_hidden_states and choice.prefill is not None:  # only steps of ours give some
         yield Reason("output_hidden_states")
     if getattr(config, "use_mtp", False):
         yield Reason("use_mtp")

@@ -35,6 +35,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
     """
     sequences = Sequences(call)
     with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:
+        stack.enter_context(call.cache.generate_loop.observed(reader=sequences.step_states))
         steps = _Steps(call, twins, sequences)
         steps.begin(
             rows, [] if twins is None else stack.enter_context(twins.rows_in(call.cache.generate_loop, call.max_new))
@@ -76,6 +77,8 @@ class _Steps:
         """Compute the prompts, and those of the twins with them."""
         call = self._call
         new = list(zip(rows, begin_rows(call, rows), strict=True))
+        if self._sequences.step_states is not None:
+            self._sequences.step_states.begin(rows, [len(tokens) for _, tokens in new])
         extended = [] if call.logits is not None else [(*one, one[0].position + np.arange(len(one[1]))) for one in new]
         if self._twins is not None:
             extended += zip(twins, self._twins.tokens, self._twins.positions, strict=True)

@@ -30,6 +30,7 @@ from compiled_llm.huggingface.call.current_call import (
 )
 from compiled_llm.huggingface.forward.forward import check_belongs, count_outside, run_forward, run_own_forward
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run
 from compiled_llm.huggingface.inspection.overrides import forget_restored_forward, own_forward
 from compiled_llm.huggingface.inspection.signatures import MethodSignature
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
@@ -170,6 +171,8 @@ class WrappedModel:
         )
         placement = self.compiled.facts.version.placement
         reason = original_path(choice, placement)
+        if (theirs := reason or choice.prefill) is not None:
+            check_hooks_run("generate", self.compiled.facts.hooks, theirs)
         if reason is not None and isinstance(cache, PagedCache):
             raise ValueError(
                 f"generate: {reason}; that takes HuggingFace's own forward, which cannot use a PagedCache; pass a "

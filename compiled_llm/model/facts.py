@@ -21,6 +21,7 @@ from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.sizes import max_positions_of
+from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
 from compiled_llm_ops.kernels.latent.latent_tiling import missing_expanded
@@ -43,6 +44,7 @@ class ModelFacts:
         version: tells whether it has changed.
         default_positions: how it numbers tokens without ``position_ids``.
         states: what recurrent layers keep of a row.
+        hooks: the traced hooks on its modules; a copy of the model begins without.
     """
 
     reference: weakref.ref[PreTrainedModel]
@@ -53,6 +55,7 @@ class ModelFacts:
     version: ModelVersion
     default_positions: DefaultPositions = "columns"
     states: Mapping[Place, StateSpec] = field(default_factory=dict)
+    hooks: TracedHooks = field(default_factory=TracedHooks)
 
     @classmethod
     def of(
@@ -65,7 +68,8 @@ class ModelFacts:
         states: Mapping[Place, StateSpec] = MappingProxyType({}),
     ) -> ModelFacts:
         switch = AttentionSwitch(model)
-        version = ModelVersion(model, len(layers), walked=switch.find_configs)
+        hooks = TracedHooks()
+        version = ModelVersion(model, len(layers), walked=switch.find_configs, held=hooks.tensors)
         return cls(
             weakref.ref(model),
             model_class,
@@ -75,6 +79,7 @@ class ModelFacts:
             version,
             default_positions,
             states,
+            hooks,
         )
 
     @property
@@ -110,10 +115,11 @@ class ModelFacts:
 
     @property
     def forward(self) -> Forward:
-        """The ``forward`` that the class defines now, taking pages."""
+        """The ``forward`` that the class defines now, taking pages, with the hooks that there are now."""
         windowed = with_windows(self.model_class.forward, self.layers)
         reading = with_blocks(with_latents(windowed, self.layers), self.layers)
-        return with_states(with_variants(reading, self.layers), self.states, self.cache_argument)
+        recurring = with_states(with_variants(reading, self.layers), self.states, self.cache_argument)
+        return with_hooks(recurring, self.hooks)
 
     @cached_property
     def cache_argument(self) -> str:

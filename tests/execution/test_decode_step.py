@@ -23,6 +23,7 @@ from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.engine_thread import EngineThread
+from compiled_llm.execution.batch import Batch
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.threads.calling_thread import CallingThread
@@ -241,9 +242,9 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
         twin.feed([twin.next])
     step = generate_loop._persistent.step
     assert step is not None
-    assert step.is_valid_for([row])
+    assert step.is_valid_for(Batch([row]))
     kept = change(generate_loop)
-    assert not step.is_valid_for([row])
+    assert not step.is_valid_for(Batch([row]))
     if change is forget_a_token:
         twin = Alone(one_layer(), twin.fed[:-1])
     for forced in (7, None, None, None):
@@ -252,7 +253,7 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
         torch.testing.assert_close(generate_loop.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)
     last = generate_loop._persistent.step
     assert last is not None
-    assert last.is_valid_for([row])
+    assert last.is_valid_for(Batch([row]))
     assert last._launch.alone, "no capture waits any more"
     for each in (generate_loop, kept):
         if each is not None:

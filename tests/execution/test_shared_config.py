@@ -26,7 +26,7 @@ SLOW = 0.002
 
 def sharing(config: Any, seed: int) -> PreTrainedModel:
     """A model of a config object, with weights of its own."""
-    model = tiny_qwen3(seed, eos_token_id=None)
+    model = tiny_qwen3(seed, eos_token_id=None, attn_implementation="eager")
     for module in model.modules():
         if hasattr(module, "config"):
             module.config = config
@@ -35,7 +35,7 @@ def sharing(config: Any, seed: int) -> PreTrainedModel:
 
 def original(model: PreTrainedModel, inputs: dict[str, Any], new_tokens: int) -> Any:
     """Greedy tokens by HuggingFace's own forward."""
-    return greedy(model, inputs, new_tokens, output_hidden_states=True, return_dict_in_generate=True).sequences
+    return greedy(model, inputs, new_tokens, output_attentions=True, return_dict_in_generate=True).sequences
 
 
 def slowly(model: PreTrainedModel) -> PreTrainedModel:
@@ -46,7 +46,7 @@ def slowly(model: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture
 def config() -> Any:
-    return tiny_qwen3(eos_token_id=None).config
+    return tiny_qwen3(eos_token_id=None, attn_implementation="eager").config
 
 
 @pytest.mark.core

@@ -77,7 +77,8 @@ class Profile:
             raise
 
     def _encoded(self) -> bytes:
-        steps = [{**step._asdict(), "uses": uses} for step, uses in self.by_use]
+        sizes = ("phase", "tokens", "rows", "variant")  # none of them gives hidden states
+        steps = [{**{name: getattr(step, name) for name in sizes}, "uses": uses} for step, uses in self.by_use]
         said = {"format": FORMAT, "made_for": dict(self.made_for), "embeddings": self.embeddings, "steps": steps}
         return json.dumps(said, indent=1).encode() + b"\n"
 

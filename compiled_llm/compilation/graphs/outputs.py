@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-StepOutputs = tuple[Tensor, Tensor]
-"""Logits, and the tokens sampled from them."""
+Emitted: TypeAlias = Mapping[int | str, Tensor]
+"""What a step gives of its tokens besides logits, ``[T, ...]`` each: hidden states by HuggingFace's number, and what
+traced hooks emit by name."""
+
+
+class StepOutputs(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        logits: ``[L, V]`` in the model's dtype.
+        tokens: int64, sampled from them.
+        emitted: empty unless somebody asked for more.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    emitted: Emitted
 
 
 class SharedOutputs:
@@ -27,28 +43,29 @@ class SharedOutputs:
 
         ``like`` are its earlier outputs, or their number of rows if other steps have overwritten them since.
         """
-        targets = self._first(like, like) if isinstance(like, int) else self._views(like)
+        logits, tokens = self._first(like, like) if isinstance(like, int) else self._views(like)
 
         def launch_and_copy() -> StepOutputs:
-            for target, output in zip(targets, launch(), strict=True):
-                target.copy_(output)
-            return targets
+            outputs = launch()
+            logits.copy_(outputs.logits)
+            tokens.copy_(outputs.tokens)
+            return StepOutputs(logits, tokens, outputs.emitted)  # few steps emit anything, and each its own
 
         return launch_and_copy
 
-    def _views(self, like: StepOutputs) -> StepOutputs:
-        logits, tokens = like
-        if not all(map(self._fits, self._buffers, like)) or not self._buffers:
+    def _views(self, like: StepOutputs) -> tuple[Tensor, Tensor]:
+        logits, tokens, _ = like
+        if not all(map(self._fits, self._buffers, (logits, tokens))) or not self._buffers:
             with torch.inference_mode(False):  # what was captured before goes on with its own
                 self._buffers = [
                     torch.zeros(
                         max(self._rows, len(output)), *output.shape[1:], dtype=output.dtype, device=output.device
                     )
-                    for output in like
+                    for output in (logits, tokens)
                 ]
         return self._first(len(logits), len(tokens))
 
-    def _first(self, logits: int, tokens: int) -> StepOutputs:
+    def _first(self, logits: int, tokens: int) -> tuple[Tensor, Tensor]:
         first, second = self._buffers
         return first[:logits], second[:tokens]
 

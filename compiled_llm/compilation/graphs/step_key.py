@@ -18,12 +18,14 @@ class StepKey(NamedTuple):
             missing, fill up ``tokens``.
         variant: of a prefill how the backend divides it among thread blocks, which only the backend understands; of a
             sampling 1 if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0.
+        states: whether it gives hidden states, too.
     """
 
     phase: Phase
     tokens: int
     rows: int
     variant: int = 0
+    states: bool = False
 
     @classmethod
     def decode(cls, rows: int, new_tokens: int = 1, cascade: bool = False) -> StepKey:
@@ -48,4 +50,5 @@ class StepKey(NamedTuple):
         return self.phase == "decode" and self.variant > 0
 
     def __str__(self) -> str:
-        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}"
+        states = ", hidden states" if self.states else ""
+        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}{states}"

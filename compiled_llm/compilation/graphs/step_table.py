@@ -202,10 +202,11 @@ class StepTable:
     def at_once(self, phase: Phase) -> list[StepKey]:
         """Return the steps that run at once, smallest first; any thread may ask.
 
-        Of decode those of one new token, which any rows can run in: without the ones that read shared pages once.
+        Of decode those of one new token, which any rows can run in: without the ones that read shared pages once, or
+        give hidden states.
         """
         keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
-        plain = [key for key in keys if key.phase == phase and not key.cascade]
+        plain = [key for key in keys if key.phase == phase and not (key.cascade or key.states)]
         return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
 
     @property

@@ -30,6 +30,7 @@ class CudaGraphRow:
         tokens: how many it computes, padding included.
         rows: how many of them sample a token, padding included.
         variant: of a prefill how the backend divides it, of a sampling step 1 if it writes masks first; else 0.
+        states: whether it gives hidden states, too.
         state: ready if it can be replayed; else missing, compiled, capturing, stale (dropped, since the model has
             changed), failed, or evicted (it has made room for others).
         nbytes: device memory that it takes in addition to the shared part, and gives back; 0 unless it is ready.
@@ -47,6 +48,7 @@ class CudaGraphRow:
     tokens: int
     rows: int
     variant: int
+    states: bool
     state: StepState
     nbytes: int
     captures: int
@@ -160,7 +162,8 @@ def _cells(row: CudaGraphRow) -> tuple[str, ...]:
     sizes = (row.tokens, row.rows, row.variant)
     memory = mib(row.nbytes) if row.ready else ""
     times = (f"{row.idle_seconds:.1f} s", f"{row.capture_seconds:.2f} s")
-    return (row.phase, *map(str, sizes), row.state, memory, *map(str, counts), *times)
+    phase = f"{row.phase}, hidden states" if row.states else row.phase
+    return (phase, *map(str, sizes), row.state, memory, *map(str, counts), *times)
 
 
 def _aligned(cell: str, width: int) -> str:

@@ -53,7 +53,7 @@ def marked_class(kind: Any) -> Any:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Skip the work of ``nn.Module`` around a forward if there is none: Dynamo would trace that as well."""
-        called = kind.__call__ if self._like == self._number else forward
+        called = kind.__call__ if self._like == self._number or self._forward_hooks else forward
         out: Tensor = called(self, *args, **kwargs)
         return out
 

@@ -180,7 +180,7 @@ class Loop:
         if step is None or prepared is None or prepared.plan is not plan or plan.extend or self._token_budget.bounded:
             return False
         batch = prepared.batch
-        arriving = step.run_in(self.model_runner.thread, batch.decode, batch.observer, self._persistent.lose)
+        arriving = step.run_in(self.model_runner.thread, batch, self._persistent.lose)
         if arriving is None:
             return False
         self._launched.append(self._unread(prepared, [readback for _, readback in arriving]))

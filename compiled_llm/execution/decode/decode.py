@@ -17,7 +17,7 @@ from compiled_llm.compat.torch.dynamo import graph_count
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import DecodeInputs
-from compiled_llm.compilation.program_list import program_for
+from compiled_llm.compilation.program_list import WITH_STATES, program_for
 from compiled_llm.execution.decode.cascade_table import CascadeTable
 from compiled_llm.execution.decode.decode_step import DecodeLaunch
 from compiled_llm.execution.decode.planned_cascade import PlannedCascadeTable
@@ -157,7 +157,7 @@ class Decode:
         self.claim(None)
         first = self._is_first(step)
         self._prepare(step, waiting, number, first)
-        if first and anchors and not step.cascade:
+        if first and anchors and not (step.cascade or step.states):
             self.capture_anchors(only_with_room=exact)
             if table.state(step) == "evicted":  # the largest has taken the only room
                 return self._largest
@@ -212,6 +212,7 @@ class Decode:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, new = self._graph_manager, step.new_tokens_per_row
         several = f", {new} tokens each" if new > 1 else ", shared pages read once" if step.cascade else ""
+        several += WITH_STATES * step.states
         what = f"decode bucket {step.rows}{several}"
         waiting = 0 if self._table.entry(step).losses else waiting
         program = program_for(self._inputs(step)).name
@@ -219,7 +220,7 @@ class Decode:
         with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
             suiting = self.dispatcher.decode_of(min(_ROWS_TO_COMPILE, self._largest.rows))
             if first and step.rows < suiting.rows:
-                self._launch_padding(StepKey.decode(suiting.rows, cascade=step.cascade))
+                self._launch_padding(StepKey.decode(suiting.rows, cascade=step.cascade)._replace(states=step.states))
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):
                 self._launch_padding(step)
             outputs = self._launch_padding(step)
@@ -336,7 +337,7 @@ class Decode:
             wanted: the one that runs if all are ready.
 
         Returns:
-            ``[T, V]`` logits, and ``[T]`` int64, the next tokens; both overwritten by the next step.
+            ``[T, V]`` logits, ``[T]`` int64, the next tokens, and what else it gives, all overwritten by the next step.
         """
         self._graph_manager.events.used[wanted] += 1
         if step.cascade:

@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
-from compiled_llm.execution.batch import Observer, StepOutput
+from compiled_llm.execution.batch import Batch, StepOutput, last_tokens
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.staging import Readback, Readbacks
@@ -112,7 +112,7 @@ class DecodeStep:
     """The next steps of rows that sit in the decode buffers.
 
     Attributes:
-        outputs: of its last run, ``[T, V]`` and ``[T]``; a CUDA graph always writes the same tensors.
+        outputs: of its last run, of T tokens; a CUDA graph always writes the same tensors.
         output: of its last run, after the last new token of each row.
         replays: whether it is one launch, which takes no time to speak of.
     """
@@ -149,7 +149,7 @@ class DecodeStep:
         self.output = self._last_of_rows(outputs)
 
     def _last_of_rows(self, outputs: StepOutputs) -> StepOutput:
-        logits, tokens = outputs
+        logits, tokens, _ = outputs
         rows, step = len(self.placed.rows), self.placed.step
         if step.new_tokens_per_row > 1:
             last = slice(step.new_tokens_per_row - 1, rows * step.new_tokens_per_row, step.new_tokens_per_row)
@@ -165,50 +165,44 @@ class DecodeStep:
     def run_in(
         self,
         executor: Executor,
-        rows: Sequence[Row],
-        observer: Observer | None,
+        batch: Batch,
         lose: Callable[[Sequence[Row]], None],
     ) -> list[tuple[Sequence[Row], Readback]] | None:
         """Run it once more and start copying its tokens; None if something has changed, and nothing was run.
 
         Args:
             executor: the model's.
-            rows: of the step that is wanted.
-            observer: as in ``Batch``.
+            batch: of the step that is wanted, whose rows feed in one token each that was sampled for them.
             lose: called with its rows if the run fails, or is interrupted: the decode buffers may have advanced.
 
         Returns:
             The rows and their tokens on the way to the host; an empty list if all are sampled later.
         """
         call = executor.call_briefly if self.replays else executor.call
-        return call(self._run, rows, observer, lose)
+        return call(self._run, batch, lose)
 
-    def _run(
-        self, rows: Sequence[Row], observer: Observer | None, lose: Callable[[Sequence[Row]], None]
-    ) -> list[tuple[Sequence[Row], Readback]] | None:
-        if not (self._launch.alone and self.is_valid_for(rows)):
+    def _run(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
+        if not (self._launch.alone and self.is_valid_for(batch)):
             return None
-        output = self.launch(None, observer, lose)
-        late = self._deferred_sampling.unsampled and len(self._deferred_sampling.rows) == len(rows)
+        output = self.launch(batch, lose)
+        late = self._deferred_sampling.unsampled and len(self._deferred_sampling.rows) == len(batch.decode)
         return [] if late else [(output.rows, self._readbacks.start(output.tokens))]
 
-    def is_valid_for(self, rows: Sequence[Row]) -> bool:
-        """Whether the next step of these rows is this one; asked in the executor."""
+    def is_valid_for(self, batch: Batch) -> bool:
+        """Whether the next step of a batch's rows is this one; asked in the executor."""
         return (
             self._period is self._validity.period
             and self._limit > 0
-            and self.placed.rows == rows
+            and self.placed.rows == batch.decode
+            and self.placed.step.states is (batch.reader is not None and batch.reader.hidden_states)
             and not self._deferred_sampling.unsampled
         )
 
-    def launch(
-        self, tokens: Tensor | None, observer: Observer | None, lose: Callable[[Sequence[Row]], None]
-    ) -> StepOutput:
+    def launch(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> StepOutput:
         """Launch it, in the executor; captures may go on afterwards.
 
         Args:
-            tokens: as in ``Batch``.
-            observer: as in ``Batch``.
+            batch: for which it is valid, whose rows feed in one token each.
             lose: as in ``run_in``.
         """
         launch = self._launch
@@ -219,8 +213,8 @@ class DecodeStep:
         if launch.cascaded is not None:
             launch.cascaded()
         try:
-            if tokens is not None:
-                launch.feed(tokens)
+            if batch.tokens is not None:
+                launch.feed(batch.tokens)
             if launch.arena.written:  # mostly nothing is due, and a call takes longer than a look
                 launch.arena.flush()
             if graph is None:
@@ -236,9 +230,11 @@ class DecodeStep:
             with deferred():
                 self.placed.advance()
                 self._limit -= 1
+            if batch.reader is not None:
+                batch.reader.read(last_tokens(self.placed.rows), self.outputs.emitted)
         except BaseException:
             lose(self.placed.rows)
             raise
-        if self._defers or observer is not None:
-            self._deferred_sampling.keep(self.output, observer)
+        if self._defers or batch.observer is not None:
+            self._deferred_sampling.keep(self.output, batch.observer)
         return self.output

@@ -145,7 +145,7 @@ class PersistentBatch:
         assert self.step is not None, "a step has run"
         rows, key = self.step.placed.rows, self.step.placed.step
         try:
-            sampled = self.step.outputs[1][: len(rows) * key.new_tokens_per_row]
+            sampled = self.step.outputs.tokens[: len(rows) * key.new_tokens_per_row]
             counts, next_tokens = self._decode.go_back(key, sampled.view(len(rows), -1), accept)
             readbacks = self._readbacks.start(counts), self._readbacks.start(sampled)
             with deferred():
@@ -162,11 +162,14 @@ class PersistentBatch:
 
     # ---- rows come and go
 
-    def step_for(self, rows: Sequence[Row], new_tokens: int = 1) -> StepKey:
+    def step_for(self, rows: Sequence[Row], new_tokens: int = 1, states: bool = False) -> StepKey:
         """Return the decode step of rows, not yet grown, after the last one of the same rows and others.
 
-        With several new tokens a row, it is the smallest.
+        With several new tokens a row, it is the smallest. ``states`` says whether it gives hidden states, too.
         """
+        return self._step_for(rows, new_tokens)._replace(states=states)
+
+    def _step_for(self, rows: Sequence[Row], new_tokens: int) -> StepKey:
         if new_tokens > 1:
             return self._decode.step_of_several(len(rows), new_tokens)
         step = self._decode.dispatcher.decode_of(len(rows), self._wanted, self.exact)

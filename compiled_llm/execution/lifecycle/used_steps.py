@@ -12,8 +12,11 @@ from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
 
 def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
-    """Return how often steps were used that can be prepared ahead: of decode, those of one new token a row."""
-    keys = (key for key in used if isinstance(key, StepKey))
+    """Return how often steps were used that can be prepared ahead: of decode, those of one new token a row.
+
+    Those that give hidden states are prepared when they are asked for.
+    """
+    keys = (key for key in used if isinstance(key, StepKey) and not key.states)
     return {key: used[key] for key in keys if key.phase != "decode" or key.new_tokens_per_row == 1}
 
 

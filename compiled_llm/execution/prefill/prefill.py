@@ -19,8 +19,8 @@ from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
-from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
-from compiled_llm.execution.batch import Extension
+from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, WITH_STATES
+from compiled_llm.execution.batch import Extension, Reader, TokenSpan
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
@@ -86,6 +86,7 @@ class Prefill:
         unchanged: bool = False,
         number: TaskNumber | None = None,
         anchors: bool = True,
+        states: bool = False,
     ) -> None:
         """Compile prefill, if it is not compiled yet.
 
@@ -95,9 +96,10 @@ class Prefill:
             unchanged: the model cannot have changed since it was last looked at; do not look again.
             number: its number among all that is prepared, to be shown.
             anchors: capture them, too, once it is compiled.
+            states: the one that gives hidden states, too.
         """
         graph_manager = self._graph_manager
-        program = PREFILL_EMBEDDED if embedded else PREFILL
+        program = (PREFILL_EMBEDDED if embedded else PREFILL) + WITH_STATES * states
         if unchanged and (program in graph_manager.prefills or graph_manager.eager):
             return
         graph_manager.check_model()
@@ -110,9 +112,9 @@ class Prefill:
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
             for variant in self._variants_of_programs(embedded):
-                self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings, variant))
+                self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings, variant, states))
         graph_manager.prefills.add(program)
-        if anchors and not embedded:
+        if anchors and not (embedded or states):
             self.capture_anchors()
 
     def _variants_of_programs(self, embedded: bool) -> list[int]:
@@ -151,6 +153,7 @@ class Prefill:
         remember: bool = True,
         unchanged: bool = False,
         exact: bool = False,
+        reader: Reader | None = None,
     ) -> StepOutputs:
         """Run new tokens of some rows, packed.
 
@@ -161,11 +164,13 @@ class Prefill:
             remember: whether the rows' slots keep the tokens that are sampled.
             unchanged: the model cannot have changed since it was last looked at; all that was valid then still is.
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
+            reader: reads each launch.
 
         Returns:
             ``[L, V]`` logits, and the tokens sampled from them: ``[L]`` int64 if ``keep`` is None, else none.
         """
-        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), unchanged=unchanged)
+        states = reader is not None and reader.hidden_states
+        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), unchanged=unchanged, states=states)
         if embeddings is not None:
             self._graph_manager.events.used[PREFILL_EMBEDDED] += 1
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
@@ -189,14 +194,17 @@ class Prefill:
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
             sampled = slots[inside] if len(slots) else slots
-            parts.append(self._run_chunk(chunk, keep[inside] - start, sampled, part, unchanged, exact))
+            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, part, unchanged, exact, states)
+            if reader is not None:
+                reader.read(_spans(extensions, start, end), outputs.emitted)
+            parts.append(outputs._replace(emitted={}))
             start = end
         if watch is not None:
             watch.launched()
             watch.stored(extensions, embeddings is not None)
         if len(parts) == 1:
             return parts[0]
-        return torch.cat([logits for logits, _ in parts]), torch.cat([tokens for _, tokens in parts])
+        return StepOutputs(torch.cat([part.logits for part in parts]), torch.cat([part.tokens for part in parts]), {})
 
     def _run_chunk(
         self,
@@ -206,17 +214,21 @@ class Prefill:
         embeddings: Tensor | None,
         unchanged: bool,
         exact: bool,
+        states: bool,
     ) -> StepOutputs:
-        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty."""
+        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty.
+
+        With hidden ``states`` it is not captured: those of each shape would stay allocated.
+        """
         wanted, sampled = len(keep), len(slots)
-        shape = self._shape_to_replay(chunk, wanted, slots, embeddings)
+        shape = None if states else self._shape_to_replay(chunk, wanted, slots, embeddings)
         if shape is not None:
             self._graph_manager.events.used[shape] += 1
             dispatch = self._dispatcher.dispatch(shape, exact)
             self._graph_manager.serve(shape, dispatch, functools.partial(self._begin_capture, shape))
             background = dispatch.how != "capture"
-            logits, tokens = self._run_shape(dispatch.step, chunk, keep, slots, unchanged, background)
-            return logits[:wanted].clone(), tokens[:sampled].clone()  # the next replay overwrites them
+            logits, tokens, emitted = self._run_shape(dispatch.step, chunk, keep, slots, unchanged, background)
+            return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
         # A symbolic size is at least 2.
         if len(chunk) == 1:
             chunk = [*chunk, null_extension(1, *self._paging)]
@@ -226,8 +238,8 @@ class Prefill:
         if sampled < 2:
             slots = np.concatenate([slots, self._state.slots.of([], 2 - sampled)])
         variant = self._planner.variants[0] if embeddings is not None else self._variant_for(chunk)
-        logits, tokens = self._launch(self._laid_out(chunk, keep, slots, embeddings, variant))
-        return logits[:wanted], tokens[:sampled]
+        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, embeddings, variant, states))
+        return StepOutputs(logits[:wanted], tokens[:sampled], emitted)
 
     def _variant_for(self, chunk: Sequence[Extension]) -> int:
         queries = [len(extension.ids) for extension in chunk]
@@ -240,13 +252,14 @@ class Prefill:
         slots: NDArray[np.int64],
         embeddings: Tensor | None,
         variant: int,
+        states: bool,
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it, which chooses its own variant."""
         state = self._state
         tagged = self._page_watch is not None
         packed, table = pack(chunk, keep, slots, *self._paging, tagged=tagged, recurrent=self._recurrent)
         alone = self._planner.attends_alone(variant)
-        inputs = self._as_inputs(state.staging.to_device(packed), None)._replace(alone=alone)
+        inputs = self._as_inputs(state.staging.to_device(packed), None)._replace(alone=alone, hidden_states=states)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
         if state.scores is None:
@@ -423,6 +436,18 @@ class Prefill:
         state = self._state
         state.staging.upload([(as_bytes(packed), filled), *zip(table.indices, state.prefill_indices, strict=True)])
         self._planner.plan_prefill(table, shape)
+
+
+def _spans(extensions: Sequence[Extension], start: int, end: int) -> list[TokenSpan]:
+    """Return whose the packed tokens from ``start`` to ``end`` are; the rows have grown by all of theirs."""
+    spans, at = [], 0
+    for extension in extensions:
+        row, count = cast(Row, extension.row), len(extension.ids)
+        first, last = max(start - at, 0), min(end - at, count)
+        if first < last:
+            spans.append(TokenSpan(row, row.length - count + first, last - first))
+        at += count
+    return spans
 
 
 def _with_states(extension: Extension) -> Extension:

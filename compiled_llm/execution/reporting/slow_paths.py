@@ -118,7 +118,8 @@ WORDINGS: dict[SlowPath, Wording] = {
     ),
     "inner_hooks": Wording(
         "hooks are on inner modules",
-        "Remove the hooks (handle.remove()) once you have seen enough.",
+        "Remove the hooks (handle.remove()) once you have seen enough, or declare them by compiled_llm.traced_hook, "
+        "which compiles them into the steps.",
     ),
     "inner_module": Wording(
         "{} was called by itself, which is HuggingFace's own code",
@@ -179,7 +180,10 @@ WORDINGS: dict[SlowPath, Wording] = {
         "Call the wrapped model itself: wrap has compiled it.",
     ),
     "output_attentions": Wording("output_attentions is on", "Turn it off wherever you do not read them."),
-    "output_hidden_states": Wording("output_hidden_states is on", "Turn it off wherever you do not read them."),
+    "output_hidden_states": Wording(
+        "hidden states are asked for where only HuggingFace's own forward gives them",
+        "Pad prompts on the left, and ask in the call rather than in the model's config.",
+    ),
     "output_router_logits": Wording("output_router_logits is on", "Turn it off wherever you do not read them."),
     "overrides": Wording(
         "the model overrides what our loop stands in for ({})",

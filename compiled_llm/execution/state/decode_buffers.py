@@ -55,7 +55,12 @@ class DecodeBuffers:
             batch_indices = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])
             mark_columns(batch_indices, rows)
             self._views[step] = DecodeInputs(
-                *batch_indices, whole.indices, whole.ops, fed=self._fed_of(step), states=whole.states
+                *batch_indices,
+                whole.indices,
+                whole.ops,
+                fed=self._fed_of(step),
+                states=whole.states,
+                hidden_states=step.states,
             )
         return self._views[step]
 

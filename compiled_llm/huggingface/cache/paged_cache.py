@@ -5,7 +5,7 @@ Shapes: B rows, C tokens a row has been given, Q new ones, V vocabulary, K kv he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from compiled_llm.huggingface.cache.cache_columns import (
     with_only_kept,
     with_updates,
 )
+from compiled_llm.huggingface.cache.emitted_columns import NOTHING_WANTED, StepEmitted, Wanted
 from compiled_llm.huggingface.cache.hidden_columns import check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kvcache.errors import OutOfPagesError
@@ -253,7 +254,8 @@ class PagedCache(Cache):
         logits_to_keep: int | Tensor,
         embeddings: Tensor | None = None,
         counts_unmasked: bool = False,
-    ) -> Tensor:
+        wanted: Wanted = NOTHING_WANTED,
+    ) -> tuple[Tensor, StepEmitted]:
         """Store new tokens and return their logits.
 
         Args:
@@ -264,9 +266,10 @@ class PagedCache(Cache):
             logits_to_keep: HuggingFace's: 0 for all, n for the last n, or indices into Q.
             embeddings: ``[B, Q, hidden]`` in place of ids.
             counts_unmasked: without ``position_ids``, count the tokens that are not masked.
+            wanted: what the call asks for besides logits.
 
         Returns:
-            ``[B, Q', V]`` logits; zeros if the token is masked.
+            ``[B, Q', V]`` logits, and what is wanted besides; zeros if the token is masked.
 
         Raises:
             ValueError: the cache has another number of rows, a token id does not exist, or the model has too few
@@ -296,18 +299,33 @@ class PagedCache(Cache):
         decodes = new == 1 and first > 0 and embeddings is None and columns.tolist() == [0]
         if decodes and all(row.unchanged == first and row.kept and len(row.columns) for row in rows):
             assert input_ids is not None
-            return self._decode(input_ids, position_ids, rows)
-        return self._extend(input_ids, embeddings, position_ids, rows, columns)
+            return self._decode(input_ids, position_ids, rows, wanted)
+        return self._extend(input_ids, embeddings, position_ids, rows, columns, wanted)
 
     def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
         longest, most = max(row.length for row in rows), self.generate_loop.model_runner.max_positions
         if longest > most:
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
-    def _decode(self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate]) -> Tensor:
+    def _decode(
+        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: Wanted
+    ) -> tuple[Tensor, StepEmitted]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
-        with self.extended(rows, self.seen + 1):
-            return self.generate_loop.decode(input_ids[:, 0], positions)[:, None]
+        with self.extended(rows, self.seen + 1), self._reading(wanted, rows, self.seen, 1) as emitted:
+            logits = self.generate_loop.decode(input_ids[:, 0], positions)[:, None]
+        return logits, emitted()
+
+    @contextmanager
+    def _reading(
+        self, wanted: Wanted, rows: Sequence[RowUpdate], first: int, new: int
+    ) -> Iterator[Callable[[], StepEmitted]]:
+        """Collect what the rows' ``new`` columns from ``first`` emit in the block; yields what returns it."""
+        if not wanted:
+            yield StepEmitted
+            return
+        columns = wanted.columns(self.generate_loop, rows, first, new)
+        with self.generate_loop.observed(reader=columns):
+            yield columns.outputs
 
     def _extend(
         self,
@@ -316,7 +334,8 @@ class PagedCache(Cache):
         position_ids: Tensor,
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
-    ) -> Tensor:
+        wanted: Wanted,
+    ) -> tuple[Tensor, StepEmitted]:
         first, new = self.seen, position_ids.shape[1]
         ids = self._known_ids(input_ids, (len(rows), new))
         positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
@@ -326,9 +345,9 @@ class PagedCache(Cache):
         if not active:
             raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
         packed = np.concatenate([batch_index * new + fresh[batch_index] for batch_index in active])
-        wanted, order = np.unique(columns, return_inverse=True)
-        kept = np.flatnonzero(np.isin(packed % new, wanted))
-        with self.extended(rows, first + new):
+        distinct, order = np.unique(columns, return_inverse=True)
+        kept = np.flatnonzero(np.isin(packed % new, distinct))
+        with self.extended(rows, first + new), self._reading(wanted, rows, first, new) as emitted:
             logits = self.generate_loop.extend(
                 [self.generate_loop.rows[batch_index] for batch_index in active],
                 [ids[batch_index][fresh[batch_index]] for batch_index in active],
@@ -337,14 +356,17 @@ class PagedCache(Cache):
                 None if embeddings is None else embeddings.flatten(0, 1)[_on(embeddings, packed)],
             )
             self.generate_loop.select(leaders)
-        if len(kept) == len(rows) * len(wanted):
-            out = logits.view(len(rows), len(wanted), logits.shape[-1])
+        if len(kept) == len(rows) * len(distinct):
+            out = logits.view(len(rows), len(distinct), logits.shape[-1])
         else:
-            places = packed[kept] // new * len(wanted) + np.searchsorted(wanted, packed[kept] % new)
-            out = logits.new_zeros(len(rows), len(wanted), logits.shape[-1])
+            places = packed[kept] // new * len(distinct) + np.searchsorted(distinct, packed[kept] % new)
+            out = logits.new_zeros(len(rows), len(distinct), logits.shape[-1])
             out.view(-1, logits.shape[-1]).index_copy_(0, _on(out, places), logits)
             out = out if leaders == list(range(len(rows))) else out[_on(out, np.array(leaders))]
-        return out if np.array_equal(wanted, columns) else out[:, _on(out, order)]
+        found = emitted()
+        if leaders != list(range(len(rows))):
+            found = found.map(lambda tensor: tensor[_on(tensor, np.array(leaders))])
+        return out if np.array_equal(distinct, columns) else out[:, _on(out, order)], found
 
     def _known_ids(self, input_ids: Tensor | None, shape: tuple[int, int]) -> NDArray[np.int64]:
         if input_ids is None:

@@ -21,6 +21,7 @@ from compiled_llm.compat.torch.dynamo import dynamo_watches
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.huggingface.cache.cache_columns import on_host
+from compiled_llm.huggingface.cache.emitted_columns import StepEmitted, Wanted
 from compiled_llm.huggingface.cache.hidden_columns import HiddenInWindowError
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
@@ -28,6 +29,7 @@ from compiled_llm.huggingface.call.current_call import copies, current_call, ori
 from compiled_llm.huggingface.call.other_inputs import one_a_token
 from compiled_llm.huggingface.forward.forward_obstacles import by_name, forward_obstacle, keeps_cache, tokens_in
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
 
@@ -69,6 +71,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
             f"forward with batch_invariant=True: {reason}; that takes HuggingFace's own forward, whose bits depend on "
             "the batch; change the call, or wrap the model without batch_invariant"
         )
+    check_hooks_run("forward", runtime.facts.hooks, reason)
     count_forward(runtime, "original", reason)
     with runtime.facts.attention.original():
         return original(self, *args, **kwargs)
@@ -120,6 +123,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
         raise ValueError(
             f"forward with a PagedCache: {reason}; that takes HuggingFace's own forward; pass a DynamicCache, or none"
         )
+    check_hooks_run("generate", runtime.facts.hooks, reason)
     took(runtime, "original", reason)
     with runtime.facts.attention.original():
         return original(self, **{**arguments, runtime.facts.cache_argument: cache.handed_over(self.config)})
@@ -135,6 +139,7 @@ def run_own_forward(forward: Callable[[], Any], runtime: CompiledModel, own: str
     finally:
         _counted.reset(token)
     if not paths:
+        check_hooks_run("forward", runtime.facts.hooks, Reason("own_forward", own))
         runtime.counters.took_forward("original", Reason("own_forward", own))
     return result
 
@@ -175,12 +180,19 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     cache: PagedCache | None = arguments.get(argument)
     if cache is None and keeps_cache(model, arguments):
         cache = runtime.new_cache()
-    logits = _score(runtime, arguments) if cache is None else _checked_forward(runtime, cache, arguments)
+    asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
+    wanted = Wanted.of(asked, runtime.facts.hooks)
+    logits, emitted = (
+        _score(runtime, arguments, wanted) if cache is None else _checked_forward(runtime, cache, arguments, wanted)
+    )
     labels, loss = arguments.get("labels"), None
     if labels is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
-    output = _output_class(original)(loss=loss, logits=logits, **{argument: cache})
+    states = {} if emitted.hidden_states is None else {"hidden_states": emitted.hidden_states}
+    output = _output_class(original)(loss=loss, logits=logits, **{argument: cache}, **states)
+    if emitted.by_name:
+        output["emitted"] = emitted.by_name
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
 
@@ -192,19 +204,22 @@ def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
     return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
 
 
-def _score(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Tensor:
-    """Return logits without keeping anything, of at most ``max_batch_size`` rows at a time."""
+def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: Wanted) -> tuple[Tensor, StepEmitted]:
+    """Return logits, and what is wanted besides; of at most ``max_batch_size`` rows at a time, and nothing is kept."""
     most, (rows, _) = runtime.config.max_batch_size, tokens_in(arguments)
     logits: list[Tensor] = []
+    emitted: list[StepEmitted] = []
     for start in range(0, rows, most):
         part = {name: _rows_of(name, value, rows, start, most) for name, value in arguments.items()}
         cache = runtime.new_cache()
         try:
-            logits.append(_checked_forward(runtime, cache, part))
+            of_part = _checked_forward(runtime, cache, part, wanted)
+            logits.append(of_part[0])
+            emitted.append(of_part[1])
             cache.generate_loop.look_at_pages()
         finally:
             cache.close()
-    return logits[0] if len(logits) == 1 else torch.cat(logits)
+    return logits[0] if len(logits) == 1 else torch.cat(logits), StepEmitted.joined(emitted)
 
 
 def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
@@ -212,7 +227,9 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
     return value[start : start + count] if per_row else value
 
 
-def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any]) -> Tensor:
+def _checked_forward(
+    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: Wanted
+) -> tuple[Tensor, StepEmitted]:
     model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
     if embeddings is None:
         check_ids(arguments.get("input_ids"))
@@ -225,6 +242,7 @@ def _checked_forward(runtime: CompiledModel, cache: PagedCache, arguments: Mappi
         arguments.get("logits_to_keep", 0),
         None if embeddings is None else embeddings.to(model.device),
         counts_unmasked=runtime.facts.default_positions == "unmasked",
+        wanted=wanted,
     )
 
 

@@ -18,17 +18,17 @@ from compiled_llm.huggingface.call.current_call import current_call
 from compiled_llm.huggingface.call.other_inputs import one_a_token, without_what_says_nothing
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.inspection.model_obstacles import MORE_OUTPUTS, inner_reasons
+from compiled_llm.huggingface.inspection.model_obstacles import UNSERVED_OUTPUTS, inner_reasons
 from compiled_llm.model.gradients import requires_gradients
 from compiled_llm.model.sizes import max_positions_of
 
 _TAKEN = frozenset(
     {
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids"),
-        *("labels", "use_cache", "logits_to_keep", "return_dict"),
+        *("labels", "use_cache", "logits_to_keep", "return_dict", "output_hidden_states"),
     }
 )
-_KNOWN = _TAKEN.union(MORE_OUTPUTS)
+_KNOWN = _TAKEN.union(UNSERVED_OUTPUTS)
 _IGNORED_LABEL = -100
 _HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer", "streamer"})
 """Inputs of ``generate`` itself that it passes to beam search too, which passes them to the model."""
@@ -65,7 +65,7 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
     if compiled.asleep:
         yield Reason("asleep")
     yield from inner_reasons(compiled.facts.version)
-    for name in MORE_OUTPUTS:
+    for name in UNSERVED_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
     known = _KNOWN | {argument} | ignored_inputs(original)

@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.torch.modes import observer_of_operations
 from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
 from compiled_llm.huggingface.inspection.overrides import Overrides, own_forward
+from compiled_llm.model.traced_hooks import TracedHooks
 from compiled_llm.model.version.model_version import ModelVersion, Placement
 from compiled_llm.model.version.module_tree import has_hooks
 
-MORE_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Outputs of layers, which the model computes if its config says so."""
+UNSERVED_OUTPUTS: tuple[SlowPath, ...] = ("output_attentions", "output_router_logits")
+"""Outputs of layers that only HuggingFace's own forward gives; the model computes them if its config says so."""
 
 
 def forward_reasons(model: PreTrainedModel, version: ModelVersion, placement: Placement | None) -> Iterator[Reason]:
@@ -21,7 +22,7 @@ def forward_reasons(model: PreTrainedModel, version: ModelVersion, placement: Pl
     if (own := own_forward(model)) is not None:
         yield Reason("own_forward", own)
     yield from inner_reasons(version, placement)
-    for name in MORE_OUTPUTS:
+    for name in ("output_hidden_states", *UNSERVED_OUTPUTS):
         if getattr(model.config, name, False):
             yield Reason(name)
 
@@ -37,6 +38,15 @@ def inner_reasons(version: ModelVersion, placement: Placement | None = None) -> 
         yield Reason("mixed_tokens", mixing)
     if training is not None:
         yield Reason("gradient_checkpointing" if training.checkpoints else "training", str(training))
+
+
+def check_hooks_run(call: str, hooks: TracedHooks, reason: Reason) -> None:
+    """Raise ValueError if a call would run HuggingFace's own forward and leave traced hooks out."""
+    if hooks:
+        raise ValueError(
+            f"{call}: {reason}; that takes HuggingFace's own forward, which does not run traced hooks; {reason.advice} "
+            "Or remove the hooks (handle.remove())"
+        )
 
 
 def model_obstacle(

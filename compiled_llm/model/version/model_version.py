@@ -31,10 +31,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.model.version.code import Code, Place, places_of
 from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
@@ -58,7 +59,11 @@ class ModelVersion:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: int, walked: Callable[[nn.Module], None] = lambda model: None
+        self,
+        model: PreTrainedModel,
+        layers: int,
+        walked: Callable[[nn.Module], None] = lambda model: None,
+        held: Callable[[], list[Tensor]] = list,
     ) -> None:
         """Remember each part when it is first asked for.
 
@@ -66,11 +71,12 @@ class ModelVersion:
             model: only a weak reference is kept.
             layers: how many it has.
             walked: called with the model at the first walk over its modules, and whenever modules were replaced.
+            held: returns tensors that its programs read besides those of modules.
         """
         self.looks = 0
         self._known = known = _Remembered()
         self._model = weakref.ref(model, lambda _: known.forget())
-        self._layer_count, self._walked = layers, walked
+        self._layer_count, self._walked, self._held = layers, walked, held
         self._lock = lock()  # a runner may be made while the loop of another one runs
         self._numbers = itertools.count(1)
         self._code = Code()
@@ -128,6 +134,11 @@ class ModelVersion:
         with self._lock:
             self._compare_code()
             return self._functions
+
+    def change_code(self) -> None:
+        """Let ``code`` be another number: programs are to do something else."""
+        with self._lock:
+            self._functions = next(self._numbers)
 
     def watch_code(self, places: Iterable[Place]) -> None:
         """Watch more places, as they are now."""
@@ -193,8 +204,11 @@ class ModelVersion:
 
     def _compare_tensors(self) -> None:
         known = self._known
-        if known.is_due("tensors") and not (known.tensors is not None and known.tensors.valid()):
-            known.tensors, self._tensors = Tensors(self._modules()), next(self._numbers)
+        if not known.is_due("tensors"):
+            return
+        held = [tensor.data_ptr() for tensor in self._held()]
+        if known.tensors is None or held != known.held or not known.tensors.valid():
+            known.tensors, known.held, self._tensors = Tensors(self._modules()), held, next(self._numbers)
 
     def _compare_layers(self) -> None:
         layers = self._known.layers
@@ -204,11 +218,14 @@ class ModelVersion:
 
     def _compare_rest(self) -> None:
         known, model = self._known, self._model()
-        if not known.is_due("rest") or known.has_its_rest(type(model)):
+        if not known.is_due("rest"):
+            return
+        writes = list(map(version_of, self._held()))
+        if known.has_its_rest(type(model)) and writes == known.writes:
             return
         assert known.others is not None, "modules have been compared"
         known.others, known.contents = ModuleState(known.others.modules, root=model), Contents(self._modules())
-        known.kind, self._rest = type(model), next(self._numbers)
+        known.kind, known.writes, self._rest = type(model), writes, next(self._numbers)
 
     def _compare_code(self) -> None:
         if self._known.is_due("code") and not self._code.valid():
@@ -240,7 +257,10 @@ class ModelVersion:
 
 @dataclass
 class _Remembered:
-    """A model's parts as they were; ``compared`` names those that the current look has compared already."""
+    """A model's parts as they were; ``compared`` names those that the current look has compared already.
+
+    Of tensors outside of modules, ``held`` has the addresses, and ``writes`` how often each was written to.
+    """
 
     tree: ModuleTree | None = None
     layers: ModuleState | None = None
@@ -248,6 +268,8 @@ class _Remembered:
     tensors: Tensors | None = None
     contents: Contents | None = None
     kind: type | None = None
+    held: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
     compared: set[str] = field(default_factory=set)
 
     def is_due(self, part: str) -> bool:

@@ -357,7 +357,11 @@ BAD_IDS = {
     "floats": torch.ones(1, 1),
 }
 OVER_AN_EMPTY_ONE: dict[str, tuple[Refused, type[Exception], str]] = {
-    "hidden states": (generate(output_hidden_states=True, return_dict_in_generate=True), ValueError, THEIRS),
+    "hidden states after right padding": (
+        generate(attention_mask=torch.tensor([[1] * 8 + [0]] * 3), output_hidden_states=True),
+        ValueError,
+        THEIRS,
+    ),
     "right padding": (generate(attention_mask=torch.tensor([[1] * 8 + [0]] * 3)), ValueError, THEIRS),
     "cache_implementation": (generate(cache_implementation="offloaded"), ValueError, THEIRS),
     "use_cache=False": (
@@ -365,10 +369,10 @@ OVER_AN_EMPTY_ONE: dict[str, tuple[Refused, type[Exception], str]] = {
         ValueError,
         "use_cache=False, and past_key_values is a PagedCache; leave one",
     ),
-    "hidden states of a forward": (
-        forward(output_hidden_states=True),
+    "router logits of a forward": (
+        forward(output_router_logits=True),
         ValueError,
-        "output_hidden_states.*DynamicCache",
+        "output_router_logits.*DynamicCache",
     ),
     "too few pages": (forward(lambda ids: torch.randint(3, 128, (5, 1000))), OutOfPagesError, "pages"),
     "a column that is not there": (forward(logits_to_keep=torch.tensor([9])), IndexError, "out of"),

@@ -158,7 +158,7 @@ def test_the_config_names_huggingfaces_experts_all_the_time_for_others(seed: int
     wrapped.generate(ids, max_new_tokens=3, do_sample=False)
     assert {*seen} == {experts.NAME}
     seen.clear()
-    wrapped(ids, output_hidden_states=True)
+    wrapped(ids, output_router_logits=True)
     assert {*seen} == {named}, "HuggingFace's own forward runs HuggingFace's experts"
     del layer.forward
     for twin in (*twins, compiled_llm.unwrap(wrapped)):

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 import compiled_llm
@@ -40,11 +42,15 @@ class StandIn(CapturedGraph[Any]):
         assert self._tensors == self._version.tensors, "a replay would read weights where they no longer are"
         new = self._run()
         self._outputs = self._outputs or new
-        for output, value in zip(self._outputs, new, strict=True):
+        for output, value in zip(_tensors(self._outputs), _tensors(new), strict=True):
             output.copy_(value)
 
     def release(self) -> None:
         self.released = True
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [tensor for tensor in tree_leaves(outputs) if isinstance(tensor, Tensor)]
 
 
 class Capture(NamedTuple):

@@ -144,8 +144,11 @@ class Generate(Turn):
         if self.keeps:
             new = torch.ones(len(mask), result.sequences.shape[1] - mask.shape[1], dtype=mask.dtype)
             side.chat = Chat(result.sequences, torch.cat([mask, new], dim=1), result.past_key_values)
+        shown = plain(result)
+        if self.prompt.masked:
+            shown = without_states_of_masked(shown, mask)
         return {
-            "result": plain(result),
+            "result": shown,
             "given cache": plain(options.get("past_key_values")),
             "prompt": 0 if self.embedded else text.shape[-1],
             "inputs": [bool(torch.equal(value, before[name])) for name, value in inputs.items()],
@@ -229,6 +232,22 @@ class InThreads(Step):
         return results
 
 
+def without_states_of_masked(shown: Any, mask: Tensor) -> Any:
+    """A plain result in which hidden states ``[B, Q, hidden]`` have those of seen tokens alone."""
+    if isinstance(shown, dict):
+        return {name: _seen(value, mask) if name == "hidden_states" else value for name, value in shown.items()}
+    return [_seen(part, mask) if isinstance(part, list) else part for part in shown] if type(shown) is list else shown
+
+
+def _seen(states: Any, mask: Tensor) -> Any:
+    if isinstance(states, list):
+        return [_seen(state, mask) for state in states]
+    if not isinstance(states, Tensor) or states.dim() != 3 or not 1 < states.shape[1] <= mask.shape[1]:
+        return states
+    seen = mask[:, -states.shape[1] :].repeat_interleave(len(states) // len(mask), 0)
+    return states[seen.bool()]
+
+
 @dataclass(frozen=True, repr=False)
 class Forward(Turn):
     """``model(...)``; a list as ``logits_to_keep`` becomes a tensor.
@@ -283,10 +302,11 @@ class Forward(Turn):
         return plain(norms)
 
     def shown(self, result: Any, mask: Tensor) -> Any:
-        """The result, without the logits of masked tokens: nothing is promised of those."""
+        """The result, without logits and hidden states of masked tokens: nothing is promised of those."""
         shown = plain(result)
         if self.square or not self.prompt.masked:
             return shown
+        shown = without_states_of_masked(shown, mask)
         at = "logits" if isinstance(shown, dict) else 1 if self.labels else 0
         keep = self.settings.get("logits_to_keep", 0)
         columns = mask[:, keep] if isinstance(keep, list) else mask[:, -(keep or shown[at].shape[1]) :]

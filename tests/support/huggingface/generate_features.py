@@ -267,12 +267,15 @@ FEATURES: dict[str, list[Feature]] = {
             ],
         ),
         Feature(
-            "`output_attentions`, `output_hidden_states`",
+            "`output_hidden_states` (with `return_dict_in_generate`)",
             [
-                generate(output_attentions=True, **SEVERAL),
-                generate(output_hidden_states=True, **SEVERAL),
-                changed(ask_for_hidden_states, generate()),
+                generate((6, 6, 6), output_hidden_states=True, **SEVERAL),
+                generate((6, 6, 6), output_hidden_states=True, output_scores=True, **SEVERAL, **EARLY),
             ],
+        ),
+        Feature(
+            "`output_attentions`, or hidden states that the model's config asks for",
+            [generate(output_attentions=True, **SEVERAL), changed(ask_for_hidden_states, generate())],
             model={"attn_implementation": "eager"},
         ),
     ],
@@ -408,13 +411,10 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature("another cache", [lambda model: forward(past_key_values=dynamic_cache(), use_cache=True)(model)]),
         Feature(
-            "`output_hidden_states`, `output_attentions`",
-            [
-                forward(output_hidden_states=True),
-                forward(output_attentions=True),
-            ],
-            model={"attn_implementation": "eager"},
+            "`output_hidden_states`, all or chosen ones",
+            [forward(output_hidden_states=asked, attention_mask=None) for asked in (True, [0, -1])],
         ),
+        Feature("`output_attentions`", [forward(output_attentions=True)], model={"attn_implementation": "eager"}),
         Feature("under gradients: training, adapters", [under_gradients]),
         Feature("training mode, if no module acts otherwise there", [in_training_mode(forward())]),
         Feature("training mode, if one does: dropout", [in_training_mode(forward())], model=DROPOUT, draws=True),

@@ -1,0 +1,155 @@
+"""What steps emit of a call's tokens, in HuggingFace's shapes: hidden states of all layers, or of chosen ones.
+
+Shapes: B rows, Q columns of a call's new tokens, T packed tokens of a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.execution.batch import TokenSpan
+from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.state.staging import Staging
+from compiled_llm.huggingface.cache.cache_columns import RowUpdate
+from compiled_llm.kvcache.row import Row
+from compiled_llm.model.traced_hooks import TracedHooks
+
+
+class Wanted(NamedTuple):
+    """What a call asks of its steps besides logits.
+
+    Attributes:
+        hidden_states: whether it asks for hidden states.
+        numbers: those that it asks for, as HuggingFace counts them, from the end if negative; all if None.
+        hooks: whether it gets what traced hooks emit.
+    """
+
+    hidden_states: bool = False
+    numbers: Sequence[int] | None = None
+    hooks: bool = False
+
+    def __bool__(self) -> bool:
+        return self.hidden_states or self.hooks
+
+    @classmethod
+    def of(cls, asked: bool | int | Sequence[int] | None, hooks: TracedHooks) -> Wanted:
+        """Return what ``output_hidden_states`` says, and what the model's hooks emit."""
+        if not asked or isinstance(asked, bool):  # HuggingFace takes 0 and an empty list for no
+            return cls(bool(asked), None, bool(hooks))
+        return cls(True, [asked] if isinstance(asked, int) else list(asked), bool(hooks))
+
+    def columns(self, generate_loop: GenerateLoop, rows: Sequence[RowUpdate], first: int, new: int) -> EmittedColumns:
+        """Return what collects it of a loop's rows, for their ``new`` columns from ``first``."""
+        places = {
+            row: Places(update.kept, np.where(update.columns < first, -1, number * new + update.columns - first))
+            for number, (row, update) in enumerate(zip(generate_loop.rows, rows, strict=True))
+        }
+        return EmittedColumns(self, generate_loop.model_runner.state.staging, places, (len(rows), new))
+
+    def chosen(self, emitted: Emitted) -> dict[int | str, Tensor]:
+        """Return what is wanted of all that a launch has emitted."""
+        count = sum(isinstance(name, int) for name in emitted)
+        numbers = range(count) if self.numbers is None else {number % count for number in self._inside(count)}
+        return {name: tensor for name, tensor in emitted.items() if isinstance(name, str) or name in numbers}
+
+    def _inside(self, count: int) -> Collection[int]:
+        assert self.numbers is not None, "all are wanted"
+        return [number for number in self.numbers if -count <= number < count]
+
+
+NOTHING_WANTED = Wanted()
+
+
+class StepEmitted(NamedTuple):
+    """What a call's tokens have emitted.
+
+    Attributes:
+        tensors: ``[B, Q, ...]`` each.
+        layers: how many hidden states the model has, chosen or not.
+    """
+
+    tensors: dict[int | str, Tensor] = {}  # noqa: RUF012  # nobody writes to it
+    layers: int = 0
+
+    @property
+    def hidden_states(self) -> tuple[Tensor | None, ...] | None:
+        """Hidden states as HuggingFace gives them: None for those that are not chosen; None if there are none."""
+        return tuple(self.tensors.get(number) for number in range(self.layers)) or None
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """What hooks have emitted."""
+        return {name: tensor for name, tensor in self.tensors.items() if isinstance(name, str)}
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> StepEmitted:
+        return self._replace(tensors={name: change(tensor) for name, tensor in self.tensors.items()})
+
+    @classmethod
+    def joined(cls, parts: Sequence[StepEmitted]) -> StepEmitted:
+        """Return those of some rows, and then of others."""
+        if len(parts) == 1:
+            return parts[0]
+        names = parts[0].tensors
+        return cls({name: torch.cat([part.tensors[name] for part in parts]) for name in names}, parts[0].layers)
+
+
+class Places(NamedTuple):
+    """The columns of a row's tokens from its ``first``, ``[n]``, counted over all rows; negative if none is theirs."""
+
+    first: int
+    columns: NDArray[np.int64]
+
+
+class EmittedColumns:
+    """Collects what launches emit of a call's new tokens.
+
+    Attributes:
+        left: how many of the tokens have not been computed yet.
+        layers: how many hidden states there are.
+    """
+
+    def __init__(self, wanted: Wanted, staging: Staging, places: dict[Row, Places], shape: tuple[int, int]) -> None:
+        """Collect tensors ``[B, Q, ...]`` of this ``shape``; tokens of other rows are skipped."""
+        self.left = sum(len(own.columns) for own in places.values())
+        self.layers = 0
+        self._wanted, self._staging, self._places, self._shape = wanted, staging, places, shape
+        self._collected: dict[int | str, Tensor] = {}
+
+    @property
+    def hidden_states(self) -> bool:
+        return self._wanted.hidden_states
+
+    def read(self, spans: Sequence[TokenSpan], emitted: Emitted) -> None:
+        """Put tokens into their columns; see ``Reader``."""
+        packed, columns = self._where(spans)
+        self.left -= len(packed)
+        self.layers = sum(isinstance(name, int) for name in emitted)
+        if not (emitted and (columns >= 0).any()):
+            return
+        read, written = self._staging.to_device([packed[columns >= 0], columns[columns >= 0]])
+        for name, tensor in self._wanted.chosen(emitted).items():
+            if name not in self._collected:
+                self._collected[name] = tensor.new_zeros(self._shape[0] * self._shape[1], *tensor.shape[1:])
+            self._collected[name].index_copy_(0, written, tensor.index_select(0, read))
+
+    def _where(self, spans: Sequence[TokenSpan]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return which of the packed tokens belong to the call, and their columns."""
+        packed, columns, at = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+        for row, first, size in spans:
+            if (own := self._places.get(row)) is not None:
+                packed.append(np.arange(at, at + size))
+                columns.append(own.columns[first - own.first : first - own.first + size])
+            at += size
+        return np.concatenate(packed), np.concatenate(columns)
+
+    def outputs(self) -> StepEmitted:
+        """Return all of it; zeros for tokens that were not computed."""
+        whole = {name: tensor.view(*self._shape, *tensor.shape[1:]) for name, tensor in self._collected.items()}
+        return StepEmitted(whole, self.layers)

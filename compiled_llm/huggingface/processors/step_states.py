@@ -1,0 +1,86 @@
+"""The hidden states of each step, and what traced hooks emit in it, for calls that get them.
+
+Shapes: B rows, Q new columns of the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.execution.batch import TokenSpan
+from compiled_llm.huggingface.cache.emitted_columns import EmittedColumns, Places, StepEmitted, Wanted
+from compiled_llm.huggingface.call.call import PagedCall
+from compiled_llm.kvcache.row import Row
+
+
+class StepStates:
+    """Reads what each step emits: of the prompts together, and then of one token a row."""
+
+    def __init__(self, call: PagedCall, wanted: Wanted) -> None:
+        self._call, self._wanted, self._first = call, wanted, 0
+        self._rows: list[Row] = []
+        self._prompts: EmittedColumns | None = None
+        self._shared: list[tuple[int, int]] = []  # of each row the one that it begins as, and with how many tokens
+        self._steps: list[StepEmitted] = []
+
+    @classmethod
+    def of(cls, call: PagedCall) -> StepStates | None:
+        """Return a reader for a call; None if it gets nothing besides tokens and scores."""
+        wanted = Wanted.of(call.config.output_hidden_states, call.runtime.facts.hooks)
+        return cls(call, wanted) if wanted and call.config.return_dict_in_generate else None
+
+    @property
+    def hidden_states(self) -> bool:
+        return self._wanted.hidden_states
+
+    def begin(self, rows: Sequence[Row], new: Sequence[int]) -> None:
+        """Note the rows of the call, and of each how many of its last tokens are computed: others have the rest."""
+        call, first = self._call, self._call.cache.seen
+        self._first, width = first, call.last - first
+        self._rows = list(rows)
+        places: dict[Row, Places] = {}
+        for number, (row, update, count) in enumerate(zip(rows, call.updates, new, strict=True)):
+            columns = np.where(update.columns < first, -1, number * width + update.columns - first)
+            shared = len(columns) - count
+            places[row] = Places(update.kept + shared, columns[shared:])
+            self._shared.append((call.leaders[number], shared))
+        staging = call.model_runner.state.staging
+        self._prompts = EmittedColumns(self._wanted, staging, places, (len(rows), width))
+
+    def read(self, spans: Sequence[TokenSpan], emitted: Emitted) -> None:
+        """Keep a copy; see ``Reader``."""
+        assert self._prompts is not None, "the call has begun"
+        if self._prompts.left:
+            self._prompts.read(spans, emitted)
+            return
+        assert [span.row for span in spans[: len(self._rows)]] == self._rows, "a step is of all rows"
+        chosen, layers = self._wanted.chosen(emitted), self._prompts.layers
+        self._steps.append(StepEmitted({name: self._of_rows(tensor) for name, tensor in chosen.items()}, layers))
+
+    def _of_rows(self, tensor: Tensor) -> Tensor:
+        return tensor[: len(self._rows), None].clone()
+
+    def add_to(self, output: GenerateDecoderOnlyOutput, steps: int) -> None:
+        """Put those of the first steps into a result; the loop may have launched more than it has read.
+
+        They are ``[B, Q, ...]`` of the prompts, zeros for masked tokens, and then ``[B, 1, ...]``.
+        """
+        assert self._prompts is not None, "the call has begun"
+        read = (self._prompts.outputs().map(self._with_shared), *self._steps)[:steps]
+        if self.hidden_states:
+            output["hidden_states"] = tuple(step.hidden_states for step in read)
+        if names := read[0].by_name:
+            output["emitted"] = {name: tuple(step.by_name[name] for step in read) for name in names}
+
+    def _with_shared(self, tensor: Tensor) -> Tensor:
+        """Return prompts' tensors with the beginnings that were computed for another row."""
+        for number, (leads, shared) in enumerate(self._shared):
+            if shared:
+                own, other = (self._call.updates[row].columns[:shared] - self._first for row in (number, leads))
+                tensor[number, own] = tensor[leads, other]
+        return tensor

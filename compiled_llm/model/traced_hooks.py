@@ -1,0 +1,183 @@
+"""Hooks that are traced into a model's programs: what a module computes of a step's tokens, read or changed.
+
+Shapes: T packed tokens of a step, B rows, q new tokens of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_llm.compat.forks import lock
+from compiled_llm.model.attention import PackedTokens, PagedBatch
+
+HookFunction = Callable[[nn.Module, tuple[Any, ...], Any, "StepTokens"], Any]
+
+
+class StepTokens:
+    """The tokens of one step, as a traced hook sees them: of several rows, one after the other, with padding.
+
+    Attributes:
+        rows: ``[T]`` int64, the same number for the tokens of one row; it may have another number in the next step.
+        positions: ``[T]`` int64, each token's position, HuggingFace's ``position_ids``.
+        emitted: what hooks have emitted so far, by name.
+    """
+
+    def __init__(self, rows: Tensor, positions: Tensor) -> None:
+        self.rows, self.positions = rows, positions
+        self.emitted: dict[str, Tensor] = {}
+
+    def emit(self, name: str, tensor: Tensor) -> None:
+        """Hand a tensor ``[T, ...]`` out: results of calls have its tokens as ``emitted[name]``.
+
+        Raises:
+            ValueError: a hook has emitted something under this name, or the tensor has no entry for each token.
+        """
+        if name in self.emitted:
+            raise ValueError(f"emit: {name!r} was emitted already in this step; give each hook a name of its own")
+        if tensor.dim() == 0 or tensor.shape[0] != self.rows.shape[0]:
+            raise ValueError(f"emit: {name!r} needs an entry for each token, [T, ...]; its shape is another")
+        self.emitted[name] = tensor
+
+
+class PlacedHook(NamedTuple):
+    """A hook on the module at a path, as ``nn.Module`` calls it."""
+
+    path: tuple[str, ...]
+    call: Callable[[nn.Module, Any, Any], Any]
+    function: HookFunction
+
+
+class HookedOutput(NamedTuple):
+    """The outputs of a forward with hooks that programs read."""
+
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None
+    emitted: dict[str, Tensor]
+
+
+class HookSite:
+    """Where hooks find the tokens of the step that runs; None between steps."""
+
+    tokens: StepTokens | None = None
+
+
+class TracedHooks:
+    """The traced hooks of one model.
+
+    Attributes:
+        placed: the hooks, in the order in which they were added; replaced as a whole.
+        site: of their steps.
+    """
+
+    def __init__(self) -> None:
+        self.placed: tuple[PlacedHook, ...] = ()
+        self.site = HookSite()
+        self._lock = lock()
+
+    def __bool__(self) -> bool:
+        return bool(self.placed)
+
+    def add(self, path: str, function: HookFunction) -> PlacedHook:
+        hook = PlacedHook(tuple(path.split(".")), as_forward_hook(function, self.site), function)
+        with self._lock:
+            self.placed = (*self.placed, hook)
+        return hook
+
+    def remove(self, hook: PlacedHook) -> bool:
+        """Remove a hook; returns whether it was there."""
+        with self._lock:
+            left = tuple(other for other in self.placed if other is not hook)
+            there, self.placed = len(left) < len(self.placed), left
+        return there
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the functions hold, which a captured graph reads where they are."""
+        return [tensor for hook in self.placed for value in _held(hook.function) for tensor in _tensors_in(value)]
+
+
+def as_forward_hook(function: HookFunction, site: HookSite) -> Callable[[nn.Module, Any, Any], Any]:
+    """Return a hook for ``register_forward_hook`` that shows ``function`` packed tokens.
+
+    Layers have ``[1, T, ...]`` or ``[B, q, ...]``: of tensors with three dimensions and more, two become one.
+    """
+
+    def traced(module: nn.Module, args: Any, output: Any) -> Any:
+        tokens = site.tokens
+        assert tokens is not None, "the module runs inside a step"
+        changed = function(module, _packed(args), _packed(output), tokens)
+        return None if changed is None else _as_before(changed, output)
+
+    return traced
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.flatten(0, 1) if value.dim() >= 3 else value
+    return type(value)(map(_packed, value)) if type(value) in (tuple, list) else value
+
+
+def _as_before(changed: Any, output: Any) -> Any:
+    """Return what a hook gives in place of ``output``, in the shape that the model goes on with."""
+    if isinstance(changed, Tensor) and isinstance(output, Tensor):
+        if output.dim() < 3:
+            return changed
+        if changed.dim() != output.dim() - 1:
+            raise ValueError("traced_hook: what the function returns has other dimensions than the output it was given")
+        return changed.view(output.shape)
+    if type(changed) in (tuple, list) and type(changed) is type(output) and len(changed) == len(output):
+        return type(changed)(_as_before(*both) for both in zip(changed, output, strict=True))
+    return changed
+
+
+def with_hooks(forward: Callable[..., Any], hooks: TracedHooks) -> Callable[..., Any]:
+    """Return a ``forward`` of a model with hooks on its modules; mostly ``forward`` itself."""
+    if not hooks:
+        return forward
+    site = hooks.site
+
+    def hooked(model: nn.Module, *, paged_batch: PagedBatch, position_ids: Tensor, **inputs: Any) -> HookedOutput:
+        site.tokens = tokens = StepTokens(_rows_of(paged_batch, position_ids), position_ids.flatten())
+        try:
+            out = forward(model, paged_batch=paged_batch, position_ids=position_ids, **inputs)
+        finally:
+            site.tokens = None
+        return HookedOutput(out.logits, getattr(out, "hidden_states", None), tokens.emitted)
+
+    return hooked
+
+
+def _rows_of(batch: PagedBatch, position_ids: Tensor) -> Tensor:
+    """Return ``[T]`` int64, the row of each token."""
+    if batch.rows and isinstance(batch.rows[0], PackedTokens):
+        return batch.rows[0].token_rows.long()
+    rows, new = position_ids.shape
+    if rows == 1 and batch.states is not None:  # a prefill of layers without attention
+        return batch.states.token_rows.long()
+    return torch.arange(rows, device=position_ids.device)[:, None].expand(rows, new).flatten()
+
+
+def _held(function: Any) -> Iterator[Any]:
+    """Yield the values that a function's code may read besides its arguments."""
+    if isinstance(function, functools.partial):
+        yield from itertools.chain(function.args, function.keywords.values(), _held(function.func))
+        return
+    if inspect.ismethod(function):
+        yield from vars(function.__self__).values() if hasattr(function.__self__, "__dict__") else ()
+        function = function.__func__
+    if inspect.isfunction(function):
+        names = inspect.getclosurevars(function)
+        yield from itertools.chain(names.nonlocals.values(), names.globals.values(), function.__defaults__ or ())
+    elif hasattr(function, "__dict__"):
+        yield from vars(function).values()
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+    return (entry for entry in entries if isinstance(entry, Tensor))

@@ -1,0 +1,163 @@
+"""Hidden states of each step are HuggingFace's, and the steps that give them are ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import compiled_llm
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.huggingface.pairs import OPTIONS, pair
+from support.parity import assert_account_is_empty, greedy, next_turn
+from support.tiny_models import tiny_qwen3
+
+CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_hidden_states": True}
+EARLY = {"eos_token_id": list(range(64))}
+TWICE = {"input_ids": [0, 1, 1, 0], "attention_mask": [0, 1, 1, 0]}
+
+
+def assert_same_states(ours: Any, theirs: Any, mask: Tensor) -> None:
+    """Of all steps of ``generate``; masked tokens have zeros."""
+    assert list(ours) == list(theirs)
+    assert len(ours.hidden_states) == len(theirs.hidden_states)
+    for step, (own, other) in enumerate(zip(ours.hidden_states, theirs.hidden_states, strict=True)):
+        seen = mask != 0 if step == 0 else torch.ones(len(mask), 1, dtype=torch.bool)
+        assert_same_layers(own, other, seen.repeat_interleave(len(other[0]) // len(mask), 0))
+
+
+def assert_same_layers(ours: Any, theirs: Any, seen: Tensor) -> None:
+    for own, other in zip(ours, theirs, strict=True):
+        if other is None:
+            assert own is None
+            continue
+        assert own.shape == other.shape
+        torch.testing.assert_close(own[seen], other[seen], **CLOSE)
+        assert not own[~seen].any()
+
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("fast loop", {}),
+    "rows end early": ("fast loop", EARLY),
+    "with scores": ("fast loop", {"output_scores": True, "repetition_penalty": 1.2}),
+    "one token": ("fast loop", {"max_new_tokens": 1}),
+    "processors": ("processed loop", {"no_repeat_ngram_size": 2, **EARLY}),
+    "two rows a request": ("processed loop", {"guidance_scale": 1.5}),
+    "beams": ("compiled forward", {"num_beams": 2}),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", CALLS)
+def test_generate_gives_huggingfaces_in_its_own_path(name, inputs):
+    """Prompts of mixed lengths, in chunks."""
+    plain, wrapped = pair({"prefill_tokens": 16}, eos_token_id=None)
+    path, options = CALLS[name]
+    for _ in range(2):
+        theirs, ours = (greedy(model, inputs, **{"new_tokens": 7, **_named(options)}) for model in (plain, wrapped))
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert_same_states(ours, theirs, inputs["attention_mask"])
+        del ours
+        assert_account_is_empty(wrapped)
+    assert wrapped.compiled.stats().generate_calls == {path: 2}
+
+
+def _named(options: dict[str, Any]) -> dict[str, Any]:
+    new = {"new_tokens": options["max_new_tokens"]} if "max_new_tokens" in options else {}
+    return {**ASKED, **{name: value for name, value in options.items() if name != "max_new_tokens"}, **new}
+
+
+def test_rows_that_share_their_prompt_have_the_states_of_all_of_it(models, inputs):
+    inputs = {name: tensor[TWICE[name]] for name, tensor in inputs.items()}
+    theirs, ours = (greedy(model, inputs, 4, **ASKED) for model in models)
+    assert_same_states(ours, theirs, inputs["attention_mask"])
+
+
+def test_a_conversation_goes_on_with_the_states_of_its_new_tokens(models, inputs):
+    outs = [greedy(model, inputs, 4, **ASKED) for model in models]
+    longer = [next_turn(inputs, out, torch.full((3, 2), 7)) for out in outs]
+    mask = longer[0]["attention_mask"][:, -3:]  # the last token of the answer, and two more
+    theirs, ours = (greedy(model, turn, 4, **ASKED) for model, turn in zip(models, longer, strict=True))
+    assert [states.shape[1] for states, *_ in ours.hidden_states] == [3, 1, 1, 1]
+    assert_same_states(ours, theirs, mask)
+
+
+def test_calls_that_do_not_return_them_compute_none(models, inputs):
+    wrapped = models[1]
+    greedy(wrapped, inputs, 4, output_hidden_states=True)
+    assert not any(key.states for key in wrapped.compiled.model_runner().graph_manager.table.entries)
+    greedy(wrapped, inputs, 4, **ASKED)
+    assert any(key.states for key in wrapped.compiled.model_runner().graph_manager.table.entries)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("asked", [True, False, 1, [0, -1], [], [9]], ids=str)
+def test_a_forward_gives_all_or_chosen_ones(asked, inputs):
+    """More rows than a batch, prompts of mixed lengths in chunks, two of them equal."""
+    plain, wrapped = pair({"prefill_tokens": 16, "max_batch_size": 2}, eos_token_id=None)
+    inputs = {name: tensor[[0, 1, 1, 2]] for name, tensor in inputs.items()}
+    with torch.no_grad():
+        theirs, ours = (model(**inputs, output_hidden_states=asked, use_cache=False) for model in (plain, wrapped))
+    assert list(ours) == list(theirs)
+    if theirs.hidden_states is not None:
+        assert_same_layers(ours.hidden_states, theirs.hidden_states, inputs["attention_mask"] != 0)
+    assert wrapped.compiled.stats().forward_calls == {"compiled": 1}
+
+
+@torch.no_grad()
+def test_a_forward_over_a_cache_gives_those_of_its_tokens(models, inputs):
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    caches: list[Any] = [None, models[1].compiled.new_cache()]
+    for start, end in ((0, 5), (5, 8), (8, 9)):
+        outs = [
+            model(ids[:, start:end], mask[:, :end], past_key_values=cache, use_cache=True, output_hidden_states=True)
+            for model, cache in zip(models, caches, strict=True)
+        ]
+        seen = mask[:, start:end] != 0
+        assert_same_layers(outs[1].hidden_states, outs[0].hidden_states, seen)
+        caches = [out.past_key_values for out in outs]
+    assert models[1].compiled.stats().forward_calls == {"compiled": 3}
+
+
+def test_states_of_embeddings_are_huggingfaces(models, inputs):
+    embeddings = models[0].get_input_embeddings()(inputs["input_ids"]).detach()
+    given = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"], "output_hidden_states": True}
+    with torch.no_grad():
+        theirs, ours = (model(**given) for model in models)
+    assert_same_layers(ours.hidden_states, theirs.hidden_states, inputs["attention_mask"] != 0)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_compiled_steps_with_states_and_without_take_turns_and_nothing_is_compiled_again(inputs):
+    plain = tiny_qwen3(eos_token_id=None)
+    wrapped = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
+    expected, states = greedy(plain, inputs, 6), greedy(plain, inputs, 6, **ASKED)
+    for turn in range(3):
+        assert torch.equal(greedy(wrapped, inputs, 6), expected)
+        assert_same_states(greedy(wrapped, inputs, 6, **ASKED), states, inputs["attention_mask"])
+        if turn == 0:
+            graphs = wrapped.compiled.stats().graphs
+    stats = wrapped.compiled.stats()
+    assert (stats.graphs, stats.recompiles, stats.graph_breaks) == (graphs, 0, 0)
+    assert graphs == 4, "a prefill and a decode step, each with states and without"
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_replayed_steps_give_the_states_of_each(monkeypatch, inputs):
+    """A CUDA graph has its outputs at fixed addresses, and the next replay overwrites them."""
+    let_a_cpu_capture(monkeypatch)
+    plain = tiny_qwen3(eos_token_id=None)
+    wrapped = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
+    for _ in range(2):
+        theirs, ours = (greedy(model, inputs, 12, **ASKED) for model in (plain, wrapped))
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert_same_states(ours, theirs, inputs["attention_mask"])
+        del ours
+    table = wrapped.compiled.cuda_graphs
+    replayed = [row for row in table if row.states and row.replays]
+    assert replayed
+    assert {row.phase for row in replayed} == {"decode"}, "prefills with states would keep those of each shape"
+    assert "decode, hidden states" in str(table)
