@@ -238,7 +238,7 @@ class Programs:
         return model if outline is None or model is not arguments.model else outline.of(self._by_name(arguments))
 
     def _adapted(self, arguments: Arguments) -> PreTrainedModel:
-        """Return the model, or what stands in for it if adapters or hooks act: Dynamo then traces each of its layers."""
+        """Return the model, or what stands in for it if adapters or hooks act: Dynamo then traces all its layers."""
         interpreted = self.eager or self._config.mode == "eager"
         model = arguments.model if interpreted else self._adapters.of(arguments.model)
         standing: PreTrainedModel = hooked_model(model, self._hooks) if self._hooks else model

@@ -299,13 +299,19 @@ class Sequences:
             self._call.streamer.end()
         if not self._call.config.return_dict_in_generate:
             return self.result()
-        ids, states = self.result(), self.step_states
+        ids = self.result()
+        emitted = [] if self.step_states is None else self.step_states.read_steps(self.generated)
         output = GenerateDecoderOnlyOutput(
             sequences=ids,  # type: ignore[arg-type]
             scores=self.step_scores.scores(ids),  # type: ignore[arg-type]
             logits=self.step_scores.logits(self.generated),  # type: ignore[arg-type]
+            hidden_states=tuple(step.hidden_states for step in emitted) if self._gives_states else None,  # type: ignore[arg-type]
             past_key_values=self._call.cache,
         )
-        if states is not None:
-            states.add_to(output, self.generated)
+        if names := emitted[0].by_name if emitted else ():
+            output["emitted"] = {name: tuple(step.by_name[name] for step in emitted) for name in names}
         return output
+
+    @property
+    def _gives_states(self) -> bool:
+        return self.step_states is not None and self.step_states.hidden_states

@@ -181,7 +181,7 @@ class _Layers:
         return self._with_layers(model, layers)
 
     def _with_layers(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
-        copied: PreTrainedModel = with_children(
+        copied: PreTrainedModel = _with_children(
             model, self._path, {str(number): layer for number, layer in enumerate(layers)}
         )
         return copied

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.execution.batch import TokenSpan
@@ -65,17 +64,13 @@ class StepStates:
     def _of_rows(self, tensor: Tensor) -> Tensor:
         return tensor[: len(self._rows), None].clone()
 
-    def add_to(self, output: GenerateDecoderOnlyOutput, steps: int) -> None:
-        """Put those of the first steps into a result; the loop may have launched more than it has read.
+    def read_steps(self, steps: int) -> list[StepEmitted]:
+        """Return what the first steps have emitted; the loop may have launched more than it has read.
 
-        They are ``[B, Q, ...]`` of the prompts, zeros for masked tokens, and then ``[B, 1, ...]``.
+        It is ``[B, Q, ...]`` of the prompts, zeros for masked tokens, and then ``[B, 1, ...]``.
         """
         assert self._prompts is not None, "the call has begun"
-        read = (self._prompts.outputs().map(self._with_shared), *self._steps)[:steps]
-        if self.hidden_states:
-            output["hidden_states"] = tuple(step.hidden_states for step in read)
-        if names := read[0].by_name:
-            output["emitted"] = {name: tuple(step.by_name[name] for step in read) for name in names}
+        return [self._prompts.outputs().map(self._with_shared), *self._steps][:steps]
 
     def _with_shared(self, tensor: Tensor) -> Tensor:
         """Return prompts' tensors with the beginnings that were computed for another row."""
