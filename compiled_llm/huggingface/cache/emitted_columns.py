@@ -22,7 +22,7 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.model.traced_hooks import TracedHooks
 
 
-class Wanted(NamedTuple):
+class WantedOutputs(NamedTuple):
     """What a call asks of its steps besides logits.
 
     Attributes:
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
         return self.hidden_states or self.hooks
 
     @classmethod
-    def of(cls, asked: bool | int | Sequence[int] | None, hooks: TracedHooks) -> Wanted:
+    def of(cls, asked: bool | int | Sequence[int] | None, hooks: TracedHooks) -> WantedOutputs:
         """Return what ``output_hidden_states`` says, and what the model's hooks emit."""
         if not asked or isinstance(asked, bool):  # HuggingFace takes 0 and an empty list for no
             return cls(bool(asked), None, bool(hooks))
@@ -48,7 +48,7 @@ class Wanted(NamedTuple):
     def columns(self, generate_loop: GenerateLoop, rows: Sequence[RowUpdate], first: int, new: int) -> EmittedColumns:
         """Return what collects it of a loop's rows, for their ``new`` columns from ``first``."""
         places = {
-            row: Places(update.kept, np.where(update.columns < first, -1, number * new + update.columns - first))
+            row: RowColumns(update.kept, np.where(update.columns < first, -1, number * new + update.columns - first))
             for number, (row, update) in enumerate(zip(generate_loop.rows, rows, strict=True))
         }
         return EmittedColumns(self, generate_loop.model_runner.state.staging, places, (len(rows), new))
@@ -64,7 +64,7 @@ class Wanted(NamedTuple):
         return [number for number in self.numbers if -count <= number < count]
 
 
-NOTHING_WANTED = Wanted()
+NOTHING_WANTED = WantedOutputs()
 
 
 class StepEmitted(NamedTuple):
@@ -100,7 +100,7 @@ class StepEmitted(NamedTuple):
         return cls({name: torch.cat([part.tensors[name] for part in parts]) for name in names}, parts[0].layers)
 
 
-class Places(NamedTuple):
+class RowColumns(NamedTuple):
     """The columns of a row's tokens from its ``first``, ``[n]``, counted over all rows; negative if none is theirs."""
 
     first: int
@@ -115,7 +115,9 @@ class EmittedColumns:
         layers: how many hidden states there are.
     """
 
-    def __init__(self, wanted: Wanted, staging: Staging, places: dict[Row, Places], shape: tuple[int, int]) -> None:
+    def __init__(
+        self, wanted: WantedOutputs, staging: Staging, places: dict[Row, RowColumns], shape: tuple[int, int]
+    ) -> None:
         """Collect tensors ``[B, Q, ...]`` of this ``shape``; tokens of other rows are skipped."""
         self.left = sum(len(own.columns) for own in places.values())
         self.layers = 0

@@ -28,7 +28,7 @@ from compiled_llm.huggingface.cache.cache_columns import (
     with_only_kept,
     with_updates,
 )
-from compiled_llm.huggingface.cache.emitted_columns import NOTHING_WANTED, StepEmitted, Wanted
+from compiled_llm.huggingface.cache.emitted_columns import NOTHING_WANTED, StepEmitted, WantedOutputs
 from compiled_llm.huggingface.cache.hidden_columns import check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kvcache.errors import OutOfPagesError
@@ -254,7 +254,7 @@ class PagedCache(Cache):
         logits_to_keep: int | Tensor,
         embeddings: Tensor | None = None,
         counts_unmasked: bool = False,
-        wanted: Wanted = NOTHING_WANTED,
+        wanted: WantedOutputs = NOTHING_WANTED,
     ) -> tuple[Tensor, StepEmitted]:
         """Store new tokens and return their logits.
 
@@ -308,7 +308,7 @@ class PagedCache(Cache):
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
     def _decode(
-        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: Wanted
+        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: WantedOutputs
     ) -> tuple[Tensor, StepEmitted]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         with self.extended(rows, self.seen + 1), self._reading(wanted, rows, self.seen, 1) as emitted:
@@ -317,7 +317,7 @@ class PagedCache(Cache):
 
     @contextmanager
     def _reading(
-        self, wanted: Wanted, rows: Sequence[RowUpdate], first: int, new: int
+        self, wanted: WantedOutputs, rows: Sequence[RowUpdate], first: int, new: int
     ) -> Iterator[Callable[[], StepEmitted]]:
         """Collect what the rows' ``new`` columns from ``first`` emit in the block; yields what returns it."""
         if not wanted:
@@ -334,7 +334,7 @@ class PagedCache(Cache):
         position_ids: Tensor,
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
-        wanted: Wanted,
+        wanted: WantedOutputs,
     ) -> tuple[Tensor, StepEmitted]:
         first, new = self.seen, position_ids.shape[1]
         ids = self._known_ids(input_ids, (len(rows), new))

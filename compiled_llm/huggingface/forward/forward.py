@@ -21,7 +21,7 @@ from compiled_llm.compat.torch.dynamo import dynamo_watches
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.huggingface.cache.cache_columns import on_host
-from compiled_llm.huggingface.cache.emitted_columns import StepEmitted, Wanted
+from compiled_llm.huggingface.cache.emitted_columns import StepEmitted, WantedOutputs
 from compiled_llm.huggingface.cache.hidden_columns import HiddenInWindowError
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
@@ -181,7 +181,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     if cache is None and keeps_cache(model, arguments):
         cache = runtime.new_cache()
     asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
-    wanted = Wanted.of(asked, runtime.facts.hooks)
+    wanted = WantedOutputs.of(asked, runtime.facts.hooks)
     logits, emitted = (
         _score(runtime, arguments, wanted) if cache is None else _checked_forward(runtime, cache, arguments, wanted)
     )
@@ -204,7 +204,7 @@ def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
     return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
 
 
-def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: Wanted) -> tuple[Tensor, StepEmitted]:
+def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: WantedOutputs) -> tuple[Tensor, StepEmitted]:
     """Return logits, and what is wanted besides; of at most ``max_batch_size`` rows at a time, and nothing is kept."""
     most, (rows, _) = runtime.config.max_batch_size, tokens_in(arguments)
     logits: list[Tensor] = []
@@ -228,7 +228,7 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
 
 
 def _checked_forward(
-    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: Wanted
+    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: WantedOutputs
 ) -> tuple[Tensor, StepEmitted]:
     model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
     if embeddings is None:

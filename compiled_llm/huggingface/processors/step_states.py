@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.execution.batch import TokenSpan
-from compiled_llm.huggingface.cache.emitted_columns import EmittedColumns, Places, StepEmitted, Wanted
+from compiled_llm.huggingface.cache.emitted_columns import EmittedColumns, RowColumns, StepEmitted, WantedOutputs
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.row import Row
 
@@ -20,7 +20,7 @@ from compiled_llm.kvcache.row import Row
 class StepStates:
     """Reads what each step emits: of the prompts together, and then of one token a row."""
 
-    def __init__(self, call: PagedCall, wanted: Wanted) -> None:
+    def __init__(self, call: PagedCall, wanted: WantedOutputs) -> None:
         self._call, self._wanted, self._first = call, wanted, 0
         self._rows: list[Row] = []
         self._prompts: EmittedColumns | None = None
@@ -30,7 +30,7 @@ class StepStates:
     @classmethod
     def of(cls, call: PagedCall) -> StepStates | None:
         """Return a reader for a call; None if it gets nothing besides tokens and scores."""
-        wanted = Wanted.of(call.config.output_hidden_states, call.runtime.facts.hooks)
+        wanted = WantedOutputs.of(call.config.output_hidden_states, call.runtime.facts.hooks)
         return cls(call, wanted) if wanted and call.config.return_dict_in_generate else None
 
     @property
@@ -42,11 +42,11 @@ class StepStates:
         call, first = self._call, self._call.cache.seen
         self._first, width = first, call.last - first
         self._rows = list(rows)
-        places: dict[Row, Places] = {}
+        places: dict[Row, RowColumns] = {}
         for number, (row, update, count) in enumerate(zip(rows, call.updates, new, strict=True)):
             columns = np.where(update.columns < first, -1, number * width + update.columns - first)
             shared = len(columns) - count
-            places[row] = Places(update.kept + shared, columns[shared:])
+            places[row] = RowColumns(update.kept + shared, columns[shared:])
             self._shared.append((call.leaders[number], shared))
         staging = call.model_runner.state.staging
         self._prompts = EmittedColumns(self._wanted, staging, places, (len(rows), width))
