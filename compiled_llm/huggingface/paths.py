@@ -94,7 +94,7 @@ def run_our_loop(call: PagedCall) -> Any:
     needed = call.pages_needed() + (0 if twins is None else twins.pages_needed(call))
     with _alone(call, call.max_new, needed):
         waits = call.waits
-        if waits is not None:
+        if call.prefilled_apart:
             with call.cache.generate_loop.promise.reserved(needed), call.runtime.loop_lock.yielded(), allowed():
                 call = call.prefilled()
         sampling = sampling or _sampling_in_graph(call)

@@ -130,8 +130,8 @@ WORDINGS: dict[SlowPath, Wording] = {
         "Give input_ids [batch, tokens] of integers, or inputs_embeds [batch, tokens, hidden] of the model's type.",
     ),
     "inputs_embeds": Wording(
-        "inputs_embeds are given in place of token ids",
-        "Give input_ids wherever the tokens have ids.",
+        "inputs_embeds are given together with what reads the prompts' tokens",
+        "Give input_ids, or leave out guidance_scale, prefill_chunk_size, and for padded prompts repetition_penalty.",
     ),
     "kept_manager": Wording(
         "HuggingFace's own manager is kept from an earlier call (persistent_manager)",

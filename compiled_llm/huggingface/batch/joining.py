@@ -34,7 +34,7 @@ def engine_to_join(call: PagedCall) -> EngineThread | None:
         return None
     if engine_thread.joined.barred or call.runtime.calls.awaited or call.runtime.loop_lock.here:
         return None  # the engine stops soon, or a call that has pages waits for this one
-    alone = call.returns_cache or call.waits is not None or call.cache.generate_loop.rows
+    alone = call.returns_cache or call.prefilled_apart or call.cache.generate_loop.rows
     return None if alone or steps_with_callbacks(call) or grammar_of(call.processors) is not None else engine_thread
 
 

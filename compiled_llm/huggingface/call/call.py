@@ -12,6 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -29,6 +33,9 @@ from compiled_llm.model.version.module_tree import has_hooks
 
 if TYPE_CHECKING:
     from compiled_llm.execution.model_runner import ModelRunner
+
+
+_READING_PROMPTS = (EncoderRepetitionPenaltyLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ class PagedCall(LoopArguments):
     Attributes:
         copies: host copies of tensors on the device.
         first: the column of the cache that ``input_ids`` begin at.
-        logits: ``[B, V]``, from which first tokens are sampled, if HuggingFace's own forward has computed them.
+        logits: ``[B, V]``, from which first tokens are sampled, if a forward of its own has computed them.
     """
 
     runtime: CompiledModel
@@ -100,13 +107,19 @@ class PagedCall(LoopArguments):
         """Why HuggingFace's own forward has to compute the prompts, or None."""
         return self.cache.prefill if isinstance(self.cache, StandIn) else None
 
+    @property
+    def prefilled_apart(self) -> bool:
+        """Whether a forward of its own computes the prompts: HuggingFace's, or the compiled one of embeddings."""
+        return self.embedded or self.waits is not None
+
     def prefilled(self) -> PagedCall:
-        """Let HuggingFace's own forward compute the prompts, and return the call that remains."""
+        """Let that forward compute the prompts, and return the call that remains."""
         output = prefill(self.runtime.facts.model, self.input_ids, self.config, self.kwargs)
         assert output.logits is not None
         none = np.zeros(0, dtype=np.int64)
         updates = [RowUpdate(row.length, self.cache.seen, none) for row in self.cache.generate_loop.rows]
-        return replace(self, updates=updates, logits=output.logits[:, -1])
+        first = self.cache.seen - self.input_ids.shape[1]
+        return replace(self, first=first, updates=updates, logits=output.logits[:, -1])
 
     @property
     def embedded(self) -> bool:
@@ -152,8 +165,8 @@ class PagedCall(LoopArguments):
     @cached_property
     def leaders(self) -> list[int]:
         """For each row the first one that begins with the same tokens; itself if the cache holds some already."""
-        if self.cache.generate_loop.rows or self.waits is not None:
-            return list(range(len(self.tokens)))
+        if self.cache.generate_loop.rows or self.prefilled_apart:
+            return list(range(len(self.updates)))
         first: dict[bytes, int] = {}
         return [first.setdefault(tokens.tobytes(), batch_index) for batch_index, tokens in enumerate(self.tokens)]
 
@@ -191,7 +204,7 @@ class PagedCall(LoopArguments):
         """Return how many pages HuggingFace's loop may need, whose beams continue from each other."""
         most, beams = self.max_new + self.drafted, self.config.num_beams or 1
         if not self.cache.generate_loop.rows:
-            copies = 1 if self.embedded or self.waits else max(beams, self.config.num_return_sequences or 1)
+            copies = 1 if self.prefilled_apart else max(beams, self.config.num_return_sequences or 1)
             common = [length if batch_index % copies else 0 for batch_index, length in enumerate(self.lengths)]
             return pages_needed(self.model_runner, self.lengths, most, common)
         if beams == 1:
@@ -209,9 +222,9 @@ def obstacle(model: PreTrainedModel, call: PagedCall) -> Reason | None:
     """Return why our loops cannot serve this call, or None."""
     if overridden := call.runtime.overrides.of(model):
         return Reason("overrides", ", ".join(overridden))
-    if call.embedded:
+    if call.embedded and (call.config.prefill_chunk_size is not None or _reads_prompts(call)):
         return Reason("inputs_embeds")
-    if call.waits is not None:
+    if call.prefilled_apart:
         return Reason("model_hooks") if has_hooks(model) else None
     if not all(len(row.columns) and row.columns[-1] == call.last - 1 for row in call.updates):
         return Reason("no_new_tokens")
@@ -220,6 +233,13 @@ def obstacle(model: PreTrainedModel, call: PagedCall) -> Reason | None:
     if _has_own_positions(call):
         return Reason("position_ids")
     return None
+
+
+def _reads_prompts(call: PagedCall) -> bool:
+    """Whether a processor looks at the prompts' tokens, or skips their padding, which without them is the answer's."""
+    skipped = [call.copies.of(getattr(processor, "prompt_ignore_length", None)) for processor in call.processors]
+    skips = any(length is not None and bool(np.any(np.asarray(length))) for length in skipped)
+    return skips or any(isinstance(processor, _READING_PROMPTS) for processor in call.processors)
 
 
 def _has_own_positions(call: PagedCall) -> bool:

@@ -142,19 +142,29 @@ def healed(model: PreTrainedModel) -> Any:
     return model.generate(ids, token_healing=True, tokenizer=words, max_new_tokens=8, do_sample=False)
 
 
-def of_embeddings(**options: Any) -> Call:
+def of_embeddings(lengths: tuple[int, ...] = (4, 9, 6), **options: Any) -> Call:
     def call(model: PreTrainedModel) -> Any:
-        given = inputs()
+        given = inputs(lengths)
         embeddings = model.get_input_embeddings()(given["input_ids"]).detach()
         return model.generate(
             inputs_embeds=embeddings,
             attention_mask=given["attention_mask"],
-            max_new_tokens=9,
-            do_sample=False,
-            **options,
+            **{"max_new_tokens": 9, "do_sample": False, **options},
         )
 
     return call
+
+
+def embedded_turns(model: PreTrainedModel) -> Any:
+    """Two turns of embeddings; the second has those of the whole text, and the cache of the first."""
+    text, cache = inputs((6, 6))["input_ids"], None
+    for _ in range(2):
+        embeddings, options = model.get_input_embeddings()(text).detach(), {"max_new_tokens": 5, "do_sample": False}
+        out: Any = model.generate(
+            inputs_embeds=embeddings, past_key_values=cache, return_dict_in_generate=True, **options
+        )
+        text, cache = torch.cat([text, out.sequences, torch.tensor([[7, 8]] * 2)], dim=1), out.past_key_values
+    return text
 
 
 def compiled_by_the_user(model: PreTrainedModel) -> Any:

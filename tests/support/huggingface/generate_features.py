@@ -39,6 +39,7 @@ from support.huggingface.feature_calls import (
     dynamic_cache,
     each,
     embedded_forward,
+    embedded_turns,
     forward,
     fresh,
     from_a_folder,
@@ -308,7 +309,21 @@ FEATURES: dict[str, list[Feature]] = {
             "`position_ids` of your own",
             [generate(position_ids=positions.expand(3, -1), **SEVERAL) for positions in POSITIONS],
         ),
-        Feature("`inputs_embeds`", [of_embeddings(), of_embeddings(num_beams=2)]),
+        Feature(
+            "`inputs_embeds`: the compiled forward computes the prompts",
+            [
+                of_embeddings(),
+                of_embeddings(output_scores=True, output_logits=True, **SEVERAL),
+                of_embeddings((6, 6), repetition_penalty=1.4, eos_token_id=list(range(40)), min_new_tokens=5),
+                of_embeddings(position_ids=torch.arange(0, 18, 2).expand(3, -1), forced_eos_token_id=9),
+                of_embeddings(num_return_sequences=2, do_sample=True, top_k=1),
+                embedded_turns,
+            ],
+        ),
+        Feature(
+            "`inputs_embeds` with beams, or with padding and `repetition_penalty`",
+            [of_embeddings(num_beams=2), of_embeddings(repetition_penalty=1.4)],
+        ),
         Feature("a new or closed `PagedCache`", [over_a_paged_cache()]),
         Feature("a `PagedCache` that holds tokens: chats in several turns", [going_on]),
         Feature(
