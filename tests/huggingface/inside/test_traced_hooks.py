@@ -128,6 +128,20 @@ def test_a_captured_step_reads_what_a_hook_holds_now(monkeypatch, inputs, steeri
         assert any(row.replays for row in wrapped.compiled.cuda_graphs)
 
 
+def test_another_tensor_in_a_hook_drops_captured_steps_and_a_written_one_only_texts(models, steering):
+    version = models[1].compiled.facts.version
+    with compiled_llm.traced_hook(models[1].model.layers[0], steering.traced):
+        found = [(version.tensors, version.values)]
+        for change in (lambda: steering.vector.mul_(2), lambda: setattr(steering, "vector", steering.vector.clone())):
+            change()
+            version.look()
+            found.append((version.tensors, version.values))
+    (tensors, values), written, another = found
+    assert written[0] == tensors
+    assert written[1] != values
+    assert another[0] != tensors
+
+
 def test_an_engine_forgets_the_texts_that_were_computed_otherwise(inputs, models, steering):
     plain, wrapped = models
     prompt, params = inputs["input_ids"][1].tolist() * 2, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
