@@ -19,7 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.huggingface import let_outputs_be_captured
-from compiled_llm.compat.torch.dynamo import forget_when_gone, graph_count, is_compiled_for, own_copy, tracing_seconds
+from compiled_llm.compat.torch.dynamo import (
+    compiled_code,
+    forget_when_gone,
+    graph_count,
+    is_compiled_for,
+    own_copy,
+    tracing_seconds,
+)
 from compiled_llm.compat.torch.inductor import (
     build_probes_early,
     choose_ptxas,
@@ -44,7 +51,7 @@ from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.active_adapters import ActiveAdapters
 from compiled_llm.compilation.tracing.hooked_model import hooked_model
-from compiled_llm.compilation.tracing.outline import Outline
+from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.compilation.tracing.traced_code import TracedCodeWatch
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.attention import LayerSpec
@@ -176,20 +183,31 @@ class Programs:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
         return self.prepared(arguments)()
 
-    def decode(self, arguments: Arguments) -> StepOutputs:
-        """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed."""
+    def decode(self, arguments: Arguments, code: Callable[..., Any] | None = None) -> StepOutputs:
+        """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed.
+
+        If ``code`` is given, by ``decode_code``, that runs, and no guards are checked.
+        """
         if self.in_trees:
             torch.compiler.cudagraph_mark_step_begin()
-        return self.prepared(arguments)()
+        call = self.prepared(arguments)
+        return (call if code is None else call._replace(program=code))()
+
+    def decode_code(self, arguments: Arguments) -> Callable[..., Any] | None:
+        """Return the compiled code of a step that has just run, for further ones as long as nothing changes."""
+        call = self.prepared(arguments)
+        return None if self.in_trees or call.interpreted else compiled_code(call.function, call.arguments)
 
     def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
         """Return a call of the program that serves these arguments, for now.
 
         ``compare`` says to check for recompilation of a prefill now; if False, the caller must, for any program.
         """
-        if isinstance(arguments.inputs, PrefillInputs):
+        prepared = self._prepared(arguments, compare)
+        if prepared.code is None and isinstance(arguments.inputs, PrefillInputs):
             _mark_symbolic(arguments.inputs)
-        return self._call(arguments._replace(model=self._prepared(arguments, compare)))
+        call = self._call(arguments._replace(model=prepared.model))
+        return call if prepared.code is None else call._replace(program=prepared.code)
 
     def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been looked at."""
@@ -221,16 +239,16 @@ class Programs:
         for outline in self._outlines.values():
             outline.drop_tensors()
 
-    def _prepared(self, arguments: Arguments, compare: bool) -> PreTrainedModel:
+    def _prepared(self, arguments: Arguments, compare: bool) -> Prepared:
         """Return what the program is called with in place of the model, and prepare it."""
         model, inputs = self._adapted(arguments), arguments.inputs
         outline = self._outlines.get(program_for(inputs).name)
         if self.eager or outline is None or model is not arguments.model:
-            return model
+            return Prepared(model)
         if outline.is_current and isinstance(inputs, DecodeInputs):  # to compare would take too long in each step
-            return outline.standing_for(model)
+            return Prepared(outline.standing_for(model))
         named = self._by_name(arguments)
-        return outline.prepare(named) if compare else outline.refreshed(named)
+        return outline.prepare(named) if compare else Prepared(outline.refreshed(named))
 
     def _stand_in(self, arguments: Arguments) -> PreTrainedModel:
         """Return what the program was last called with in place of the model, made again from the model as it is."""

@@ -157,7 +157,7 @@ class BrokenPrograms(Programs):
         self._programs[PREFILL] = self._functions[PREFILL]
         return outputs
 
-    def decode(self, arguments: Arguments) -> StepOutputs:
+    def decode(self, arguments: Arguments, code: Callable[..., Any] | None = None) -> StepOutputs:
         outputs: StepOutputs = self._programs[DECODE_ONE](*self._by_name(arguments).values())
         return outputs
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,14 +136,14 @@ def attend_row_by_row(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
     causal: bool = True,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``[T, H, D]`` and, if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2.
+    """Return ``[T, H, D]``, ``into`` if that is given, and if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2.
 
     If not ``causal``, queries see all keys of their row.
     """
-    sizes = (*query.shape[:2], value_size(query, pages))
-    out = torch.empty(sizes, dtype=query.dtype, device=query.device)
-    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    out = query.new_empty((*query.shape[:2], value_size(query, pages))) if into is None else into
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if wants_lse else None
     for tokens, stored_keys, stored_values in _rows(query, pages, table):
         own, keys, values = query[tokens], scaled(stored_keys, key_scale), scaled(stored_values, value_scale)
         if keys.dtype != values.dtype or keys.dtype != own.dtype:
@@ -151,10 +152,12 @@ def attend_row_by_row(
             visible = None
             if causal:
                 visible = _visible(tokens.stop - tokens.start, keys.shape[1], window_left, query.device)
-            out[tokens], lse[tokens] = attend_lse(own, keys, values, scale, visible, logits_soft_cap)
+            out[tokens], own_lse = attend_lse(own, keys, values, scale, visible, logits_soft_cap)
+            if lse is not None:
+                lse[tokens] = own_lse
         else:
             out[tokens] = _attend(own, keys, values, scale, window_left)
-    return out, lse if wants_lse else None
+    return out, lse
 
 
 def attend_to_listed(
@@ -194,8 +197,14 @@ def scaled(stored: Tensor, scale: Tensor | None) -> Tensor:
 def append(args: AppendPagedKv) -> None:
     """Write the keys and values of new tokens; see ``append_paged_kv``."""
     page_size = args.pages.shape[-2]
-    page = args.indices[args.indptr[args.token_rows] + args.token_positions // page_size]
-    store(args, page, args.token_positions % page_size, args.key)
+    rows, positions, indptr, indices = as_arrays(args.token_rows, args.token_positions, args.indptr, args.indices)
+    page = indices[indptr[rows] + positions // page_size]
+    store(args, torch.as_tensor(page), torch.as_tensor(positions % page_size), args.key)
+
+
+def as_arrays(*integers: Tensor) -> tuple[Any, ...]:
+    """Return tensors as NumPy's arrays if they are on a CPU, else as they are: with few numbers, NumPy is faster."""
+    return tuple(tensor if tensor.is_cuda else tensor.numpy() for tensor in integers)
 
 
 def store(args: Writes, numbers: Tensor, slots: Tensor, key: Tensor) -> None:

@@ -47,6 +47,17 @@ def test_graphs_and_why_there_is_more_than_one_are_told(function):
     assert "size mismatch" in reason[1]
 
 
+def test_compiled_code_runs_without_a_look_at_its_guards(function):
+    """It is what Dynamo runs in the function's place; the arguments are those whose guards were checked."""
+    assert dynamo.compiled_code(function, {"x": torch.zeros(3)}) is None
+    torch.compile(function, backend="eager", dynamic=False)(torch.zeros(3))
+    code = dynamo.compiled_code(function, {"x": torch.ones(3)})
+    assert code is not None
+    assert code(torch.ones(3)).tolist() == [2, 2, 2]
+    assert dynamo.compiled_code(function, {"x": torch.ones(4)}) is None
+    assert dynamo.graph_count(function) == 1
+
+
 def test_copies_share_no_graphs(function):
     other = dynamo.own_copy(double)
     torch.compile(function, backend="eager")(torch.zeros(3))

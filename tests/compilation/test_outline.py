@@ -23,7 +23,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.program_list import DECODE_MANY
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.tracing import layer_marks, outline
-from compiled_llm.compilation.tracing.outline import Outline
+from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.model.attention_switch import paged_attention_in
 from support.compilation.traced import descriptions_of
 from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight
@@ -77,7 +77,7 @@ def model_of(**overrides: Any) -> PreTrainedModel:
 def outlined_and_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Go on twice: layers are traced in outline, and then each by itself."""
     yield
-    monkeypatch.setattr(Outline, "prepare", lambda self, arguments: arguments["model"])
+    monkeypatch.setattr(Outline, "prepare", lambda self, arguments: Prepared(arguments["model"]))
     yield
 
 
@@ -240,7 +240,7 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
     def traced_whole() -> bool:
         version.look()
         with paged_attention_in(outlined):
-            return copy.copy(outline).prepare(arguments) is outlined
+            return copy.copy(outline).prepare(arguments).model is outlined
 
     outline, version = outlines[decode], outlined.compiled.facts.version
     version.look()
@@ -383,7 +383,7 @@ def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, buffers)]
     values = [tensor.clone() for tensor in tensors]
     with torch.no_grad(), paged_attention_in(model):
-        shown = programs_of(model)._outlines[DECODE_MANY].prepare(arguments)
+        shown = programs_of(model)._outlines[DECODE_MANY].prepare(arguments).model
     assert shown is not model
     assert all(now == then for now, then in before)
     assert all(map(torch.equal, values, tensors))

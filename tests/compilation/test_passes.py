@@ -32,8 +32,14 @@ def code_of(function: object, *args: Tensor) -> tuple[Tensor, str]:
     return out, code
 
 
+@pytest.fixture
+def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor is one on which torch's own product is not the fastest."""
+    monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_products_with_weights_become_skinny_linear(rows, seed):
+def test_products_with_weights_become_skinny_linear(rows, slow_mkl, seed):
     x, weight, bias = torch.randn(rows, 24), torch.randn(16, 24), torch.randn(16)
     for function, arguments in (
         (torch.nn.functional.linear, (x, weight)),
@@ -45,7 +51,7 @@ def test_products_with_weights_become_skinny_linear(rows, seed):
         torch.testing.assert_close(out, function(*arguments), rtol=1e-5, atol=1e-5)
 
 
-def test_a_product_with_several_weights_in_one_storage_becomes_skinny_linear(seed):
+def test_a_product_with_several_weights_in_one_storage_becomes_skinny_linear(slow_mkl, seed):
     x, storage = torch.randn(3, 24), torch.randn(16, 24)
 
     def product(x: Tensor, first: Tensor) -> Tensor:
@@ -56,7 +62,16 @@ def test_a_product_with_several_weights_in_one_storage_becomes_skinny_linear(see
     torch.testing.assert_close(out, x @ storage.T, rtol=1e-5, atol=1e-5)
 
 
-def test_other_products_are_left_alone(seed):
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_are_left_to_torch_where_its_own_is_the_fastest(rows, monkeypatch, seed):
+    monkeypatch.setattr(linear, "mkl_is_slow", lambda: False)
+    x, weight = torch.randn(rows, 24), torch.randn(16, 24)
+    out, code = code_of(torch.nn.functional.linear, x, weight)
+    assert "compiled_llm.skinny_linear" not in code
+    torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+def test_other_products_are_left_alone(slow_mkl, seed):
     x, weight = torch.randn(3, 24), torch.randn(16, 24)
     for function, arguments in (
         (torch.mm, (x, weight.T.contiguous())),
@@ -186,7 +201,7 @@ def test_what_reads_a_normed_product_lets_the_next_kernel_go_ahead(function, ahe
     assert node.args[2:] == (True, ahead)
 
 
-def test_compiled_products_behind_a_normed_one_let_the_next_kernel_go_ahead_too(seed):
+def test_compiled_products_behind_a_normed_one_let_the_next_kernel_go_ahead_too(slow_mkl, seed):
     def layer(states: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
         total, out = normed_linear(states, states, norm, 1e-6, weight, True)
         return torch.nn.functional.linear(out, weight) + total.sum()

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -203,7 +203,19 @@ def compiled_graphs(function: Callable[..., Any]) -> list[CompiledGraph]:
 
 def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> bool:
     """Return whether Dynamo has compiled code of a function made by ``own_copy`` for these arguments."""
-    return any(entry.guard_manager.check(arguments) for entry in _entries(function))
+    return compiled_code(function, arguments) is not None
+
+
+def compiled_code(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any] | None:
+    """Return what Dynamo has compiled a function made by ``own_copy`` to for these arguments, by name; None if nothing.
+
+    It takes them in order, and checks no guards: those hold now. To call the function would check them again.
+    """
+    for entry in _entries(function):
+        if entry.guard_manager.check(arguments):
+            whole = cast(FunctionType, function)
+            return FunctionType(entry.code, whole.__globals__, whole.__name__, whole.__defaults__, whole.__closure__)
+    return None
 
 
 def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:

@@ -118,8 +118,8 @@ class SkinnyProducts(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
-        """Return the key of this pass in the compile cache: the text of all that decides its work."""
-        return get_hash_for_files(tuple(map(str, rule_files())))
+        """Return the key of this pass in the compile cache: all that decides its work, the processor included."""
+        return get_hash_for_files(tuple(map(str, rule_files())), extra=f"{linear.mkl_is_slow()}")
 
 
 def rule_files() -> list[Path]:

@@ -23,12 +23,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.torch.dynamo import is_compiled_for
+from compiled_llm.compat.torch.dynamo import compiled_code
 from compiled_llm.compat.torch.tensors import fake_tensors
 from compiled_llm.compilation.tracing.layer_description import (
     describe_attributes,
@@ -46,6 +46,13 @@ from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.module_tree import ModuleTree
 
 logger = logging.getLogger("compiled_llm.graphs")
+
+
+class Prepared(NamedTuple):
+    """What stands in for the model, and the program's compiled code for it, whose guards hold now; None if none."""
+
+    model: PreTrainedModel
+    code: Callable[..., Any] | None = None
 
 
 class Outline:
@@ -68,23 +75,24 @@ class Outline:
         """Whether the model has not been looked at since the last ``prepare``."""
         return self._look == self._version.looks
 
-    def prepare(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
+    def prepare(self, arguments: Mapping[str, Any]) -> Prepared:
         """Return the program's argument in place of the model; the first call finds out which layers are equal."""
         prepared = self._prepare(arguments)
         self._look = self._version.looks
         return prepared
 
-    def _prepare(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
+    def _prepare(self, arguments: Mapping[str, Any]) -> Prepared:
         first, self._prepared = not self._prepared, True
         if first:
             self._layers = self._find_layers(arguments)
         if self._layers is not None:
             self._layers.take_tensors(_own_tensors(arguments))
         outline = self.of(arguments)
-        if first or self._layers is None or is_compiled_for(self._program, {**arguments, "model": outline}):
-            return outline
-        self._trace_all("the program is traced again")
-        return self.of(arguments)
+        code = compiled_code(self._program, {**arguments, "model": outline})
+        if not (first or self._layers is None or code is not None):
+            self._trace_all("the program is traced again")
+            outline = self.of(arguments)
+        return Prepared(outline, code)
 
     def refreshed(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
         """Return the result of the last ``prepare``, with the tensors that the layers have now."""

@@ -9,7 +9,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -362,7 +362,7 @@ class Decode:
         graph = self._table.get(step)
         return DecodeLaunch(
             graph,
-            program=functools.partial(self._launch, step),
+            program=functools.partial(self._launch, step, self._code(step) if graph is None else None),
             feed=functools.partial(self.feed, rows, step),
             arena=self._state.arena,
             used=self._graph_manager.events.used,
@@ -374,10 +374,18 @@ class Decode:
             alone=not self._cuda_graphs.background_captures,
         )
 
-    def _launch(self, step: StepKey) -> StepOutputs:
+    def _launch(self, step: StepKey, code: Callable[..., Any] | None = None) -> StepOutputs:
         graph_manager = self._graph_manager
         with graph_manager.paged():
-            return graph_manager.programs.decode(graph_manager.arguments(self._inputs(step)))
+            return graph_manager.programs.decode(graph_manager.arguments(self._inputs(step)), code)
+
+    def _code(self, step: StepKey) -> Callable[..., Any] | None:
+        """Return the code of a step that has just run, if it is to be launched again kernel by kernel."""
+        graph_manager = self._graph_manager
+        if self._cuda_graphs.ours:
+            return None
+        with graph_manager.paged():
+            return graph_manager.programs.decode_code(graph_manager.arguments(self._inputs(step)))
 
     def _inputs(self, step: StepKey) -> DecodeInputs:
         inputs = self._state.decode_buffers.of(step)

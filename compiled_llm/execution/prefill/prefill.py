@@ -231,8 +231,10 @@ class Prefill:
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
         # A symbolic size is at least 2.
         if len(chunk) == 1:
-            chunk = [*chunk, null_extension(1, *self._paging)]
-            embeddings = None if embeddings is None else torch.cat([embeddings, self._null_embeddings(1)])
+            missing = max(0, 2 - token_count(chunk))
+            chunk = [*chunk, null_extension(missing, *self._paging)]
+            if embeddings is not None and missing:
+                embeddings = torch.cat([embeddings, self._null_embeddings(missing)])
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         if sampled < 2:

@@ -86,6 +86,8 @@ class Staging:
 
     def to_device(self, arrays: Sequence[NDArray[Any]], targets: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return device tensors with the arrays' contents: ``targets``, and new ones for the other arrays."""
+        if not (self._events or targets):
+            return [torch.from_numpy(array).clone() for array in arrays]
         tensors = [
             *targets,
             *(

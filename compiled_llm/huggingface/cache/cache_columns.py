@@ -116,6 +116,11 @@ def kept_columns(logits_to_keep: int | Tensor, new: int) -> NDArray[np.int64]:
     return np.arange(new)[slice(-logits_to_keep, None)]
 
 
+def ascend(columns: NDArray[np.int64]) -> bool:
+    """Whether each column is further right than the previous one."""
+    return bool((columns[1:] > columns[:-1]).all())
+
+
 def on_host(tensor: Tensor) -> Any:
     """Return a tensor as an array on the host; waits for the device if the tensor lies there."""
     return tensor.detach().cpu().numpy()

@@ -20,6 +20,7 @@ from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import (
     RowUpdate,
+    ascend,
     counted_positions,
     kept_columns,
     on_host,
@@ -345,8 +346,10 @@ class PagedCache(Cache):
         if not active:
             raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
         packed = np.concatenate([batch_index * new + fresh[batch_index] for batch_index in active])
-        distinct, order = np.unique(columns, return_inverse=True)
-        kept = np.flatnonzero(np.isin(packed % new, distinct))
+        distinct, order = (columns, columns) if ascend(columns) else np.unique(columns, return_inverse=True)
+        chosen = np.zeros(new, dtype=bool)
+        chosen[distinct] = True
+        kept = np.flatnonzero(chosen[packed % new])
         with self.extended(rows, first + new), self._reading(wanted, rows, first, new) as emitted:
             logits = self.generate_loop.extend(
                 [self.generate_loop.rows[batch_index] for batch_index in active],
@@ -366,7 +369,7 @@ class PagedCache(Cache):
         found = emitted()
         if leaders != list(range(len(rows))):
             found = found.map(lambda tensor: tensor[_on(tensor, np.array(leaders))])
-        return out if np.array_equal(distinct, columns) else out[:, _on(out, order)], found
+        return out if distinct is columns else out[:, _on(out, order)], found
 
     def _known_ids(self, input_ids: Tensor | None, shape: tuple[int, int]) -> NDArray[np.int64]:
         if input_ids is None:

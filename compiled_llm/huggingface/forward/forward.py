@@ -20,6 +20,7 @@ from transformers.utils.generic import ModelOutput
 from compiled_llm.compat.torch.dynamo import dynamo_watches
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
+from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.emitted_columns import StepEmitted, WantedOutputs
 from compiled_llm.huggingface.cache.hidden_columns import HiddenInWindowError
@@ -162,6 +163,7 @@ def count_outside(runtime: CompiledModel, reason: Reason) -> None:
         runtime.counters.took_forward("outside", reason)
 
 
+@deferred()  # once, for all that a forward does: to change the handler of a signal takes longer than most of it
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
     """Run a call without a ``forward_obstacle``; ``original`` is the ``forward`` of the model's class.
 

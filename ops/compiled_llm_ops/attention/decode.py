@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -31,7 +32,7 @@ from compiled_llm_ops.contracts import (
     value_size,
 )
 from compiled_llm_ops.library import same_arguments_as
-from compiled_llm_ops.plain_attention import attend_row_by_row, attend_to_listed, gather, store
+from compiled_llm_ops.plain_attention import as_arrays, attend_row_by_row, attend_to_listed, gather, store
 
 if TYPE_CHECKING:
     from compiled_llm_ops.kernels.variant import KernelVariant
@@ -179,9 +180,10 @@ def _check_visible(op: str, visible: Tensor, args: DecodeAttention) -> None:
 def append(args: DecodeAttention) -> None:
     """Write the new keys and values; arguments are not checked."""
     key, page_size, new = prepared(args.key, args.key_norm, args), args.pages.shape[-2], args.new_tokens
-    positions = (args.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device="cpu")).flatten()
-    page = args.indices[args.starts.repeat_interleave(new) + positions // page_size]
-    store(args, page, positions % page_size, key)
+    starts, lengths, indices = as_arrays(args.starts, args.lengths, args.indices)
+    positions = (lengths[:, None] - new + np.arange(new, dtype=np.int32)).ravel()
+    page = indices[starts.repeat(new) + positions // page_size]
+    store(args, torch.from_numpy(page), torch.from_numpy(positions % page_size), key)
 
 
 def attend_on_cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -46,14 +46,14 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
 
 
 def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
-    """Whether ``skinny_linear`` is faster than ``torch.mm`` for this number of rows; on a CPU it may be that itself.
+    """Whether ``skinny_linear`` is faster than ``torch.mm`` for this number of rows.
 
     Args:
         weight: ``[O, I]``, contiguous; may be a fake tensor.
         rows: how many; any number if None.
     """
     if weight.device.type == "cpu":
-        return weight.dtype is torch.float32
+        return weight.dtype is torch.float32 and mkl_is_slow()
     from compiled_llm_ops.kernels.linear.skinny_tiling import MAX_ROWS, tiling_for
 
     counts = range(1, MAX_ROWS + 1) if rows is None else [rows]

@@ -31,11 +31,11 @@ class ReferencePlan(EmptyPlan):
         self._causal = batch.causal
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        how = (args.scale, args.window_left, args.logits_soft_cap)
-        result, result_lse = plain_attention.attend_row_by_row(
-            args.query, args.pages, args.table, *how, lse is not None, args.key_scale, args.value_scale, self._causal
+        how = (args.scale, args.window_left, args.logits_soft_cap, lse is not None)
+        scales = args.key_scale, args.value_scale
+        _, result_lse = plain_attention.attend_row_by_row(
+            args.query, args.pages, args.table, *how, *scales, self._causal, into=out
         )
-        out.copy_(result)
         if lse is not None and result_lse is not None:
             lse.copy_(result_lse)
 
