@@ -156,7 +156,8 @@ class BaseClient(ABC):
         ids = token_ids(prompt, self._tokenizer)
         submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt)
         cancel = partial(self._cancel, session, number)  # it keeps the client, and so the connection, while it is kept
-        handle = RemoteHandle(ids, params.n, _ends(params, ready), self._form(params), cancel, session.check_may_wait)
+        ends, form, check = _ends(params, ready), self._form(params), session.check_may_wait
+        handle = RemoteHandle(ids, params.n, ends, form, cancel, check, params.scored_from)
         session.expect(number, handle)
         try:
             session.send(submit)

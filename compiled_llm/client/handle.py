@@ -39,6 +39,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         form: TextFormat | None,
         cancel: Cancelling,
         check: Callable[[], None] = lambda: None,
+        scored_from: int = 1,
     ) -> None:
         """Wait for ``count`` answers.
 
@@ -49,11 +50,13 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
             form: how tokens become text; None without a tokenizer.
             cancel: ends an answer, or all.
             check: raises an error in a thread that must not wait, because nothing comes meanwhile.
+            scored_from: the first of its tokens that log-probabilities come of, if any do.
         """
         super().__init__([RemoteAnswer(index, Received(ends), form) for index in range(count)], Listeners(check))
         self.prompt = prompt
         self.refused: Exception | None = None
         self._cancel = cancel
+        self._unscored = len(prompt[:scored_from])
         self.figures: Figures | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._submitted = time.monotonic()
@@ -97,8 +100,8 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         self.answers[update.index].received.take(update)
 
     def take_prompt_scores(self, logprobs: Sequence[Sequence[Entry]]) -> None:
-        """Take the log-probabilities of the prompt's next tokens; its first one has none."""
-        self.prompt_logprobs = self.prompt_logprobs or [None]
+        """Take the log-probabilities of the prompt's next tokens; its first ones have none."""
+        self.prompt_logprobs = self.prompt_logprobs or [None] * self._unscored
         self.prompt_logprobs += map(entries_of, logprobs)
 
     def finish(self, summary: Summary) -> None:

@@ -181,7 +181,7 @@ class StepUpdates(Struct, tag="step", frozen=True, omit_defaults=True):
 
 
 class PromptScores(Struct, tag="prompt scores", frozen=True):
-    """The log-probabilities of a prompt's next tokens, from the second on; several come, from the first token on."""
+    """The log-probabilities of a prompt's next tokens, from the first that has some on; several come."""
 
     request: int
     logprobs: list[list[Entry]]

@@ -57,13 +57,14 @@ _RULES = {
     "min_tokens": _Rule(Integral, lambda value: value >= 0, "must be 0 or more"),
     "logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
     "prompt_logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
+    "prompt_logprobs_start": _Rule(Integral, lambda value: value >= 0, "must be 0 or more; 0 is all of the prompt"),
 }
 _MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are sampled, and how many; names and defaults are vLLM's.
+    """How a request's tokens are sampled, and how many; names and defaults are vLLM's, but for one.
 
     Logits are changed in this order: ``logits_processors``, ``logit_bias``, ``repetition_penalty``,
     ``frequency_penalty`` and ``presence_penalty``, ``structured_outputs``, ``allowed_token_ids`` and ``bad_words``,
@@ -90,8 +91,9 @@ class SamplingParams:
         min_tokens: as many come before an end-of-sequence token, one of ``stop_token_ids`` or the end of a stop string.
         logprobs: give each token's log-probability, and those of as many of the most likely tokens, at most 20; None
             for none.
-        prompt_logprobs: give those of the prompt's tokens too, from the second on; the whole prompt is computed then,
-            whatever the prefix cache has of it.
+        prompt_logprobs: give those of the prompt's tokens too, from the second on.
+        prompt_logprobs_start: how many of the prompt's first tokens need no ``prompt_logprobs``, and get None: what the
+            prefix cache has of these is not computed again, as it has no log-probabilities. Not one of vLLM's.
         logit_bias: added to logits of tokens: at most 300, from -100 to 100.
         allowed_token_ids: the only tokens to sample from; None for all.
         bad_words: words never to write, each of at most 8 tokens; those of several count if the answer has all of them.
@@ -123,6 +125,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -159,6 +162,13 @@ class SamplingParams:
         self._check("ignore_eos", form is None or not self.ignore_eos, _CONTRADICTS)
         fewer = self.max_tokens is None or self.min_tokens <= self.max_tokens
         self._check("min_tokens", fewer, f"must be at most max_tokens={self.max_tokens}")
+        wanted = self.prompt_logprobs is not None or not self.prompt_logprobs_start
+        self._check("prompt_logprobs_start", wanted, "starts nothing without prompt_logprobs; give them, too")
+
+    @property
+    def scored_from(self) -> int:
+        """The first of a prompt's tokens that may have log-probabilities: nothing says how likely the very first is."""
+        return max(1, self.prompt_logprobs_start)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -108,3 +108,50 @@ def test_a_prompt_that_is_too_long_is_refused(engine: Engine) -> None:
         engine.generate([prompt(POSITIONS)], SamplingParams(max_tokens=1))
     with pytest.raises(ValueError, match="min_tokens=1 must be at most max_tokens=0"):
         scoring(min_tokens=1)
+
+
+def entries_of(engine: Engine, ids: list[int], **others: Any) -> list[dict[int, Any] | None]:
+    (output,) = engine.generate([ids], scoring(**others))
+    return list(output.prompt_logprobs or ())
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 16, 17, 299, 300, 301, 400])
+def test_log_probabilities_from_a_token_on_are_those_of_the_whole_prompt(engine: Engine, start: int) -> None:
+    ids = prompt(300)
+    whole = entries_of(engine, ids)
+    for _ in range(2):  # the second time, the prefix cache has the beginning
+        entries = entries_of(engine, ids, prompt_logprobs_start=start)
+        assert entries[: max(1, start)] == [None] * min(max(1, start), len(ids))
+        assert len(entries) == len(ids)
+        for mine, theirs in zip(entries[max(1, start) :], whole[max(1, start) :], strict=True):
+            assert mine is not None
+            assert theirs is not None
+            assert list(mine) == list(theirs)
+            assert [each.logprob for each in mine.values()] == pytest.approx(
+                [each.logprob for each in theirs.values()], abs=2e-5
+            )
+
+
+def test_texts_that_begin_alike_are_computed_once_if_their_ends_alone_are_scored(
+    model: PreTrainedModel, engine: Engine
+) -> None:
+    """As a multiple choice asks: examples and question once, then each answer."""
+    shots, answers = prompt(200), [[11, 12], [13, 14, 15], [16]]
+    texts = [shots + answer for answer in answers]
+    asked = scoring(prompt_logprobs_start=len(shots))
+    outputs = [engine.generate([text], asked)[0] for text in texts]
+    cached = [output.cached_tokens for output in outputs]
+    assert cached[0] == 0
+    # All full pages before the token whose logits are wanted first, the last of the examples.
+    page_size = model.compiled.config.page_size
+    assert set(cached[1:]) == {(len(shots) - 1) // page_size * page_size}
+    assert [output.cached_tokens for output in engine.generate(texts, scoring())] == [0] * 3
+    for text, output in zip(texts, outputs, strict=True):
+        assert output.prompt_logprobs is not None
+        scored = list(output.prompt_logprobs)[len(shots) :]
+        assert [next(iter(place or {})) for place in scored] == text[len(shots) :]
+
+
+def test_a_start_without_log_probabilities_is_refused() -> None:
+    with pytest.raises(ValueError, match="prompt_logprobs_start=3 starts nothing without prompt_logprobs"):
+        SamplingParams(prompt_logprobs_start=3)

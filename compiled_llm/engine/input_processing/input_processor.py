@@ -107,6 +107,7 @@ def requests_for(
             index=index,
             logprobs=params.logprobs,
             prompt_logprobs=None if index else params.prompt_logprobs,
+            scored_from=params.scored_from,
             leader=requests[0] if requests else None,
             submitted=now,
         )

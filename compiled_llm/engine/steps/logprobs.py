@@ -74,16 +74,17 @@ class Logprobs(_Entries[dict[int, Logprob]]):
 
 
 class PromptLogprobs(_Entries[dict[int, Logprob] | None]):
-    """The entries of a prompt's tokens; None in place of the first."""
+    """The entries of a prompt's tokens; None in place of the first ones, which have none."""
 
-    def __init__(self, from_second: Logprobs) -> None:
-        self._from_second = from_second
+    def __init__(self, scored: Logprobs, without: int) -> None:
+        """``scored`` are the entries after the first ``without`` tokens."""
+        self._scored, self._without = scored, without
 
     def __len__(self) -> int:
-        return 1 + len(self._from_second)
+        return self._without + len(self._scored)
 
     def _entry(self, place: int) -> dict[int, Logprob] | None:
-        return self._from_second[place - 1] if place else None
+        return None if place < self._without else self._scored[place - self._without]
 
 
 def logprobs_of(scores: TokenScores, token: int, most: int) -> dict[int, Logprob]:
@@ -103,9 +104,15 @@ def token_logprobs(request: Request, tokens: Sequence[int], count: int = 0) -> L
 
 def prompt_logprobs(request: Request) -> PromptLogprobs | None:
     """Return the entries of a prompt's tokens, as far as computed; None if the request does not want them."""
+    scored = scored_of(request)
+    return None if scored is None else PromptLogprobs(scored, len(request.prompt[: request.scored_from]))
+
+
+def scored_of(request: Request) -> Logprobs | None:
+    """Return the entries of a prompt's tokens from ``scored_from`` on, as ``prompt_logprobs``."""
     if request.prompt_logprobs is None:
         return None
-    return PromptLogprobs(Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs))
+    return Logprobs(request.prompt_scored, request.prompt[request.scored_from :].tolist(), request.prompt_logprobs)
 
 
 def prepare_logprobs(model_runner: ModelRunner) -> None:
@@ -135,7 +142,7 @@ class Arriving(NamedTuple):
 
 
 class ArrivingPrompt(NamedTuple):
-    """Log-probabilities of ``length`` tokens of a prompt, after ``start`` others, on their way to the host."""
+    """Log-probabilities of ``length`` tokens of a prompt, from ``start`` on, on their way to the host."""
 
     request: Request
     start: int
@@ -145,8 +152,9 @@ class ArrivingPrompt(NamedTuple):
     def hand_out(self) -> None:
         """Give the request those that it does not have: it may have begun again."""
         scored, known = ScoredTokens.unpacked(self.readback.array(), self.length), self.request.prompt_scored
-        if self.start <= len(known):
-            known.extend(scored.packed(self.request.prompt_logprobs or 0)[len(known) - self.start :])
+        first = self.start - self.request.scored_from
+        if first <= len(known):
+            known.extend(scored.packed(self.request.prompt_logprobs or 0)[len(known) - first :])
 
 
 class Watch:

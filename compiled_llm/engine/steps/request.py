@@ -44,12 +44,13 @@ class Request:
         logprobs: the number of most likely tokens that it wants log-probabilities of, besides the sampled ones; None
             for none at all.
         prompt_logprobs: the same of its prompt's tokens.
+        scored_from: the first of its prompt's tokens that it wants them of, not the very first.
         leader: the answer whose prompt this one shares, and waits for; None for the first.
         arrival: counts requests as they come.
         row: its pages while it runs.
         tokens: sampled and read.
         scored: the log-probabilities of each token; those of one may be there before it.
-        prompt_scored: the same of its prompt's tokens from the second on.
+        prompt_scored: the same of its prompt's tokens from ``scored_from`` on.
         generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
         cached: how many of its prompt's tokens came from the prefix cache when it first ran.
         submitted, admitted, first_token, finished: when it came, first ran, got a token and ended, on
@@ -71,6 +72,7 @@ class Request:
     index: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    scored_from: int = 1
     leader: Request | None = None
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)
@@ -145,9 +147,19 @@ class Request:
         cuts = (cut for cut in self.cuts_ahead if cut < len(text))
         return max((cut for cut in cuts if np.array_equal(self.known[:cut], text[:cut])), default=0)
 
-    def unscored(self, start: int) -> bool:
-        """Whether log-probabilities are missing that follow from its prompt's tokens from ``start`` on."""
-        return self.prompt_logprobs is not None and max(start, len(self.prompt_scored)) < len(self.prompt) - 1
+    def unscored(self, start: int) -> int | None:
+        """Return the first of its prompt's tokens, from ``start`` on, that log-probabilities follow from.
+
+        None if it wants none, or has all of them.
+        """
+        at = max(start, self.scored_from - 1 + len(self.prompt_scored))
+        return at if self.prompt_logprobs is not None and at < len(self.prompt) - 1 else None
+
+    @property
+    def beginning(self) -> NDArray[np.int64]:
+        """Its text, or the part up to the first token that has to be computed, whatever the prefix cache has of it."""
+        at = self.unscored(0)
+        return self.text if at is None else self.prompt[: at + 1]
 
     @property
     def stored(self) -> int:

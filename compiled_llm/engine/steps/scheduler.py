@@ -201,9 +201,12 @@ class Scheduler:
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
         """Add as much of a prompt as there is room for, and return the room that is left."""
         start = request.running_row.length
-        scored = request.unscored(start)
-        end = request.cut_after(start, start + (min(room, _SCORED) if scored else room))
-        ids = request.known[start:end]
+        unscored = request.unscored(start)
+        scored = unscored == start
+        end = start + (min(room, _SCORED) if scored else room)
+        if unscored is not None and not scored:
+            end = min(end, unscored)
+        ids = request.known[start : request.cut_after(start, end)]
         extend.append(Chunk(request, ids, start + len(ids) == len(request.known), scored))
         return room - len(ids)
 
@@ -238,9 +241,7 @@ class Scheduler:
         row.name = f"request {request.arrival}"
         self.rows.add(row)
         if self._prefixes is not None:
-            request.cuts = ()
-            if not request.unscored(0):
-                self._begin_with_known(request, row, known, self._prefixes)
+            self._begin_with_known(request, row, known, self._prefixes)
             request.generation = self.generation
         elif row.states is None and (leader := request.leader) and leader.row is not None and leader.prefilled:
             row.begin_from(self._shared_with(leader.row, len(request.prompt)))
@@ -257,12 +258,13 @@ class Scheduler:
         return row
 
     def _begin_with_known(self, request: Request, row: Row, known: NDArray[np.int64], prefixes: PrefixTree) -> None:
-        match = prefixes.match(known, request.salt)
+        match = prefixes.match(request.beginning, request.salt)
         try:
             row.begin_from(match.pages, match.state, match.tokens)
         except OutOfPagesError:  # it may have just enough room without
             prefixes.give_back(match)
         row.identify(known)
+        request.cuts = ()
         if self._pool.states is not None:
             request.cuts = self._cuts_for_next(request, known, row.length, match.cuts, prefixes.least_saving)
 
@@ -271,8 +273,8 @@ class Scheduler:
     ) -> tuple[int, ...]:
         """Return the cuts of a text that begins at ``start``, and where it parts from the next that begins alike."""
         for other in self._queue.ready[:_LOOKED_AT]:
-            if other is not request and other.salt == request.salt and not other.unscored(0):
-                border = self._pool.tokens_in(self._pool.filled_by(_alike(known[:-1], other.text[:-1])))
+            if other is not request and other.salt == request.salt:
+                border = self._pool.tokens_in(self._pool.filled_by(_alike(known[:-1], other.beginning[:-1])))
                 if border - max([start, *(cut for cut in cuts if cut <= border)]) >= least:
                     return tuple(sorted({border, *(cut for cut in cuts if not 0 < cut - border < least)}))
                 if border > start:
@@ -292,9 +294,9 @@ class Scheduler:
             for other in self.running
             if other.cuts_ahead and (other.salt, other.generation) == (request.salt, prefixes.generation)
         ]
-        if not leaders or request.unscored(0):
+        if not leaders:
             return None
-        text = request.text
+        text = request.beginning
         soon = [(other.soon_known_of(text), other) for other in leaders]
         most, leader = max(soon, key=lambda entry: entry[0])
         return leader if most and most - prefixes.known(text[:-1], request.salt) >= prefixes.least_saving else None

@@ -29,7 +29,7 @@ def run_scored(model_runner: ModelRunner, persistent: PersistentBatch, chunk: Ch
     (tokens,) = model_runner.state.staging.to_device([following])
     most = min(request.prompt_logprobs or 0, logits.shape[1])
     numbers = score_tokens(logits[: len(following)], tokens, most)
-    watch.add(ArrivingPrompt(request, start, len(following), model_runner.readbacks.start(numbers)))
+    watch.add(ArrivingPrompt(request, start + 1, len(following), model_runner.readbacks.start(numbers)))
     if not chunk.is_last:
         return tokens[:0]
     return model_runner.sample([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept

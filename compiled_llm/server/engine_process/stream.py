@@ -10,7 +10,7 @@ from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import QueueFullError
-from compiled_llm.engine.steps.logprobs import Logprobs, token_logprobs
+from compiled_llm.engine.steps.logprobs import Logprobs, scored_of, token_logprobs
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.protocol.messages import Ended, Entry, Kind, PromptScores, Refused, Submit, Summary, Update
@@ -124,7 +124,8 @@ class Stream:
         if request.prompt_logprobs is None or not (request.tokens or request.done):
             return None
         if self._scores is None:
-            self._scores = Logprobs(request.prompt_scored, request.prompt[1:].tolist(), request.prompt_logprobs)
+            self._scores = scored_of(request)
+            assert self._scores is not None, "it wants some"
         elif self._scored >= len(self._scores):
             return None
         start, self._scored = self._scored, self._scored + _SCORES_AT_ONCE
