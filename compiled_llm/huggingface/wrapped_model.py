@@ -30,8 +30,8 @@ from compiled_llm.huggingface.call.current_call import (
 )
 from compiled_llm.huggingface.forward.forward import check_belongs, count_outside, run_forward, run_own_forward
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run
-from compiled_llm.huggingface.inspection.overrides import forget_restored_forward, own_forward
+from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run, passed_over
+from compiled_llm.huggingface.inspection.overrides import forget_restored_forward
 from compiled_llm.huggingface.inspection.signatures import MethodSignature
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
 from compiled_llm.model.facts import Learnt, ModelFacts
@@ -50,7 +50,7 @@ class WrappedModel:
         if torch.compiler.is_compiling() or current_call.get() is not None:
             return call(*args, **kwargs)
         forget_restored_forward(model)
-        if (own := own_forward(model)) is None:
+        if (own := forward_of_object(model)) is None:
             return call(*args, **kwargs)
         return run_own_forward(functools.partial(call, *args, **kwargs), self.compiled, own)
 
@@ -178,6 +178,7 @@ class WrappedModel:
                 f"generate: {reason}; that takes HuggingFace's own forward, which cannot use a PagedCache; pass a "
                 f"DynamicCache as {argument}, or none"
             )
+        self.compiled.counters.passed([] if reason is not None else passed_over(model, self.compiled.facts.version))
         if reason is not None:
             goes_original(self.compiled, reason)
         elif generation_config.use_cache is False:
@@ -239,7 +240,12 @@ class WrappedModel:
         kwargs["inputs_tensor"] = inputs_tensor
         arguments = LoopArguments(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         call = PagedCall.of(arguments, self.compiled, copies())
-        return run_huggingfaces_loop(super()._assisted_decoding, arguments, call)  # type: ignore[misc]
+        return run_huggingfaces_loop(
+            super()._assisted_decoding,  # type: ignore[misc]
+            arguments,
+            call,
+            Reason("assisted_generation"),
+        )
 
 
 WrappedModel._sample.__signature__ = MethodSignature.of(WrappedModel._sample)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.model.attention import PagedBatch
@@ -20,6 +21,7 @@ from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexS
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
 from compiled_llm.model.probes.position_probe import DefaultPositions
+from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
 from compiled_llm.model.version.model_version import ModelVersion
@@ -133,6 +135,22 @@ class ModelFacts:
         if model is None:
             raise RuntimeError("the model of this cache or runner no longer exists")
         return model
+
+    @property
+    def in_programs(self) -> PreTrainedModel:
+        """The model as programs run it: hooks on embeddings, known to do nothing to tokens, are not on a copy of these.
+
+        Dynamo cannot trace them, and their coming and going would compile programs again.
+        """
+        model = self.model
+        for path in self.version.hooked_embeddings():
+            model = with_another(model, path, _without_hooks)
+        return model
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    copied: nn.Module = shallow_copy(module, _forward_hooks=OrderedDict())
+    return copied
 
 
 def with_windows(forward: Forward, layers: Sequence[Layer]) -> Forward:

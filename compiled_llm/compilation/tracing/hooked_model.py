@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from compiled_llm.compilation.tracing.shallow_copy import shallow_copy
+from compiled_llm.model.shallow_copies import shallow_copy
 from compiled_llm.model.traced_hooks import PlacedHook
 
 

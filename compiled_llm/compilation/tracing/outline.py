@@ -38,9 +38,9 @@ from compiled_llm.compilation.tracing.layer_description import (
 )
 from compiled_llm.compilation.tracing.layer_marks import marked_class
 from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
-from compiled_llm.compilation.tracing.shallow_copy import shallow_copy
 from compiled_llm.kvcache.specs import IndexKeysSpec
 from compiled_llm.model.restore import attributes_restored
+from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.module_tree import ModuleTree
@@ -189,9 +189,8 @@ class _Layers:
         return self._with_layers(model, layers)
 
     def _with_layers(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
-        copied: PreTrainedModel = _with_children(
-            model, self._path, {str(number): layer for number, layer in enumerate(layers)}
-        )
+        numbered = {str(number): layer for number, layer in enumerate(layers)}
+        copied: PreTrainedModel = with_another(model, self._path, lambda found: shallow_copy(found, _modules=numbered))
         return copied
 
     def describe(self, number: int) -> Hashable:
@@ -238,18 +237,6 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
 def _first_equal(entries: Sequence[Hashable]) -> list[int]:
     first: dict[Hashable, int] = {}
     return [first.setdefault(entry, place) for place, entry in enumerate(entries)]
-
-
-# ---- shallow copies
-
-
-def _with_children(module: nn.Module, path: Sequence[str], layers: Mapping[str, nn.Module]) -> Any:
-    """Return a copy of ``module`` in which the module at ``path`` has ``layers`` as children."""
-    if not path:
-        return shallow_copy(module, type(module), _modules=dict(layers))
-    name, *rest = path
-    children = {**module._modules, name: _with_children(module.get_submodule(name), rest, layers)}
-    return shallow_copy(module, type(module), _modules=children)
 
 
 def _class_of(layer: nn.Module) -> Any:

@@ -204,7 +204,7 @@ class GraphManager:
     def arguments(self, inputs: StepInputs) -> Arguments:
         """Return the arguments of programs for a step."""
         state = self._state
-        return Arguments(state.facts.model, inputs, state.slots.tables, state.memories, state.specs)
+        return Arguments(state.facts.in_programs, inputs, state.slots.tables, state.memories, state.specs)
 
     def can_launch(self, key: StepKey, inputs: StepInputs) -> bool:
         """Return, and note, whether a step can be launched without compiling; ``check_model`` has been called."""

@@ -124,6 +124,7 @@ class Runtime:
             generate_calls=dict(counters.generate_calls),
             forward_calls=dict(counters.forward_calls),
             slow_paths=counters.slow_paths,
+            passed_over=dict(counters.passed_over),
             experts=dict(self.facts.attention.experts),
         )
         if model_runner is None:

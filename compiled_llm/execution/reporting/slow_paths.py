@@ -117,7 +117,7 @@ WORDINGS: dict[SlowPath, Wording] = {
         "Pad prompts on the left, and give each row's text without gaps.",
     ),
     "inner_hooks": Wording(
-        "hooks are on inner modules",
+        "hooks are on inner modules ({})",
         "Remove the hooks (handle.remove()) once you have seen enough, or declare them by compiled_llm.traced_hook, "
         "which compiles them into the steps.",
     ),
@@ -190,7 +190,7 @@ WORDINGS: dict[SlowPath, Wording] = {
         "Take the override back if you do not need it.",
     ),
     "own_forward": Wording(
-        "the forward is one of your own ({})",
+        "the object has a forward of its own ({})",
         "Take it off if you do not need it; wrap compiles the model without model.compile().",
     ),
     "packed_sequences": Wording(

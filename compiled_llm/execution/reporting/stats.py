@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -45,6 +45,8 @@ class Stats:
         slow_paths: how often calls did not take the fast loop or the compiled forward, by the reason's id; for calls of
             the model itself the key begins with ``"forward: "``. ``execution/reporting/slow_paths.py`` says what to
             change.
+        passed_over: what trainers have left on the model, known to do nothing to tokens: in how many calls of
+            ``generate`` it was there, by where it is and whose.
         experts: how many layers have experts that our ops compute, as ``compiled_llm``, and how many have others, which
             HuggingFace's implementation computes, by the reason; empty for a model without.
         steps: prefills and decode steps launched by our loops, the fast one and the processed one.
@@ -94,6 +96,7 @@ class Stats:
     generate_calls: dict[str, int] = field(default_factory=dict)
     forward_calls: dict[str, int] = field(default_factory=dict)
     slow_paths: dict[str, int] = field(default_factory=dict)
+    passed_over: dict[str, int] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     cascade_steps: int = 0
@@ -142,6 +145,8 @@ class Stats:
         if self.forward_calls:
             yield "forward", _named(self.forward_calls)
             yield from _slow_rows(slow_forward)
+        if self.passed_over:
+            yield "passed over", "; ".join(f"{name} ({count} calls)" for name, count in self.passed_over.items())
         if self.experts:
             yield "experts", _named(self.experts)
         if self.pages is not None:
@@ -216,6 +221,7 @@ class Counters:
         self.forward_calls: Counter[str] = Counter()
         self.slow_generates: Counter[Reason] = Counter()
         self.slow_forwards: Counter[Reason] = Counter()
+        self.passed_over: Counter[str] = Counter()
         self.steps = 0
         self.tokens = 0
 
@@ -237,6 +243,11 @@ class Counters:
             self.forward_calls[path] += 1
             if reason is not None:
                 _count(self.slow_forwards, "forward", path, reason)
+
+    def passed(self, names: Sequence[str]) -> None:
+        """Count a call of ``generate`` that goes past what a trainer has left on the model."""
+        with self._lock:
+            self.passed_over.update(names)
 
     @property
     def slow_paths(self) -> dict[str, int]:

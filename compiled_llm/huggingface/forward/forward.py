@@ -28,7 +28,13 @@ from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
 from compiled_llm.huggingface.call.other_inputs import one_a_token
-from compiled_llm.huggingface.forward.forward_obstacles import by_name, forward_obstacle, keeps_cache, tokens_in
+from compiled_llm.huggingface.forward.forward_obstacles import (
+    NUM_ITEMS,
+    by_name,
+    forward_obstacle,
+    keeps_cache,
+    tokens_in,
+)
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run
 from compiled_llm.kvcache.errors import OutOfPagesError
@@ -190,7 +196,8 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     labels, loss = arguments.get("labels"), None
     if labels is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
+        items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
+        loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **items)
     states = {} if emitted.hidden_states is None else {"hidden_states": emitted.hidden_states}
     output = _output_class(original)(loss=loss, logits=logits, **{argument: cache}, **states)
     if emitted.by_name:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -22,10 +24,14 @@ from compiled_llm.huggingface.inspection.model_obstacles import UNSERVED_OUTPUTS
 from compiled_llm.model.gradients import requires_gradients
 from compiled_llm.model.sizes import max_positions_of
 
+NUM_ITEMS = "num_items_in_batch"
+"""What HuggingFace's Trainer passes with labels: the loss function divides by it."""
+
 _TAKEN = frozenset(
     {
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids"),
         *("labels", "use_cache", "logits_to_keep", "return_dict", "output_hidden_states"),
+        NUM_ITEMS,
     }
 )
 _KNOWN = _TAKEN.union(UNSERVED_OUTPUTS)
@@ -119,6 +125,8 @@ def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any])
     labels, mask = arguments["labels"], arguments.get("attention_mask")
     if "loss_function" not in inspect.unwrap(original).__code__.co_names:
         yield Reason("loss_function")
+    elif NUM_ITEMS in arguments and not _hands_on_to_loss(original):
+        yield Reason("model_inputs", NUM_ITEMS)
     keep = arguments.get("logits_to_keep", 0)
     if isinstance(keep, Tensor) or keep:
         yield Reason("labels_with_logits_to_keep")
@@ -126,6 +134,15 @@ def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any])
         hidden = (mask[:, -labels.shape[1] :] == 0)[:, :-1].to(labels.device)
         if bool((hidden & (labels[:, 1:] != _IGNORED_LABEL)).any()):
             yield Reason("labels_masked")
+
+
+@functools.lru_cache(maxsize=16)  # of classes that may come and go
+def _hands_on_to_loss(original: Callable[..., Any]) -> bool:
+    """Whether a ``forward`` gives its further arguments to the loss function."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(original))))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    losses = (call for call in calls if ast.unparse(call.func) == "self.loss_function")
+    return any(keyword.arg is None for call in losses for keyword in call.keywords)
 
 
 def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.modes import observer_of_operations
 from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
-from compiled_llm.huggingface.inspection.overrides import Overrides, own_forward
+from compiled_llm.huggingface.inspection.overrides import Overrides, forward_of_object, own_forward
 from compiled_llm.model.traced_hooks import TracedHooks
 from compiled_llm.model.version.model_version import ModelVersion, Placement
 from compiled_llm.model.version.module_tree import has_hooks
@@ -32,8 +32,8 @@ def inner_reasons(version: ModelVersion, placement: Placement | None = None) -> 
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
     hooked, mixing, training = version.obstacles(placement)
-    if hooked:
-        yield Reason("inner_hooks")
+    if hooked is not None:
+        yield Reason("inner_hooks", hooked)
     if mixing is not None:
         yield Reason("mixed_tokens", mixing)
     if training is not None:
@@ -47,6 +47,13 @@ def check_hooks_run(call: str, hooks: TracedHooks, reason: Reason) -> None:
             f"{call}: {reason}; that takes HuggingFace's own forward, which does not run traced hooks; {reason.advice} "
             "Or remove the hooks (handle.remove())"
         )
+
+
+def passed_over(model: PreTrainedModel, version: ModelVersion) -> list[str]:
+    """Return what a trainer has left on a model that ``forward_reasons`` lets pass: where it is, and whose."""
+    forward, embeddings = forward_of_object(model), version.hooked_embeddings()
+    hooks = [f"{'.'.join(path)}: hooks that ask for gradients" for path in embeddings]
+    return hooks if forward is None else [forward, *hooks]
 
 
 def model_obstacle(

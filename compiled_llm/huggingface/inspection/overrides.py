@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.huggingface import STOOD_IN_FOR, is_stood_in_for
 from compiled_llm.compat.torch.dynamo import is_compiled_in_place
+from compiled_llm.compat.trainers import author_of, forward_called
 
 _NAMES = frozenset(STOOD_IN_FOR)
 
@@ -42,10 +43,22 @@ class Overrides:
 
 
 def own_forward(model: PreTrainedModel) -> str | None:
-    """Return the name of a user's forward in place of that of the model's class, or None; the class's is compiled."""
+    """Return whose forward runs in place of that of the model's class, or None; the class's is compiled.
+
+    Known functions of trainers do nothing beside the forward that they call, in calls like ours.
+    """
+    if (found := forward_of_object(model)) is None or is_compiled_in_place(model):
+        return found
+    return None if _is_classs(model, "forward", forward_called(vars(model)["forward"])) else found
+
+
+def forward_of_object(model: PreTrainedModel) -> str | None:
+    """Return whose forward calls of the object run, if not that of the model's class, also if it does no more."""
     if is_compiled_in_place(model):
         return "model.compile()"
-    return "model.forward" if "forward" in vars(model) and not _is_the_classs(model, "forward") else None
+    if "forward" not in vars(model) or _is_the_classs(model, "forward"):
+        return None
+    return f"model.forward: {author_of(vars(model)['forward'])}"
 
 
 def forget_restored_forward(model: PreTrainedModel) -> None:
@@ -65,5 +78,17 @@ def _own_class(model: PreTrainedModel) -> type:
 def _is_the_classs(model: PreTrainedModel, name: str) -> bool:
     """Whether an attribute of the object is only the method of its class."""
     value = vars(model)[name]
-    methods = getattr(type(model), name, None), getattr(_own_class(model), name, None)
-    return getattr(value, "__self__", None) is model and getattr(value, "__func__", None) in methods
+    return getattr(value, "__self__", None) is model and _is_classs(model, name, value)
+
+
+def _is_classs(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether a function is a method of the model's class, or the function in it that decorators wrap.
+
+    Bound to another model, it is not. accelerate binds the innermost one when it takes its own wrappers off.
+    """
+    method: Any = getattr(type(model), name, None)
+    while method is not None:
+        if getattr(value, "__func__", value) is method:
+            return getattr(value, "__self__", model) is model
+        method = getattr(method, "__wrapped__", None)
+    return False

@@ -187,6 +187,11 @@ class ModelVersion:
             tree = self._tree() if placement is None else self._known.tree or self._tree()
             return tree.obstacles(tree.hooks() if placement is None else placement.hooks, self._require_model())
 
+    def hooked_embeddings(self) -> list[list[str]]:
+        """Return the paths of embeddings with forward hooks, in the modules that there were at the last comparison."""
+        with self._lock:
+            return (self._known.tree or self._tree()).hooked_embeddings()
+
     # ---- each at most once a look
 
     def _compare_modules(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from compiled_llm.compat.huggingface import captures_outputs
 from compiled_llm.compat.peft import is_lora_layer
 from compiled_llm.compat.torch.modes import hooks_on_all_modules
+from compiled_llm.compat.trainers import asks_for_gradients, author_of
 from compiled_llm.model.version.training import Difference, training_difference
 
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")  # looked up: they may have been replaced
@@ -23,12 +24,12 @@ class Obstacles(NamedTuple):
     """Parts of a model that cannot take packed tokens and padded batches.
 
     Attributes:
-        hooked: whether there are forward hooks, those on all modules of the process included.
+        hooked: where forward hooks are, and whose the first one is; those on all modules of the process count, too.
         mixing: a kind of module that makes tokens depend on all others of a call, padding and later ones included.
         training: a module in training mode that acts otherwise there.
     """
 
-    hooked: bool
+    hooked: str | None
     mixing: str | None
     training: Difference | None
 
@@ -51,6 +52,7 @@ class ModuleTree:
         self.layers = [] if self.list_of_layers is None else [*self.list_of_layers[1].modules()]
         modules, in_layers = [module for _, module in named], {*self.layers}
         self._flags, self._named = [vars(module) for module in modules], named[1:]
+        self._embeddings = [(name.split("."), module) for name, module in self._named if _embeds(module)]
         self.others = [module for module in modules if module is not model and module not in in_layers]
         self._children = [module._modules for module in modules if module._modules]
         self._known = self._now()
@@ -66,14 +68,36 @@ class ModuleTree:
         """Return the parts that keep a call on HuggingFace's forward; ``hooks`` as just found in the ``model``."""
         trains = any(map(dict.get, self._flags, repeat("training")))
         training = training_difference([("", model), *self._named]) if trains else None
-        return Obstacles(bool(hooks) or hooks_on_all_modules(), self._mixing, training)
+        hooked = self._first_of(hooks) if hooks else "all modules of the process" if hooks_on_all_modules() else None
+        return Obstacles(hooked, self._mixing, training)
 
     def hooks(self) -> Hooks:
-        """Return what tells the forward hooks of all modules but the model itself apart from others."""
+        """Return what tells the forward hooks of all modules but the model itself apart from others.
+
+        Those that are known to do nothing are not among them.
+        """
         found = filter(None, chain.from_iterable(map(_HOOKS, self._inside)))
+        passed = {id(module._forward_hooks) for _, module in self._embeddings}
         return frozenset(
-            (id(hooks), id(hook)) for hooks in found for hook in hooks.values() if not captures_outputs(hook)
+            (id(hooks), id(hook))
+            for hooks in found
+            for hook in hooks.values()
+            if not (captures_outputs(hook) or (id(hooks) in passed and asks_for_gradients(hook)))
         )
+
+    def hooked_embeddings(self) -> list[list[str]]:
+        """Return the paths of embeddings with forward hooks."""
+        return [path for path, module in self._embeddings if module._forward_hooks]
+
+    def _first_of(self, hooks: Hooks) -> str:
+        found = (
+            f"{name}, by {author_of(hook)}"
+            for name, module in self._named
+            for held in _HOOKS(vars(module))
+            for hook in held.values()
+            if (id(held), id(hook)) in hooks
+        )
+        return next(found, "a module that is gone")
 
     def _now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children)))
@@ -81,6 +105,11 @@ class ModuleTree:
 
 def _kind_that_mixes(module: nn.Module) -> str | None:
     return next((kind for start, kind in _MIXING.items() if type(module).__module__.startswith(start)), None)
+
+
+def _embeds(module: nn.Module) -> bool:
+    """Whether a module is an embedding, or one that an adapter of PEFT's stands around."""
+    return isinstance(getattr(module, "base_layer", module), nn.Embedding)
 
 
 def has_hooks(module: nn.Module) -> bool:

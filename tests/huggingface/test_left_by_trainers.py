@@ -1,0 +1,108 @@
+"""What trainers leave on a model does not slow it down if it does nothing to tokens, and is named if it does."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compiled_llm
+from support.huggingface.pairs import OPTIONS
+from support.parity import greedy, mixed_prompts
+from support.tiny_models import tiny_qwen3
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def inputs(seed: int) -> dict[str, Any]:
+    return mixed_prompts([3, 5], 128, seed)
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "progress": False, **options})
+    return tiny_qwen3(eos_token_id=None), model
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_hooks_that_ask_for_gradients_come_and_go_without_a_compile(inputs):
+    plain, model = pair(mode="compile")
+    expected = greedy(plain, inputs, 5)
+    torch.testing.assert_close(greedy(model, inputs, 5), expected)
+    graphs = model.compiled.stats().graphs
+    for _ in range(2):  # each leaves one
+        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_disable()
+        torch.testing.assert_close(greedy(model, inputs, 5), expected)
+    hooks = list(model.model.embed_tokens._forward_hooks)
+    assert len(hooks) > 1
+    ids = inputs["input_ids"]
+    assert model.model.embed_tokens(ids).requires_grad  # they stay the user's
+    model.disable_input_require_grads()
+    torch.testing.assert_close(greedy(model, inputs, 5), expected)
+    stats = model.compiled.stats()
+    assert (stats.graphs, stats.recompiles, stats.generate_calls) == (graphs, 0, {"fast loop": 4})
+    assert stats.passed_over == {"model.embed_tokens: hooks that ask for gradients": 3}
+    assert "passed over" in str(stats)
+    assert [*model.model.embed_tokens._forward_hooks] == hooks[:-1]
+
+
+def test_another_hook_on_an_embedding_takes_the_original_path_and_is_named(inputs):
+    plain, model = pair()
+    for each in (plain, model):
+        each.model.embed_tokens.register_forward_hook(doubled)
+    torch.testing.assert_close(greedy(model, inputs, 5), greedy(plain, inputs, 5))
+    (reason,) = model.compiled.counters.slow_generates
+    assert str(reason) == f"hooks are on inner modules (model.embed_tokens, by doubled of {__name__.partition('.')[0]})"
+
+
+def doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2
+
+
+def test_wrappers_of_mixed_precision_stay_in_effect_and_say_how_to_take_them_off(inputs):
+    utils = pytest.importorskip("accelerate.utils")
+    plain, model = pair()
+    for each in (plain, model):
+        each._original_forward = each.forward
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+        each.forward = MethodType(utils.convert_outputs_to_fp32(autocast(each.forward.__func__)), each)
+    torch.testing.assert_close(greedy(model, inputs, 5), greedy(plain, inputs, 5))
+    (reason,) = model.compiled.counters.slow_generates
+    assert "convert_outputs_to_fp32 of accelerate, which accelerator.unwrap_model" in str(reason)
+    for each in (plain, model):
+        utils.extract_model_from_parallel(each, keep_fp32_wrapper=False)
+    assert "forward" in vars(model)  # the innermost function of the class's
+    torch.testing.assert_close(greedy(model, inputs, 5), greedy(plain, inputs, 5))
+    assert model.compiled.stats().generate_calls == {"original": 1, "fast loop": 1}
+
+
+def test_a_forward_of_another_model_stays_in_effect(inputs):
+    plain, model = pair()
+    other = tiny_qwen3(seed=1, eos_token_id=None)
+    model.forward = functools.wraps(other.forward)(lambda *args, **kwargs: other.forward(*args, **kwargs))
+    torch.testing.assert_close(greedy(model, inputs, 5), greedy(other, inputs, 5))
+    assert not torch.equal(greedy(model, inputs, 5), greedy(plain, inputs, 5))
+    assert model.compiled.stats().slow_paths == {"own_forward": 2}
+
+
+def test_losses_are_divided_by_the_number_of_items_of_a_larger_batch(inputs):
+    plain, model = pair()
+    ids = torch.arange(5, 15).reshape(2, 5)
+    given = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(16)}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).loss, plain(**given).loss)
+        assert not torch.equal(model(**given).loss, model(input_ids=ids, labels=ids).loss)
+    assert model.compiled.stats().forward_calls == {"compiled": 3}
+
+
+def test_drafts_are_the_reason_for_a_call_with_an_assistant(inputs):
+    plain, model = pair()
+    ids = {"input_ids": torch.tensor([[5, 6, 7]])}
+    draft = tiny_qwen3(eos_token_id=None)
+    torch.testing.assert_close(greedy(model, ids, 5, assistant_model=draft), greedy(plain, ids, 5))
+    assert model.compiled.stats().slow_paths == {"assisted_generation": 1}
