@@ -31,7 +31,7 @@ from compiled_llm.huggingface.call.current_call import (
 from compiled_llm.huggingface.forward.forward import check_belongs, count_outside, run_forward, run_own_forward
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run, passed_over
-from compiled_llm.huggingface.inspection.overrides import forget_restored_forward
+from compiled_llm.huggingface.inspection.overrides import forget_restored_forward, own_forward
 from compiled_llm.huggingface.inspection.signatures import MethodSignature
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
 from compiled_llm.model.facts import Learnt, ModelFacts
@@ -50,7 +50,7 @@ class WrappedModel:
         if torch.compiler.is_compiling() or current_call.get() is not None:
             return call(*args, **kwargs)
         forget_restored_forward(model)
-        if (own := forward_of_object(model)) is None:
+        if (own := own_forward(model)) is None:
             return call(*args, **kwargs)
         return run_own_forward(functools.partial(call, *args, **kwargs), self.compiled, own)
 

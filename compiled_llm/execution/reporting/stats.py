@@ -245,7 +245,7 @@ class Counters:
                 _count(self.slow_forwards, "forward", path, reason)
 
     def passed(self, names: Sequence[str]) -> None:
-        """Count a call of ``generate`` that goes past what a trainer has left on the model."""
+        """Count a call of ``generate``, or a manager of ``generate_batch``, that goes past what a trainer has left."""
         with self._lock:
             self.passed_over.update(names)
 

@@ -28,6 +28,7 @@ from compiled_llm.huggingface.batch.batch_answers import BatchAnswers
 from compiled_llm.huggingface.batch.batch_settings import BatchSettings, end_tokens, logger, seeds
 from compiled_llm.huggingface.call.current_call import took
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.inspection.model_obstacles import passed_over
 from compiled_llm.requests.sampling_params import SamplingParams
 
 _ROWS = 256
@@ -64,6 +65,7 @@ def manager_for(
         took(runtime, "original", reason if settings is None else settings.obstacle)
         return _huggingfaces(original, generation_config, batching_config, hints)
     took(runtime, "engine")
+    runtime.counters.passed(passed_over(model, runtime.facts.version))
     settings.warn_of_what_has_no_effect()
     room, requests = runtime.config.max_batch_size, getattr(hints, "num_requests", 0)
     return EngineManager(model, settings, _rows(settings.batching, room, requests), requests)
