@@ -101,7 +101,8 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
 
     def take_prompt_scores(self, logprobs: Sequence[Sequence[Entry]]) -> None:
         """Take the log-probabilities of the prompt's next tokens; its first ones have none."""
-        self.prompt_logprobs = self.prompt_logprobs or [None] * self._unscored
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None for _ in range(self._unscored)]
         self.prompt_logprobs += map(entries_of, logprobs)
 
     def finish(self, summary: Summary) -> None:
