@@ -137,6 +137,7 @@ class BaseClient(ABC):
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
+        hidden_states: None = None,
     ) -> RemoteHandle:
         """Begin to answer a prompt, and return at once; whether the engine process takes it, the handle tells.
 
@@ -146,11 +147,17 @@ class BaseClient(ABC):
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
             cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
+            hidden_states: refused: only an engine in this process gives them.
 
         Raises:
             ValueError: the prompt or its settings cannot be sent.
             EngineProcessError: the engine process is not ready, or is gone.
         """
+        if hidden_states is not None:
+            raise ValueError(
+                f"hidden_states={hidden_states!r}: they do not pass between processes; leave it out, or write "
+                "compiled_llm.Engine(model).submit(...) in the process that has the model"
+            )
         params, session = params or SamplingParams(), self._session_to_use()
         ready, number = session.check_ready(), session.number()
         ids = token_ids(prompt, self._tokenizer)

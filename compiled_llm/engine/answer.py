@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from compiled_llm.engine.steps.logprobs import token_logprobs
+from compiled_llm.engine.steps.outputs.logprobs import token_logprobs
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
-from compiled_llm.requests.outputs import FinishReason, Logprob
+from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
 from compiled_llm.requests.pending_answer import PendingAnswer
 
 
@@ -35,6 +36,13 @@ class Answer(PendingAnswer):
 
     def logprobs_behind(self, count: int) -> Sequence[dict[int, Logprob]] | None:
         return token_logprobs(self.request, self.tokens_behind(count), count)
+
+    def completion(self) -> Completion:
+        whole, states = super().completion(), self.request.hidden_states
+        if states is None:
+            return whole
+        fed = len(self.request.prompt) + max(1, len(whole.token_ids)) - 1  # a stop string may have come before others
+        return replace(whole, hidden_states=states.of_first(fed))
 
     @property
     def tokens(self) -> int:

@@ -15,14 +15,15 @@ from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import check_can_mix, check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
 from compiled_llm.engine.input_processing.input_processor import QueueFullError as QueueFullError, requests_for
+from compiled_llm.engine.input_processing.layers import chosen_layers
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
-from compiled_llm.engine.steps.logprobs import LogprobsMode
 from compiled_llm.engine.steps.loop import LoopSettings, Mixed
+from compiled_llm.engine.steps.outputs.logprobs import LogprobsMode
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
@@ -135,7 +136,11 @@ class Engine:
     # ---- requests
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        hidden_states: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, and wait for all of them.
 
@@ -144,6 +149,7 @@ class Engine:
         Args:
             prompts: one, or several: token ids, text, chat messages, or one of vLLM's dictionaries
             params: for all of them, or one for each.
+            hidden_states: as of ``submit``, for all of them.
 
         Returns:
             One output for each prompt, in their order.
@@ -155,7 +161,7 @@ class Engine:
             Exception: what ended all requests.
         """
         listed, model_runner, request_samplings = with_params(prompts, params), self._look(), RequestSamplings()
-        handles = [self._handle(model_runner, *entry, request_samplings) for entry in listed]
+        handles = [self._handle(model_runner, *entry, hidden_states, request_samplings) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
             self._add(handles)
             self._engine_thread.answer(handles)
@@ -171,6 +177,7 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: Hashable = None,
+        hidden_states: Sequence[int] | None = None,
     ) -> RequestHandle:
         """Begin to answer a prompt, and return at once.
 
@@ -180,14 +187,17 @@ class Engine:
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
             cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
+            hidden_states: layers whose hidden states its output has (``Completion.hidden_states``), as HuggingFace
+                counts them: 0 for the embeddings, -1 for the last. Its prompt is computed whole, for each of ``n``
+                answers, whatever the prefix cache has of it. None for none.
 
         Raises:
-            ValueError: the prompt or its settings are impossible.
+            ValueError: the prompt or its settings are impossible, or there is no such layer.
             QueueFullError: ``max_queue`` requests wait already.
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
         waiting: dict[str, Any] = {"priority": priority, "timeout": timeout, "salt": cache_salt}
-        handle = self._handle(self._look(), prompt, params or SamplingParams(), **waiting)
+        handle = self._handle(self._look(), prompt, params or SamplingParams(), hidden_states, **waiting)
         self.begin(handle)
         return handle
 
@@ -215,6 +225,7 @@ class Engine:
         model_runner: ModelRunner,
         prompt: Prompt,
         params: SamplingParams,
+        hidden_states: Sequence[int] | None = None,
         request_samplings: RequestSamplings | None = None,
         **waiting: Any,
     ) -> RequestHandle:
@@ -225,6 +236,7 @@ class Engine:
             model_runner,
             self._tokenizer,
             max_model_len=self._max_model_len,
+            layers=chosen_layers(hidden_states, self._model),
             request_samplings=request_samplings,
             **waiting,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Integral, Real
 from typing import Any, get_args
 
-from compiled_llm.engine.steps.logprobs import LogprobsMode
+from compiled_llm.engine.steps.outputs.logprobs import LogprobsMode
 
 
 def check_options(

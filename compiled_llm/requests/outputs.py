@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 """An end-of-sequence token, one of ``stop_token_ids`` or a stop string; ``max_tokens``; ``cancel()``; the deadline; or
@@ -38,6 +41,9 @@ class Completion:
         stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it; None if something else has.
         logprobs: for each token, with ``SamplingParams(logprobs=...)``: by token id, its own entry first, then those of
             the most likely tokens.
+        hidden_states: for each layer as ``submit(hidden_states=...)`` has named it, ``[tokens, hidden]`` in the model's
+            dtype on the CPU: of all tokens that were computed, which are the prompt's and the answer's but for the
+            last, which was sampled and never fed in. Fewer if it was cancelled before.
     """
 
     index: int
@@ -47,6 +53,7 @@ class Completion:
     error: BaseException | None = field(default=None, repr=False)
     stop_reason: int | str | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = field(default=None, repr=False)
+    hidden_states: dict[int, Tensor] | None = field(default=None, repr=False, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -69,7 +76,8 @@ class Figures(TypedDict):
 class RequestOutput:
     """The output of one prompt.
 
-    ``token_ids``, ``text``, ``finish_reason``, ``stop_reason`` and ``error`` are those of the first answer.
+    ``token_ids``, ``text``, ``finish_reason``, ``stop_reason``, ``error`` and ``hidden_states`` are those of the first
+    answer.
 
     Attributes:
         outputs: the ``n`` answers.
@@ -110,3 +118,8 @@ class RequestOutput:
     def error(self) -> BaseException | None:
         """The error that ended the first answer, with the finish reason ``"error"``."""
         return self.outputs[0].error
+
+    @property
+    def hidden_states(self) -> dict[int, Tensor] | None:
+        """Those of the first answer, by layer; None if none were asked for."""
+        return self.outputs[0].hidden_states

@@ -197,6 +197,14 @@ def test_an_engine_process_without_a_tokenizer_says_so(path: Path) -> None:
         client.submit("Hi!")
 
 
+def test_hidden_states_are_refused_before_anything_is_sent(path: Path) -> None:
+    with answering(path, WELCOME, READY) as received, Client(path) as client:
+        with pytest.raises(ValueError, match=r"hidden_states=\[-1\]: they do not pass between processes; leave it out"):
+            client.submit([1], hidden_states=[-1])  # type: ignore[arg-type]
+        client.submit([2])
+    assert [message.prompt for message in received[1:]] == [[2]]
+
+
 def test_text_without_a_tokenizer_is_refused(path: Path) -> None:
     with answering(path, WELCOME, READY) as received, Client(path) as client:
         with pytest.raises(ValueError, match=r"text\(\) needs a tokenizer; give Client"):

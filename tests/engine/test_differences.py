@@ -12,7 +12,7 @@ import torch
 from compiled_llm.compilation.sampling.logprobs import ScoredTokens, score_tokens
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.logprobs import logprobs_of
+from compiled_llm.engine.steps.outputs.logprobs import logprobs_of
 from compiled_llm.engine.steps.scores import Scores
 from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import Logprob

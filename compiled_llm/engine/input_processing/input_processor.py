@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.input_processing.constraints import check_tokenizer, constraints_for, stops_of
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
+from compiled_llm.engine.steps.hidden_states import ChosenLayers, HiddenStates
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.inputs import vocabulary_of
@@ -58,6 +59,7 @@ def requests_for(
     priority: int = 0,
     timeout: float | None = None,
     salt: Hashable = None,
+    layers: ChosenLayers | None = None,
     request_samplings: RequestSamplings | None = None,
 ) -> list[Request]:
     """Return the answers that a prompt asks for.
@@ -72,6 +74,7 @@ def requests_for(
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
+        layers: those whose hidden states the answers have; None for none.
         request_samplings: of the other requests of the call.
 
     Raises:
@@ -108,7 +111,8 @@ def requests_for(
             logprobs=params.logprobs,
             prompt_logprobs=None if index else params.prompt_logprobs,
             scored_from=params.scored_from,
-            leader=requests[0] if requests else None,
+            hidden_states=None if layers is None else HiddenStates(layers),
+            leader=requests[0] if requests and layers is None else None,
             submitted=now,
         )
         requests.append(request)

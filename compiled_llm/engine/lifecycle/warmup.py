@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.engine.input_processing.input_processor import check_grammars
-from compiled_llm.engine.steps.logprobs import prepare_logprobs
+from compiled_llm.engine.steps.outputs.logprobs import prepare_logprobs
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report, Wanted

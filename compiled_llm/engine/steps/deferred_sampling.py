@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.steps.constraint import Constraint, MaskWriter, accept
-from compiled_llm.engine.steps.logprobs import Arriving, ArrivingPrompt, Watch
+from compiled_llm.engine.steps.outputs.logprobs import Arriving, ArrivingPrompt, Watch
 from compiled_llm.engine.steps.processors import processed_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.execution.decode.deferred_sampling import Masks

@@ -15,11 +15,12 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.steps.constraint import MaskWriter
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
-from compiled_llm.engine.steps.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
+from compiled_llm.engine.steps.outputs.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
+from compiled_llm.engine.steps.outputs.scored_prompts import run_scored
+from compiled_llm.engine.steps.outputs.states_reader import ArrivingStates, StatesReader
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.steps.scored_prompts import run_scored
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
@@ -42,6 +43,7 @@ class _Launched(NamedTuple):
     readbacks: list[Readback]
     timer: DeviceTimer | None
     logprobs: list[Arriving | ArrivingPrompt]
+    states: list[ArrivingStates]
     late: LateSampling | None
     mixed: bool
 
@@ -52,13 +54,14 @@ class _Launched(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A plan's batch, with its scored chunks, the watch on its logits, and requests whose tokens are sampled late."""
+    """A plan's batch, and what belongs to it: scored chunks, who sees logits and states, who is sampled late."""
 
     plan: StepPlan
     sampled: list[Request]
     batch: Batch
     scored: list[Chunk]
     watch: Watch
+    reader: StatesReader | None
     constrained: Constrained | None
 
 
@@ -258,19 +261,20 @@ class Loop:
 
     @staticmethod
     def _unread(prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None = None) -> _Launched:
-        constrained, watch = prepared.constrained, prepared.watch
+        plan, sampled, batch, _, watch, reader, constrained = prepared
         late = None if constrained is None else LateSampling(constrained, watch)
         logprobs = watch.taken() if watch.arriving else []
-        return _Launched(prepared.plan, prepared.sampled, readbacks, timer, logprobs, late, prepared.batch.mixed)
+        states = [] if reader is None else reader.taken()
+        return _Launched(plan, sampled, readbacks, timer, logprobs, states, late, batch.mixed)
 
     def _run(self, prepared: _Prepared) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
-        _, _, batch, scored, watch, _ = prepared
+        _, _, batch, scored, watch, reader, _ = prepared
         if batch.decode or batch.extend:
             self.mixed_steps += batch.mixed
             yield self.model_runner.run(batch, self._persistent, unchanged=True).tokens
         for chunk in scored:
-            yield run_scored(self.model_runner, self._persistent, chunk, watch)
+            yield run_scored(self.model_runner, self._persistent, chunk, watch, reader)
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
@@ -281,8 +285,10 @@ class Loop:
             extend = [chunk.extension for chunk in plain]
             mixed = self._mixes(rows, extend)
             watch = Watch(self.model_runner, _launches(plan.decode, plain, scored, mixed), self._logprobs_mode)
-            batch = Batch(rows, extend, observer=watch.see if watch else None, mixed=mixed)
-            self._prepared = _Prepared(plan, plan.sampled, batch, scored, watch, Constrained.among(plan.sampled))
+            reader = StatesReader.of(self.model_runner, plan.requests)
+            batch = Batch(rows, extend, observer=watch.see if watch else None, mixed=mixed, reader=reader)
+            constrained = Constrained.among(plan.sampled)
+            self._prepared = _Prepared(plan, plan.sampled, batch, scored, watch, reader, constrained)
         return self._prepared
 
     def _mixes(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
@@ -324,12 +330,15 @@ class Loop:
         tokens = tokens or [NOT_A_TOKEN] * len(step.sampled)
         late = [] if step.late is None else step.late.read(tokens)
         for arriving in (*step.logprobs, *late):
-            arriving.hand_out()  # before the tokens: a reader of one finds its log-probabilities
+            arriving.hand_out()  # before the tokens: a reader of one finds what belongs to it
+        failed: dict[Request, RequestError] = {} if step.late is None else dict(step.late.failed)
+        for states in step.states:
+            failed.update(states.hand_out())
         if step.timer is not None:
             prompts = sum(len(chunk.ids) for chunk in step.plan.extend)
             self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)
-        failed = [] if step.late is None else self._end(step.late.failed)
-        return self.scheduler.read(step.sampled, tokens, time.monotonic()) + failed
+        ended = self._end(failed)
+        return self.scheduler.read(step.sampled, tokens, time.monotonic()) + ended
 
     def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
         """End requests alone, and return them."""

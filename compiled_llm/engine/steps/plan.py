@@ -42,6 +42,11 @@ class StepPlan(NamedTuple):
     extend: list[Chunk]
 
     @property
+    def requests(self) -> list[Request]:
+        """All that take part."""
+        return [*self.decode, *(chunk.request for chunk in self.extend)]
+
+    @property
     def sampled(self) -> list[Request]:
         """The requests that tokens are sampled for, in the order in which a step returns them."""
         if not self.extend:

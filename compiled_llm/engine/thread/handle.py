@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from compiled_llm.engine.answer import Answer
-from compiled_llm.engine.steps.logprobs import prompt_logprobs
+from compiled_llm.engine.steps.outputs.logprobs import prompt_logprobs
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.thread.output_processor import OutputProcessor
 from compiled_llm.requests.answer_text import AnswerText, TextFormat

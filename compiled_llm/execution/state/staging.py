@@ -118,8 +118,8 @@ def _aligned(nbytes: int) -> int:
 class Readback:
     """Numbers on their way to the host; reading them waits for this copy alone, not for later work."""
 
-    def __init__(self, source: Tensor, idle: list[Readback]) -> None:
-        """Allocate for as many numbers as ``source`` has; it goes back to ``idle`` once they have been read."""
+    def __init__(self, source: Tensor, idle: list[Readback] | None = None) -> None:
+        """Allocate for as many numbers as ``source`` has; once these were read, it goes back to ``idle``, if any."""
         cuda = source.device.type == "cuda"
         self._host = torch.empty(len(source), dtype=source.dtype, pin_memory=cuda, device="cpu")
         self._array: NDArray[Any] = self._host.numpy()
@@ -141,19 +141,23 @@ class Readback:
         """Return tokens, once."""
         self._wait()
         tokens: list[int] = self._array.tolist()
-        self._idle.append(self)
+        self._has_been_read()
         return tokens
 
     def array(self) -> NDArray[Any]:
         """Return a copy of the numbers, once."""
         self._wait()
         numbers: NDArray[Any] = self._array.copy()
-        self._idle.append(self)
+        self._has_been_read()
         return numbers
 
     def _wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+    def _has_been_read(self) -> None:
+        if self._idle is not None:
+            self._idle.append(self)
 
 
 class Readbacks:
@@ -166,5 +170,12 @@ class Readbacks:
         """Start copying ``source`` ``[N]``, of any type."""
         idle = self._idle[source.shape[0], source.dtype]
         readback = idle.pop() if idle else Readback(source, idle)
+        readback.start(source)
+        return readback
+
+    @staticmethod
+    def start_once(source: Tensor) -> Readback:
+        """As ``start``, for so many numbers that a readback of each size would keep much memory; torch keeps that."""
+        readback = Readback(source)
         readback.start(source)
         return readback

@@ -10,7 +10,7 @@ from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import QueueFullError
-from compiled_llm.engine.steps.logprobs import Logprobs, scored_of, token_logprobs
+from compiled_llm.engine.steps.outputs.logprobs import Logprobs, scored_of, token_logprobs
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.protocol.messages import Ended, Entry, Kind, PromptScores, Refused, Submit, Summary, Update

@@ -9,14 +9,17 @@ import numpy as np
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.logprobs import score_tokens
-from compiled_llm.engine.steps.logprobs import ArrivingPrompt, Watch
+from compiled_llm.engine.steps.outputs.logprobs import ArrivingPrompt, Watch
 from compiled_llm.engine.steps.plan import Chunk
+from compiled_llm.execution.batch import Reader
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
 
 
-def run_scored(model_runner: ModelRunner, persistent: PersistentBatch, chunk: Chunk, watch: Watch) -> Tensor:
-    """Run a chunk without waiting for it; in the model's executor.
+def run_scored(
+    model_runner: ModelRunner, persistent: PersistentBatch, chunk: Chunk, watch: Watch, reader: Reader | None
+) -> Tensor:
+    """Run a chunk without waiting for it; in the model's executor. ``reader`` is that of a ``Batch``.
 
     Returns:
         ``[1]`` int64, the token that was sampled after it; ``[0]`` if the chunk does not end the prompt.
@@ -24,7 +27,7 @@ def run_scored(model_runner: ModelRunner, persistent: PersistentBatch, chunk: Ch
     request, row, count = chunk.request, chunk.request.running_row, len(chunk.ids)
     start = row.length
     persistent.leave([row])
-    logits = model_runner.extend([chunk.extension], keep=np.arange(count))  # [Q, V]
+    logits = model_runner.extend([chunk.extension], keep=np.arange(count), reader=reader)  # [Q, V]
     following = request.prompt[start + 1 : start + 1 + count]
     (tokens,) = model_runner.state.staging.to_device([following])
     most = min(request.prompt_logprobs or 0, logits.shape[1])
