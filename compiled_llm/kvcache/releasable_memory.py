@@ -73,18 +73,19 @@ class ReleasableMemory:
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return zeros that are no view: Dynamo would trace their base as well, with a symbolic size."""
-        if not self.keeps_addresses or 0 in shape:
-            tensor = torch.zeros(shape, dtype=dtype, device=self._device)
-        elif self._device.type == "cpu":
-            host = _HostMemory(math.prod(shape) * dtype.itemsize)
+        device, nbytes = self._device, math.prod(shape) * dtype.itemsize
+        if not self.keeps_addresses or nbytes == 0:
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+        elif device.type == "cpu":
+            host = _HostMemory(nbytes)
             self._parts.append(host)
             tensor = torch.frombuffer(host.buffer, dtype=dtype).resize_(shape)
         else:
-            mapped = MappedMemory(math.prod(shape) * dtype.itemsize, self._device)
+            mapped = MappedMemory(nbytes, device)
             self._parts.append(mapped)
-            storage = torch.as_tensor(mapped, device=self._device).untyped_storage()
+            storage = torch.as_tensor(mapped, device=device).untyped_storage()
             strides = torch.empty(shape, device="meta").stride()
-            tensor = torch.empty(0, dtype=dtype, device=self._device).set_(storage, 0, shape, strides).zero_()
+            tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, strides).zero_()
         self._tensors.append(tensor)
         return tensor
 
