@@ -91,4 +91,5 @@ class ChatRequest(ChoiceFields, ChatEnd, StoredFields):
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs_start=self.prompt_logprobs_start,
         )

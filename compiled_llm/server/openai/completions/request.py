@@ -45,6 +45,8 @@ class CompletionRequest(ChoiceFields):
         if self.best_of not in (None, self.answers):
             raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
         self.check_stream()
+        if self.prompt_logprobs_start and self.echo:
+            raise invalid("prompt_logprobs_start: without echo, which has all of the prompt", "prompt_logprobs_start")
         scores = [most for most in (self.logprobs if self.echo else None, self.prompt_logprobs) if most is not None]
         most = _MAX_TOKENS if self.max_tokens is None else self.max_tokens
         return self.params(
@@ -52,5 +54,6 @@ class CompletionRequest(ChoiceFields):
             max_tokens=most,
             logprobs=self.logprobs,
             prompt_logprobs=max(scores, default=None),
+            prompt_logprobs_start=self.prompt_logprobs_start,
             structured_outputs=None if form is None else form.params,
         )

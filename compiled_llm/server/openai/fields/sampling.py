@@ -126,6 +126,7 @@ class ChoiceFields(SamplingFields):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    prompt_logprobs_start: Annotated[int, Field(ge=0)] = 0
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -159,3 +160,5 @@ class ChoiceFields(SamplingFields):
             raise invalid("stream_options: only for stream=true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs: only without stream; echo with logprobs streams them", "prompt_logprobs")
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise invalid("prompt_logprobs_start: only with prompt_logprobs", "prompt_logprobs_start")

@@ -338,6 +338,7 @@ def test_tokens_by_their_ids(api_server: RunningServer, engine: Engine) -> None:
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_log_probabilities_of_prompts_come_whole_alone(api_server: RunningServer, path: str) -> None:
     assert refusal(api_server, path, prompt_logprobs=1, stream=True)["param"] == "prompt_logprobs"
+    assert refusal(api_server, path, prompt_logprobs_start=1)["param"] == "prompt_logprobs_start"
     body = post(api_server, path, prompt_logprobs=0)
     first, *places = (body if path == CHAT else body["choices"][0])["prompt_logprobs"]
     assert first is None

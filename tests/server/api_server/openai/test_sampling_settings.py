@@ -122,7 +122,7 @@ def test_each_endpoint_takes_each_setting(name: str, engine: Engine, api_server:
 def test_every_setting_is_tried() -> None:
     """Functions alone cannot be sent."""
     params = [name for setting in (*GREEDY.values(), *DRAWN.values()) for name in setting.params]
-    tried = {*params, *OF_TEXTS, "n", "logprobs", "prompt_logprobs"}
+    tried = {*params, *OF_TEXTS, "n", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
     assert set(SamplingParams.__dataclass_fields__) == tried | {"logits_processors"}
 
 
@@ -217,6 +217,11 @@ def test_log_probabilities_are_huggingfaces(plain: PreTrainedModel, engine: Engi
     ):
         assert entries[0] is None
         check(of_prompt(entries[1:], texts[text][1:end]), text, end=end)
+
+    asked_end = {"prompt": PROMPTS[2], "prompt_logprobs": MOST, "prompt_logprobs_start": 3}
+    places = api_server.post(TEXT, **asked_end)["choices"][0]["prompt_logprobs"]
+    assert places[:3] == [None] * 3
+    check(of_prompt(places[3:], texts[0][3:begin]), 0, 3, begin)
 
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": MOST}
     asked = {"input": "the fox", "max_output_tokens": 9, "seed": 5, "ignore_eos": True, **include}
