@@ -19,8 +19,8 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def check_ready(version: ModelVersion) -> None:
-    """Raise ValueError if a module of a wrapped model is in training mode, and computes other tokens there."""
-    found = version.obstacles().training
+    """Raise ValueError if a wrapped model is in training mode, and a module of it computes other tokens there."""
+    found = version.training()
     if found is not None and not found.checkpoints:
         raise ValueError(f"the wrapped model is {in_training(found)}")
 

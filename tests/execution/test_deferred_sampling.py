@@ -152,7 +152,7 @@ def test_captured_sampling_is_captured_again_after_sleep(captures, seed):
     batch = Batches()
     batch.call(batch.model_runner.prepare_deferred, [2, 4])
     with compiled_llm.Engine(batch.model) as engine:
-        engine.sleep()
+        engine.sleep(graphs=True)
         engine.wake()
     state = batch.model.compiled.model_runner().state
     assert state is not batch.model_runner.state

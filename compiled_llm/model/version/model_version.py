@@ -41,6 +41,7 @@ from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.module_tree import Hooks, ModuleTree, Obstacles
 from compiled_llm.model.version.tensors import Tensors
+from compiled_llm.model.version.training import Difference
 
 
 class Placement(NamedTuple):
@@ -186,6 +187,14 @@ class ModelVersion:
         with self._lock:
             tree = self._tree() if placement is None else self._known.tree or self._tree()
             return tree.obstacles(tree.hooks() if placement is None else placement.hooks, self._require_model())
+
+    def training(self) -> Difference | None:
+        """Return a module that acts otherwise in training mode, if the model as a whole is in it."""
+        model = self._require_model()
+        if not model.training:  # mostly; ``obstacles`` looks at each module
+            return None
+        with self._lock:
+            return self._tree().training(model)
 
     def hooked_embeddings(self) -> list[list[str]]:
         """Return the paths of embeddings with forward hooks, in the modules that there were at the last comparison."""

@@ -66,10 +66,13 @@ class ModuleTree:
 
     def obstacles(self, hooks: Hooks, model: nn.Module) -> Obstacles:
         """Return the parts that keep a call on HuggingFace's forward; ``hooks`` as just found in the ``model``."""
-        trains = any(map(dict.get, self._flags, repeat("training")))
-        training = training_difference([("", model), *self._named]) if trains else None
         hooked = self._first_of(hooks) if hooks else "all modules of the process" if hooks_on_all_modules() else None
-        return Obstacles(hooked, self._mixing, training)
+        return Obstacles(hooked, self._mixing, self.training(model))
+
+    def training(self, model: nn.Module) -> Difference | None:
+        """Return the first module of the ``model`` that is in training mode and acts otherwise there, or None."""
+        trains = any(map(dict.get, self._flags, repeat("training")))
+        return training_difference([("", model), *self._named]) if trains else None
 
     def hooks(self) -> Hooks:
         """Return what tells the forward hooks of all modules but the model itself apart from others.
