@@ -199,7 +199,9 @@ def append(args: AppendPagedKv) -> None:
     page_size = args.pages.shape[-2]
     rows, positions, indptr, indices = as_arrays(args.token_rows, args.token_positions, args.indptr, args.indices)
     page = indices[indptr[rows] + positions // page_size]
-    store(args, torch.as_tensor(page), torch.as_tensor(positions % page_size), args.key)
+    device = args.pages.device
+    slots = torch.as_tensor(positions % page_size, device=device)
+    store(args, torch.as_tensor(page, device=device), slots, args.key)
 
 
 def as_arrays(*integers: Tensor) -> tuple[Any, ...]:

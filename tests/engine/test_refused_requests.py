@@ -166,11 +166,12 @@ def test_sizes_to_warm_up(engine):
 
 
 def train(model: PreTrainedModel) -> Callable[[], object]:
-    model.model.layers[1].mlp.act_fn = torch.nn.Sequential(model.model.layers[1].mlp.act_fn, torch.nn.Dropout(0.1))
+    mlp = model.model.layers[-1].mlp
+    mlp.act_fn = torch.nn.Sequential(mlp.act_fn, torch.nn.Dropout(0.1))
     model.train()
 
     def undo() -> None:
-        model.model.layers[1].mlp.act_fn = model.model.layers[1].mlp.act_fn[0]
+        mlp.act_fn = mlp.act_fn[0]
         model.eval()
 
     return undo

@@ -316,9 +316,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
     model_runner = model.compiled.model_runner()
     model.again, seen, own = [], set(), model_runner.graph_manager.programs.decode
 
-    def decode(arguments: Arguments) -> Any:
+    def decode(arguments: Arguments, code: Any = None) -> Any:
         seen.add(arguments.inputs.slots.shape[0])
-        return own(arguments)
+        return own(arguments, code)
 
     monkeypatch.setattr(model_runner.graph_manager.programs, "in_trees", True)
     monkeypatch.setattr(model_runner.graph_manager.programs, "decode", decode)

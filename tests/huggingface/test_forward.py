@@ -131,14 +131,21 @@ def test_what_finds_no_room_runs_in_huggingfaces_forward(models):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("options", [{"logits_to_keep": 2}, {"num_items_in_batch": 9}], ids=" ".join)
-def test_losses_that_are_counted_otherwise_are_huggingfaces_own(options, models, ids):
-    labels = torch.full((3, options.get("logits_to_keep", LENGTH)), 7)
+def test_losses_of_the_last_tokens_are_huggingfaces_own(models, ids):
     with torch.no_grad():
-        theirs, ours = (model(ids, labels=labels, **options) for model in models)
+        theirs, ours = (model(ids, labels=torch.full((3, 2), 7), logits_to_keep=2) for model in models)
     torch.testing.assert_close((ours.loss, ours.logits), (theirs.loss, theirs.logits), rtol=0, atol=0)
     assert_forwards(models[1], original=1)
     assert list(models[1].compiled.stats().slow_paths.values()) == [1]
+
+
+@pytest.mark.core
+def test_losses_may_be_divided_by_a_number_of_items(models, ids):
+    """As HuggingFace's Trainer does."""
+    with torch.no_grad():
+        theirs, ours = (model(ids, labels=torch.full((3, LENGTH), 7), num_items_in_batch=9) for model in models)
+    torch.testing.assert_close((ours.loss, ours.logits), (theirs.loss, theirs.logits), **CLOSE)
+    assert_forwards(models[1], compiled=1)
 
 
 # ---- under grad

@@ -141,23 +141,21 @@ class Readback:
         """Return tokens, once."""
         self._wait()
         tokens: list[int] = self._array.tolist()
-        self._has_been_read()
+        if self._idle is not None:  # here, and no call: each step comes by
+            self._idle.append(self)
         return tokens
 
     def array(self) -> NDArray[Any]:
         """Return a copy of the numbers, once."""
         self._wait()
         numbers: NDArray[Any] = self._array.copy()
-        self._has_been_read()
+        if self._idle is not None:
+            self._idle.append(self)
         return numbers
 
     def _wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
-
-    def _has_been_read(self) -> None:
-        if self._idle is not None:
-            self._idle.append(self)
 
 
 class Readbacks:

@@ -10,6 +10,7 @@ import torch
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.backend import Pass
 from compiled_llm.config import WrapConfig
+from compiled_llm_ops.linear import linear
 
 
 def let_passes_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +19,4 @@ def let_passes_run_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     passes = programs.passes_for
     monkeypatch.setattr(programs, "passes_for", as_on_cuda)
+    monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)  # or products are torch's own, and there are none of ours
