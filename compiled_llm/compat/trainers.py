@@ -113,7 +113,7 @@ def _called_by(forward: Any) -> Any:
 
 
 def author_of(function: Any) -> str:
-    """Return who has put a function on a model, and the call that takes it off; its own name if nobody is known."""
+    """Return which package put a function on a model, and the call that removes it; its own name if it has none."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return type(function).__name__

@@ -78,10 +78,11 @@ def traced_hook(module: nn.Module, function: HookFunction) -> TracedHookHandle:
             f"traced_hook: module, a {type(module).__name__}, is in no wrapped model; wrap the model first, and give "
             "one of its modules, such as model.model.layers[5]"
         )
-    placed: list[tuple[CompiledModel, PlacedHook]] = []
-    for compiled, name in found:
+    for compiled, _ in found:
         compiled.home.check()
         _check_place(compiled, module)
+    placed: list[tuple[CompiledModel, PlacedHook]] = []
+    for compiled, name in found:
         placed.append((compiled, compiled.facts.hooks.add(name, function)))
         compiled.facts.version.change_code()
         logger.info("compiled_llm: a traced hook is on %s: the next call compiles the steps with it", name)

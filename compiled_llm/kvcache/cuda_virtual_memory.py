@@ -18,7 +18,7 @@ _SUPPORTED = 102
 """``CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED``."""
 _OUT_OF_MEMORY = 2
 _PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0
-_mapped: dict[int, tuple[int, int]] = {}
+_mappings: dict[int, tuple[int, int]] = {}
 """What is mapped now: of each address, the number of the device and the bytes."""
 _ended: list[tuple[Any, ...]] = []
 """Arguments of ``_end`` for what had no tensors left while a CUDA graph was captured."""
@@ -112,7 +112,7 @@ class _Mapped:
 
     def map(self, properties: _Properties) -> bool:
         """Map memory, unless there is some; False if the device has too little."""
-        if self._address.value in _mapped:
+        if self._address.value in _mappings:
             return True
         handle = ctypes.c_uint64()
         made = ctypes.byref(handle), self._length, ctypes.byref(properties), ctypes.c_uint64(0)
@@ -122,21 +122,21 @@ class _Mapped:
             _call("cuMemMap", self._address, self._length, _Size(0), handle, ctypes.c_uint64(0))
         finally:
             _call("cuMemRelease", handle)  # mapped, the memory stays until it is unmapped
-        _mapped[self._address.value] = properties.location.id, self._length.value
+        _mappings[self._address.value] = properties.location.id, self._length.value
         access = _Access(properties.location, _READ_AND_WRITE)
         _call("cuMemSetAccess", self._address, self._length, ctypes.byref(access), _Size(1))
         return True
 
     def unmap(self) -> None:
-        if self._address.value in _mapped:
+        if self._address.value in _mappings:
             _call("cuMemUnmap", self._address, self._length)
-            del _mapped[self._address.value]
+            del _mappings[self._address.value]
 
 
 def mapped_bytes(device: torch.device) -> int:
     """Return the bytes that are mapped on a CUDA device; PyTorch's allocator knows nothing of them."""
     index = _index_of(device)
-    return sum(length for at, length in list(_mapped.values()) if at == index)
+    return sum(length for at, length in list(_mappings.values()) if at == index)
 
 
 def unsupported(device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""What is called in place of one module's forward, as ``module.compile()`` puts it there."""
+"""Tells when one module is called, in the way in which ``module.compile()`` replaces its call."""
 
 from __future__ import annotations
 

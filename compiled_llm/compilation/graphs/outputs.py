@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 Emitted: TypeAlias = Mapping[int | str, Tensor]
-"""What a step gives of its tokens besides logits, ``[T, ...]`` each: hidden states by HuggingFace's number, and what
+"""What a step returns for its tokens besides logits, ``[T, ...]`` each: hidden states by HuggingFace's number, and what
 traced hooks emit by name."""
 
 
 class StepOutputs(NamedTuple):
-    """What a step computes.
+    """The results of a step.
 
     Attributes:
         logits: ``[L, V]`` in the model's dtype.

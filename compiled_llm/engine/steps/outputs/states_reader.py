@@ -65,21 +65,17 @@ class StatesReader:
 
     hidden_states = True
 
-    def __init__(self, model_runner: ModelRunner, requests: Iterable[Request]) -> None:
+    def __init__(self, model_runner: ModelRunner, wanting: Iterable[tuple[Request, HiddenStates]]) -> None:
         self._model_runner = model_runner
-        self._wanting = {
-            request.running_row: (request, request.hidden_states)
-            for request in requests
-            if request.hidden_states is not None
-        }
+        self._wanting = {request.running_row: (request, states) for request, states in wanting}
         self._numbers = {number for _, states in self._wanting.values() for number in states.layers.numbers.values()}
         self._arriving: list[ArrivingStates] = []
 
     @classmethod
     def of(cls, model_runner: ModelRunner, requests: Iterable[Request]) -> StatesReader | None:
         """Return a reader for those that want some; None if nobody does."""
-        reader = cls(model_runner, requests)
-        return reader if reader._wanting else None
+        wanting = [(request, request.hidden_states) for request in requests if request.hidden_states is not None]
+        return cls(model_runner, wanting) if wanting else None
 
     def read(self, spans: Sequence[TokenSpan], emitted: Emitted) -> None:
         """Start copying what is wanted of a launch; see ``Reader``."""
