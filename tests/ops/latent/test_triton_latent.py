@@ -99,8 +99,9 @@ def test_many_programs_of_a_row_are_merged(keys_first, chosen, seed):
 
 @interpreted
 @pytest.mark.parametrize("page_size", [3, 16, 64, 128])
-def test_blocks_of_whole_pages_and_of_parts(page_size, seed):
-    check(rows_of([1, 15, 16, 17, 63, 64, 65, 130], page_size=page_size, seed=seed), 5, block=64)
+@pytest.mark.parametrize("ahead", [False, True], ids="ahead={}".format)
+def test_blocks_of_whole_pages_and_of_parts(page_size, ahead, seed):
+    check(rows_of([1, 15, 16, 17, 63, 64, 65, 130], page_size=page_size, seed=seed), 5, block=64, ahead=ahead)
 
 
 @pytest.mark.drawn

@@ -34,6 +34,7 @@ from compiled_llm_ops.kernels.latent.step import (
     inner_contiguous,
     load_block,
     load_chosen,
+    load_page_numbers,
     load_whole_pages,
 )
 
@@ -58,7 +59,7 @@ def _latent_decode(
     rows, row_tile, heads, unsplit, min_share, listed, scale,
     ROWS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend over some keys of one row with a tile of heads; if several programs share them, another kernel merges.
 
@@ -116,9 +117,16 @@ def _latent_decode(
         else:
             total = tl.zeros([TILE], tl.float32)
             acc = tl.zeros([TILE, RANK], tl.float32)
+        WHOLE: tl.constexpr = BLOCK % PAGE == 0 and chosen is None
+        if WHOLE and AHEAD:
+            numbers = load_page_numbers(own_indices, begin, length, PAGE, BLOCK)
         for block in tl.range(begin, end, num_stages=STAGES):
-            if BLOCK % PAGE == 0 and chosen is None:
-                latents, turned, seen = load_whole_pages(pages, own_indices, block, length, RANK, ROPE, PAGE, BLOCK)
+            if WHOLE:
+                if not AHEAD:
+                    numbers = load_page_numbers(own_indices, block, length, PAGE, BLOCK)
+                latents, turned, seen = load_whole_pages(pages, numbers, block, length, RANK, ROPE, PAGE, BLOCK)
+                if AHEAD:
+                    numbers = load_page_numbers(own_indices, block + 1, length, PAGE, BLOCK)
             else:
                 position = block * BLOCK + offs_n
                 if chosen is None:
@@ -243,7 +251,8 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl:
     constants: dict[str, Any] = {
         "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MOST_SHARES, "TILE": tiling.heads, "RANK": rank,
         "ROPE": size, "PAGE": page_size, "BLOCK": tiling.block, "STAGES": tiling.stages,
-        "KEYS_FIRST": tiling.keys_first, "SHARE_EQUAL": tiling.share_equal, "num_warps": tiling.warps,
+        "KEYS_FIRST": tiling.keys_first, "AHEAD": tiling.ahead, "SHARE_EQUAL": tiling.share_equal,
+        "num_warps": tiling.warps,
     }  # fmt: skip
     _latent_decode[(head_tiles, row_tiles, tiling.programs)](
         query, query_rope, latent, rope, args.pages, args.starts, args.lengths, args.indices, chosen,

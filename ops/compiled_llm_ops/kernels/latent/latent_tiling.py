@@ -130,6 +130,8 @@ class LatentTiling(NamedTuple):
         stages: of the pipeline.
         warps: in a program.
         keys_first: whether keys are rows of the products (``step.attend_keys_first``).
+        ahead: whether page numbers are read a block ahead of the pipeline, into registers: all its stages are then of
+            latents, several blocks of which are being loaded while one is multiplied.
         share_equal: whether rows of about equal lengths are shared as well; if not, rows are shared only so that all
             end at the same time.
     """
@@ -143,6 +145,7 @@ class LatentTiling(NamedTuple):
     stages: int
     warps: int
     keys_first: bool
+    ahead: bool = False
     share_equal: bool = True
 
 
