@@ -29,3 +29,9 @@ import torch
 def has_pdl(device: torch.device) -> bool:
     """Return whether a kernel on the device can begin before the previous one has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether the device has Hopper's own tensor core instructions, which other generations lack."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -54,6 +54,37 @@ def test_decode(heads, rank, size, dtype, seed):
     compare(many, *latent_decode_lse(*many.decode_arguments()))
 
 
+TILES = {
+    "ahead": {"heads": 16, "block": 32, "warps": 4, "keys_first": False, "ahead": True},
+    "ahead, keys first": {"heads": 32, "block": 64, "stages": 2, "warps": 4, "keys_first": True, "ahead": True},
+    "by hand, keys first": {"heads": 16, "block": 64, "warps": 4, "keys_first": True, "by_hand": True},
+    "by hand, 32 heads": {"heads": 32, "block": 64, "warps": 8, "keys_first": True, "by_hand": True},
+    "by hand, 64 heads": {"heads": 64, "block": 64, "warps": 8, "keys_first": False, "by_hand": True},
+}
+"""That no rule chooses as yet."""
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("heads", [16, 20, 128], ids="heads={}".format)
+@pytest.mark.parametrize("page_size", [1, 16, 64], ids="page_size={}".format)
+def test_other_tilings(tile, heads, page_size, seed):
+    from compiled_llm_ops.kernels.latent.decode import decode
+    from compiled_llm_ops.kernels.latent.latent_tiling import choose_decode_tiling
+
+    for lengths, programs in ((LENGTHS, 11), ([1, 31, 0, 64], 4), ([9000], 30), ([200, 1100, 0, 1, 64, 257] * 11, 99)):
+        rows = rows_of(lengths, heads=heads, rank=512, size=64, page_size=page_size, seed=seed)
+        args, row_tile = rows.decode_arguments(), -(-len(lengths) // -(-len(lengths) // 32))
+        tiling = choose_decode_tiling(len(lengths), heads, 512, 65_536, 132)._replace(
+            row_tile=row_tile, programs=programs, unsplit=1, min_share=1, share_equal=True, **TILES[tile]
+        )
+        found = []
+        for _ in range(3):
+            lse = torch.full((len(lengths), heads), torch.nan, device="cuda")
+            found.append(decode(args, lse, tiling=tiling, pdl=False))
+            compare(rows, found[-1], lse)
+        assert all(torch.equal(out, found[0]) for out in found)
+
+
 @pytest.mark.parametrize(("heads", "rank", "size"), SIZES)
 @pytest.mark.parametrize("mix", MIXES)
 def test_packed_queries(heads, rank, size, mix, seed):

@@ -237,6 +237,10 @@ def types_of(kernel: Any, tensors: tuple[str, ...], table: tuple[str, ...], sums
     return {**named, **dict.fromkeys(integers, "i32"), **scale}
 
 
+TENSORS = ("query_latent", "query_rope", "latent", "rope", "pages", "out")
+TABLE = ("starts", "lengths", "indices", "shares")
+SUMS = ("lse", "partials", "partial_lses")
+
 FEW_SPILLED = 256
 """Bytes of a thread's stack: sums fill the registers of large tiles, and some addresses are read again."""
 
@@ -259,14 +263,10 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
     kernel, tile = decode._latent_decode, decode_tile(heads, rank)
     constants = {
         "ROWS": 32, "MOST": MOST_SHARES, "TILE": tile.heads, "RANK": rank, "ROPE": size, "PAGE": 16,
-        "BLOCK": tile.block, "STAGES": tile.stages, "KEYS_FIRST": tile.keys_first, "SHARE_EQUAL": True, "PDL": True,
+        "BLOCK": tile.block, "STAGES": tile.stages, "KEYS_FIRST": tile.keys_first, "AHEAD": tile.ahead,
+        "SHARE_EQUAL": True, "PDL": True,
     }  # fmt: skip
-    types = types_of(
-        kernel,
-        ("query_latent", "query_rope", "latent", "rope", "pages", "out"),
-        ("starts", "lengths", "indices", "shares", *table),
-        ("lse", "partials", "partial_lses"),
-    )
+    types = types_of(kernel, TENSORS, (*TABLE, *table), SUMS)
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
     made = compiled(kernel, constants, types, tile.warps, aligned, launch_pdl=True)
     assert stack_of(made, tmp_path) <= FEW_SPILLED, "registers spill"
@@ -278,6 +278,49 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
     assert "griddepcontrol.wait" in steps[:begun]
     before = [step for step in steps[: steps.index("griddepcontrol.wait")] if step != "griddepcontrol.wait"]
     assert set(before) == {"ld.global"}, "where pages begin, and lengths"
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+def test_blocks_are_copied_while_one_is_multiplied():
+    """If page numbers are read ahead. Two copies make a block: one of latents, one of rotated parts."""
+    from compiled_llm_ops.kernels.latent import decode
+
+    types = types_of(decode._latent_decode, TENSORS, TABLE, SUMS)
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
+    constants = {
+        "ROWS": 32, "MOST": MOST_SHARES, "TILE": 16, "RANK": 512, "ROPE": 64, "PAGE": 16, "BLOCK": 32, "STAGES": 3,
+        "KEYS_FIRST": False, "AHEAD": True, "SHARE_EQUAL": True, "PDL": True,
+    }  # fmt: skip
+    made = compiled(decode._latent_decode, constants, types, 4, aligned, launch_pdl=True)
+    assert re.search(r"cp\.async\.wait_group\s+(0x)?2;", made.asm["ptx"])
+    assert 2 * (made.metadata.shared + 1024) <= 228 * 1024, "two programs fit side by side"
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("heads", "keys_first", "warps", "page_size"),
+    [(16, True, 4, 16), (16, True, 8, 1), (32, True, 4, 64), (32, True, 8, 16), (64, False, 8, 16)],
+)
+def test_the_kernel_by_hand_fits_registers_and_shared_memory(heads, keys_first, warps, page_size, tmp_path):
+    from compiled_llm_ops.kernels.latent.hopper import _latent_decode_hopper
+
+    types = types_of(_latent_decode_hopper, TENSORS, TABLE, SUMS)
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
+    constants = {
+        "ROWS": 32, "MOST": MOST_SHARES, "TILE": heads, "RANK": 512, "ROPE": 64, "PAGE": page_size, "BLOCK": 64,
+        "KEYS_FIRST": keys_first, "SHARE_EQUAL": True, "PDL": True,
+    }  # fmt: skip
+    made = compiled(_latent_decode_hopper, constants, types, warps, aligned, launch_pdl=True)
+    assert stack_of(made, tmp_path) == 0, "registers spill"
+    assert made.metadata.shared <= 227 * 1024
+    assert "wgmma.mma_async" in made.asm["ptx"]
+    steps = in_order(made.asm["ptx"])
+    assert "cp.async.cg" in steps
+    assert "cp.async.ca" not in steps, "sixteen bytes at a time"
 
 
 @not_interpreted

@@ -20,12 +20,13 @@ def compiled(
     """What the kernel is for Hopper, with its `asm`; an argument without a type or constant is None."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
     constants = {**{name: None for name in names if name not in types}, **constants}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
 
 

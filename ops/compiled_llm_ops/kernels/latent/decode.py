@@ -10,7 +10,7 @@ size.
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from compiled_llm_ops.kernels.latent.step import (
     load_page_numbers,
     load_whole_pages,
 )
+from compiled_llm_ops.kernels.pdl import is_hopper
 
 
 @triton.jit
@@ -250,17 +251,26 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl:
     overlap: dict[str, Any] = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
     constants: dict[str, Any] = {
         "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MOST_SHARES, "TILE": tiling.heads, "RANK": rank,
-        "ROPE": size, "PAGE": page_size, "BLOCK": tiling.block, "STAGES": tiling.stages,
-        "KEYS_FIRST": tiling.keys_first, "AHEAD": tiling.ahead, "SHARE_EQUAL": tiling.share_equal,
-        "num_warps": tiling.warps,
+        "ROPE": size, "PAGE": page_size, "BLOCK": tiling.block, "KEYS_FIRST": tiling.keys_first,
+        "SHARE_EQUAL": tiling.share_equal, "num_warps": tiling.warps, **overlap,
     }  # fmt: skip
-    _latent_decode[(head_tiles, row_tiles, tiling.programs)](
-        query, query_rope, latent, rope, args.pages, args.starts, args.lengths, args.indices, chosen,
-        out, lse, partials, partial_lses, shares,
-        *query.stride()[:2], *query_rope.stride()[:2], latent.stride(0), rope.stride(0),
-        rows, tiling.row_tile, heads, tiling.unsplit, tiling.min_share,
-        0 if chosen is None else chosen.shape[1], args.scale * math.log2(math.e), **constants, **overlap,
-    )  # fmt: skip
+    given = (query, query_rope, latent, rope, args.pages, args.starts, args.lengths, args.indices)
+    made = (out, lse, partials, partial_lses, shares)
+    strides = (*query.stride()[:2], *query_rope.stride()[:2], latent.stride(0), rope.stride(0))
+    numbers = (rows, tiling.row_tile, heads, tiling.unsplit, tiling.min_share)
+    scale = args.scale * math.log2(math.e)
+    if tiling.by_hand and chosen is None and tiling.block % page_size == 0 and is_hopper(query.device):
+        from compiled_llm_ops.kernels.latent.hopper import _latent_decode_hopper
+
+        _latent_decode_hopper[(head_tiles, row_tiles, tiling.programs)](
+            *given, *made, *strides, *numbers, scale, **constants
+        )
+    else:
+        listed = 0 if chosen is None else chosen.shape[1]
+        _latent_decode[(head_tiles, row_tiles, tiling.programs)](
+            *given, chosen, *made, *strides, *numbers, listed, scale, STAGES=tiling.stages, AHEAD=tiling.ahead,
+            **constants,
+        )  # fmt: skip
     if shares is not None:
         merged = merge_tiling(tiling, rank)
         _merge_shares[(rows, heads, rank // merged.columns)](

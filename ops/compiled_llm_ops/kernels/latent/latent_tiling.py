@@ -132,6 +132,8 @@ class LatentTiling(NamedTuple):
         keys_first: whether keys are rows of the products (``step.attend_keys_first``).
         ahead: whether page numbers are read a block ahead of the pipeline, into registers: all its stages are then of
             latents, several blocks of which are being loaded while one is multiplied.
+        by_hand: whether on Hopper blocks of whole pages are read by the kernel whose copies are ordered by hand
+            (``kernels.latent.hopper``).
         share_equal: whether rows of about equal lengths are shared as well; if not, rows are shared only so that all
             end at the same time.
     """
@@ -146,6 +148,7 @@ class LatentTiling(NamedTuple):
     warps: int
     keys_first: bool
     ahead: bool = False
+    by_hand: bool = False
     share_equal: bool = True
 
 
