@@ -10,7 +10,7 @@ Shapes: B rows, H query heads, R latent size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -117,6 +117,10 @@ MAX_EQUAL = 0.75
 together anyway. With an earlier kernel, sharing 64 rows of 8,192 keys took 15% longer."""
 
 
+MEASURED: dict[int, dict[str, Any]] = {}
+"""Fields of tiles with R = 512 that are others than the rule's, by the heads of the rule's own: 16, 32 or 64."""
+
+
 class LatentTiling(NamedTuple):
     """How programs share the keys of rows, and how each of them reads its own.
 
@@ -134,6 +138,7 @@ class LatentTiling(NamedTuple):
             latents, several blocks of which are being loaded while one is multiplied.
         by_hand: whether on Hopper blocks of whole pages are read by the kernel whose copies are ordered by hand
             (``kernels.latent.hopper``).
+        resident: programs that fit side by side on a multiprocessor.
         share_equal: whether rows of about equal lengths are shared as well; if not, rows are shared only so that all
             end at the same time.
     """
@@ -149,6 +154,7 @@ class LatentTiling(NamedTuple):
     keys_first: bool
     ahead: bool = False
     by_hand: bool = False
+    resident: int = 1
     share_equal: bool = True
 
 
@@ -158,7 +164,8 @@ def decode_tile(heads: int, rank: int) -> LatentTiling:
     keys_first = tile <= KEYS_FIRST_HEADS
     stages = SHALLOW if 2 * DECODE_BLOCK * rank >= SHALLOW_BYTES else STAGES
     warps = 8 if not keys_first and tile * rank >= MANY_SUMS else 4
-    return LatentTiling(tile, 1, 1, 1, 1, DECODE_BLOCK, stages, warps, keys_first)
+    found = LatentTiling(tile, 1, 1, 1, 1, DECODE_BLOCK, stages, warps, keys_first)
+    return found._replace(**MEASURED.get(tile, {})) if rank == MOST_RANK else found
 
 
 def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, processors: int) -> LatentTiling:
@@ -173,7 +180,7 @@ def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, proces
     """
     tile = decode_tile(heads, rank)
     items = rows * -(-heads // tile.heads)
-    splits, alone = min(processors // items, MOST_SHARES), max(1, SHARED_KEYS // tile.block)
+    splits, alone = min(tile.resident * processors // items, MOST_SHARES), max(1, SHARED_KEYS // tile.block)
     if splits < FEW:
         splits, alone = FEW, max(1, BUSY_KEYS // tile.block)
     blocks = -(-max_keys // tile.block)
