@@ -15,7 +15,8 @@ from compiled_llm.compat.huggingface import mask_width
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.hidden_columns import differing_window
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
-from compiled_llm.huggingface.cache.stand_in import READABLE, StandIn, readable
+from compiled_llm.huggingface.cache.reading import READABLE, readable
+from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, made
 from compiled_llm.huggingface.call.other_inputs import sees, without_what_says_nothing
 from compiled_llm.huggingface.forward.forward_obstacles import ignored_inputs

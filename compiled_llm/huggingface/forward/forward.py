@@ -14,6 +14,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
@@ -24,7 +25,9 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.emitted_columns import StepEmitted, WantedOutputs
 from compiled_llm.huggingface.cache.hidden_columns import HiddenInWindowError
+from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
 from compiled_llm.huggingface.call.other_inputs import one_a_token
@@ -57,6 +60,8 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     cache = arguments.get(runtime.facts.cache_argument)
     if isinstance(cache, StandIn) and cache.prefill is not None:
         return _run_prefill(original, self, arguments, cache)
+    if isinstance(cache, DynamicCache) and isinstance(mask := arguments.get("attention_mask"), Tensor):
+        arguments["attention_mask"] = mask.cpu()  # once: it is read several times
     with _in_progress(runtime):
         if isinstance(cache, PagedCache):
             return _run_over(cache, original, self, arguments)
@@ -67,8 +72,6 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
             except OutOfPagesError:
                 reason = Reason("out_of_pages")  # other threads took them since
             except HiddenInWindowError:
-                if cache is not None:
-                    raise
                 reason = Reason("hidden_in_window")
             else:
                 count_forward(runtime, "compiled")
@@ -175,7 +178,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
 
     Returns:
         HuggingFace's output: ``[B, Q', V]`` logits, the loss if there are labels, and a ``PagedCache`` if the
-        call has or wants one.
+        call has or wants one, or the user's ``DynamicCache``, whose new tokens lie in pages.
 
     Raises:
         ValueError: the arguments do not fit the cache or the model.
@@ -185,25 +188,56 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     model, argument = runtime.facts.model, runtime.facts.cache_argument
     if "position_ids" in arguments:
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
-    cache: PagedCache | None = arguments.get(argument)
-    if cache is None and keeps_cache(model, arguments):
-        cache = runtime.new_cache()
+    given, keeps = arguments.get(argument), keeps_cache(model, arguments)
+    cache = _cache_for(runtime, given, arguments, keeps)
     asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
     wanted = WantedOutputs.of(asked, runtime.facts.hooks)
     logits, emitted = (
         _score(runtime, arguments, wanted) if cache is None else _checked_forward(runtime, cache, arguments, wanted)
     )
+    returned: Cache | None = cache
+    if cache is not None and isinstance(given, DynamicCache):
+        put_in_pages(given, cache)
+        returned = given if keeps else None
     labels, loss = arguments.get("labels"), None
     if labels is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **items)
     states = {} if emitted.hidden_states is None else {"hidden_states": emitted.hidden_states}
-    output = _output_class(original)(loss=loss, logits=logits, **{argument: cache}, **states)
+    output = _output_class(original)(loss=loss, logits=logits, **{argument: returned}, **states)
     if emitted.by_name:
         output["emitted"] = emitted.by_name
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
+
+
+def _cache_for(
+    runtime: CompiledModel, given: Cache | None, arguments: Mapping[str, Any], keeps: bool
+) -> PagedCache | None:
+    """Return the pages that a call runs over: those of its cache, with what its mask shows of it; None if it has none.
+
+    ``keeps`` says whether a call without a cache gets one. OutOfPagesError if a cache does not fit.
+    """
+    if isinstance(given, DynamicCache):
+        return _pages_of(runtime, given, arguments)
+    assert given is None or isinstance(given, PagedCache)
+    return runtime.new_cache() if given is None and keeps else given
+
+
+def _pages_of(runtime: CompiledModel, cache: DynamicCache, arguments: Mapping[str, Any]) -> PagedCache:
+    mask, known = arguments.get("attention_mask"), int(cache.get_seq_length())
+    rows = tokens_in(arguments)[0]
+    shown = np.ones((rows, known), dtype=bool) if mask is None else on_host(mask)[:, :known] != 0
+    paged = pages_of(cache)
+    current = paged is not None and paged.generate_loop.model_runner is runtime.model_runner()
+    if paged is not None and current and np.array_equal(paged.stored, shown):
+        return paged
+    move_out(cache)
+    paged = runtime.new_cache()
+    if known:
+        read_into(paged, cache, shown, shown.sum(axis=1).tolist())
+    return paged
 
 
 def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,13 +303,17 @@ def _foreign() -> ValueError:
 
 
 def fitting(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Reason | None:
-    """Return why the pages have no room for a call without a cache, or None; HuggingFace's own forward needs none."""
+    """Return why pages cannot serve a call without a ``PagedCache``, or None; HuggingFace's own forward needs none."""
     try:
         model_runner = runtime.model_runner()
     except (ValueError, RuntimeError) as error:
         return Reason("cannot_run", str(error))
     rows, tokens = tokens_in(arguments)
-    if keeps_cache(runtime.facts.model, arguments) and rows > model_runner.max_batch_size:
+    cache: DynamicCache | None = arguments.get(runtime.facts.cache_argument)
+    if rows > model_runner.max_batch_size and (cache is not None or keeps_cache(runtime.facts.model, arguments)):
         return Reason("max_batch_size")
+    if cache is not None:  # it may have pages already
+        fits = may_be_in_pages(cache, model_runner, rows, tokens)
+        return None if fits else Reason("past_key_values", type(cache).__name__)
     pool, rows = model_runner.pool, min(rows, model_runner.max_batch_size)
     return None if rows * pool.pages_for(tokens) <= pool.available else Reason("out_of_pages")

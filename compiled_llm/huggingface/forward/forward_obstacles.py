@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
@@ -81,7 +81,7 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
     others = sorted(name for name, value in given.items() if name not in known and value is not False)
     if others:
         yield Reason("model_inputs", ", ".join(others))
-    if cache is not None and not paged:
+    if cache is not None and not paged and (type(cache) is not DynamicCache or compiled.facts.states):
         yield Reason("past_key_values", type(cache).__name__)
     if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
         yield Reason("attention_mask_shape")
@@ -100,6 +100,8 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
     if torch.is_grad_enabled() and _wants_gradients(model, arguments):
         yield Reason("gradients")
     yield from _input_obstacles(model, arguments)
+    if cache is not None:
+        yield from _cache_obstacles(model, cache, arguments)
 
 
 def keeps_cache(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
@@ -155,6 +157,18 @@ def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> It
     elif ids is not None and (ids.dim() != 2 or ids.is_floating_point() or not ids.numel()):
         yield Reason("inputs", f"{ids.dim()}-D input_ids of {ids.dtype}" if ids.numel() else "no token")
     elif tokens_in(arguments)[1] > max_positions_of(model):
+        yield Reason("out_of_positions")
+
+
+def _cache_obstacles(model: PreTrainedModel, cache: DynamicCache, arguments: Mapping[str, Any]) -> Iterator[Reason]:
+    """Yield what keeps pages from standing in for a user's cache; its layers are looked at later."""
+    (rows, tokens), known = tokens_in(arguments), int(cache.get_seq_length())
+    mask = arguments.get("attention_mask")
+    if mask is not None and mask.shape != (rows, known + tokens):
+        yield Reason("attention_mask_shape")
+    elif mask is not None and bool((mask[:, known:] == 0).any()):
+        yield Reason("prefill", "the cache has to hold masked tokens too")
+    if known + tokens > max_positions_of(model):
         yield Reason("out_of_positions")
 
 

@@ -289,6 +289,16 @@ def a_step_over_a_cache(model: PreTrainedModel) -> Any:
         return model(torch.tensor([[5, 6]] * 3), mask, past_key_values=cache, logits_to_keep=1).logits
 
 
+def steps_over_theirs(model: PreTrainedModel) -> Any:
+    """A prompt and two tokens, one after the other, over caches that begin empty and filled."""
+    ids, logits = torch.tensor([[5, 6, 7, 8, 9]] * 2), []
+    with torch.no_grad():
+        for given in (DynamicCache(), DynamicCache(config=model.config), None):
+            cache = model(ids, past_key_values=given).past_key_values
+            logits += [model(ids[:, :1], past_key_values=cache).logits for _ in range(2)]
+    return torch.cat(logits)
+
+
 def score_of(given: dict[str, Any]) -> Call:
     labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
     return forward(**given, labels=labels)

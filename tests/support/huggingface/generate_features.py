@@ -58,6 +58,7 @@ from support.huggingface.feature_calls import (
     right_padded,
     score_of,
     static_cache,
+    steps_over_theirs,
     two_thirds,
     under_another_device,
     under_gradients,
@@ -424,7 +425,17 @@ FEATURES: dict[str, list[Feature]] = {
             "`use_cache`: the result holds a `PagedCache`, which goes on",
             [forward(use_cache=True), a_step_over_a_cache],
         ),
-        Feature("another cache", [lambda model: forward(past_key_values=dynamic_cache(), use_cache=True)(model)]),
+        Feature(
+            "a `DynamicCache`, empty or filled, which stays yours: steps of a loop of your own",
+            [steps_over_theirs],
+        ),
+        Feature(
+            "a `StaticCache`, caches of other classes, masked tokens that a `DynamicCache` gets",
+            [
+                lambda model: forward(past_key_values=static_cache(), use_cache=True)(model),
+                lambda model: forward(past_key_values=dynamic_cache(), use_cache=True)(model),
+            ],
+        ),
         Feature(
             "`output_hidden_states`, all or chosen ones",
             [forward(output_hidden_states=asked, attention_mask=None) for asked in (True, [0, -1])],
