@@ -81,6 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out_what_is_not_drawn(items, config.getoption("--seed"))
 
 
+_lost = {"device": False}
+"""Whether a kernel has ended this process's CUDA context."""
 _checking = {"pages": False}
 """Whether models that are wrapped now check their pages, unless they say otherwise."""
 
@@ -88,8 +90,19 @@ _checking = {"pages": False}
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before fixtures of modules: GPU tests check pages, except those that count what a step launches or compiles."""
+    if _lost["device"] and hasattr(item.config, "workerinput"):
+        os._exit(1)  # a new worker takes its place; here, each test would fail by the error of that one
     on_gpu = item.get_closest_marker("gpu") is not None
     _checking["pages"] = on_gpu and item.get_closest_marker("unchecked_pages") is None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _lost["device"] |= report.failed and "CUDA error: an illegal memory access" in report.longreprtext
+    return report
 
 
 @pytest.fixture(autouse=True, scope="session")

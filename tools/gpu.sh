@@ -54,7 +54,7 @@ run_tests() {
   # Each result as it comes, with its traceback: what a run that is cut off has found is not lost.
   "$python" -c 'import pytest_reportlog' 2>/dev/null && options+=(--report-log "$out/${log%.log}.jsonl")
   # One thread for references that are computed on the CPU, since several processes compute some at once.
-  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest "${options[@]}" -p no:cacheprovider -p no:logging -m gpu -v --durations=12 "$@" 2>&1 | tee "$out/$log"
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest "${options[@]}" -p no:cacheprovider -p no:logging -m "${MARKED:-gpu}" -v --durations=12 "$@" 2>&1 | tee "$out/$log"
 }
 
 checks() {
@@ -99,9 +99,8 @@ tests() {
     fi
   done
   say "${files[*]}"
-  run_tests model.log -rP "${files[@]}"
-  # These look at the memory of the whole device.
-  PROCESSES=0 run_tests memory.log -rP tests/execution/test_eviction_gpu.py
+  MARKED='gpu and not whole_device' run_tests model.log -rP "${files[@]}"
+  MARKED='gpu and whole_device' PROCESSES=0 run_tests memory.log -rP "${files[@]}"
 }
 
 # vLLM in an environment of its own: its site would get in the way of ours, and ours of its.

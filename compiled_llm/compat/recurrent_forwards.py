@@ -65,7 +65,7 @@ def with_packed_rows(layer: type[nn.Module], states: type) -> type[nn.Module]:
     """
     if (layer, states) in _made:
         return _made[layer, states]
-    argument, packed = _packed_forward(layer)
+    argument, packed = packed_forward(layer)
     place = [*inspect.signature(layer.forward).parameters].index(argument)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -83,8 +83,12 @@ def with_packed_rows(layer: type[nn.Module], states: type) -> type[nn.Module]:
     return made
 
 
-def _packed_forward(layer: type[nn.Module]) -> tuple[str, Callable[..., Any]]:
-    """Return the name of the cache among a ``forward``'s arguments, and the ``forward`` that calls its methods."""
+def packed_forward(layer: type[nn.Module]) -> tuple[str, Callable[..., Any]]:
+    """Return the name of the cache among a ``forward``'s arguments, and the ``forward`` that calls its methods.
+
+    Raises:
+        StatesNotFoundError: as of ``with_packed_rows``.
+    """
     written = _written(layer.forward)
     name = f"{layer.__module__}.{layer.__qualname__}"
     if written.__code__.co_freevars:

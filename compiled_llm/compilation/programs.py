@@ -203,6 +203,9 @@ class Programs:
 
         ``compare`` says to check for recompilation of a prefill now; if False, the caller must, for any program.
         """
+        if arguments.inputs.hidden_states and not self._captures_outputs:
+            let_outputs_be_captured(arguments.model)
+            self._captures_outputs = True
         prepared = self._prepared(arguments, compare)
         if prepared.code is None and isinstance(arguments.inputs, PrefillInputs):
             _mark_symbolic(arguments.inputs)
@@ -265,9 +268,6 @@ class Programs:
     def _call(self, arguments: Arguments) -> PreparedCall:
         name = program_for(arguments.inputs).name
         function = self._functions[name]
-        if arguments.inputs.hidden_states and not self._captures_outputs:
-            let_outputs_be_captured(arguments.model)
-            self._captures_outputs = True
         return PreparedCall(function if self.eager else self._programs[name], function, self._by_name(arguments))
 
     def _by_name(self, arguments: Arguments) -> dict[str, Any]:

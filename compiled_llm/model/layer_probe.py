@@ -22,7 +22,14 @@ from compiled_llm.compat.recurrent_forwards import StatesNotFoundError
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
 from compiled_llm.model.layers.indexers import causal_mask, check_latents_are_cached, takes_masks
 from compiled_llm.model.layers.latents import Expansion
-from compiled_llm.model.layers.recurrent import Place, StateProbe, StateSpec, has_states, packing
+from compiled_llm.model.layers.recurrent import (
+    Place,
+    StateProbe,
+    StateSpec,
+    has_states,
+    let_layers_compute_on_fakes,
+    packing,
+)
 from compiled_llm.model.layers.variants import LayerVariant, VariantLayers, check_numbers, layer_variant, variant_of
 from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -291,6 +298,7 @@ def trial_forward(
 @contextmanager
 def _on_fakes(model: PreTrainedModel) -> Iterator[None]:
     with data_restored(model), attributes_restored(model), fake_tensors(), _batched_experts(model):
+        let_layers_compute_on_fakes(model, _TOKENS)
         yield
 
 

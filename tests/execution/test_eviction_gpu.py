@@ -20,7 +20,7 @@ from support.execution.twins import DEVICE, OPTIONS, prompts_on_device, small_qw
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty, greedy
 
-pytestmark = [pytest.mark.gpu, needs_cuda]
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device, needs_cuda]
 
 CAPTURES = 1000
 

@@ -10,7 +10,7 @@ import torch
 from compiled_llm.kvcache.cuda_virtual_memory import unsupported
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_device]
 
 GIB = 2**30
 

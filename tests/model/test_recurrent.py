@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.recurrent_forwards import StatesNotFoundError, keeps_states, with_packed_rows
+import compiled_llm
+from compiled_llm.compat.recurrent_forwards import FUNCTIONS, StatesNotFoundError, keeps_states, with_packed_rows
 from compiled_llm.model.layers.recurrent import RecurrentStates, StateMemory, StateProbe, StateRows
 from support.huggingface.dense_rows import NAME, DenseRows
 from support.huggingface.recurrent_families import ALL_RECURRENT, RECURRENT, recurrent_model
@@ -146,3 +149,26 @@ def test_layers_that_keep_states_in_another_way_are_told_apart() -> None:
         with_packed_rows(KeepsInItsOwnWay, RecurrentStates)
     with pytest.raises(StatesNotFoundError, match="no argument of forward"):
         with_packed_rows(KeepsInNoArgument, RecurrentStates)
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "KimiLinear", "GraniteMoeHybrid", "Jamba"])
+def test_no_kernel_of_others_is_launched_on_fake_tensors(
+    family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would read memory that is not there: those of flash-linear-attention did, and the device was lost."""
+    model = recurrent_model(family, seed)
+    (module,) = {inspect.getmodule(type(layer)) for layer in model.modules() if keeps_states(type(layer))}
+
+    def launched(function: Any, *args: Any, **kwargs: Any) -> Any:
+        assert not any(isinstance(given, FakeTensor) for given in (*args, *kwargs.values()))
+        return function(*args, **kwargs)
+
+    found = [name for name in FUNCTIONS if hasattr(module, name)]
+    assert found
+    for name in found:
+        monkeypatch.setattr(module, name, functools.partial(launched, getattr(module, name)))
+    ids = torch.randint(3, 100, (2, 9))
+    plain = copy.deepcopy(model).generate(ids, max_new_tokens=4, do_sample=False)
+    wrapped = compiled_llm.wrap(model, mode="eager", max_batch_size=2)
+    assert torch.equal(wrapped.generate(ids, max_new_tokens=4, do_sample=False), plain)
+    compiled_llm.unwrap(model)

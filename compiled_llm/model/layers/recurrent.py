@@ -12,16 +12,23 @@ state, G groups of heads, E entries.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from compiled_llm.compat.recurrent_forwards import keeps_states, own_class, with_packed_rows
+from compiled_llm.compat.recurrent_forwards import (
+    StatesNotFoundError,
+    keeps_states,
+    own_class,
+    packed_forward,
+    with_packed_rows,
+)
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
 from compiled_llm_ops.contracts import NO_ENTRY
@@ -300,6 +307,36 @@ def packing(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         as_they_were(model)
+
+
+def let_layers_compute_on_fakes(model: nn.Module, tokens: int) -> None:
+    """Let recurrent layers of known kinds compute by our ops, whatever cache a forward gives them.
+
+    By themselves they may launch kernels of others (flash-linear-attention's, mamba-ssm's), which know nothing of fake
+    tensors, and would read memory that is not there. To be called where tensors are fake.
+
+    Args:
+        model: its layers get a ``forward`` each, which the caller takes off again.
+        tokens: how many the forward runs on, all of one row.
+    """
+    for module in model.modules():
+        if keeps_states(type(module)):
+            with suppress(StatesNotFoundError):  # refused later, by name
+                states = StateProbe.of_one_row(tokens, next(module.parameters()).device)
+                module.forward = _given(states, module)
+
+
+def _given(states: RecurrentStates, module: nn.Module) -> Callable[..., Any]:
+    """Return a layer's ``forward`` that computes by these states in place of the cache that it is given."""
+    argument, packed = packed_forward(type(module))
+    signature = inspect.signature(packed)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(module, *args, **kwargs)
+        bound.arguments[argument] = states
+        return packed(*bound.args, **bound.kwargs)
+
+    return forward
 
 
 def as_they_were(model: nn.Module) -> None:

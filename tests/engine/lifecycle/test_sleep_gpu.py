@@ -88,6 +88,7 @@ def test_pages_go_and_come_back_under_the_same_cuda_graphs(model: PreTrainedMode
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole_device
 @pytest.mark.parametrize("weights", [False, True])
 def test_device_memory_goes_and_comes_back(model: PreTrainedModel, weights: bool) -> None:
     outside = taken()[1] - sum(tensor.nbytes for tensor in {id(p): p for p in model.parameters()}.values())

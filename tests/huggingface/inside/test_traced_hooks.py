@@ -100,6 +100,18 @@ def test_hidden_states_are_those_that_the_model_goes_on_with(inputs, models, ste
 
 
 @pytest.mark.usefixtures("without_inductor")
+def test_the_first_call_may_ask_for_hidden_states(inputs, steering):
+    """Before HuggingFace has put its own hooks on the model."""
+    plain, wrapped = pair(COMPILED)
+    handle = plain.model.norm.register_forward_hook(steering.plain)
+    with compiled_llm.traced_hook(wrapped.model.norm, steering.traced), torch.no_grad():
+        theirs, ours = (model(**inputs, output_hidden_states=True).hidden_states[-1] for model in (plain, wrapped))
+    handle.remove()
+    seen = inputs["attention_mask"] != 0
+    torch.testing.assert_close(ours[seen], theirs[seen], **CLOSE)
+
+
+@pytest.mark.usefixtures("without_inductor")
 def test_a_hook_is_compiled_once_and_what_it_holds_may_be_written_to(inputs, steering):
     plain, wrapped = tiny_qwen3(eos_token_id=None), compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **COMPILED)
     layer = plain.model.layers[0]
