@@ -72,9 +72,15 @@ class PrefixTree:
         self._pages: OrderedDict[_Node, tuple[int, ...]] = OrderedDict()
         self._states: OrderedDict[_Node, int] = OrderedDict()  # the least recently used first
         self._ends: dict[_Above, list[_Node]] = {}  # those within a page, by what is above them
+        self._notes: dict[_Node, object] = {}
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._pool.page_size
 
     def match(self, ids: NDArray[np.int64], salt: Hashable = None) -> PrefixMatch:
         """Return the pages that hold the beginning of a prompt, as many as there are; the caller owns them as well.
@@ -212,6 +218,23 @@ class PrefixTree:
             if state != NO_ENTRY:
                 self._keep_state(nodes[-1], state)
 
+    def note(self, ids: NDArray[np.int64], note: object, salt: Hashable = None) -> None:
+        """Keep ``note`` with the page that ``ids`` end with, in place of an earlier one; nothing if it is not there."""
+        texts = self._texts(ids)
+        with self._pool.lock:
+            nodes, _ = self._walk(texts, salt)
+            if nodes and len(nodes) == len(texts):
+                self._notes[nodes[-1]] = note
+
+    def notes(self, ids: NDArray[np.int64], salt: Hashable = None) -> list[object]:
+        """Return what is kept with each page of the longest known beginning of ``ids``; None with those that lack it.
+
+        It takes no page.
+        """
+        with self._pool.lock:
+            nodes, _ = self._walk(self._texts(ids), salt)
+            return [self._notes.get(node) for node in nodes]
+
     def _is_end(self, node: _Node) -> bool:
         """Whether a node ends within a page."""
         return len(node[1]) < self._pool.page_size * _BYTES_OF_AN_ID
@@ -242,6 +265,7 @@ class PrefixTree:
             self._ends[node[0]].remove(node)
             if not self._ends[node[0]]:
                 del self._ends[node[0]]
+        self._notes.pop(node, None)
         return self._pages.pop(node)
 
     def forget_state(self) -> int:
@@ -262,6 +286,7 @@ class PrefixTree:
                 self._checked_states().uncache(state)
             self._states.clear()
             self._ends.clear()
+            self._notes.clear()
             pages = list(chain.from_iterable(self._pages.values()))
             self._pages.clear()
             self.generation += 1

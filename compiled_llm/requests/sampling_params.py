@@ -91,9 +91,10 @@ class SamplingParams:
         min_tokens: as many come before an end-of-sequence token, one of ``stop_token_ids`` or the end of a stop string.
         logprobs: give each token's log-probability, and those of as many of the most likely tokens, at most 20; None
             for none.
-        prompt_logprobs: give those of the prompt's tokens too, from the second on.
-        prompt_logprobs_start: how many of the prompt's first tokens need no ``prompt_logprobs``, and get None: what the
-            prefix cache has of these is not computed again, as it has no log-probabilities. Not one of vLLM's.
+        prompt_logprobs: give those of the prompt's tokens too, from the second on. What the prefix cache has of them is
+            not computed again.
+        prompt_logprobs_start: how many of the prompt's first tokens need no ``prompt_logprobs``, and get None: their
+            pages are enough, if the prefix cache has those. Not one of vLLM's.
         logit_bias: added to logits of tokens: at most 300, from -100 to 100.
         allowed_token_ids: the only tokens to sample from; None for all.
         bad_words: words never to write, each of at most 8 tokens; those of several count if the answer has all of them.

@@ -145,11 +145,53 @@ def test_texts_that_begin_alike_are_computed_once_if_their_ends_alone_are_scored
     # All full pages before the token whose logits are wanted first, the last of the examples.
     page_size = model.compiled.config.page_size
     assert set(cached[1:]) == {(len(shots) - 1) // page_size * page_size}
-    assert [output.cached_tokens for output in engine.generate(texts, scoring())] == [0] * 3
+    assert engine.generate([texts[0]], scoring())[0].cached_tokens == 0  # nobody has scored the beginning yet
     for text, output in zip(texts, outputs, strict=True):
         assert output.prompt_logprobs is not None
         scored = list(output.prompt_logprobs)[len(shots) :]
         assert [next(iter(place or {})) for place in scored] == text[len(shots) :]
+
+
+@pytest.mark.parametrize("answers", [[[11, 12], [13, 14, 15], [16]], [[], [], [9] * 40]])
+def test_texts_that_begin_alike_are_scored_once(
+    model: PreTrainedModel, engine: Engine, answers: list[list[int]]
+) -> None:
+    """As lm-eval asks a server: all of each text, whose beginning an earlier one has computed and scored."""
+    shots, size = prompt(200), model.compiled.config.page_size
+    texts = [shots + answer for answer in answers]
+    outputs = [engine.generate([text], scoring())[0] for text in texts]
+    engine.reset_prefix_cache()
+    for text, output in zip(texts, outputs, strict=True):
+        engine.reset_prefix_cache()
+        (alone,) = engine.generate([text], scoring())
+        assert alone.cached_tokens == 0
+        assert len(output.prompt_logprobs or ()) == len(text)
+        for mine, theirs in zip(output.prompt_logprobs or (), alone.prompt_logprobs or (), strict=True):
+            assert list(mine or {}) == list(theirs or {})
+            numbers, expected = ([each.logprob for each in (entry or {}).values()] for entry in (mine, theirs))
+            assert numbers == pytest.approx(expected, abs=2e-5)
+    assert [output.cached_tokens for output in outputs[1:]] == [(len(shots) - 1) // size * size] * 2
+
+
+def test_scores_that_are_kept_serve_requests_of_fewer_likely_tokens(engine: Engine) -> None:
+    ids = prompt(100)
+    five = entries_of(engine, ids, prompt_logprobs=5)
+    for most, is_known in ((2, True), (5, True), (7, False), (5, True), (0, True)):
+        (output,) = engine.generate([[*ids, most]], scoring(prompt_logprobs=most))
+        assert bool(output.cached_tokens) is is_known
+        for known, entry in zip(five[1:], list(output.prompt_logprobs or ())[1:], strict=False):
+            likely = [token for token, each in (known or {}).items() if each.rank <= most]
+            assert {*likely} <= {*(entry or {})}
+            assert len(entry or {}) <= most + 1
+
+
+def test_scores_go_with_the_pages_that_they_are_of(engine: Engine) -> None:
+    ids = prompt(100)
+    entries_of(engine, ids)
+    engine.reset_prefix_cache()
+    engine.generate([ids], SamplingParams(max_tokens=0))  # pages, and nothing of them is scored
+    (output,) = engine.generate([ids], scoring())
+    assert (output.cached_tokens, len(output.prompt_logprobs or ())) == (0, 100)
 
 
 def test_a_start_without_log_probabilities_is_refused() -> None:

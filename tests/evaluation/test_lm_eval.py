@@ -96,20 +96,32 @@ def test_what_is_generated_is_alike(wrapped: PreTrainedModel, plain: PreTrainedM
 
 
 @pytest.fixture(scope="module")
-def server(wrapped: PreTrainedModel) -> Iterator[RunningServer]:
-    with (
-        Engine(wrapped, tokenizer=byte_level()) as engine,
-        engine_that_names_its_tokenizer(engine) as loop,
-        running_server(loop.server._path) as server,
-    ):
+def engine(wrapped: PreTrainedModel) -> Iterator[Engine]:
+    with Engine(wrapped, tokenizer=byte_level()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[RunningServer]:
+    with engine_that_names_its_tokenizer(engine) as loop, running_server(loop.server._path) as server:
         yield server
 
 
 @pytest.mark.parametrize(("batch_size", "as_tokens"), [(1, True), (4, True), (4, False)])
 def test_a_server_scores_choices_as_the_model_does(
-    server: RunningServer, plain: PreTrainedModel, batch_size: int, as_tokens: bool, monkeypatch: pytest.MonkeyPatch
+    server: RunningServer,
+    engine: Engine,
+    plain: PreTrainedModel,
+    batch_size: int,
+    as_tokens: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As lm-eval asks: the text and one token more, with ``echo`` and ``logprobs``, and the latter is dropped."""
+    """As lm-eval asks: the text and one token more, with ``echo`` and ``logprobs``, and the latter is dropped.
+
+    What examples and questions of several prompts share is computed once, though all of each prompt is scored.
+    """
+    engine.reset_prefix_cache()
+    before = engine.stats().cached_tokens
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: byte_level())
@@ -125,6 +137,7 @@ def test_a_server_scores_choices_as_the_model_does(
     asked = requests("loglikelihood", PAIRS)
     ours = remote.loglikelihood(asked, disable_tqdm=True)
     check_same(ours, harness(plain, 1).loglikelihood(asked, disable_tqdm=True))
+    assert engine.stats().cached_tokens > before
 
 
 def test_a_server_generates_what_the_model_does(

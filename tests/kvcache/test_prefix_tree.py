@@ -543,6 +543,23 @@ def test_one_tree_a_pool_until_it_is_cleared(tree, pool):
     assert (len(tree), len(other), pool.account()) == (0, 1, (10, 0, 9, 1))
 
 
+def test_notes_go_with_their_pages(tree, pool):
+    store(tree, pool, text(1, 2))
+    tree.note(text(1), "one")
+    tree.note(text(1, 2, more=1), "two")
+    tree.note(text(1, 3), "of a page that is not there")
+    assert tree.notes(text(1, 2, 3)) == ["one", "two"]
+    assert tree.notes(text(1), salt="a") == []
+    store(tree, pool, text(1, 3))
+    assert tree.notes(text(1, 3)) == ["one", None]
+    row_of(pool, text(*range(8))).free()  # the oldest leaf goes
+    store(tree, pool, text(1, 2))
+    assert tree.notes(text(1, 2)) == ["one", None]
+    tree.clear()
+    store(tree, pool, text(1))
+    assert tree.notes(text(1)) == [None]
+
+
 def test_only_an_empty_row_begins_from_pages(tree, pool):
     store(tree, pool, text(1))
     row, pages = row_of(pool, text(2)), tree.match(text(1, 2)).pages

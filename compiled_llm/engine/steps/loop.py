@@ -331,6 +331,8 @@ class Loop:
         late = [] if step.late is None else step.late.read(tokens)
         for arriving in (*step.logprobs, *late):
             arriving.hand_out()  # before the tokens: a reader of one finds what belongs to it
+            if isinstance(arriving, ArrivingPrompt):
+                self.scheduler.scored(arriving.request)
         failed: dict[Request, RequestError] = {} if step.late is None else dict(step.late.failed)
         for states in step.states:
             failed.update(states.hand_out())

@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
+from compiled_llm.engine.steps.kept_scores import keep_scores, recall_scores
 from compiled_llm.engine.steps.latencies import Latencies
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.scores import Scores
 from compiled_llm.kvcache.errors import OutOfPagesError, OutOfStatesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -258,6 +260,9 @@ class Scheduler:
         return row
 
     def _begin_with_known(self, request: Request, row: Row, known: NDArray[np.int64], prefixes: PrefixTree) -> None:
+        if request.generation != self.generation:
+            request.prompt_scored = Scores()  # of pages that are no longer known: the model may have changed
+        recall_scores(prefixes, request)  # first: what is known need not be computed for them
         match = prefixes.match(request.beginning, request.salt)
         try:
             row.begin_from(match.pages, match.state, match.tokens)
@@ -441,6 +446,11 @@ class Scheduler:
         """Keep the pages of a request's text, and the state after it."""
         if self._prefixes is not None and request.generation == self._prefixes.generation:
             self._prefixes.insert(ids, request.running_row.pages, request.salt, state())
+
+    def scored(self, request: Request) -> None:
+        """Keep what has been read of the log-probabilities of a request's prompt, whose pages may be kept already."""
+        if self._prefixes is not None and request.generation == self._prefixes.generation:
+            keep_scores(self._prefixes, request)
 
     def _last_state(self, request: Request, ids: NDArray[np.int64]) -> int:
         """Return the entry of the state after a text that ends: a chat goes on from there.

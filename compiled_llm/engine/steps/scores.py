@@ -48,9 +48,28 @@ class Scores:
     def __len__(self) -> int:
         return len(self._numbers) // self._size
 
+    @property
+    def num_logprobs(self) -> int:
+        """Of how many of the most likely tokens each has; there is one."""
+        return self._size // 8 - 1
+
+    def part(self, start: int, end: int) -> Scores:
+        """Return a copy of those of some tokens, which are known."""
+        part = Scores()
+        part._size, part._numbers = self._size, self._numbers[start * self._size : end * self._size]
+        return part
+
+    def packed(self, num_logprobs: int) -> list[bytes]:
+        """Return each token's as ``append`` takes them, with so many of the most likely tokens or fewer."""
+        form, each = _form(num_logprobs), (self[index] for index in range(len(self)))
+        return [
+            form.pack(token.sampled, token.rank, *token.values[:num_logprobs], *token.tokens[:num_logprobs])
+            for token in each
+        ]
+
     def __getitem__(self, index: int) -> TokenScores:
         """Return those of one token that are known; ``index`` is not negative."""
-        num_logprobs = self._size // 8 - 1
+        num_logprobs = self.num_logprobs
         sampled, rank, *rest = _form(num_logprobs).unpack_from(self._numbers, index * self._size)
         return TokenScores(sampled, rank, tuple(rest[:num_logprobs]), tuple(rest[num_logprobs:]))
 

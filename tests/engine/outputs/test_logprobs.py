@@ -280,7 +280,7 @@ def test_answers_and_prompts_are_scored_in_chunks(plain, engine, seed, monkeypat
     wants = [((None, 0, 3, 20)[n % 4], (None, 0, 5)[n % 3]) for n in range(12)]
     params = [SamplingParams(**GREEDY, max_tokens=16, logprobs=most, prompt_logprobs=first) for most, first in wants]
     plain_answers = engine.generate(prompts, SamplingParams(**GREEDY, max_tokens=16))
-    for _ in range(2):  # whatever the prefix cache has of them
+    for knows_scores in (False, True):  # whatever the prefix cache has of them
         outputs = engine.generate(prompts, params)
         assert [output.token_ids for output in outputs] == [output.token_ids for output in plain_answers]
         for (most, first), output in zip(wants, outputs, strict=True):
@@ -293,7 +293,8 @@ def test_answers_and_prompts_are_scored_in_chunks(plain, engine, seed, monkeypat
                 assert output.prompt_logprobs is None
             else:
                 check_prompt(plain, output, first)
-                assert output.cached_tokens == 0
+                assert knows_scores or output.cached_tokens == 0
+    assert any(output.cached_tokens for output in outputs if output.prompt_logprobs is not None)
 
 
 def test_prompts_that_lose_their_pages_while_they_are_scored(plain, model, seed, monkeypatch):

@@ -1,0 +1,42 @@
+"""Log-probabilities of prompts' tokens, kept beside the pages in which a prefix cache keeps these prompts.
+
+They follow from logits, which nobody keeps: without them, a request that wants them of its whole prompt would compute
+again what is in pages already. Evaluations ask so, for many ends of one beginning. They go with their pages.
+"""
+
+from __future__ import annotations
+
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.scores import Scores
+from compiled_llm.kvcache.prefix_tree import PrefixTree
+
+
+def keep_scores(prefixes: PrefixTree, request: Request) -> None:
+    """Keep what is known of a request's prompt, page by page, beside those of its pages that the cache has."""
+    scored, size = request.prompt_scored, prefixes.page_size
+    if not len(scored):
+        return
+    first, end = request.scored_from, request.scored_from + len(scored)
+    for page, known in enumerate(prefixes.notes(request.prompt, request.salt)):
+        begin, stop = max(1, page * size), (page + 1) * size  # a prompt's first token has none
+        if first <= begin and stop <= end and not _suffices(known, scored.num_logprobs):
+            prefixes.note(request.prompt[:stop], scored.part(begin - first, stop - first), request.salt)
+
+
+def recall_scores(prefixes: PrefixTree, request: Request) -> None:
+    """Give a request what is kept of its prompt, from its first token that lacks them on."""
+    if request.prompt_logprobs is None:
+        return
+    scored, size = request.prompt_scored, prefixes.page_size
+    for page, known in enumerate(prefixes.notes(request.prompt, request.salt)):
+        start, begin = request.scored_from + len(scored), max(1, page * size)
+        if start >= (page + 1) * size:
+            continue
+        if not (isinstance(known, Scores) and _suffices(known, request.prompt_logprobs)):
+            return
+        scored.extend(known.packed(request.prompt_logprobs)[start - begin :])
+
+
+def _suffices(known: object, num_logprobs: int) -> bool:
+    """Whether scores are kept, of as many of the most likely tokens or more."""
+    return isinstance(known, Scores) and known.num_logprobs >= num_logprobs
