@@ -38,11 +38,11 @@ class Answer(PendingAnswer):
         return token_logprobs(self.request, self.tokens_behind(count), count)
 
     def completion(self) -> Completion:
-        whole, states = super().completion(), self.request.hidden_states
-        if states is None:
+        whole, emitted = super().completion(), self.request.emitted
+        if emitted is None:
             return whole
         fed = len(self.request.prompt) + max(1, len(whole.token_ids)) - 1  # a stop string may have come before others
-        return replace(whole, hidden_states=states.of_first(fed))
+        return replace(whole, hidden_states=emitted.hidden_states(fed), emitted=emitted.by_name(fed))
 
     @property
     def tokens(self) -> int:

@@ -15,15 +15,16 @@ from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import check_can_mix, check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
 from compiled_llm.engine.input_processing.input_processor import QueueFullError as QueueFullError, requests_for
-from compiled_llm.engine.input_processing.layers import chosen_layers
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
+from compiled_llm.engine.input_processing.wanted import wanted_of
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.steps.loop import LoopSettings, Mixed
 from compiled_llm.engine.steps.outputs.logprobs import LogprobsMode
+from compiled_llm.engine.steps.request_emitted import WantedEmitted
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
@@ -141,6 +142,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         hidden_states: Sequence[int] | None = None,
+        emitted: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, and wait for all of them.
 
@@ -150,6 +152,7 @@ class Engine:
             prompts: one, or several: token ids, text, chat messages, or one of vLLM's dictionaries
             params: for all of them, or one for each.
             hidden_states: as of ``submit``, for all of them.
+            emitted: as of ``submit``, for all of them.
 
         Returns:
             One output for each prompt, in their order.
@@ -161,7 +164,8 @@ class Engine:
             Exception: what ended all requests.
         """
         listed, model_runner, request_samplings = with_params(prompts, params), self._look(), RequestSamplings()
-        handles = [self._handle(model_runner, *entry, hidden_states, request_samplings) for entry in listed]
+        wanted = self._wanted(hidden_states, emitted)
+        handles = [self._handle(model_runner, *entry, wanted, request_samplings) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
             self._add(handles)
             self._engine_thread.answer(handles)
@@ -178,6 +182,7 @@ class Engine:
         timeout: float | None = None,
         cache_salt: Hashable = None,
         hidden_states: Sequence[int] | None = None,
+        emitted: Sequence[str] | None = None,
     ) -> RequestHandle:
         """Begin to answer a prompt, and return at once.
 
@@ -190,14 +195,18 @@ class Engine:
             hidden_states: layers whose hidden states its output has (``Completion.hidden_states``), as HuggingFace
                 counts them: 0 for the embeddings, -1 for the last. Its prompt is computed whole, for each of ``n``
                 answers, whatever the prefix cache has of it. None for none.
+            emitted: names under which traced hooks emit what its output has (``Completion.emitted``); otherwise as
+                ``hidden_states``.
 
         Raises:
-            ValueError: the prompt or its settings are impossible, or there is no such layer.
+            ValueError: the prompt or its settings are impossible, there is no such layer or no hook, or the host has
+                too little memory for the hidden states.
             QueueFullError: ``max_queue`` requests wait already.
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
         waiting: dict[str, Any] = {"priority": priority, "timeout": timeout, "salt": cache_salt}
-        handle = self._handle(self._look(), prompt, params or SamplingParams(), hidden_states, **waiting)
+        wanted = self._wanted(hidden_states, emitted)
+        handle = self._handle(self._look(), prompt, params or SamplingParams(), wanted, **waiting)
         self.begin(handle)
         return handle
 
@@ -210,6 +219,9 @@ class Engine:
         """Begin to answer a prepared prompt."""
         self._add([handle])
         self._engine_thread.start_thread()
+
+    def _wanted(self, hidden_states: Sequence[int] | None, emitted: Sequence[str] | None) -> WantedEmitted | None:
+        return wanted_of(hidden_states, emitted, self._model, self._runtime.facts.hooks)
 
     def _add(self, handles: Sequence[RequestHandle]) -> None:
         self._engine_thread.add(handles, self._max_queue)
@@ -225,7 +237,7 @@ class Engine:
         model_runner: ModelRunner,
         prompt: Prompt,
         params: SamplingParams,
-        hidden_states: Sequence[int] | None = None,
+        wanted: WantedEmitted | None = None,
         request_samplings: RequestSamplings | None = None,
         **waiting: Any,
     ) -> RequestHandle:
@@ -236,7 +248,7 @@ class Engine:
             model_runner,
             self._tokenizer,
             max_model_len=self._max_model_len,
-            layers=chosen_layers(hidden_states, self._model),
+            wanted=wanted,
             request_samplings=request_samplings,
             **waiting,
         )

@@ -24,8 +24,8 @@ from compiled_llm.huggingface.generate import fast_loop
 from compiled_llm.huggingface.inspection.model_obstacles import forward_reasons
 from compiled_llm.huggingface.processed_loop import processed_loop
 from compiled_llm.huggingface.processors.guidance import with_twins
+from compiled_llm.huggingface.processors.output_room import check_room
 from compiled_llm.huggingface.processors.processors import read_processors
-from compiled_llm.huggingface.processors.step_scores import check_room
 from compiled_llm.model.version.model_version import Placement
 
 _PAGED_MODES = (

@@ -34,7 +34,7 @@ class StepTokens:
         self.emitted: dict[str, Tensor] = {}
 
     def emit(self, name: str, tensor: Tensor) -> None:
-        """Hand a tensor ``[T, ...]`` out: results of calls have its tokens as ``emitted[name]``.
+        """Hand a tensor ``[T, ...]`` out, as it is now: results of calls have its tokens as ``emitted[name]``.
 
         Raises:
             ValueError: a hook has emitted something under this name, or the tensor has no entry for each token.
@@ -43,7 +43,7 @@ class StepTokens:
             raise ValueError(f"emit: {name!r} was emitted already in this step; give each hook a name of its own")
         if tensor.dim() == 0 or tensor.shape[0] != self.rows.shape[0]:
             raise ValueError(f"emit: {name!r} needs an entry for each token, [T, ...]; its shape is another")
-        self.emitted[name] = tensor
+        self.emitted[name] = tensor.clone()  # the step goes on to write into its buffers, and layers into their own
 
 
 class PlacedHook(NamedTuple):

@@ -44,6 +44,8 @@ class Completion:
         hidden_states: for each layer as ``submit(hidden_states=...)`` has named it, ``[tokens, hidden]`` in the model's
             dtype on the CPU: of all tokens that were computed, which are the prompt's and the answer's but for the
             last, which was sampled and never fed in. Fewer if it was cancelled before.
+        emitted: of the same tokens, what traced hooks have emitted: ``[tokens, ...]`` on the CPU by each name of
+            ``submit(emitted=...)``.
     """
 
     index: int
@@ -54,6 +56,7 @@ class Completion:
     stop_reason: int | str | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = field(default=None, repr=False)
     hidden_states: dict[int, Tensor] | None = field(default=None, repr=False, compare=False)
+    emitted: dict[str, Tensor] | None = field(default=None, repr=False, compare=False)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -76,8 +79,8 @@ class Figures(TypedDict):
 class RequestOutput:
     """The output of one prompt.
 
-    ``token_ids``, ``text``, ``finish_reason``, ``stop_reason``, ``error`` and ``hidden_states`` are those of the first
-    answer.
+    ``token_ids``, ``text``, ``finish_reason``, ``stop_reason``, ``error``, ``hidden_states`` and ``emitted`` are those
+    of the first answer.
 
     Attributes:
         outputs: the ``n`` answers.
@@ -123,3 +126,8 @@ class RequestOutput:
     def hidden_states(self) -> dict[int, Tensor] | None:
         """Those of the first answer, by layer; None if none were asked for."""
         return self.outputs[0].hidden_states
+
+    @property
+    def emitted(self) -> dict[str, Tensor] | None:
+        """What traced hooks have emitted of the first answer's tokens, by name; None if it was not asked for."""
+        return self.outputs[0].emitted

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.input_processing.constraints import check_tokenizer, constraints_for, stops_of
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
-from compiled_llm.engine.steps.hidden_states import ChosenLayers, HiddenStates
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.request_emitted import RequestEmitted, WantedEmitted
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
@@ -59,7 +59,7 @@ def requests_for(
     priority: int = 0,
     timeout: float | None = None,
     salt: Hashable = None,
-    layers: ChosenLayers | None = None,
+    wanted: WantedEmitted | None = None,
     request_samplings: RequestSamplings | None = None,
 ) -> list[Request]:
     """Return the answers that a prompt asks for.
@@ -74,7 +74,7 @@ def requests_for(
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
-        layers: those whose hidden states the answers have; None for none.
+        wanted: what the answers have of their tokens besides logits; None for nothing.
         request_samplings: of the other requests of the call.
 
     Raises:
@@ -111,8 +111,8 @@ def requests_for(
             logprobs=params.logprobs,
             prompt_logprobs=None if index else params.prompt_logprobs,
             scored_from=params.scored_from,
-            hidden_states=None if layers is None else HiddenStates(layers),
-            leader=requests[0] if requests and layers is None else None,
+            emitted=None if wanted is None else RequestEmitted(wanted),
+            leader=requests[0] if requests and wanted is None else None,
             submitted=now,
         )
         requests.append(request)

@@ -15,9 +15,9 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.steps.constraint import MaskWriter
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
+from compiled_llm.engine.steps.outputs.emitted_reader import ArrivingEmitted, EmittedReader
 from compiled_llm.engine.steps.outputs.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
 from compiled_llm.engine.steps.outputs.scored_prompts import run_scored
-from compiled_llm.engine.steps.outputs.states_reader import ArrivingStates, StatesReader
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
@@ -43,7 +43,7 @@ class _Launched(NamedTuple):
     readbacks: list[Readback]
     timer: DeviceTimer | None
     logprobs: list[Arriving | ArrivingPrompt]
-    states: list[ArrivingStates]
+    emitted: list[ArrivingEmitted]
     late: LateSampling | None
     mixed: bool
 
@@ -54,14 +54,14 @@ class _Launched(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A plan's batch, and what belongs to it: scored chunks, who sees logits and states, who is sampled late."""
+    """A plan's batch, and what belongs to it: scored chunks, who sees logits, who reads more, who is sampled late."""
 
     plan: StepPlan
     sampled: list[Request]
     batch: Batch
     scored: list[Chunk]
     watch: Watch
-    reader: StatesReader | None
+    reader: EmittedReader | None
     constrained: Constrained | None
 
 
@@ -264,8 +264,8 @@ class Loop:
         plan, sampled, batch, _, watch, reader, constrained = prepared
         late = None if constrained is None else LateSampling(constrained, watch)
         logprobs = watch.taken() if watch.arriving else []
-        states = [] if reader is None else reader.taken()
-        return _Launched(plan, sampled, readbacks, timer, logprobs, states, late, batch.mixed)
+        emitted = [] if reader is None else reader.taken()
+        return _Launched(plan, sampled, readbacks, timer, logprobs, emitted, late, batch.mixed)
 
     def _run(self, prepared: _Prepared) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
@@ -285,7 +285,7 @@ class Loop:
             extend = [chunk.extension for chunk in plain]
             mixed = self._mixes(rows, extend)
             watch = Watch(self.model_runner, _launches(plan.decode, plain, scored, mixed), self._logprobs_mode)
-            reader = StatesReader.of(self.model_runner, plan.requests)
+            reader = EmittedReader.of(self.model_runner, plan.requests)
             batch = Batch(rows, extend, observer=watch.see if watch else None, mixed=mixed, reader=reader)
             constrained = Constrained.among(plan.sampled)
             self._prepared = _Prepared(plan, plan.sampled, batch, scored, watch, reader, constrained)
@@ -334,8 +334,8 @@ class Loop:
             if isinstance(arriving, ArrivingPrompt):
                 self.scheduler.scored(arriving.request)
         failed: dict[Request, RequestError] = {} if step.late is None else dict(step.late.failed)
-        for states in step.states:
-            failed.update(states.hand_out())
+        for emitted in step.emitted:
+            failed.update(emitted.hand_out())
         if step.timer is not None:
             prompts = sum(len(chunk.ids) for chunk in step.plan.extend)
             self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.steps.constraint import Constraint
-from compiled_llm.engine.steps.hidden_states import HiddenStates
+from compiled_llm.engine.steps.request_emitted import RequestEmitted
 from compiled_llm.engine.steps.scores import Scores
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import FinishReason
@@ -46,7 +46,7 @@ class Request:
             for none at all.
         prompt_logprobs: the same of its prompt's tokens.
         scored_from: the first of its prompt's tokens that it wants them of, not the very first.
-        hidden_states: those of its tokens, of the layers that it wants; None if it wants none.
+        emitted: what steps emit of its tokens besides logits; None if it wants nothing.
         leader: the answer whose prompt this one shares, and waits for; None for the first.
         arrival: counts requests as they come.
         row: its pages while it runs.
@@ -75,7 +75,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     scored_from: int = 1
-    hidden_states: HiddenStates | None = None
+    emitted: RequestEmitted | None = None
     leader: Request | None = None
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)
@@ -161,8 +161,8 @@ class Request:
     @property
     def beginning(self) -> NDArray[np.int64]:
         """Its text, or the part up to the first token that has to be computed, whatever the prefix cache has of it."""
-        scored, states = self.unscored(0), self.hidden_states
-        first = min((at for at in (scored, None if states is None else states.tokens) if at is not None), default=None)
+        places = (self.unscored(0), None if self.emitted is None else self.emitted.tokens)
+        first = min((at for at in places if at is not None), default=None)
         return self.text if first is None else self.text[: first + 1]
 
     @property

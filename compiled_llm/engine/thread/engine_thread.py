@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import device_lost, restarted
 from compiled_llm.engine.input_processing.input_processor import check_queue
+from compiled_llm.engine.input_processing.wanted import check_room
 from compiled_llm.engine.metrics import EngineStats
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.steps.loop import Loop, LoopSettings
@@ -71,11 +72,13 @@ class EngineThread:
         Raises:
             RuntimeError: the engine is closed, or asleep.
             QueueFullError: more would wait; none was added.
+            ValueError: the host has too little memory for their hidden states; none was added.
         """
         requests = {request: handle for handle in handles for request in handle.requests}
         with self._changed:
             self.check.check_awake()
             check_queue(self.waiting, len(requests), max_waiting)
+            check_room(requests, list(self.request_table))
             self.request_table.paused_requests.arrive([request for request in requests if request.ready])
             self.request_table.update(requests)
 

@@ -55,13 +55,18 @@ class WantedOutputs(NamedTuple):
 
     def chosen(self, emitted: Emitted) -> dict[int | str, Tensor]:
         """Return what is wanted of all that a launch has emitted."""
-        count = sum(isinstance(name, int) for name in emitted)
-        numbers = range(count) if self.numbers is None else {number % count for number in self._inside(count)}
+        numbers = self._of(sum(isinstance(name, int) for name in emitted))
         return {name: tensor for name, tensor in emitted.items() if isinstance(name, str) or name in numbers}
 
-    def _inside(self, count: int) -> Collection[int]:
-        assert self.numbers is not None, "all are wanted"
-        return [number for number in self.numbers if -count <= number < count]
+    def count_of(self, layers: int) -> int:
+        """Return how many hidden states are wanted of a model that has so many."""
+        return len(self._of(layers)) if self.hidden_states else 0
+
+    def _of(self, layers: int) -> Collection[int]:
+        """Return the numbers that are wanted of so many hidden states."""
+        if self.numbers is None:
+            return range(layers)
+        return {number % layers for number in self.numbers if -layers <= number < layers}
 
 
 NOTHING_WANTED = WantedOutputs()

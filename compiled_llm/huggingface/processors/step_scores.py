@@ -12,12 +12,9 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from compiled_llm.execution.batch import StepOutput
 from compiled_llm.huggingface.call.call import PagedCall
-from compiled_llm.kvcache.memory import free_bytes
-from compiled_llm.model.sizes import logits_width
 
 
 class StepScores:
@@ -64,25 +61,3 @@ class StepScores:
         logits = self._logits[step]
         assert logits is not None, "kept if the call returns them"
         return logits.to(self._call.input_ids.device)
-
-
-def check_room(call: PagedCall) -> None:
-    """Raise ValueError if memory lacks for the outputs of all steps in the fast loop, where their number is known.
-
-    A call whose rows may end early is as in HuggingFace's loop: it takes memory as it goes.
-    """
-    if not (call.wants_scores() and _runs_to_the_end(call)):
-        return  # before the device is asked for its memory: that takes longer than all else before the first token
-    rows, width = len(call.input_ids), logits_width(call.runtime.facts.model)
-    kinds = 1 + (call.wants_scores("output_scores") and call.wants_scores("output_logits") and bool(call.processors))
-    needed, free = 4 * call.max_new * rows * width * kinds, free_bytes(call.model_runner.device)
-    if needed > free:
-        raise ValueError(
-            f"output_scores, output_logits: {call.max_new} steps of {rows} rows and {width} tokens take "
-            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; give fewer rows or max_new_tokens, wrap "
-            "with a smaller kv_memory, or let compiled_llm.Engine give the logprobs of the most likely tokens"
-        )
-
-
-def _runs_to_the_end(call: PagedCall) -> bool:
-    return all(type(entry) is MaxLengthCriteria for entry in call.criteria)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import compiled_llm
+from compiled_llm.huggingface.processors import output_room
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, next_turn
@@ -161,3 +162,21 @@ def test_replayed_steps_give_the_states_of_each(monkeypatch, inputs):
     assert replayed
     assert {row.phase for row in replayed} == {"decode"}, "prefills with states would keep those of each shape"
     assert "decode, hidden states" in str(table)
+
+
+def test_memory_that_is_not_there(inputs, monkeypatch):
+    """Of all columns, if rows cannot end early; else of the prompts, and the first token's states are theirs."""
+    _, wrapped = pair(eos_token_id=None)
+    monkeypatch.setattr(output_room, "free_bytes", lambda device: pytest.fail("nothing is kept"))
+    greedy(wrapped, inputs, 3)
+    column, width = 4 * 3 * 64 * (wrapped.config.num_hidden_layers + 1), inputs["input_ids"].shape[1]
+    monkeypatch.setattr(output_room, "free_bytes", lambda device: column * (width + 7))
+    message = r"output_hidden_states: 3 rows of 17 tokens take .* GiB are free; give fewer rows, max_new_tokens or lay"
+    with pytest.raises(ValueError, match=message):
+        greedy(wrapped, inputs, 9, **ASKED)
+    assert len(greedy(wrapped, inputs, 8, **ASKED).hidden_states) == 8
+    assert greedy(wrapped, inputs, 9, **ASKED, **EARLY).hidden_states
+    monkeypatch.setattr(output_room, "free_bytes", lambda device: column * width - 1)
+    with pytest.raises(ValueError, match="3 rows of 9 tokens take"):
+        greedy(wrapped, inputs, 9, **ASKED, **EARLY)
+    assert_account_is_empty(wrapped)

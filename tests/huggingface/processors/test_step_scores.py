@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.huggingface.processors import step_scores
+from compiled_llm.huggingface.processors import output_room
 from support.huggingface.pairs import pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 
@@ -113,10 +113,10 @@ def test_criteria_see_those_so_far(models, seed):
 def test_memory_that_is_not_there(models, seed, monkeypatch):
     """Only calls that keep scores ask for it: on a GPU the question takes longer than all else before a first token."""
     plain, wrapped = models
-    monkeypatch.setattr(step_scores, "free_bytes", lambda _: pytest.fail("nothing is kept"))
+    monkeypatch.setattr(output_room, "free_bytes", lambda _: pytest.fail("nothing is kept"))
     inputs = mixed_prompts([4, 6], 128, seed)
     greedy(wrapped, inputs, 3)
-    monkeypatch.setattr(step_scores, "free_bytes", lambda _: 4 * 9 * 2 * 128 - 1)
+    monkeypatch.setattr(output_room, "free_bytes", lambda _: 4 * 9 * 2 * 128 - 1)
     with pytest.raises(ValueError, match=r"9 steps of 2 rows and 128 tokens take .* give fewer rows or max_new_tokens"):
         greedy(wrapped, inputs, 9, **BOTH)
     assert len(greedy(wrapped, inputs, 8, **BOTH).scores) == 8
