@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from compiled_llm.client.errors import EngineProcessError, refusal
-from compiled_llm.protocol.messages import Entry, Update
-from compiled_llm.requests.outputs import FinishReason, Logprob
+from compiled_llm.protocol.messages import EmittedPiece, Entry, Update
+from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
 from compiled_llm.requests.pending_answer import PendingAnswer
 
 if TYPE_CHECKING:  # imports torch
@@ -22,6 +22,7 @@ class Received:
     Attributes:
         logprobs: of each token; None if they are not wanted.
         finish_reason: None while it has not ended.
+        pieces: what was emitted of its tokens, by layer or name.
     """
 
     stop_token_ids: frozenset[int]
@@ -30,6 +31,7 @@ class Received:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    pieces: dict[int | str, list[EmittedPiece]] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
@@ -84,6 +86,16 @@ class RemoteAnswer(PendingAnswer):
     def logprobs_behind(self, count: int) -> list[dict[int, Logprob]] | None:
         logprobs = self.received.logprobs
         return None if logprobs is None else [entries_of(entries) for entries in logprobs[count:]]
+
+    def completion(self) -> Completion:
+        whole, pieces = super().completion(), self.received.pieces
+        if not pieces:
+            return whole
+        from compiled_llm.client.emitted import joined  # imports torch
+
+        layers = {key: joined(parts) for key, parts in pieces.items() if isinstance(key, int)}
+        named = {key: joined(parts) for key, parts in pieces.items() if isinstance(key, str)}
+        return replace(whole, hidden_states=layers or None, emitted=named or None)
 
     def _whole_text(self) -> str | None:
         if self._format is not None and self._format.stop:

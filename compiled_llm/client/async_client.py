@@ -90,10 +90,15 @@ class AsyncClient(BaseClient):
         return await self._stats(timeout)
 
     async def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        hidden_states: Sequence[int] | None = None,
+        emitted: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """As of ``Client``; if it is cancelled, its requests end."""
-        return await self._generate(prompts, params)
+        return await self._generate(prompts, params, hidden_states, emitted)
 
     async def _wait_until_ready(self, timeout: float | None = None) -> Ready:
         if self._session_to_use().broken:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.client.plain import Prompt, plain_params, token_ids
+from compiled_llm.client.plain import Prompt, plain_list, plain_params, token_ids
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
 from compiled_llm.client.transport.connection import Line
@@ -137,7 +137,8 @@ class BaseClient(ABC):
         priority: int = 0,
         timeout: float | None = None,
         cache_salt: str | None = None,
-        hidden_states: None = None,
+        hidden_states: Sequence[int] | None = None,
+        emitted: Sequence[str] | None = None,
     ) -> RemoteHandle:
         """Begin to answer a prompt, and return at once; whether the engine process takes it, the handle tells.
 
@@ -147,21 +148,18 @@ class BaseClient(ABC):
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
             cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
-            hidden_states: refused: only an engine in this process gives them.
+            hidden_states: layers whose hidden states its output has, as of ``Engine.submit``; needs torch here.
+            emitted: names of what traced hooks of the model emit that its output has, as of ``Engine.submit``.
 
         Raises:
             ValueError: the prompt or its settings cannot be sent.
             EngineProcessError: the engine process is not ready, or is gone.
         """
-        if hidden_states is not None:
-            raise ValueError(
-                f"hidden_states={hidden_states!r}: they do not pass between processes; leave it out, or write "
-                "compiled_llm.Engine(model).submit(...) in the process that has the model"
-            )
         params, session = params or SamplingParams(), self._session_to_use()
         ready, number = session.check_ready(), session.number()
         ids = token_ids(prompt, self._tokenizer)
-        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt)
+        wanted = plain_list("hidden_states", hidden_states, int), plain_list("emitted", emitted, str)
+        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, *wanted)
         cancel = partial(self._cancel, session, number)  # it keeps the client, and so the connection, while it is kept
         ends, form, check = _ends(params, ready), self._form(params), session.check_may_wait
         handle = RemoteHandle(ids, params.n, ends, form, cancel, check, params.scored_from)
@@ -193,13 +191,20 @@ class BaseClient(ABC):
         return TextOfPrompt(self.submit(prompt, params, **options))
 
     async def _generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        hidden_states: Sequence[int] | None,
+        emitted: Sequence[str] | None,
     ) -> list[RequestOutput]:
         await self._rejoin()
         handles: list[RemoteHandle] = []
         listeners = Listeners()
         try:
-            handles.extend(self.submit(*entry) for entry in with_params(prompts, params))
+            handles.extend(
+                self.submit(*entry, hidden_states=hidden_states, emitted=emitted)
+                for entry in with_params(prompts, params)
+            )
             remaining = list(handles)
 
             def changed() -> None:

@@ -91,7 +91,12 @@ class Client(BaseClient):
         return _finished(self._asked(question, timeout))
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        hidden_states: Sequence[int] | None = None,
+        emitted: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, and wait for all of them.
 
@@ -100,6 +105,8 @@ class Client(BaseClient):
         Args:
             prompts: one, or several: token ids, text, chat messages, or one of vLLM's dictionaries
             params: for all of them, or one for each.
+            hidden_states: as of ``submit``, for all of them.
+            emitted: as of ``submit``, for all of them.
 
         Returns:
             One output for each prompt, in their order.
@@ -109,7 +116,7 @@ class Client(BaseClient):
             EngineBusyError: there are more than may wait; those that were taken are ended.
             EngineProcessError: the engine process takes no requests, or is gone.
         """
-        return _finished(self._generate(prompts, params))
+        return _finished(self._generate(prompts, params, hidden_states, emitted))
 
     def _dial(self) -> Line:
         return ThreadConnection(self._path)

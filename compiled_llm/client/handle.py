@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from compiled_llm.client.answer import Received, RemoteAnswer, entries_of
-from compiled_llm.protocol.messages import Entry, Summary, Update
+from compiled_llm.protocol.messages import EmittedPiece, Entry, Summary, Update
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Figures, Logprob, RequestOutput
 from compiled_llm.requests.pending import PendingAnswers
@@ -104,6 +104,10 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         if self.prompt_logprobs is None:
             self.prompt_logprobs = [None for _ in range(self._unscored)]
         self.prompt_logprobs += map(entries_of, logprobs)
+
+    def take_piece(self, piece: EmittedPiece) -> None:
+        """Take what was emitted of an answer's next tokens."""
+        self.answers[piece.index].received.pieces.setdefault(piece.key, []).append(piece)
 
     def finish(self, summary: Summary) -> None:
         """Take what is measured, once all answers have ended."""

@@ -7,13 +7,15 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from compiled_llm.requests.prompts import content_of, is_dictionary
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+
+T = TypeVar("T", int, str)
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids (an array or tensor of them, too), the messages of a chat (``{"role": ..., "content": ...}``), or one
@@ -64,6 +66,16 @@ def _number(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value)
     raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def plain_list(name: str, asked: Any, kind: type[T]) -> list[T] | None:
+    """Return a list of numbers or names that can be sent; ValueError if the argument ``name`` is none."""
+    if asked is None:
+        return None
+    entries = [] if isinstance(asked, str) or not isinstance(asked, Sequence) else list(asked)
+    if not entries or not all(type(entry) is kind for entry in entries):
+        raise ValueError(f"{name}={asked!r}: give a list of {kind.__name__}, one at least; None for none")
+    return entries
 
 
 def token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from compiled_llm.engine.steps.outputs.logprobs import token_logprobs
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
@@ -38,11 +40,25 @@ class Answer(PendingAnswer):
         return token_logprobs(self.request, self.tokens_behind(count), count)
 
     def completion(self) -> Completion:
-        whole, emitted = super().completion(), self.request.emitted
-        if emitted is None:
+        whole = super().completion()
+        if self.request.emitted is None:
             return whole
-        fed = len(self.request.prompt) + max(1, len(whole.token_ids)) - 1  # a stop string may have come before others
-        return replace(whole, hidden_states=emitted.hidden_states(fed), emitted=emitted.by_name(fed))
+        return replace(whole, hidden_states=self.hidden_states, emitted=self.emitted)
+
+    @property
+    def hidden_states(self) -> dict[int, Tensor] | None:
+        """Those of its tokens, but for the last; None if none are wanted."""
+        return None if self.request.emitted is None else self.request.emitted.hidden_states(self._fed)
+
+    @property
+    def emitted(self) -> dict[str, Tensor] | None:
+        """What traced hooks have emitted of the same tokens, by name; None if nothing is wanted."""
+        return None if self.request.emitted is None else self.request.emitted.by_name(self._fed)
+
+    @property
+    def _fed(self) -> int:
+        """How many tokens were fed in; a stop string may have come before others."""
+        return len(self.request.prompt) + max(1, self.tokens) - 1
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-VERSION = 3
+VERSION = 4
 """Of the protocol. It is counted up whenever one side would misunderstand the other."""
 
 Kind = Literal["invalid", "full", "unavailable", "failed"]
@@ -38,6 +38,8 @@ class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
         params: the values of ``SamplingParams`` that are not the defaults, ready for MessagePack.
         timeout: seconds after which it ends with the tokens it has.
         cache_salt: only requests with an equal salt share its pages in the prefix cache.
+        hidden_states: layers whose hidden states its answers have; None for none.
+        emitted: names of what traced hooks emit that its answers have; None for nothing.
     """
 
     request: int
@@ -46,6 +48,8 @@ class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
     priority: int = 0
     timeout: float | None = None
     cache_salt: str | None = None
+    hidden_states: list[int] | None = None
+    emitted: list[str] | None = None
 
 
 class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
@@ -187,6 +191,24 @@ class PromptScores(Struct, tag="prompt scores", frozen=True):
     logprobs: list[list[Entry]]
 
 
+class EmittedPiece(Struct, tag="emitted", frozen=True):
+    """What was emitted of some tokens of an answer, from the first on; several come, once all answers have ended.
+
+    Attributes:
+        key: the layer, as the request has named it, or the name that hooks emit.
+        dtype: torch's name.
+        shape: the number of tokens, and what each has.
+        numbers: row by row, as the engine process's machine writes them.
+    """
+
+    request: int
+    index: int
+    key: int | str
+    dtype: str
+    shape: list[int]
+    numbers: bytes
+
+
 class Refused(Struct, tag="refused", frozen=True):
     """A request or question was refused; why, in a sentence."""
 
@@ -278,6 +300,7 @@ FromEngine = (
     | Ready
     | StepUpdates
     | PromptScores
+    | EmittedPiece
     | Refused
     | StatsReply
     | TokensReply

@@ -28,6 +28,7 @@ from compiled_llm.protocol.messages import (
     VERSION,
     AskStats,
     Cancel,
+    EmittedPiece,
     Ended,
     FromClient,
     Leaving,
@@ -197,12 +198,16 @@ def test_an_engine_process_without_a_tokenizer_says_so(path: Path) -> None:
         client.submit("Hi!")
 
 
-def test_hidden_states_are_refused_before_anything_is_sent(path: Path) -> None:
+@pytest.mark.parametrize("wanted", [{"hidden_states": -1}, {"hidden_states": ["1"]}, {"emitted": "a"}, {"emitted": []}])
+def test_what_is_no_list_of_layers_or_names_is_refused_before_anything_is_sent(path: Path, wanted: Any) -> None:
+    """A frame that cannot be read would end all requests of the client."""
     with answering(path, WELCOME, READY) as received, Client(path) as client:
-        with pytest.raises(ValueError, match=r"hidden_states=\[-1\]: they do not pass between processes; leave it out"):
-            client.submit([1], hidden_states=[-1])  # type: ignore[arg-type]
-        client.submit([2])
-    assert [message.prompt for message in received[1:]] == [[2]]
+        with pytest.raises(ValueError, match=r"(hidden_states|emitted)=.*: give a list of (int|str), one at least"):
+            client.submit([1], **wanted)
+        client.submit([2], hidden_states=[-1], emitted=["a"])
+    assert [(message.prompt, message.hidden_states, message.emitted) for message in received[1:]] == [
+        ([2], [-1], ["a"])
+    ]
 
 
 def test_text_without_a_tokenizer_is_refused(path: Path) -> None:
@@ -331,6 +336,7 @@ def damaged(draw: random.Random) -> bytes:
         StepUpdates([Update(1, 0, [5, 6]), Update(2, 1, [7], [[(7, -0.5, 1)]])]),
         PromptScores(1, [[(3, -1.0, 1)]]),
         StepUpdates([Update(1, 0, [8], None, Ended("stop", 8))], [Summary(1, 0, 0.1, 0.2, 0.3)]),
+        EmittedPiece(1, 0, -1, "float32", [1, 2], bytes(8)),
         Refused(2, "full", "too many"),
         Preparing("loading"),
         Leaving("told to end"),

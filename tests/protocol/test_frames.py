@@ -16,6 +16,7 @@ from compiled_llm.protocol.messages import (
     AskTokens,
     Beat,
     Cancel,
+    EmittedPiece,
     Ended,
     FromClient,
     FromEngine,
@@ -44,7 +45,7 @@ TOKENS = ("prompt_tokens", "cached_tokens", "new_tokens", "cold_starts")
 FROM_CLIENT: list[Struct] = [
     Hello(client="me"),
     Submit(1, [1, 2, 2**31], {"stop": ["\n"], "logit_bias": {3: -1.5}, "n": 2}, -1, 2.5, "salt"),
-    Submit(2, []),
+    Submit(2, [], hidden_states=[0, -1], emitted=["norms"]),
     Cancel(1),
     Cancel(1, 3),
     AskStats(4),
@@ -62,6 +63,8 @@ FROM_GENERATOR: list[Struct] = [
     ),
     StepUpdates([Update(1, 0, [], None, Ended("error", None, "why"))], [Summary(1, 4, None, 0.5, 1.5)]),
     PromptScores(1, [[(3, -0.5, 1)], [(4, -0.5, 2), (5, -0.25, 1)]]),
+    EmittedPiece(1, 0, -1, "float32", [1, 2], bytes(8)),
+    EmittedPiece(1, 1, "norms", "bfloat16", [0], b""),
     Refused(3, "full", "too many"),
     StatsReply(
         number=1,

@@ -131,7 +131,7 @@ def test_priorities_deadlines_and_salts_reach_the_engine(client: Client, engine:
     submitted, submit = [], engine.submit
     engine.submit = lambda *args, **options: submitted.append(options) or submit(*args, **options)  # type: ignore[method-assign]
     client.submit(PROMPT, settings(), priority=-2, timeout=50.0, cache_salt="me").result(PATIENCE)
-    assert submitted == [{"priority": -2, "timeout": 50.0, "cache_salt": "me"}]
+    assert submitted == [{"priority": -2, "timeout": 50.0, "cache_salt": "me", "hidden_states": None, "emitted": None}]
 
 
 def test_what_the_engine_refuses_raises_what_the_engine_does(client: Client, engine: Engine) -> None:
@@ -183,6 +183,45 @@ def test_a_long_prompts_logprobs_come_in_parts(client: Client, engine: Engine, m
     prompts, params = [list(range(3, 3 + length)) for length in (1, 2, 7, 8, 60)], settings(prompt_logprobs=2, n=2)
     for ours, theirs in zip(client.generate(prompts, params), engine.generate(prompts, params), strict=True):
         assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("at_once", [2**20, 700])
+def test_hidden_states_and_what_hooks_emit_come_in_parts(
+    client: Client, engine: Engine, at_once: int, monkeypatch: Any
+) -> None:
+    """For each answer, of several dtypes, and bit by bit; others' requests get none."""
+    monkeypatch.setattr(stream, "_BYTES_AT_ONCE", at_once)
+
+    def emit(module: Any, args: Any, output: Any, tokens: Any) -> None:
+        tokens.emit("half", output.to(torch.bfloat16))
+        tokens.emit("sign", output.sum(dim=-1) > 0)
+
+    wanted: dict[str, Any] = {"hidden_states": [-1, 0], "emitted": ["sign", "half"]}
+    prompts, params = [PROMPT, PROMPT[:1], PROMPT * 4], settings(n=2, prompt_logprobs=1)
+    with compiled_llm.traced_hook(engine._model.model.norm, emit):
+        both = client.generate(prompts, params, **wanted), engine.generate(prompts, params, **wanted)
+        (without,) = client.generate([PROMPT], params)
+        ended = client.submit(PROMPT, params, timeout=1e-9, **wanted).result(PATIENCE)
+    for ours, theirs in zip(*both, strict=True):
+        assert_equal(ours, theirs)
+        for mine, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert_tensors_equal(mine.hidden_states, other.hidden_states)
+            assert_tensors_equal(mine.emitted, other.emitted)
+    assert (without.hidden_states, without.emitted) == (None, None)
+    assert ended.hidden_states is not None
+    assert ended.emitted is not None
+    assert [len(tensor) for tensor in (*ended.hidden_states.values(), *ended.emitted.values())] == [0] * 4
+    with pytest.raises(ValueError, match=r"hidden_states=\[9\]: 9 is no layer"):
+        client.submit(PROMPT, hidden_states=[9]).result(PATIENCE)
+    with pytest.raises(ValueError, match="the model has no traced hooks"):
+        client.submit(PROMPT, emitted=["sign"]).result(PATIENCE)
+
+
+def assert_tensors_equal(ours: Any, theirs: Any) -> None:
+    assert list(ours) == list(theirs)
+    for key, tensor in ours.items():
+        assert (tensor.dtype, tensor.shape) == (theirs[key].dtype, theirs[key].shape)
+        torch.testing.assert_close(tensor, theirs[key], rtol=1e-3, atol=1e-3)
 
 
 def test_a_step_is_one_frame_for_all_requests_of_a_client(engine: Engine, path: Path) -> None:

@@ -13,6 +13,7 @@ from compiled_llm.client.errors import EngineDeadError, EngineProcessError, refu
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.protocol.messages import (
+    EmittedPiece,
     FromEngine,
     Leaving,
     Preparing,
@@ -190,6 +191,8 @@ class ClientSession:
             case PromptScores() if (handle := self._handles.get(message.request)) is not None:
                 handle.take_prompt_scores(message.logprobs)
                 return [handle]
+            case EmittedPiece() if (handle := self._handles.get(message.request)) is not None:
+                handle.take_piece(message)
             case Refused() if message.request in self._questions:
                 self._questions[message.request] = refusal(message.kind, message.message)
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:

@@ -254,8 +254,8 @@ class ClientConnection:
         summaries: list[Summary] = []
         for number, stream in tuple(self.streams.items()):
             updates += stream.updates()
-            if (scores := stream.prompt_scores()) is not None:
-                yield frame_of(scores)
+            if (part := stream.next_part()) is not None:
+                yield frame_of(part)
                 self._transport.flush_soon()  # for those that are left, after others had their turn
             elif stream.ended:
                 summaries.append(stream.summary())

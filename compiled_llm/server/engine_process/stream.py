@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.device_loss import DeviceLostError
@@ -13,11 +17,23 @@ from compiled_llm.engine.input_processing.input_processor import QueueFullError
 from compiled_llm.engine.steps.outputs.logprobs import Logprobs, scored_of, token_logprobs
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
-from compiled_llm.protocol.messages import Ended, Entry, Kind, PromptScores, Refused, Submit, Summary, Update
+from compiled_llm.protocol.messages import (
+    EmittedPiece,
+    Ended,
+    Entry,
+    Kind,
+    PromptScores,
+    Refused,
+    Submit,
+    Summary,
+    Update,
+)
 from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.grammar_source import GrammarsMissingError
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+
+K = TypeVar("K", int, str)
 
 logger = logging.getLogger("compiled_llm.server")
 
@@ -25,6 +41,8 @@ MAX_ANSWERS = 1024
 """How many answers to one prompt a client can ask for: each takes memory at once."""
 _SCORES_AT_ONCE = 256
 """Tokens of a prompt whose log-probabilities are sent together: others wait for some milliseconds."""
+_BYTES_AT_ONCE = 2**20
+"""Of what was emitted of an answer's tokens, at least one token's."""
 
 
 def begun(engine: Engine, submit: Submit) -> Stream | Refused:
@@ -49,7 +67,13 @@ def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
             f"SamplingParams: n={params.n}: an engine process gives at most {MAX_ANSWERS} answers to a prompt"
         )
     return engine.submit(
-        submit.prompt, params, priority=submit.priority, timeout=submit.timeout, cache_salt=submit.cache_salt
+        submit.prompt,
+        params,
+        priority=submit.priority,
+        timeout=submit.timeout,
+        cache_salt=submit.cache_salt,
+        hidden_states=submit.hidden_states,
+        emitted=submit.emitted,
     )
 
 
@@ -67,17 +91,19 @@ class Stream:
     """The updates of a request, as its client, who calls it ``number``, is sent them.
 
     Attributes:
-        takes_long: whether an update keeps others waiting: log-probabilities do.
+        takes_long: whether what is sent keeps others waiting: log-probabilities and what was emitted do.
     """
 
     def __init__(self, number: int, handle: RequestHandle) -> None:
         first = handle.requests[0]
         self.handle = handle
-        self.takes_long = first.logprobs is not None or first.prompt_logprobs is not None
+        self._scores_tokens = first.logprobs is not None or first.prompt_logprobs is not None
+        self.takes_long = self._scores_tokens or first.emitted is not None
         self._number = number
         self._open = tuple(_Sent(answer) for answer in handle.answers)
         self._scores: Logprobs | None = None
         self._scored = 0  # how many of them were sent
+        self._pieces = self._emitted_pieces()
 
     @property
     def unsent(self) -> int:
@@ -100,7 +126,7 @@ class Stream:
         done, tokens = answer.done, answer.tokens_behind(sent.tokens)  # in this order: no token comes after the end
         if not (tokens or done):
             return None
-        entries = self._entries(sent, tokens) if self.takes_long else None
+        entries = self._entries(sent, tokens) if self._scores_tokens else None
         sent.tokens += len(tokens)
         if not done:
             return Update(self._number, answer.request.index, tokens, entries)
@@ -115,11 +141,23 @@ class Stream:
         """Return its figures, once it has ``ended``."""
         return Summary(self._number, **self.handle.figures())
 
-    def prompt_scores(self) -> PromptScores | None:
-        """Return the next log-probabilities of the prompt's tokens; None if there are none, or all were sent.
+    def next_part(self) -> PromptScores | EmittedPiece | None:
+        """Return the next message of those that come in parts; None if there is none now, or all were sent."""
+        return self._prompt_scores() or (next(self._pieces, None) if self.ended else None)
 
-        They are all there with the first token.
-        """
+    def _emitted_pieces(self) -> Iterator[EmittedPiece]:
+        """Yield what was emitted of the answers, which have ended."""
+        for answer in self.handle.answers:
+            found = itertools.chain(_items(answer.hidden_states), _items(answer.emitted))
+            for key, tensor in found:
+                width = max(1, tensor[:1].nbytes)
+                for part in tensor.split(max(1, _BYTES_AT_ONCE // width)):
+                    numbers = part.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                    dtype = str(part.dtype).removeprefix("torch.")
+                    yield EmittedPiece(self._number, answer.index, key, dtype, list(part.shape), numbers)
+
+    def _prompt_scores(self) -> PromptScores | None:
+        """Return the next log-probabilities of the prompt's tokens, which are all there with the first token."""
         request = self.handle.requests[0]
         if request.prompt_logprobs is None or not (request.tokens or request.done):
             return None
@@ -134,6 +172,10 @@ class Stream:
     def fail(self, reason: str) -> None:
         """End what has not ended, with an error."""
         self.handle.fail(RequestError(reason))
+
+
+def _items(tensors: Mapping[K, Tensor] | None) -> Iterator[tuple[int | str, Tensor]]:
+    return iter(() if tensors is None else tensors.items())
 
 
 class _Sent:

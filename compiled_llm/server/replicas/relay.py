@@ -16,6 +16,7 @@ from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import (
     AskStats,
     Cancel,
+    EmittedPiece,
     FromEngine,
     PromptScores,
     Ready,
@@ -27,7 +28,7 @@ from compiled_llm.protocol.messages import (
     Update,
 )
 
-News = Update | Summary | PromptScores | Refused
+News = Update | Summary | PromptScores | EmittedPiece | Refused
 """An engine process's message about one request; a summary or a refusal is the last."""
 
 _PAUSE = 0.005
@@ -108,7 +109,7 @@ class Relay:
                         self._pass_on(update)
                     for summary in summaries:
                         self._pass_on(summary)
-                case PromptScores() | Refused():
+                case PromptScores() | EmittedPiece() | Refused():
                     self._pass_on(message)
                 case StatsReply(number=number) if (asked := self._asked.get(number)) is not None and not asked.done():
                     asked.set_result(message)
@@ -137,5 +138,5 @@ def _frames(news: Sequence[News]) -> bytes:
     """Return frames; a step comes last, since its summary is a request's last message."""
     updates = [entry for entry in news if isinstance(entry, Update)]
     summaries = [entry for entry in news if isinstance(entry, Summary)]
-    others = [frame_of(entry) for entry in news if isinstance(entry, (PromptScores, Refused))]
+    others = [frame_of(entry) for entry in news if isinstance(entry, (PromptScores, EmittedPiece, Refused))]
     return b"".join([*others, frame_of(StepUpdates(updates, summaries))])

@@ -121,6 +121,9 @@ def test_answers_are_those_of_the_engine(engine_process: Loop, path: Path, engin
         (output,) = await client.generate([3] * 600, asked)
         assert output.prompt_logprobs is not None
         assert len(output.prompt_logprobs) == 600
+        (output,) = await client.generate([3] * 600, GREEDY, hidden_states=[-1])  # type: ignore[arg-type]
+        assert output.hidden_states is not None
+        assert len(output.hidden_states[-1]) == 600 + len(output.token_ids) - 1
         with pytest.raises(ValueError, match="tokens"):
             await client.submit([5] * 100_000, GREEDY)
         with pytest.raises(EngineProcessError, match="one by one"):
