@@ -137,7 +137,7 @@ class Planner:
 
     def forget(self, key: StepKey) -> None:
         """Let go of the plans of a captured prefill that is gone; other keys are ignored."""
-        if key.phase == "prefill":
+        if key.is_prefill:
             self._plans.pop(key, None)
 
     # ---- what programs read

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.torch.cudagraph_trees import cudagraph_messages, cudagraph_skips, cudagraph_tree_graphs
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
-from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_key import STEPS, StepKey
 from compiled_llm.compilation.graphs.step_table import Cost, StepTable
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
@@ -54,14 +54,14 @@ class StepToCapture(NamedTuple):
     Attributes:
         check: finds ``guards``, and raises if ``launch`` would compile; any thread may call both.
         launch: runs it.
-        like: its outputs, or their number of rows, if it ran before the last eviction.
+        like: its outputs; None if it has not run since the last eviction.
         guards: of the compiled program in it.
         filled: its input, if that is filled before each replay.
     """
 
     check: Callable[[], None]
     launch: Callable[[], StepOutputs]
-    like: StepOutputs | int
+    like: StepOutputs | None
     guards: Guards
     filled: Filled | None = None
 
@@ -101,6 +101,8 @@ class CudaGraphs:
         self._capturer = GraphCapture(device, in_pieces=config.leaves_attention_out) if self.ours else None
         # A model whose CUDA graphs are bounded copies what they give, in launches of their own.
         self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(table.budget) else None
+        # Logits of all tokens take too much memory for each graph to have its own.
+        self._scored = SharedOutputs(0)
         self._underway: _Underway | None = None
         self._wanted: tuple[StepKey, Begin] | None = None  # to be captured next, and what begins that
         self._half_begun: tuple[StepKey, Begin] | None = None  # and what goes on with it
@@ -112,7 +114,7 @@ class CudaGraphs:
     # ---- ours
 
     def __len__(self) -> int:
-        return len(self.table.of("decode", "prefill"))
+        return len(self.table.of(*STEPS))
 
     def capture(self, key: StepKey, step: StepToCapture) -> None:
         """Capture a step that has run before, while no other capture runs; the least recently used graphs make room.
@@ -125,7 +127,7 @@ class CudaGraphs:
             self._give_up_half_begun()
         with self.table.capturing(key):
             self.table.make_room(key)
-            launch, shared = self._prepared(step)
+            launch, shared = self._prepared(key, step)
             step.check()
             assert self._capturer is not None
             captured = self._capturer.capture(launch)
@@ -145,7 +147,7 @@ class CudaGraphs:
 
     def begin(self, key: StepKey, step: StepToCapture) -> None:
         """Begin to capture a step; ``go_on`` continues, and ``adopt`` adds the result."""
-        launch, shared = self._prepared(step)
+        launch, shared = self._prepared(key, step)
         assert self._capturer is not None
         self._underway = _Underway(key, self._capturer.begin(launch, step.check), step, shared)
 
@@ -229,13 +231,14 @@ class CudaGraphs:
         own, cost = 0 if step.filled is None else step.filled.nbytes, captured.cost
         return cost._replace(nbytes=cost.nbytes + own, shared=cost.shared + shared)
 
-    def _prepared(self, step: StepToCapture) -> tuple[Callable[[], StepOutputs], int]:
+    def _prepared(self, key: StepKey, step: StepToCapture) -> tuple[Callable[[], StepOutputs], int]:
         """Return the launch to capture, and the growth of the shared outputs in bytes."""
         if "captured" not in self._addresses:
             self._addresses["captured"] = self._addresses_now()
         before, launch = self._shared_bytes(), step.launch
-        if self._outputs is not None:
-            launch = self._outputs.writing(launch, step.like)
+        outputs = self._outputs_of(key)
+        if outputs is not None:
+            launch = outputs.writing(launch, key, step.like)
         return launch, self._shared_bytes() - before
 
     def _note_failure(self, key: StepKey, error: Exception) -> None:
@@ -249,13 +252,17 @@ class CudaGraphs:
         )
         self.table.fail(key)
 
-    @property
-    def can_begin(self) -> bool:
+    def _outputs_of(self, key: StepKey) -> SharedOutputs | None:
+        """Return where a step leaves its outputs; None if its graph has its own."""
+        return self._scored if key.phase == "scoring" else self._outputs
+
+    def can_begin(self, key: StepKey) -> bool:
         """Whether a step can be captured that has never run: the place of its outputs is known."""
-        return self._outputs is None or self._outputs.nbytes > 0
+        outputs = self._outputs_of(key)
+        return outputs is None or outputs.nbytes > 0
 
     def _shared_bytes(self) -> int:
-        return 0 if self._outputs is None else self._outputs.nbytes
+        return self._scored.nbytes + (0 if self._outputs is None else self._outputs.nbytes)
 
     def forget(self) -> None:
         """Drop all graphs."""
@@ -265,9 +272,10 @@ class CudaGraphs:
             self._underway = None
         self._wanted = self._half_begun = None
         self._moved = self.moved_weights()
-        self.table.forget("decode", "prefill")
+        self.table.forget(*STEPS)
         self.table.shared[_OWNER] = 0
         self._addresses.pop("captured", None)
+        self._scored.release()
         if self._outputs is not None:
             self._outputs.release()
         if self._capturer is not None:
@@ -297,7 +305,7 @@ class CudaGraphs:
     @property
     def prefills(self) -> int:
         """How many prefills were captured."""
-        return self.table.captures("prefill")
+        return self.table.captures("prefill") + self.table.captures("scoring")
 
     def repeated(self) -> int:
         """Return how many steps were captured again, or have to be."""

@@ -8,6 +8,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.step_key import StepKey
+
 Emitted: TypeAlias = Mapping[int | str, Tensor]
 """What a step returns for its tokens besides logits, ``[T, ...]`` each: hidden states by HuggingFace's number, and what
 traced hooks emit by name."""
@@ -28,7 +30,7 @@ class StepOutputs(NamedTuple):
 
 
 class SharedOutputs:
-    """Logits and tokens of as many rows as a step may have."""
+    """Logits and tokens of as many rows as a step may have, or of more once there is one."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -38,12 +40,14 @@ class SharedOutputs:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def writing(self, launch: Callable[[], StepOutputs], like: StepOutputs | int) -> Callable[[], StepOutputs]:
+    def writing(
+        self, launch: Callable[[], StepOutputs], key: StepKey, like: StepOutputs | None
+    ) -> Callable[[], StepOutputs]:
         """Return a launch of the same step that leaves its outputs here.
 
-        ``like`` are its earlier outputs, or their number of rows if other steps have overwritten them since.
+        ``like`` are its earlier outputs; None if it has never run, or other steps have overwritten them since.
         """
-        logits, tokens = self._first(like, like) if isinstance(like, int) else self._views(like)
+        logits, tokens = self._first(*key.outputs) if like is None else self._views(like)
 
         def launch_and_copy() -> StepOutputs:
             outputs = launch()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Phase = Literal["decode", "prefill", "sampling"]
-"""A decode step, a prefill, or a sampling of tokens that is made later than the step before it."""
+Phase = Literal["decode", "prefill", "scoring", "sampling"]
+"""A decode step; a prefill; one that gives the logits of all its tokens, and samples none; or a sampling of tokens that
+is made later than the step before it."""
+STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")
+"""Those that run the model."""
 
 
 class StepKey(NamedTuple):
@@ -14,8 +17,8 @@ class StepKey(NamedTuple):
     Attributes:
         phase: prefill, decode, and so on.
         tokens: how many it computes, padding included; of a decode step, equally many in each row.
-        rows: how many of them sample a token, padding included. A prefill has one row more, whose tokens, if any are
-            missing, fill up ``tokens``.
+        rows: how many of them sample a token, or could, padding included. A prefill has one row more, whose tokens, if
+            any are missing, fill up ``tokens``.
         variant: of a prefill how the backend divides it among thread blocks, which only the backend understands; of a
             sampling 1 if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0.
         states: whether it gives hidden states, too.
@@ -38,6 +41,16 @@ class StepKey(NamedTuple):
     @classmethod
     def sampling(cls, rows: int, masked: bool) -> StepKey:
         return cls("sampling", rows, rows, int(masked))
+
+    @property
+    def outputs(self) -> tuple[int, int]:
+        """How many tokens it gives logits of, and how many it samples, padding included."""
+        return self.rows if self.phase == "prefill" else self.tokens, self.rows if self.is_prefill else self.tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is a prefill, of whichever tokens it gives logits."""
+        return self.phase in ("prefill", "scoring")
 
     @property
     def new_tokens_per_row(self) -> int:

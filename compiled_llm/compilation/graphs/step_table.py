@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.step_key import Phase, StepKey
+from compiled_llm.compilation.graphs.step_key import STEPS, Phase, StepKey
 from compiled_llm.compilation.graphs.table import CudaGraphRow, CudaGraphTable, StepState, mib
 from compiled_llm.compilation.graphs.validity import Guards
 
@@ -437,7 +437,7 @@ class StepTable:
 
     def table(self) -> CudaGraphTable:
         """Return the table of steps that were captured, or should have been; any thread may."""
-        order = {"decode": 0, "prefill": 1, "sampling": 2}
+        order = {phase: number for number, phase in enumerate((*STEPS, "sampling"))}
         entries = list(self.entries.values())
         rows = [entry.row() for entry in entries if entry.captures or entry.misses or entry.failures]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))

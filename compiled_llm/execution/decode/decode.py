@@ -201,9 +201,9 @@ class Decode:
             self._planned_cascade.plan_padding(step)
         elif self._planned is not None:
             self._planned.plan_padding(step)
-        self._capture(step, step.tokens)
+        self._capture(step, None)
 
-    def _capture(self, step: StepKey, like: StepOutputs | int, background: bool = True) -> None:
+    def _capture(self, step: StepKey, like: StepOutputs | None, background: bool = True) -> None:
         self._graph_manager.capture(step, self._inputs(step), like, background=background)
 
     def _prepare(

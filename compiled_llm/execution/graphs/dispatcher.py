@@ -79,7 +79,7 @@ class Dispatcher:
 
     def _next_larger(self, step: StepKey) -> StepKey | None:
         """Return the smallest ready step that holds all steps of another, and does not take far longer."""
-        padding = self._padding if step.phase == "prefill" else math.inf
+        padding = self._padding if step.is_prefill else math.inf
         larger = [
             other
             for other in self._table.of(step.phase)
@@ -87,7 +87,7 @@ class Dispatcher:
             and other.states is step.states
             and step.tokens <= other.tokens <= step.tokens + padding
             and step.rows <= other.rows
-            and (step.phase == "prefill" or step.new_tokens_per_row == other.new_tokens_per_row)
+            and (step.is_prefill or step.new_tokens_per_row == other.new_tokens_per_row)
         ]
         return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != step.variant), default=None)
 

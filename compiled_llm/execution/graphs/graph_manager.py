@@ -218,7 +218,7 @@ class GraphManager:
         self,
         key: StepKey,
         inputs: StepInputs,
-        like: StepOutputs | int,
+        like: StepOutputs | None,
         first: Callable[[], None] = _nothing,
         filled: Filled | None = None,
         background: bool = False,
@@ -228,7 +228,7 @@ class GraphManager:
         Args:
             key: its name from now on.
             inputs: the tensors that its program reads.
-            like: its outputs, or their number of rows.
+            like: its outputs; None if it may never have run.
             first: launches the kernels before the program; any thread may call it.
             filled: the tensor that is filled before each replay, if there is one.
             background: capture it while steps go on; ``adopt`` takes it over then.
@@ -259,7 +259,7 @@ class GraphManager:
         padded = dispatch.step != wanted
         if padded or dispatch.how != "run":
             self.table.missed(wanted, padded)
-        if padded and self.cuda_graphs.can_begin:
+        if padded and self.cuda_graphs.can_begin(wanted):
             self.cuda_graphs.want(wanted, begin)
 
     def adopt(self) -> None:

@@ -7,6 +7,7 @@ vocabulary, S page size.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -39,9 +40,15 @@ from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_le
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable
+from compiled_llm.model.inputs import vocabulary_of
 
 # Tokens whose logits are kept, that prefill is compiled with.
 _KEPT = 5
+# So many calls of forward that would have replayed a shape have taken as long as its capture does, for which they leave
+# no time as decode steps do.
+_SEEN = 8
+# The part of a device's memory that logits of all tokens of a prefill may take for good, where they are captured.
+_SCORES = 1 / 64
 
 
 class Prefill:
@@ -69,6 +76,7 @@ class Prefill:
         self._page_watch = state.page_watch
         self._recurrent = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
+        self._most_scored = _tokens_scored(state)
         self._anchors = self._find_anchors()
         self._table.anchors["prefill"] = [*self._anchors]
 
@@ -226,7 +234,7 @@ class Prefill:
             self._graph_manager.events.used[shape] += 1
             dispatch = self._dispatcher.dispatch(shape, exact)
             self._graph_manager.serve(shape, dispatch, functools.partial(self._begin_capture, shape))
-            background = dispatch.how != "capture"
+            background = dispatch.how != "capture" and not self._pays(shape)
             logits, tokens, emitted = self._run_shape(dispatch.step, chunk, keep, slots, unchanged, background)
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
         # A symbolic size is at least 2.
@@ -326,13 +334,26 @@ class Prefill:
     def _shape_to_replay(
         self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
     ) -> StepKey | None:
-        """Return the shape in which a prefill can be captured: one whose logits are wanted where tokens are sampled."""
-        if not self._captures or embeddings is not None or len(slots) != wanted:
+        """Return the shape in which a prefill can be captured; None if it cannot.
+
+        Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
+        tokens, and none is sampled.
+        """
+        if not self._captures or embeddings is not None or len(slots) not in (0, wanted):
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
         queries = [len(extension.ids) for extension in chunk]
-        return self._shape_for(queries, [extension.row.length for extension in chunk])
+        shape = self._shape_for(queries, [extension.row.length for extension in chunk])
+        if shape is None or wanted <= shape.rows:
+            return shape
+        scored = 2 * wanted >= sum(queries) and shape.tokens <= self._most_scored
+        return shape._replace(phase="scoring") if scored else None
+
+    def _pays(self, shape: StepKey) -> bool:
+        """Whether calls have waited for its launches as long as they would for its capture."""
+        entry = self._table.entry(shape)
+        return entry.misses >= _SEEN and entry.state != "failed"
 
     def _shape_for(self, queries: Sequence[int], lengths: Sequence[int]) -> StepKey | None:
         shape = self._shapes.smallest(sum(queries), len(queries))
@@ -371,9 +392,7 @@ class Prefill:
         none = np.zeros(0, dtype=np.int64)
         packed, table = self._padded(shape, [], none, none)
         self._planner.plan_prefill(table, shape)
-        return functools.partial(
-            self._capture, shape, *self._in_new_tensors(shape, packed), shape.rows, background=True
-        )
+        return functools.partial(self._capture, shape, *self._in_new_tensors(shape, packed), None, background=True)
 
     def _run_shape(
         self,
@@ -414,9 +433,9 @@ class Prefill:
     def _padded(
         self, shape: StepKey, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
     ) -> tuple[Packed, HostTable]:
-        missing = shape.rows - len(keep)
-        keep = np.concatenate([keep, np.zeros(missing, dtype=np.int64)])
-        slots = np.concatenate([slots, self._state.slots.of([], missing)])
+        logits, sampled = shape.outputs
+        keep = np.concatenate([keep, np.zeros(logits - len(keep), dtype=np.int64)])
+        slots = np.concatenate([slots, self._state.slots.of([], sampled - len(slots))])
         tagged = self._page_watch is not None
         chunk = padded(chunk, shape, *self._paging)
         return pack(chunk, keep, slots, *self._paging, tagged=tagged, recurrent=self._recurrent)
@@ -428,7 +447,7 @@ class Prefill:
         return inputs, filled
 
     def _capture(
-        self, shape: StepKey, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | int, background: bool
+        self, shape: StepKey, inputs: PrefillInputs, filled: Tensor, like: StepOutputs | None, background: bool
     ) -> None:
         own = 2 * filled.nbytes + sum(plan.nbytes for plan in inputs.plans.tensors)  # filled, and copied to inputs
         first = functools.partial(_unpack, inputs, filled)
@@ -450,6 +469,15 @@ def _spans(extensions: Sequence[Extension], start: int, end: int) -> list[TokenS
             spans.append(TokenSpan(row, row.length - count + first, last - first))
         at += count
     return spans
+
+
+def _tokens_scored(state: RunnerState) -> float:
+    """Return of how many tokens a captured prefill may give the logits."""
+    if state.device.type != "cuda":
+        return math.inf
+    model = state.facts.model
+    room = torch.cuda.get_device_properties(state.device).total_memory * _SCORES
+    return room / (vocabulary_of(model) * model.dtype.itemsize)
 
 
 def _with_states(extension: Extension) -> Extension:
