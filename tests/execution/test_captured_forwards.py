@@ -33,7 +33,7 @@ def logits_of(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any)
     return out[seen]
 
 
-def captured(model: PreTrainedModel, phase: str) -> dict[int, int]:
+def captured(model: Any, phase: str) -> dict[int, int]:
     """Replays of a phase's graphs, by tokens; without those that have none."""
     return {row.tokens: row.replays for row in model.compiled.cuda_graphs if row.phase == phase and row.replays}
 
