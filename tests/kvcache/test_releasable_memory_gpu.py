@@ -63,7 +63,7 @@ def test_too_little_memory_leaves_it_given_back(device: torch.device) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"pages take 1\.00 GiB more"):
         memory.take_again()
     assert memory.given_back
-    assert free() == before
+    assert free() == pytest.approx(before, abs=GIB // 100)
     del rest
     torch.cuda.empty_cache()
     memory.take_again()

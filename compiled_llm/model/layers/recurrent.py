@@ -12,6 +12,7 @@ state, G groups of heads, E entries.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -319,20 +320,22 @@ def let_layers_compute_on_fakes(model: nn.Module, tokens: int) -> None:
         model: its layers get a ``forward`` each, which the caller takes off again.
         tokens: how many the forward runs on, all of one row.
     """
-    for module in model.modules():
-        if keeps_states(type(module)):
-            with suppress(StatesNotFoundError):  # refused later, by name
-                states = StateProbe.of_one_row(tokens, next(module.parameters()).device)
-                module.forward = _given(states, module)
+    layers = [module for module in model.modules() if keeps_states(type(module))]
+    for kind in {type(layer) for layer in layers}:
+        with suppress(StatesNotFoundError):  # refused later, by name
+            argument, packed = packed_forward(kind)
+            for layer in layers:
+                if type(layer) is kind:
+                    states = StateProbe.of_one_row(tokens, next(layer.parameters()).device)
+                    layer.forward = _given(states, argument, functools.partial(packed, layer))
 
 
-def _given(states: RecurrentStates, module: nn.Module) -> Callable[..., Any]:
+def _given(states: RecurrentStates, argument: str, packed: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's ``forward`` that computes by these states in place of the cache that it is given."""
-    argument, packed = packed_forward(type(module))
     signature = inspect.signature(packed)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(module, *args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
         bound.arguments[argument] = states
         return packed(*bound.args, **bound.kwargs)
 
