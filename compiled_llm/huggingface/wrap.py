@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.continuous_batching import forget_kept_manager, kept_manager
 from compiled_llm.compat.torch.cudagraph_trees import prepare_cudagraph_trees
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
@@ -100,10 +101,14 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
 def unwrap(model: ModelT) -> ModelT:
     """Give a wrapped model its own class again, and free its device memory; return any other model as it is.
 
-    Caches that it handed out keep their pages until they are dropped. Fused weights get memory of their own again, one
-    group of them after the other.
+    A model that PEFT has put around a wrapped one is returned, and goes on around that one, unwrapped. Caches that it
+    handed out keep their pages until they are dropped. Fused weights get memory of their own again, one group of them
+    after the other.
     """
-    if isinstance(model, WrappedModel):
+    runtime = runtime_of(model)
+    if runtime is not None and runtime.facts.model is not model:
+        unwrap(runtime.facts.model)
+    elif isinstance(model, WrappedModel):
         model.compiled.home.check()
         if isinstance(kept_manager(model), EngineManager):
             forget_kept_manager(model)

@@ -40,7 +40,7 @@ LORA = Kind(PeftType.LORA)
 PROMPTS = next(kind for kind in KINDS if kind.type == PeftType.PROMPT_TUNING)
 REFUSED_ADAPTED = {"POLY", "WAVEFT", "LORA with `alora_invocation_tokens`"}
 """Refused by `wrap` if the adapter is there already: these need their task, or what fake tensors do not have."""
-NOT_ONE_GRAPH = {"SHIRA", "WAVEFT", "FROD"}
+NOT_ONE_GRAPH = {"SHIRA", "WAVEFT", "FROD", "LORA with `use_dora`"}
 
 Results = dict[str, Tensor | str]
 
@@ -169,6 +169,17 @@ def test_pefts_model_around_it_is_refused_with_the_line_to_write(kind: Kind) -> 
         Engine(peft_model)
     with Engine(wrapped) as engine:
         assert len(engine.generate([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_unwrap_takes_pefts_model_and_unwraps_the_one_inside(order: str) -> None:
+    pair, call = ORDERS[order](LORA), calls_of(LORA)["`model(...)`"]
+    theirs = run(call, pair)[1]
+    assert compiled_llm.unwrap(pair.adapted) is pair.adapted
+    assert not hasattr(pair.wrapped, "compiled")
+    assert type(pair.wrapped) is type(plain(LORA))
+    torch.testing.assert_close(outcome(call, pair.adapted), theirs, rtol=1e-4, atol=1e-4)
+    assert compiled_llm.unwrap(pair.adapted) is pair.adapted
 
 
 def hotswapped(model: Any) -> None:
