@@ -56,6 +56,7 @@ class OurEngine(EngineContender):
     ) -> None:
         """`fp8`: keys and values in 8 bits, without scales. `options` are the engine's."""
         said = ["mixed" if options.get("mixed") is True else None, None if cascade else NO_CASCADE]
+        said += [None if options.get("prefix_cache", True) else "no-prefix-cache"]
         said += [INVARIANT if batch_invariant else None, FP8 if fp8 else None]
         self.name = ":".join(filter(None, [OURS, mode, *said]))
         self._mode: Mode = WrapConfig.mode if mode is None else mode

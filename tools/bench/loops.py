@@ -26,7 +26,7 @@ from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.engine.engine import Engine
 
 SCORED_AT_ONCE = 32
-"""Rows of a call that scores; an evaluation harness is given a number like this."""
+"""Rows of a call that scores; an evaluation harness is given a number like this, and has one by default."""
 Task = Callable[[], int]
 """Returns how many tokens it has generated or scored; 0 if its seconds are what counts."""
 
@@ -46,7 +46,12 @@ class Loops:
         rollouts = f"rollouts, {self.prompts} x {self.answers} answers of {self.new} tokens"
         yield f"{rollouts}, generate", self._rollouts
         yield f"{rollouts}, generate_batch", self._rollouts_batched
-        yield f"scoring, {self.scored:,} continuations", self._score
+        alone = max(1, self.scored // SCORED_AT_ONCE)
+        yield (
+            f"scoring, {self.scored:,} texts, {SCORED_AT_ONCE} in a call",
+            partial(self._score, self.scored, SCORED_AT_ONCE),
+        )
+        yield f"scoring, {alone:,} texts, one in a call", partial(self._score, alone, 1)
         for rows in (1, min(32, self.prompts)):
             for told in (False, True):
                 name = f"{rows} row{'s' * (rows > 1)}, {'with' if told else 'without'} hidden states"
@@ -73,10 +78,10 @@ class Loops:
         return sum(len(output.generated_tokens) for output in outputs.values())
 
     @torch.no_grad()
-    def _score(self) -> int:
+    def _score(self, texts: int, at_once: int) -> int:
         tokens = 0
-        for begin in range(0, self.scored, SCORED_AT_ONCE):
-            ids = self._ids(min(SCORED_AT_ONCE, self.scored - begin))
+        for begin in range(0, texts, at_once):
+            ids = self._ids(min(at_once, texts - begin))
             logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
             logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().item()
             tokens += ids.numel()

@@ -107,6 +107,7 @@ def main(
     ways = {"greedy": [0.0], "sampled": [TEMPERATURE], "both": [0.0, TEMPERATURE]}[decoding.value]
     ways_of_ours = itertools.product((None, *get_args(Mode)), (True, False), (False, True))
     ours = [OurEngine(mode, cascade=option, fp8=fp8) for mode, option, fp8 in ways_of_ours]
+    ours += [OurEngine(cascade=False, prefix_cache=False)]
     ours += [OurEngine(mixed=True, fp8=fp8) for fp8 in (False, True)]
     ours += [OurEngine(batch_invariant=True, fp8=fp8) for fp8 in (False, True)]
     known = [*ours, *(VllmEngine(vllm, False, *way) for way in itertools.product((False, True), repeat=2))]
