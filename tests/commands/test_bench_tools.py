@@ -282,7 +282,8 @@ def test_loops(tool: Any, tmp_path: Path) -> None:
     assert report.failures == []
     found = [(one["contender"], one["task"], one["tokens"]) for one in report.results["loops"]]
     rollouts = "rollouts, 2 x 2 answers of 4 tokens"
-    tasks = [(f"{rollouts}, generate", 16), (f"{rollouts}, generate_batch", 16), ("scoring, 3 continuations", 24)]
+    tasks = [(f"{rollouts}, generate", 16), (f"{rollouts}, generate_batch", 16)]
+    tasks += [("scoring, 3 texts, 32 in a call", 24), ("scoring, 1 texts, one in a call", 8)]
     tasks += [
         (f"{rows}, {told} hidden states", 4 * int(rows[0]))
         for rows in ("1 row", "2 rows")
