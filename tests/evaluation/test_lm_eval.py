@@ -17,7 +17,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from support.engine.text_tokenizers import SAMPLES, byte_level
 from support.server.engine_processes import engine_that_names_its_tokenizer
-from support.server.running_servers import RunningServer, running_server
+from support.server.running_servers import RunningServer, chat_tokenizer, running_server
 from support.tiny_models import tiny_qwen3
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -97,7 +97,7 @@ def test_what_is_generated_is_alike(wrapped: PreTrainedModel, plain: PreTrainedM
 
 @pytest.fixture(scope="module")
 def engine(wrapped: PreTrainedModel) -> Iterator[Engine]:
-    with Engine(wrapped, tokenizer=byte_level()) as engine:
+    with Engine(wrapped, tokenizer=chat_tokenizer()) as engine:
         yield engine
 
 
@@ -151,6 +151,27 @@ def test_a_server_generates_what_the_model_does(
     )
     asked = requests("generate_until", [("the quick", {"until": ["\n"], "max_gen_toks": 12})])
     assert remote.generate_until(asked, disable_tqdm=True) == harness(plain, 1).generate_until(asked, disable_tqdm=True)
+
+
+def test_a_server_answers_chats_as_the_model_does(
+    server: RunningServer, plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``local-chat-completions`` sends messages, which the server makes text of by the tokenizer's template."""
+    from lm_eval.models.openai_completions import LocalChatCompletion
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: byte_level())
+    remote = LocalChatCompletion(
+        base_url=f"{server.url}/v1/chat/completions", model="tiny", num_concurrent=2, max_retries=1
+    )
+    chats = [[{"role": "user", "content": sample[:20]}] for sample in SAMPLES]
+    settings = {"until": ["\n", "z"], "max_gen_toks": 12}
+    asked = requests("generate_until", [(remote.apply_chat_template(chat), dict(settings)) for chat in chats])
+    texts = [chat_tokenizer().apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    expected = requests("generate_until", [(text, dict(settings)) for text in texts])
+    ours, theirs = (
+        lm.generate_until(of, disable_tqdm=True) for lm, of in ((remote, asked), (harness(plain, 1), expected))
+    )
+    assert ours == theirs
 
 
 def test_texts_that_begin_alike_are_scored_by_an_engine_that_computes_their_beginning_once(
