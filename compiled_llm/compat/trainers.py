@@ -37,12 +37,14 @@ class Known(NamedTuple):
         versions: those that have it.
         name: what puts it on a model.
         calls: the variable of the function that holds that forward; empty for a hook.
+        calls_inside: whether calls that ask for more get it from the module inside the model.
     """
 
     package: str
     versions: str
     name: str
     calls: str = ""
+    calls_inside: bool = False
 
 
 _REQUIRES_GRAD = "c3bf74471d197bb9f6e6fadd1ac4d9672ef4f6e7ec2d4047c0f059c28078d845"
@@ -55,10 +57,10 @@ _AUTOCAST = "49f0c5ec5ba16e7d6f17da688125dd7e89b77357b2732e5fb2433fc27f744508"
 KNOWN = {
     _REQUIRES_GRAD: Known("transformers", ">=5.17,<=5.23", "PreTrainedModel.enable_input_require_grads"),
     _REQUIRES_GRAD_OF_PEFT: Known("peft", ">=0.18,<0.22", "make_inputs_require_grad"),
-    _FUSED_HEAD_15: Known("trl", "==1.15.*", "add_fused_lm_head", "original_forward"),
-    _FUSED_HEAD_16: Known("trl", "==1.16.*", "add_fused_lm_head", "original_forward"),
+    _FUSED_HEAD_15: Known("trl", "==1.15.*", "add_fused_lm_head", "original_forward", calls_inside=True),
+    _FUSED_HEAD_16: Known("trl", "==1.16.*", "add_fused_lm_head", "original_forward", calls_inside=True),
     _TO_FLOAT32: Known("accelerate", ">=1.10,<1.16", "convert_outputs_to_fp32", "model_forward"),
-    _AUTOCAST: Known("torch", ">=2.13,<2.14", "autocast_decorator", "func"),
+    _AUTOCAST: Known("torch", ">=2.11,<2.16", "autocast_decorator", "func"),
 }
 """By the hash of their source."""
 
@@ -99,8 +101,22 @@ def forward_called(forward: Any) -> Any:
     return forward
 
 
+def caller_of_inside(forward: Any) -> str | None:
+    """Return which of the known functions around a forward calls the module inside; None if none does."""
+    while (inner := _called_by(forward)) is not None:
+        known = _known(code) if (code := getattr(_function_of(forward), "__code__", None)) is not None else None
+        if known is not None and known.calls_inside:
+            return f"{known.name} of {known.package}"
+        forward = inner
+    return None
+
+
+def _function_of(forward: Any) -> Any:
+    return forward.__func__ if isinstance(forward, MethodType) else forward
+
+
 def _called_by(forward: Any) -> Any:
-    function = forward.__func__ if isinstance(forward, MethodType) else forward
+    function = _function_of(forward)
     if not isinstance(function, FunctionType):
         # What accelerate's function holds: an object whose class has no other use.
         return vars(function).get("model_forward") if type(function).__name__ == "ConvertOutputsToFp32" else None

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm.compat.huggingface import is_huggingfaces, reads_chosen_implementations
 from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
+from compiled_llm.compat.trainers import caller_of_inside
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.batch.continuous_batching import manager_for
@@ -80,9 +81,11 @@ class WrappedModel:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _note_inner_call(self) -> None:
         """Count a call of the module inside, unless it is part of a forward of ours."""
-        if not reads_chosen_implementations():
-            name = f"model.{cast(PreTrainedModel, self).base_model_prefix}"
-            count_outside(self.compiled, Reason("inner_module", name))
+        if reads_chosen_implementations():
+            return
+        caller = caller_of_inside(vars(self).get("forward"))
+        name = f"model.{cast(PreTrainedModel, self).base_model_prefix}"
+        count_outside(self.compiled, Reason("inner_module", name) if caller is None else Reason("fused_head", caller))
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _note_outer_compile(self) -> None:

@@ -51,7 +51,7 @@ def test_rollouts_have_the_weights_of_the_moment_and_training_is_that_of_an_unwr
     assert (before - after).abs().max() > 100 * CLOSE, "weights have hardly changed"
     stats = model.compiled.stats()
     assert stats.recompiles == 0
-    assert set(stats.slow_paths) <= {"forward: inner_module"}  # TRL's fused head
+    assert set(stats.slow_paths) <= {"forward: fused_head"}  # TRL's fused head
     if way == "generate_batch":
         assert stats.generate_calls == {"engine": rollouts}
         assert any("add_fused_lm_head of trl" in name for name in stats.passed_over)

@@ -15,6 +15,7 @@ SlowPath = Literal[
     "cannot_run",
     "custom_generate",
     "draft_layers",
+    "fused_head",
     "generation_mode",
     "gradient_checkpointing",
     "gradients",
@@ -102,6 +103,10 @@ WORDINGS: dict[SlowPath, Wording] = {
     "draft_layers": Wording(
         "some of the layers draft (assistant_early_exit)",
         "Leave assistant_early_exit out unless drafts are worth it: the fast loop may be faster.",
+    ),
+    "fused_head": Wording(
+        "the module inside was called by itself, as {} does",
+        "Nothing while you train: gradients need HuggingFace's forward. Else leave fused_lm_head out.",
     ),
     "generation_mode": Wording(
         "the generation mode is {}",

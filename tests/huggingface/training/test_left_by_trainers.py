@@ -106,3 +106,20 @@ def test_drafts_are_the_reason_for_a_call_with_an_assistant(inputs):
     draft = tiny_qwen3(eos_token_id=None)
     torch.testing.assert_close(greedy(model, ids, 5, assistant_model=draft), greedy(plain, ids, 5))
     assert model.compiled.stats().slow_paths == {"assisted_generation": 1}
+
+
+def test_the_fused_head_of_trl_is_the_reason_for_its_calls_of_the_module_inside(inputs):
+    trainer_utils = pytest.importorskip("trl.trainer.utils")
+    plain, model = pair()
+    for each in (plain, model):
+        trainer_utils.add_fused_lm_head(each)
+    given = {**inputs, "labels": inputs["input_ids"]}
+    with torch.no_grad():
+        for call in (model, model.forward):  # PEFT's model calls the latter
+            torch.testing.assert_close(call(**given, fused_lm_head=True).loss, plain(**given, fused_lm_head=True).loss)
+        model(**inputs)
+    stats = model.compiled.stats()
+    assert (stats.forward_calls, stats.slow_paths) == ({"outside": 2, "compiled": 1}, {"forward: fused_head": 2})
+    (reason,) = model.compiled.counters.slow_forwards
+    assert str(reason) == "the module inside was called by itself, as add_fused_lm_head of trl does"
+    assert "gradients need HuggingFace's forward" in reason.advice
