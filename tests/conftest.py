@@ -17,6 +17,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compilation import backend as inductor
@@ -185,6 +186,20 @@ def _guards_are_not_timed() -> Iterator[None]:
     """Dynamo times the guards of each graph, for its own developers, and flushes the processor's caches to do so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _trial_forwards_keep_what_ops_do() -> Iterator[None]:
+    """Also where tracing does not (tox.ini): many tests wrap models that are alike, which is half of most of them."""
+    make = FakeTensorMode.__init__
+
+    def made(mode: FakeTensorMode, *args: Any, **options: Any) -> None:
+        make(mode, *args, **options)
+        mode.cache_enabled |= mode.shape_env is None  # Dynamo's has one
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeTensorMode, "__init__", made)
         yield
 
 
