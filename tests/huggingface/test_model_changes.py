@@ -34,6 +34,8 @@ from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_pro
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 INPUTS = mixed_prompts([4, 9, 6], 128, seed=0)
+FEW = 4
+"""New tokens: on each path one of a prefill, and steps that repeat."""
 
 
 @pytest.fixture
@@ -61,17 +63,17 @@ def forward(model: PreTrainedModel) -> Tensor:
 
 def sampled(model: PreTrainedModel) -> Tensor:
     torch.manual_seed(0)
-    tokens: Tensor = model.generate(**INPUTS, max_new_tokens=7, do_sample=True)
+    tokens: Tensor = model.generate(**INPUTS, max_new_tokens=FEW, do_sample=True)
     return tokens
 
 
 PATHS: dict[str, Callable[[PreTrainedModel], Tensor]] = {
-    "generate": lambda model: greedy(model, INPUTS, 7),
+    "generate": lambda model: greedy(model, INPUTS, FEW),
     "sampling": sampled,
-    "a processor": lambda model: greedy(model, INPUTS, 7, no_repeat_ngram_size=2),
-    "beams": lambda model: greedy(model, INPUTS, 7, num_beams=2),
-    "no cache": lambda model: greedy(model, INPUTS, 7, use_cache=False),
-    "HuggingFace's cache": lambda model: greedy(model, INPUTS, 7, cache_implementation="dynamic"),
+    "a processor": lambda model: greedy(model, INPUTS, FEW, no_repeat_ngram_size=2),
+    "beams": lambda model: greedy(model, INPUTS, FEW, num_beams=2),
+    "no cache": lambda model: greedy(model, INPUTS, FEW, use_cache=False),
+    "HuggingFace's cache": lambda model: greedy(model, INPUTS, FEW, cache_implementation="dynamic"),
     "forward": forward,
 }
 IN_GLOBALS = {"a function of the model's file", "a function of torch's"}
@@ -83,7 +85,7 @@ ALIKE = {*LAYERS, *CODE} - {"a number, last layer", "a class, last layer", "a me
 def test_the_next_call_on_every_path_computes_what_the_model_does_by_then(name, stack):
     plain, wrapped = pair(mode="eager")
     change, engine = CHANGES[name], stack.enter_context(Engine(wrapped))
-    prompt, params = INPUTS["input_ids"][1].tolist(), SamplingParams(temperature=0, max_tokens=7)
+    prompt, params = INPUTS["input_ids"][1].tolist(), SamplingParams(temperature=0, max_tokens=FEW)
 
     def assert_engine_answers() -> None:
         assert engine.generate(prompt, params)[0].token_ids == PATHS["generate"](plain)[1, 9:].tolist()

@@ -34,15 +34,14 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 TWO = ["Lfm2", "Qwen3_5"]
 
 
-def check_tokens(family: str, model: Any, seed: int, new: int = 12) -> None:
-    """All in one batch, twice, and the longest two alone."""
+def check_tokens(family: str, model: Any, seed: int, new: int = 8) -> None:
+    """All in one batch, twice, and the longest alone."""
     prompts = prompts_of(LENGTHS, seed)
     expected = of_rows_alone(family, prompts, new)
     assert any(len(set(own)) > 3 for own in expected), "text that repeats one token shows little"
     for _ in range(2):
         assert new_tokens_of(model, prompts, new, eos_token_id=None) == expected
-    for own, wanted in zip(prompts[2:], expected[2:], strict=True):
-        assert new_tokens_of(model, [own], new, eos_token_id=None) == [wanted]
+    assert new_tokens_of(model, prompts[3:], new, eos_token_id=None) == expected[3:]
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -58,7 +57,13 @@ def test_each_family_gives_huggingfaces_tokens(family: str, seed: int, monkeypat
     assert_account_is_empty(model)
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+ONE_OF_EACH_KIND = {"Bamba", "Jamba", "KimiLinear", "Lfm2", "Qwen3_5"}
+"""Of recurrences, by which families differ in 16 bits."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(own, marks=[pytest.mark.whole] * (own not in ONE_OF_EACH_KIND)) for own in HYBRIDS]
+)
 def test_each_family_runs_in_16_bits(family: str, seed: int) -> None:
     """Some turn what they hand to a recurrence to float32, and some do so to a part of it."""
     model = compiled_llm.wrap(recurrent_model(family).to(torch.bfloat16), mode="eager", progress=False, **FEW)
