@@ -106,8 +106,9 @@ def test_prefill_is_two_programs_compiled_once_each(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 def test_what_inductor_makes_of_latents_gives_the_same_tokens(seed: int) -> None:
-    """Of one layer; tests of other rows, of experts and of continued rows are in --whole, or without Inductor."""
+    """Of one layer. What Inductor makes of the ops is tested with them, and what Dynamo traces above."""
     plain, model = compiled_pair(seed, num_hidden_layers=1)
     inputs = mixed_prompts([4, 19, 11], 128, seed)
     torch.testing.assert_close(greedy(model, inputs, 20), greedy(plain, inputs, 20))

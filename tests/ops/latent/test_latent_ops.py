@@ -171,6 +171,8 @@ def test_sizes_without_a_kernel_are_named():
 
 
 def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
+    """By Inductor, which writes pages in place; it makes whole models of them with --whole."""
+
     def layer(append, packed, newest):
         latent, rope, pages, *places = append
         append_latent(latent * 1.0, rope, pages, *places)
@@ -178,7 +180,7 @@ def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
         own, lse = latent_decode_lse(*newest)
         return out + 1, own, lse * 2
 
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     no_guards_on_equal_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
     with torch._dynamo.config.patch(error_on_recompile=True), no_guards_on_equal_sizes:
         for number, (lengths, queries) in enumerate((([9, 6, 4, 3, 2], [3, 6, 2, 2, 1]), ([5, 11], [2, 4]))):
