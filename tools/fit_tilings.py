@@ -41,6 +41,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from compiled_llm_ops.kernels.pdl import is_hopper
+
 CLOSE = 0.03
 """How much slower than the best a choice may be to count as right."""
 
@@ -82,7 +84,8 @@ def table_of(rule: str, fits: Sequence[Fit]) -> Table:
 
 def machine_of_this_gpu() -> Machine:
     properties = torch.cuda.get_device_properties(0)
-    return Machine(properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
+    hopper = is_hopper(torch.device("cuda"))
+    return Machine(properties.multi_processor_count, properties.shared_memory_per_multiprocessor, hopper)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,6 +23,7 @@ class Machine(NamedTuple):
 
     processors: int = 132
     shared_memory: int = 228 * 1024
+    hopper: bool = True
 
 
 class Case(NamedTuple):

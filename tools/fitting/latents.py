@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from bench.cold_launches import copies_of
 from torch import Tensor
 
-from compiled_llm_ops import latent_attention, plan_paged_attention, planned_latent_attention, ragged_attention
-from compiled_llm_ops.backends import backend_named
-from compiled_llm_ops.contracts import Geometry, LatentDecode
+from compiled_llm_ops import latent_attention, ragged_attention
+from compiled_llm_ops.contracts import LatentDecode
+from compiled_llm_ops.flashinfer.versions import import_flashinfer
 from compiled_llm_ops.kernels.latent import latent_tiling
 from compiled_llm_ops.kernels.latent.latent_tiling import (
     LatentTiling,
@@ -32,8 +32,8 @@ RANK, ROPE, PLAIN, VALUE, PAGE = 512, 64, 128, 128, 16
 
 HEADS, QUICK_HEADS, DECODE_HEADS = (16, 20, 64, 128), (16, 128), (16, 20, 128)
 
-MOST_KEYS = 2**19
-"""Keys of all rows, at most: 0.6 GB a layer."""
+MOST_KEYS = 2**22
+"""Keys of all rows, at most: 4.8 GB a layer."""
 
 MAX_KEYS = 65_536
 """A bound on the keys of a row, as a model has it."""
@@ -63,14 +63,14 @@ TILES = {
 def latent_decode_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     given = ((1, 8192), (8, 1024), (64, 1024), (64, 8192)) if quick else contexts(quick)
     for heads, (rows, keys) in itertools.product(DECODE_HEADS if quick else HEADS, given):
-        chosen = choose_decode_tiling(rows, heads, RANK, MAX_KEYS, machine.processors)
+        chosen = choose_decode_tiling(rows, heads, RANK, MAX_KEYS, machine.processors, machine.hopper)
         prepare = functools.partial(decode_timer, rows, keys, heads)
         name = f"H={heads}, B={rows}, {keys} keys"
         yield case_of("latent-decode", name, decode_tilings(chosen, quick), chosen, prepare)
 
 
 def contexts(quick: bool) -> list[tuple[int, int]]:
-    both = itertools.product((1, 8, 64), (1024, 8192) if quick else (256, 1024, 8192, 65_536))
+    both = itertools.product((1, 8, 64), (1024, 8192, 65_536) if quick else (256, 1024, 8192, 65_536))
     return [(rows, keys) for rows, keys in both if rows * keys <= MOST_KEYS]
 
 
@@ -83,8 +83,10 @@ def decode_tilings(chosen: LatentTiling, quick: bool) -> list[LatentTiling]:
     if not quick:
         programs += [least * times for times in (1, 2, 3, 6, 8, 16, 32, 64)]
         shares += [4 * share, 16 * share]
-    found = [chosen._replace(programs=own) for own in programs]
-    found += [chosen._replace(unsplit=own, min_share=own) for own in shares]
+    found = [chosen._replace(programs=own, equal=own) for own in programs]
+    found += [chosen._replace(min_share=own, few=1) for own in shares]
+    if chosen.by_hand:
+        found.append(chosen._replace(by_hand=False))
     return found + [tile_as(chosen, tile) for tile in tiles]
 
 
@@ -92,7 +94,7 @@ def tile_as(chosen: LatentTiling, tile: Tile) -> LatentTiling:
     """The same shares of keys in another tile; programs that fit side by side on a multiprocessor are twice as many."""
     share = max(1, chosen.min_share * chosen.block // tile.block)
     programs = chosen.programs * (2 if tile.block < chosen.block and tile.heads < 64 else 1)
-    return chosen._replace(**tile._asdict(), programs=programs, unsplit=share, min_share=share)
+    return chosen._replace(**tile._asdict(), programs=programs, min_share=share, equal=programs, by_hand=False)
 
 
 class CachedRows(NamedTuple):
@@ -203,11 +205,13 @@ def ragged_timer(tokens: int, head_dim: int, value_dim: int, heads: int = 16) ->
 # ---- latent-backend: decode steps by our kernel or by FlashInfer's
 
 
-def latent_backend_cases(_: Machine, quick: bool) -> Iterator[Case]:
+def latent_backend_cases(machine: Machine, quick: bool) -> Iterator[Case]:
+    """FlashInfer's are those for Hopper, ``fa3``, where there are any, and those for all, ``fa2``."""
+    own, theirs = "ours", ("fa3", "fa2") if machine.hopper else ("fa2",)
     for heads, (rows, keys) in itertools.product(DECODE_HEADS if quick else HEADS, contexts(quick)):
-        chosen = "ours" if heads <= latent_tiling.OWN_HEADS else "FlashInfer"
+        chosen = own if heads <= latent_tiling.OWN_HEADS else theirs[0]
         prepare = functools.partial(backend_timer, rows, keys, heads)
-        yield case_of("latent-backend", f"H={heads}, B={rows}, {keys} keys", ("ours", "FlashInfer"), chosen, prepare)
+        yield case_of("latent-backend", f"H={heads}, B={rows}, {keys} keys", (own, *theirs), chosen, prepare)
 
 
 def backend_timer(rows: int, keys: int, heads: int) -> Callable[[str], float]:
@@ -217,25 +221,33 @@ def backend_timer(rows: int, keys: int, heads: int) -> Callable[[str], float]:
     return lambda whose: captured(
         (lambda number: latent_decode(*cached.decode(number)._replace(overlap=True)))
         if whose == "ours"
-        else flashinfers(cached, keys)
+        else flashinfers(cached, whose)
     )
 
 
-def flashinfers(cached: CachedRows, keys: int) -> Callable[[int], Any]:
-    """Launches of FlashInfer's kernel, planned once; the newest latent is in its page already."""
-    backend, (rows, heads, _), device = backend_named("flashinfer"), cached.query.shape, cached.query.device
-    geometry = Geometry(heads, 1, RANK, PAGE, -1, 0.0, torch.bfloat16, torch.bfloat16, ROPE)
-    workspace = backend.workspace(device, backend.workspace_bytes([geometry], device))
-    plan = backend.new_plan(workspace, backend.plan_bytes([geometry], device, rows, rows))
-    each = torch.arange(rows + 1, dtype=torch.int32, device="cpu")
-    last = torch.full((rows,), (keys - 1) % PAGE + 1, dtype=torch.int32, device="cpu")
-    host: Sequence[Tensor] = (each, cached.starts.cpu(), last)
-    plan_paged_attention(plan.tensor, plan.numbers, *host, workspace.buffer, *geometry, rows, 0)
-    table = (each.cuda(), cached.starts, cached.indices, last.cuda(), plan.tensor, workspace.buffer)
+def flashinfers(cached: CachedRows, kernels: str) -> Callable[[int], Any]:
+    """Launches of FlashInfer's kernels, planned once; the newest latent is in its page already."""
+    buffer = torch.empty(2**27, dtype=torch.uint8, device="cuda")
+    wrapper = import_flashinfer().BatchMLAPagedAttentionWrapper(float_workspace_buffer=buffer, backend=kernels)
+    each, used = torch.arange(len(cached.query) + 1, dtype=torch.int32, device="cuda"), int(cached.starts[-1])
+    wrapper.plan(
+        qo_indptr=each,
+        kv_indptr=cached.starts,
+        kv_indices=cached.indices[:used],
+        kv_len_arr=cached.lengths,
+        num_heads=cached.query.shape[1],
+        head_dim_ckv=RANK,
+        head_dim_kpe=ROPE,
+        page_size=PAGE,
+        causal=True,
+        sm_scale=(PLAIN + ROPE) ** -0.5,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
 
-    def launch(number: int) -> Tensor:
-        assert plan.tensor.numel(), "launches find the plan as long as it is kept"
+    def launch(number: int) -> Any:
         query, pages = cached.query + 0, cached.pages[number % len(cached.pages)]
-        return planned_latent_attention(query[..., :RANK], query[..., RANK:], pages, *table, (PLAIN + ROPE) ** -0.5)
+        parts = query[..., :RANK], query[..., RANK:], pages[..., :RANK], pages[..., RANK:]
+        return wrapper.run(*parts)
 
     return launch

@@ -16,7 +16,6 @@ import compiled_llm
 from compiled_llm import Engine, WrapConfig
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import LatentAttentionSpec, TokenPlaces, allocate_pages, page_size_bytes
-from compiled_llm.model import checks
 from compiled_llm.model.checks import check_layers, settled
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.layers.latents import Expansion
@@ -387,11 +386,13 @@ def test_what_a_gpu_has_no_kernel_for_is_refused_by_its_numbers() -> None:
 
 
 @pytest.mark.usefixtures("problems")
-def test_auto_is_the_backend_that_is_faster_for_so_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "OWN_HEADS", 64)
+def test_auto_is_the_backend_that_is_faster_for_so_many_heads() -> None:
     model: Any = Placed()
     for heads, size, given, expected in (
-        (64, 512, "auto", "auto"),
+        (16, 512, "auto", "auto"),
+        (20, 512, "auto", "auto"),
+        (32, 512, "auto", "auto"),
+        (64, 512, "auto", "flashinfer"),
         (128, 512, "auto", "flashinfer"),
         (128, 256, "auto", "auto"),
         (128, 512, "reference", "reference"),

@@ -36,6 +36,8 @@ def rows_of(lengths: Any, queries: Any = None, **sizes: Any) -> LatentRows:
 
 def compare(rows: LatentRows, out: torch.Tensor, lse: torch.Tensor) -> None:
     expected, expected_lse = rows.expected()
+    wrong = ~torch.isclose(out.float(), expected, **CLOSE).flatten(1).all(1)
+    print("queries that differ:", wrong.nonzero().flatten().tolist(), "of rows with tokens:", rows.lengths)
     torch.testing.assert_close(out.float(), expected, **CLOSE)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-2, atol=1e-2)
 
@@ -52,37 +54,6 @@ def test_decode(heads, rank, size, dtype, seed):
         compare(alone, *latent_decode_lse(*alone.decode_arguments()))
     many = rows_of([200, 1100, 0, 1, 64, 257] * 11, heads=heads, rank=rank, size=size, dtype=dtype, seed=seed)
     compare(many, *latent_decode_lse(*many.decode_arguments()))
-
-
-TILES = {
-    "ahead": {"heads": 16, "block": 32, "warps": 4, "keys_first": False, "ahead": True},
-    "ahead, keys first": {"heads": 32, "block": 64, "stages": 2, "warps": 4, "keys_first": True, "ahead": True},
-    "by hand, keys first": {"heads": 16, "block": 64, "warps": 4, "keys_first": True, "by_hand": True},
-    "by hand, 32 heads": {"heads": 32, "block": 64, "warps": 8, "keys_first": True, "by_hand": True},
-    "by hand, 64 heads": {"heads": 64, "block": 64, "warps": 8, "keys_first": False, "by_hand": True},
-}
-"""That no rule chooses as yet."""
-
-
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("heads", [16, 20, 128], ids="heads={}".format)
-@pytest.mark.parametrize("page_size", [1, 16, 64], ids="page_size={}".format)
-def test_other_tilings(tile, heads, page_size, seed):
-    from compiled_llm_ops.kernels.latent.decode import decode
-    from compiled_llm_ops.kernels.latent.latent_tiling import choose_decode_tiling
-
-    for lengths, programs in ((LENGTHS, 11), ([1, 31, 0, 64], 4), ([9000], 30), ([200, 1100, 0, 1, 64, 257] * 11, 99)):
-        rows = rows_of(lengths, heads=heads, rank=512, size=64, page_size=page_size, seed=seed)
-        args, row_tile = rows.decode_arguments(), -(-len(lengths) // -(-len(lengths) // 32))
-        tiling = choose_decode_tiling(len(lengths), heads, 512, 65_536, 132)._replace(
-            row_tile=row_tile, programs=programs, unsplit=1, min_share=1, share_equal=True, **TILES[tile]
-        )
-        found = []
-        for _ in range(3):
-            lse = torch.full((len(lengths), heads), torch.nan, device="cuda")
-            found.append(decode(args, lse, tiling=tiling, pdl=False))
-            compare(rows, found[-1], lse)
-        assert all(torch.equal(out, found[0]) for out in found)
 
 
 @pytest.mark.parametrize(("heads", "rank", "size"), SIZES)

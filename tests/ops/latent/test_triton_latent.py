@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS
+from compiled_llm_ops.kernels.latent import latent_tiling
 from compiled_llm_ops.kernels.latent.latent_tiling import (
     MOST_SHARES,
     STAGES,
+    LatentTiling,
     choose_decode_tiling,
     decode_tile,
     merge_tiling,
     query_tile,
+    reads_by_hand,
 )
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -32,13 +36,14 @@ def rows_of(lengths: Any, queries: Any = None, **sizes: Any) -> LatentRows:
     return LatentRows(lengths, queries, **{"dtype": torch.float16, **sizes})
 
 
-def check(rows: LatentRows, spare: int | None = None, unsplit: int = 1, **fields: Any) -> None:
+def check(rows: LatentRows, spare: int | None = None, **fields: Any) -> None:
     """Decode with so many programs besides one for each row, or one a row, with some fields of a tiling."""
     from compiled_llm_ops.kernels.latent.decode import decode
 
     count, args = len(rows.lengths), rows.decode_arguments()
     tile = 1 if spare is None else -(-count // -(-count // MAX_ROWS))
-    shared = {"row_tile": tile, "programs": tile + (spare or 0), "unsplit": unsplit}
+    programs = tile + (spare or 0)
+    shared = {"row_tile": tile, "programs": programs, "equal": programs}
     tiling = decode_tile(rows.query.shape[1], rows.rank)._replace(**{"block": 32, **shared, **fields})
     lse = torch.full(args.query_latent.shape[:2], torch.nan)
     out = decode(args, lse, tiling=tiling, pdl=False)
@@ -99,9 +104,8 @@ def test_many_programs_of_a_row_are_merged(keys_first, chosen, seed):
 
 @interpreted
 @pytest.mark.parametrize("page_size", [3, 16, 64, 128])
-@pytest.mark.parametrize("ahead", [False, True], ids="ahead={}".format)
-def test_blocks_of_whole_pages_and_of_parts(page_size, ahead, seed):
-    check(rows_of([1, 15, 16, 17, 63, 64, 65, 130], page_size=page_size, seed=seed), 5, block=64, ahead=ahead)
+def test_blocks_of_whole_pages_and_of_parts(page_size, seed):
+    check(rows_of([1, 15, 16, 17, 63, 64, 65, 130], page_size=page_size, seed=seed), 5, block=64)
 
 
 @pytest.mark.drawn
@@ -200,6 +204,76 @@ def test_programs_follow_the_device_and_the_keys():
     assert choose_decode_tiling(64, 16, 512, 64, 132).programs == 1
 
 
+SHARED = {
+    16: {(1, 1024): 16, (1, 8192): 64, (1, 65_536): 128, (8, 1024): 8, (8, 8192): 16, (8, 65_536): 16}
+    | {(64, 1024): 2, (64, 8192): 2, (64, 65_536): 2},
+    128: {(1, 1024): 8, (1, 8192): 32, (1, 65_536): 64, (8, 1024): 4, (8, 8192): 8, (8, 65_536): 8}
+    | {(64, 1024): 1, (64, 8192): 1, (64, 65_536): 1},
+}
+"""Programs of a row on Hopper, by heads, rows and keys of each."""
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [16, 20, 128], ids="heads={}".format)
+def test_programs_of_a_row_on_hopper(heads):
+    for (rows, keys), expected in SHARED[16 if heads == 20 else heads].items():
+        tiling = choose_decode_tiling(rows, heads, 512, 65_536, 132, by_hand=True)
+        for fewer in (0, 40):  # rows of a few tokens less are not cut otherwise
+            lengths = [keys - fewer * (row % 2) for row in range(tiling.row_tile)]
+            assert shares_of_first(lengths, tiling) == expected, (rows, keys, fewer)
+
+
+@interpreted
+def test_a_long_row_among_short_ones_has_more_programs():
+    for rows, heads in ((64, 16), (64, 128), (200, 16)):
+        tiling = choose_decode_tiling(rows, heads, 512, 65_536, 132, by_hand=True)
+        assert shares_of_first([32_768] + [500] * (tiling.row_tile - 1), tiling) >= 16, (rows, heads)
+
+
+def shares_of_first(lengths: list[int], tiling: LatentTiling) -> int:
+    """How many programs share the first row of a tile, as the kernels find it."""
+    import triton
+    import triton.language as tl
+
+    from compiled_llm_ops.kernels.attention.decode import _share
+    from compiled_llm_ops.kernels.latent.decode import _least_share
+
+    @triton.jit
+    def count(lengths, out, rows, programs, min_share, few, equal, most: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+        each = tl.arange(0, most)
+        blocks = tl.cdiv(tl.load(lengths + each, mask=each < rows, other=0), block)
+        least = _least_share(blocks, rows, min_share, few, equal)
+        tl.store(out, _share(blocks, 0, programs, rows, least, least, 256)[2])
+
+    count.fn.__globals__.update(tl=tl, _share=_share, _least_share=_least_share)
+    out = torch.zeros(1, dtype=torch.int32)
+    numbers = (len(lengths), tiling.programs, tiling.min_share, tiling.few, tiling.equal)
+    count[(1,)](torch.tensor(lengths, dtype=torch.int32), out, *numbers, MAX_ROWS, tiling.block)
+    return int(out)
+
+
+def test_equal_rows_are_cut_so_that_multiprocessors_end_together():
+    def equal(rows: int, heads: int = 16) -> int:
+        return choose_decode_tiling(rows, heads, 512, 65_536, 132, by_hand=True).equal
+
+    assert [equal(rows) for rows in (1, 32, 40, 64, 80, 96, 100, 200)] == [132, 4, 3, 2, 3, 4, 1, 1]
+    assert [equal(rows, 128) for rows in (1, 8, 32, 64)] == [66, 8, 2, 1]
+
+
+def test_what_is_read_by_hand(seed, monkeypatch):
+    """All keys of rows in whole pages that divide a block, of the sizes that were measured, on Hopper."""
+    monkeypatch.setattr(latent_tiling, "is_hopper", lambda _: True)
+    sizes: dict[str, Any] = {"rank": 512, "size": 64, "page_size": 16, "seed": seed}
+    args = rows_of([3, 20], **sizes).decode_arguments()
+    assert reads_by_hand(args)
+    for other in ({"rank": 256}, {"size": 32}, {"page_size": 5}, {"page_size": 128}, {"chosen": 4}):
+        assert not reads_by_hand(rows_of([3, 20], **{**sizes, **other}).decode_arguments()), other
+    odd = torch.zeros(args.pages.numel() + 1, dtype=torch.float16)[1:].view(args.pages.shape)
+    assert not reads_by_hand(args._replace(pages=odd)), "copied sixteen bytes at a time"
+    monkeypatch.undo()
+    assert not reads_by_hand(args), "on a CPU"
+
+
 def test_tiles_of_decode_have_room():
     """Two blocks of latents at least and the queries, in shared memory, and sums in half of the registers."""
     for heads in (1, 16, 20, 64, 128):
@@ -230,7 +304,7 @@ def stack_of(made: Any, path: Any) -> int:
 
 def types_of(kernel: Any, tensors: tuple[str, ...], table: tuple[str, ...], sums: tuple[str, ...]) -> dict[str, str]:
     named = {**dict.fromkeys(tensors, "*bf16"), **dict.fromkeys(table, "*i32"), **dict.fromkeys(sums, "*fp32")}
-    numbers = ("rows", "row_tile", "heads", "head_tiles", "programs", "unsplit", "min_share", "tokens", "listed")
+    numbers = ("rows", "row_tile", "heads", "head_tiles", "programs", "min_share", "few", "equal", "tokens", "listed")
     strides = [name for name in kernel.arg_names if name.endswith("_stride")]
     integers = [*strides, *(name for name in numbers if name in kernel.arg_names)]
     scale = {"scale": "fp32"} if "scale" in kernel.arg_names else {}
@@ -240,6 +314,23 @@ def types_of(kernel: Any, tensors: tuple[str, ...], table: tuple[str, ...], sums
 TENSORS = ("query_latent", "query_rope", "latent", "rope", "pages", "out")
 TABLE = ("starts", "lengths", "indices", "shares")
 SUMS = ("lse", "partials", "partial_lses")
+
+BY_HAND = pytest.mark.parametrize(("heads", "page_size"), [(16, 16), (20, 1), (128, 64)])
+
+
+@functools.cache
+def by_hand(heads: int, page_size: int) -> Any:
+    """The kernel for Hopper, compiled."""
+    from compiled_llm_ops.kernels.latent.hopper import _latent_decode_hopper as kernel
+
+    tile, types = decode_tile(heads, 512, by_hand=True), types_of(kernel, TENSORS, TABLE, SUMS)
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
+    constants = {
+        "ROWS": 32, "MOST": MOST_SHARES, "TILE": tile.heads, "RANK": 512, "ROPE": 64, "PAGE": page_size,
+        "BLOCK": tile.block, "KEYS_FIRST": tile.keys_first, "PDL": True,
+    }  # fmt: skip
+    return compiled(kernel, constants, types, tile.warps, aligned, launch_pdl=True)
+
 
 FEW_SPILLED = 256
 """Bytes of a thread's stack: sums fill the registers of large tiles, and some addresses are read again."""
@@ -263,8 +354,7 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
     kernel, tile = decode._latent_decode, decode_tile(heads, rank)
     constants = {
         "ROWS": 32, "MOST": MOST_SHARES, "TILE": tile.heads, "RANK": rank, "ROPE": size, "PAGE": 16,
-        "BLOCK": tile.block, "STAGES": tile.stages, "KEYS_FIRST": tile.keys_first, "AHEAD": tile.ahead,
-        "SHARE_EQUAL": True, "PDL": True,
+        "BLOCK": tile.block, "STAGES": tile.stages, "KEYS_FIRST": tile.keys_first, "PDL": True,
     }  # fmt: skip
     types = types_of(kernel, TENSORS, (*TABLE, *table), SUMS)
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
@@ -283,44 +373,44 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-def test_blocks_are_copied_while_one_is_multiplied():
-    """If page numbers are read ahead. Two copies make a block: one of latents, one of rotated parts."""
-    from compiled_llm_ops.kernels.latent import decode
-
-    types = types_of(decode._latent_decode, TENSORS, TABLE, SUMS)
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
-    constants = {
-        "ROWS": 32, "MOST": MOST_SHARES, "TILE": 16, "RANK": 512, "ROPE": 64, "PAGE": 16, "BLOCK": 32, "STAGES": 3,
-        "KEYS_FIRST": False, "AHEAD": True, "SHARE_EQUAL": True, "PDL": True,
-    }  # fmt: skip
-    made = compiled(decode._latent_decode, constants, types, 4, aligned, launch_pdl=True)
-    assert re.search(r"cp\.async\.wait_group\s+(0x)?2;", made.asm["ptx"])
-    assert 2 * (made.metadata.shared + 1024) <= 228 * 1024, "two programs fit side by side"
+@BY_HAND
+def test_the_kernel_by_hand_fits_registers_and_shared_memory(heads, page_size, tmp_path):
+    made = by_hand(heads, page_size)
+    assert stack_of(made, tmp_path) == 0, "registers spill"
+    assert made.metadata.shared <= 227 * 1024
+    steps = in_order(made.asm["ptx"])
+    assert "cp.async.cg" in steps
+    assert "cp.async.ca" not in steps, "sixteen bytes at a time"
+    before = steps[: steps.index("griddepcontrol.launch_dependents")]
+    assert set(before) == {"ld.global", "griddepcontrol.wait", "st.global"}, (
+        "what rows without keys have, and the table"
+    )
+    assert before[-1] == "griddepcontrol.wait"
 
 
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(
-    ("heads", "keys_first", "warps", "page_size"),
-    [(16, True, 4, 16), (16, True, 8, 1), (32, True, 4, 64), (32, True, 8, 16), (64, False, 8, 16)],
-)
-def test_the_kernel_by_hand_fits_registers_and_shared_memory(heads, keys_first, warps, page_size, tmp_path):
-    from compiled_llm_ops.kernels.latent.hopper import _latent_decode_hopper
-
-    types = types_of(_latent_decode_hopper, TENSORS, TABLE, SUMS)
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
-    constants = {
-        "ROWS": 32, "MOST": MOST_SHARES, "TILE": heads, "RANK": 512, "ROPE": 64, "PAGE": page_size, "BLOCK": 64,
-        "KEYS_FIRST": keys_first, "SHARE_EQUAL": True, "PDL": True,
+@BY_HAND
+def test_no_warp_multiplies_what_another_one_has_yet_to_copy(heads, page_size):
+    """And none copies over what another one still multiplies: barriers and fences stand between."""
+    ptx = by_hand(heads, page_size).asm["ptx"]
+    names = {
+        "cp.async.cg": "copy", "cp.async.wait_group": "copied", "bar.sync": "barrier", "fence.proxy.async": "fence",
+        "wgmma.mma_async": "multiply", "wgmma.wait_group": "multiplied", "st.shared": "store", "stmatrix": "store",
     }  # fmt: skip
-    made = compiled(_latent_decode_hopper, constants, types, warps, aligned, launch_pdl=True)
-    assert stack_of(made, tmp_path) == 0, "registers spill"
-    assert made.metadata.shared <= 227 * 1024
-    assert "wgmma.mma_async" in made.asm["ptx"]
-    steps = in_order(made.asm["ptx"])
-    assert "cp.async.cg" in steps
-    assert "cp.async.ca" not in steps, "sixteen bytes at a time"
+    found = re.findall("|".join(map(re.escape, names)), ptx)
+    steps = [names[step] for number, step in enumerate(found) if step != found[number - 1] or not number]
+    # The compiler puts the loop's head, which waits for copies, at its end.
+    head, end = steps.index("copied"), steps.index("fence")
+    loop = steps[head : head + 3] + steps[end:head]
+    assert steps.count("copied") == 1
+    assert loop[:6] == ["copied", "barrier", "copy", "fence", "barrier", "multiply"]
+    assert loop[6] == "multiplied", "of logits"
+    assert loop[-5:] == ["store", "fence", "barrier", "multiply", "multiplied"]
+    newest, first = steps.index("barrier"), steps.index("copy")
+    assert newest < first, "the newest latent is written before it is copied"
+    assert steps[head + 3] == "barrier", "other uses of shared memory wait for all products"
 
 
 @not_interpreted

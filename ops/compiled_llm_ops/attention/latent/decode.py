@@ -128,14 +128,14 @@ def _cpu(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
 
 def _cuda(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.latent.decode import decode
-    from compiled_llm_ops.kernels.latent.latent_tiling import choose_decode_tiling
+    from compiled_llm_ops.kernels.latent.latent_tiling import choose_decode_tiling, reads_by_hand
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
     (rows, heads, rank), device = args.query_latent.shape, args.query_latent.device
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     max_keys = args.indices.shape[0] * args.pages.shape[1] if args.chosen is None else args.chosen.shape[1]
-    tiling = choose_decode_tiling(rows, heads, rank, max_keys, device_of(device).processors)
+    tiling = choose_decode_tiling(rows, heads, rank, max_keys, device_of(device).processors, reads_by_hand(args))
     lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if wants_lse else None
     with torch.cuda.device(device):  # Triton launches on the current one
         return decode(args, lse, tiling=tiling, pdl=args.overlap and has_pdl(device)), lse

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import LatentDecode
-from compiled_llm_ops.kernels.attention.decode import _pick, _share, _unsplit
+from compiled_llm_ops.kernels.attention.decode import _pick, _share
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS
 from compiled_llm_ops.kernels.latent.latent_tiling import MOST_SHARES, LatentTiling, merge_tiling
 from compiled_llm_ops.kernels.latent.step import (
@@ -34,10 +34,19 @@ from compiled_llm_ops.kernels.latent.step import (
     inner_contiguous,
     load_block,
     load_chosen,
-    load_page_numbers,
     load_whole_pages,
 )
-from compiled_llm_ops.kernels.pdl import is_hopper
+
+
+@triton.jit
+def _least_share(blocks, row_tile, min_share, few, equal):
+    """Return the fewest blocks of a share: so many that ``few`` programs suffice, unless ``min_share`` is less.
+
+    Rows of about equal lengths are cut into ``equal`` shares at most.
+    """
+    total, longest = tl.sum(blocks), tl.max(blocks)
+    least = tl.minimum(min_share, tl.cdiv(tl.maximum(total, 1), few))
+    return tl.where(4 * row_tile * longest <= 5 * total, tl.maximum(least, tl.cdiv(longest, equal)), least)
 
 
 @triton.jit
@@ -52,15 +61,15 @@ def _store_nothing(out, lse, row, head, heads, TILE: tl.constexpr, RANK: tl.cons
         tl.store(lse + item, tl.full([TILE], -float("inf"), tl.float32), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "row_tile", "heads", "unsplit", "min_share", "listed"])
+@triton.jit(do_not_specialize=["rows", "row_tile", "heads", "min_share", "few", "equal", "listed"])
 def _latent_decode(
-    query_latent, query_rope, latent, rope, pages, starts, lengths, indices, chosen,
+    query_latent, query_rope, latent, rope, pages, starts, lengths, indices,
     out, lse, partials, partial_lses, shares,
     row_stride, head_stride, rope_row_stride, rope_head_stride, latent_stride, key_rope_stride,
-    rows, row_tile, heads, unsplit, min_share, listed, scale,
+    rows, row_tile, heads, min_share, few, equal, scale, chosen, listed,
     ROWS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    AHEAD: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend over some keys of one row with a tile of heads; if several programs share them, another kernel merges.
 
@@ -80,8 +89,8 @@ def _latent_decode(
     blocks = tl.cdiv(ends, BLOCK)
     if chosen is not None:  # of the list
         blocks = tl.where(ends > 0, tl.cdiv(listed, BLOCK), 0)
-    unsplit = _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL)
-    own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, unsplit, min_share, MOST)
+    least = _least_share(blocks, row_tile, min_share, few, equal)
+    own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, least, least, MOST)
     # The first programs answer for rows without keys: there is one for each row at least.
     unseen = mask & (tl.arange(0, ROWS) == program) & (ends == 0)
     if tl.sum(unseen.to(tl.int32)) > 0:
@@ -119,15 +128,9 @@ def _latent_decode(
             total = tl.zeros([TILE], tl.float32)
             acc = tl.zeros([TILE, RANK], tl.float32)
         WHOLE: tl.constexpr = BLOCK % PAGE == 0 and chosen is None
-        if WHOLE and AHEAD:
-            numbers = load_page_numbers(own_indices, begin, length, PAGE, BLOCK)
         for block in tl.range(begin, end, num_stages=STAGES):
             if WHOLE:
-                if not AHEAD:
-                    numbers = load_page_numbers(own_indices, block, length, PAGE, BLOCK)
-                latents, turned, seen = load_whole_pages(pages, numbers, block, length, RANK, ROPE, PAGE, BLOCK)
-                if AHEAD:
-                    numbers = load_page_numbers(own_indices, block + 1, length, PAGE, BLOCK)
+                latents, turned, seen = load_whole_pages(pages, own_indices, block, length, RANK, ROPE, PAGE, BLOCK)
             else:
                 position = block * BLOCK + offs_n
                 if chosen is None:
@@ -249,28 +252,16 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl:
         partial_lses = torch.empty(found, dtype=torch.float32, device=query.device)
         shares = torch.empty((rows, 2), dtype=torch.int32, device=query.device)
     overlap: dict[str, Any] = {"PDL": pdl, **({"launch_pdl": True} if pdl else {})}
-    constants: dict[str, Any] = {
-        "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MOST_SHARES, "TILE": tiling.heads, "RANK": rank,
-        "ROPE": size, "PAGE": page_size, "BLOCK": tiling.block, "KEYS_FIRST": tiling.keys_first,
-        "SHARE_EQUAL": tiling.share_equal, "num_warps": tiling.warps, **overlap,
-    }  # fmt: skip
     given = (query, query_rope, latent, rope, args.pages, args.starts, args.lengths, args.indices)
     made = (out, lse, partials, partial_lses, shares)
     strides = (*query.stride()[:2], *query_rope.stride()[:2], latent.stride(0), rope.stride(0))
-    numbers = (rows, tiling.row_tile, heads, tiling.unsplit, tiling.min_share)
-    scale = args.scale * math.log2(math.e)
-    if tiling.by_hand and chosen is None and tiling.block % page_size == 0 and is_hopper(query.device):
-        from compiled_llm_ops.kernels.latent.hopper import _latent_decode_hopper
-
-        _latent_decode_hopper[(head_tiles, row_tiles, tiling.programs)](
-            *given, *made, *strides, *numbers, scale, **constants
-        )
-    else:
-        listed = 0 if chosen is None else chosen.shape[1]
-        _latent_decode[(head_tiles, row_tiles, tiling.programs)](
-            *given, chosen, *made, *strides, *numbers, listed, scale, STAGES=tiling.stages, AHEAD=tiling.ahead,
-            **constants,
-        )  # fmt: skip
+    numbers = (rows, tiling.row_tile, heads, tiling.min_share, tiling.few, tiling.equal)
+    kernel, own = _kernel_of(tiling, chosen)
+    kernel[(head_tiles, row_tiles, tiling.programs)](
+        *given, *made, *strides, *numbers, args.scale * math.log2(math.e), **own,
+        ROWS=1 if tiling.row_tile == 1 else MAX_ROWS, MOST=MOST_SHARES, TILE=tiling.heads, RANK=rank, ROPE=size,
+        PAGE=page_size, BLOCK=tiling.block, KEYS_FIRST=tiling.keys_first, num_warps=tiling.warps, **overlap,
+    )  # fmt: skip
     if shares is not None:
         merged = merge_tiling(tiling, rank)
         _merge_shares[(rows, heads, rank // merged.columns)](
@@ -279,3 +270,13 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl:
             COLUMNS=merged.columns, BLIND=chosen is not None, num_warps=4, **overlap,
         )  # fmt: skip
     return out
+
+
+def _kernel_of(tiling: LatentTiling, chosen: Tensor | None) -> tuple[Any, dict[str, Any]]:
+    """Return the kernel of a tiling, and what it takes that the other one does not."""
+    if not tiling.by_hand:
+        listed = 0 if chosen is None else chosen.shape[1]
+        return _latent_decode, {"chosen": chosen, "listed": listed, "STAGES": tiling.stages}
+    from compiled_llm_ops.kernels.latent.hopper import _latent_decode_hopper
+
+    return _latent_decode_hopper, {}

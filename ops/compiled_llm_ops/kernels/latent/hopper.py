@@ -4,6 +4,10 @@ What a program reads and finds is as in ``decode``. There the compiler orders co
 one that lies in its buffer has been multiplied, after all of its products. Here they are ordered by hand: two blocks
 fit shared memory, and one is always on its way.
 
+Hopper's products are made by warp groups, four warps each, of 64 rows at least, out of shared memory. With up to 32
+heads there is one group: keys, and then numbers of a latent, are its rows, and heads its columns. With 64 heads these
+are rows, and two groups divide the columns, since registers of one hold no more than half of the sums.
+
 Shapes: M query heads of a program, N keys of a block, R latent size, E size of the rotated part, S page size.
 """
 
@@ -19,10 +23,14 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.kernels.attention import decode
+from compiled_llm_ops.kernels.latent import decode as latent_decode
 
 _pick = gluon.jit(decode._pick.fn)
 _share = gluon.jit(decode._share.fn)
-_unsplit = gluon.jit(decode._unsplit.fn)
+_least_share = gluon.jit(latent_decode._least_share.fn)
+
+
+# ---- which thread has what
 
 
 @gluon.constexpr_function
@@ -34,7 +42,7 @@ def _lines(width: int, block: int, warps: int) -> gl.BlockedLayout:
 
 @gluon.constexpr_function
 def _paged(page: int, block: int, lines: gl.BlockedLayout) -> gl.DistributedLinearLayout:
-    """The layout of ``[N / S, S]`` that ``lines`` follow from."""
+    """Of page numbers and places in pages ``[N / S, S]``: a thread has those of the rows that it copies."""
     steps = [[step // page, step % page] for step in (1 << bit for bit in range(block.bit_length() - 1))]
     found, same = [], [0, 0]
     for size in (lines.size_per_thread[0], lines.threads_per_warp[0], lines.warps_per_cta[0]):
@@ -45,28 +53,76 @@ def _paged(page: int, block: int, lines: gl.BlockedLayout) -> gl.DistributedLine
     return gl.DistributedLinearLayout(registers, [same] * (5 - len(lanes)) + lanes, warps, [], [block // page, page])
 
 
-@gluon.jit
-def _load_numbers(indices, block, last, PAGE: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the entries ``[N / S]`` of a block in a row's table, none past ``last``, and the page numbers there."""
-    entry = block * (BLOCK // PAGE) + gl.arange(0, BLOCK // PAGE, gl.SliceLayout(1, LAYOUT))
-    entry = gl.minimum(entry, last)
-    return entry, gl.load(indices + entry)
+@gluon.constexpr_function
+def _products(columns: int, warps: int) -> gl.NVMMADistributedLayout:
+    """Of products with so many columns: the warps of a group divide rows, and groups divide columns."""
+    groups = warps // 4
+    return gl.NVMMADistributedLayout([3, 0], [4, groups], [16, min(256, columns // groups), 16])
+
+
+@gluon.constexpr_function
+def _multiplied(width: int) -> gl.NVMMASharedLayout:
+    """Of rows in shared memory that tensor cores read."""
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16)
 
 
 @gluon.jit
-def _copy(
-    target, pages, entry, number, length, SIZE: gl.constexpr, PAGE: gl.constexpr, PAGED: gl.constexpr,
-    LINES: gl.constexpr,
-):  # fmt: skip
-    """Begin to copy each token's numbers into ``target``, so many as it takes; past the row's end, the last token's."""
+def _of_heads(values, KEYS_FIRST: gl.constexpr):
+    """Return a value of each head beside products, whose columns are heads if KEYS_FIRST, and else rows."""
+    return values[None, :] if KEYS_FIRST else values[:, None]
+
+
+@gluon.jit
+def _of_others(values, KEYS_FIRST: gl.constexpr):
+    """Return a value of each key, or number of a latent, beside products."""
+    return values[:, None] if KEYS_FIRST else values[None, :]
+
+
+# ---- copies
+
+
+@gluon.jit
+def _entries(block, length, PAGE: gl.constexpr, BLOCK: gl.constexpr, LINES: gl.constexpr):
+    """Return the entries ``[N / S]`` of a block in the table of a row, past its end those of its last page."""
+    entry = block * (BLOCK // PAGE) + gl.arange(0, BLOCK // PAGE, gl.SliceLayout(1, _paged(PAGE, BLOCK, LINES)))
+    return gl.minimum(entry, (length - 1) // PAGE)
+
+
+@gluon.jit
+def _load_numbers(
+    indices, block, length, PAGE: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr
+):
+    """Return the page numbers of a block twice, as threads need them that copy latents, and rotated parts."""
+    numbers = gl.load(indices + _entries(block, length, PAGE, BLOCK, WIDE))
+    return numbers, gl.load(indices + _entries(block, length, PAGE, BLOCK, NARROW))
+
+
+@gluon.jit
+def _copy(target, pages, numbers, block, length, SIZE: gl.constexpr, PAGE: gl.constexpr, LINES: gl.constexpr):
+    """Begin to copy what ``target`` takes of each token of a block; past the row's end, of its last token.
+
+    A slot past the end may hold NaN, whose product with a weight of zero is not zero.
+    """
     BLOCK: gl.constexpr = target.shape[0]
-    WIDTH: gl.constexpr = target.shape[1]
-    inside = gl.arange(0, PAGE, gl.SliceLayout(0, PAGED))
-    inside = gl.minimum(inside[None, :], (length - 1 - entry * PAGE)[:, None])
-    slot = gl.reshape((number.to(gl.int64)[:, None] * PAGE + inside) * SIZE, [BLOCK])
+    inside = gl.arange(0, PAGE, gl.SliceLayout(0, _paged(PAGE, BLOCK, LINES)))
+    first = _entries(block, length, PAGE, BLOCK, LINES) * PAGE
+    inside = gl.minimum(inside[None, :], (length - 1 - first)[:, None])
+    slot = gl.reshape((numbers.to(gl.int64)[:, None] * PAGE + inside) * SIZE, [BLOCK])
     slot = gl.multiple_of(gl.convert_layout(slot, gl.SliceLayout(1, LINES)), 16)
-    numbers = gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
-    async_copy.async_copy_global_to_shared(target, (pages + slot)[:, None] + numbers[None, :])
+    offs = gl.arange(0, target.shape[1], gl.SliceLayout(0, LINES))
+    async_copy.async_copy_global_to_shared(target, (pages + slot)[:, None] + offs[None, :])
+
+
+@gluon.jit
+def _copy_block(
+    latents, turned, pages, numbers, block, length, PAGE: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr
+):
+    """Begin to copy a block, latents ``[N, R]`` and rotated parts ``[N, E]``, as one group of copies."""
+    RANK: gl.constexpr = latents.shape[1]
+    SIZE: gl.constexpr = RANK + turned.shape[1]
+    _copy(latents, pages, numbers[0], block, length, SIZE, PAGE, WIDE)
+    _copy(turned, pages + RANK, numbers[1], block, length, SIZE, PAGE, NARROW)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -76,58 +132,127 @@ def _queries(states, head_stride, head, heads, dtype: gl.constexpr, TILE: gl.con
     own = head + gl.arange(0, TILE, gl.SliceLayout(1, LINES))
     numbers = gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
     found = gl.load(states + own[:, None] * head_stride + numbers[None, :], mask=(own < heads)[:, None], other=0.0)
-    return gl.allocate_shared_memory(dtype, [TILE, WIDTH], gl.NVMMASharedLayout(min(128, 2 * WIDTH), 16), found)
+    return gl.allocate_shared_memory(dtype, [TILE, WIDTH], _multiplied(WIDTH), found)
 
 
-@gluon.jit(do_not_specialize=["rows", "row_tile", "heads", "unsplit", "min_share"])
+@gluon.jit
+def _store_newest(slot, latent, rope, RANK: gl.constexpr, ROPE: gl.constexpr):
+    """Write a row's newest latent into its page, before any thread of the program reads it."""
+    offs_r = gl.arange(0, RANK, gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    offs_e = gl.arange(0, ROPE, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+    gl.store(slot + offs_r, gl.load(latent + offs_r))
+    gl.store(slot + RANK + offs_e, gl.load(rope + offs_e))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _store_result(out, lse, item, offs_v, offs_h, values, lses, keep, known, RANK: gl.constexpr):
+    """Write what a row's heads from ``item`` on have: all of it, not a part that is merged."""
+    gl.store(out + item * RANK + offs_v, values.to(out.dtype.element_ty), mask=keep)
+    if lse is not None:
+        gl.store(lse + item + offs_h, lses, mask=known)
+
+
+# ---- products
+
+
+@gluon.jit
+def _begin_product(left, right, acc, KEYS_FIRST: gl.constexpr, ADDS: gl.constexpr):
+    """Begin to multiply each row of ``left`` with each of ``right``; results are turned unless KEYS_FIRST."""
+    if KEYS_FIRST:
+        acc = hopper.warpgroup_mma(left, right.permute((1, 0)), acc, use_acc=ADDS, is_async=True)
+    else:
+        acc = hopper.warpgroup_mma(right, left.permute((1, 0)), acc, use_acc=ADDS, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _attend(
+    q, q_rope, wide, narrow, pages, indices, numbers, begin, end, length, scale,
+    PAGE: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, KEYS_FIRST: gl.constexpr,
+    LOGITS: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Return the largest logits ``[M]``, sums of weights and of weighted latents, over blocks ``begin`` to ``end``.
+
+    The first block is being copied into ``wide`` and ``narrow``, which have room for two; ``numbers`` are the second
+    one's. Sums of weights are ``[N, M]``, one for each key of a block, and of latents ``[R, M]``; turned unless
+    KEYS_FIRST.
+    """
+    TILE: gl.constexpr = q.shape[0]
+    BLOCK: gl.constexpr = wide.shape[1]
+    RANK: gl.constexpr = wide.shape[2]
+    AXIS: gl.constexpr = 1 if KEYS_FIRST else 0  # of heads
+    WEIGHTS: gl.constexpr = [BLOCK, TILE] if KEYS_FIRST else [TILE, BLOCK]
+    dtype: gl.constexpr = pages.dtype.element_ty
+    weighing = gl.allocate_shared_memory(dtype, WEIGHTS, gl.NVMMASharedLayout.get_default_for(WEIGHTS, dtype))
+    by_head = weighing.permute((1, 0)) if KEYS_FIRST else weighing
+    offs_n = gl.arange(0, BLOCK, gl.SliceLayout(AXIS, LOGITS))
+    largest = gl.full([TILE], -float("inf"), gl.float32, gl.SliceLayout(1 - AXIS, LOGITS))
+    nothing = gl.zeros(WEIGHTS, gl.float32, LOGITS)
+    total = gl.zeros(WEIGHTS, gl.float32, LOGITS)
+    acc = gl.zeros([RANK, TILE] if KEYS_FIRST else [TILE, RANK], gl.float32, SUMS)
+    for block in range(begin, end):
+        this = (block - begin) % 2
+        # Each thread waits for its copies, and then for all others, at a barrier that the compiler adds: the block is
+        # whole, and no warp still multiplies the previous one, which is copied over next.
+        async_copy.wait_group(0)
+        if block + 1 < end:
+            following = wide.index(1 - this), narrow.index(1 - this)
+            _copy_block(following[0], following[1], pages, numbers, block + 1, length, PAGE, WIDE, NARROW)
+            numbers = _load_numbers(indices, block + 2, length, PAGE, BLOCK, WIDE, NARROW)
+        latents, turned = wide.index(this), narrow.index(this)
+        hopper.fence_async_shared()  # tensor cores read shared memory past what orders copies and stores of threads
+        logits = _begin_product(turned, q_rope, nothing, KEYS_FIRST, False)
+        logits = _begin_product(latents, q, logits, KEYS_FIRST, True)
+        logits = hopper.warpgroup_mma_wait(0, [logits])
+        seen = _of_others(offs_n < length - block * BLOCK, KEYS_FIRST)
+        logits = gl.where(seen, logits * scale, -float("inf"))
+        larger = gl.maximum(largest, gl.max(logits, 1 - AXIS))
+        weights = gl.exp2(logits - _of_heads(larger, KEYS_FIRST))
+        fade = gl.exp2(largest - larger)
+        total = total * _of_heads(fade, KEYS_FIRST) + weights
+        largest = larger
+        weighing.store(weights.to(dtype))
+        hopper.fence_async_shared()
+        fade = _of_heads(gl.convert_layout(fade, gl.SliceLayout(1 - AXIS, SUMS)), KEYS_FIRST)
+        acc = _begin_product(latents.permute((1, 0)), by_head, acc * fade, KEYS_FIRST, True)
+        acc = hopper.warpgroup_mma_wait(0, [acc])
+    return largest, total, acc
+
+
+@gluon.jit(do_not_specialize=["rows", "row_tile", "heads", "min_share", "few", "equal"])
 def _latent_decode_hopper(
     query_latent, query_rope, latent, rope, pages, starts, lengths, indices,
     out, lse, partials, partial_lses, shares,
     row_stride, head_stride, rope_row_stride, rope_head_stride, latent_stride, key_rope_stride,
-    rows, row_tile, heads, unsplit, min_share, scale,
+    rows, row_tile, heads, min_share, few, equal, scale,
     ROWS: gl.constexpr, MOST: gl.constexpr, TILE: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
-    PAGE: gl.constexpr, BLOCK: gl.constexpr, KEYS_FIRST: gl.constexpr, SHARE_EQUAL: gl.constexpr, PDL: gl.constexpr,
+    PAGE: gl.constexpr, BLOCK: gl.constexpr, KEYS_FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """As ``decode._latent_decode``."""
-    SIZE: gl.constexpr = RANK + ROPE
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDE: gl.constexpr = _lines(RANK, BLOCK, WARPS)
-    NARROW: gl.constexpr = _lines(ROPE, BLOCK, WARPS)
-    WIDE_PAGES: gl.constexpr = _paged(PAGE, BLOCK, WIDE)
-    NARROW_PAGES: gl.constexpr = _paged(PAGE, BLOCK, NARROW)
-    ACROSS: gl.constexpr = WARPS // 4
-    # How many of the numbers that an instruction multiplies by lie next to each other: warpgroups divide them, or rows.
-    PRODUCTS: gl.constexpr = (TILE if KEYS_FIRST else BLOCK) // ACROSS
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, ACROSS], [16, PRODUCTS, 16])
-    WEIGHTED: gl.constexpr = TILE if KEYS_FIRST else min(256, RANK // ACROSS)
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [WARPS, 1] if KEYS_FIRST else [4, ACROSS], [16, WEIGHTED, 16]
-    )
-    HEAD_AXIS: gl.constexpr = 1 if KEYS_FIRST else 0
-    OF_LOGITS: gl.constexpr = gl.SliceLayout(1 - HEAD_AXIS, LOGITS)
-    OF_SUMS: gl.constexpr = gl.SliceLayout(1 - HEAD_AXIS, SUMS)
-    ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    WIDE: gl.constexpr = _lines(RANK, BLOCK, gl.num_warps())
+    NARROW: gl.constexpr = _lines(ROPE, BLOCK, gl.num_warps())
+    LOGITS: gl.constexpr = _products(TILE if KEYS_FIRST else BLOCK, gl.num_warps())
+    SUMS: gl.constexpr = _products(TILE if KEYS_FIRST else RANK, gl.num_warps())
+    AXIS: gl.constexpr = 1 if KEYS_FIRST else 0  # of heads
+    OF_HEADS: gl.constexpr = gl.SliceLayout(1 - AXIS, SUMS)
     dtype: gl.constexpr = pages.dtype.element_ty
-
     head_tile, tile, program = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     head_tiles, programs = gl.num_programs(0), gl.num_programs(2)
     head = head_tile * TILE
-    each = gl.arange(0, ROWS, ROW_LAYOUT)
+    each = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     row_ids = tile * row_tile + each
     mask = (each < row_tile) & (row_ids < rows)
     first_pages = gl.load(starts + row_ids, mask=mask, other=0)
     ends = gl.load(lengths + row_ids, mask=mask, other=0)  # no row: no keys
     blocks = (ends + BLOCK - 1) // BLOCK
-    unsplit = _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL)
-    own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, unsplit, min_share, MOST)
-    offs_v = gl.arange(0, RANK, gl.SliceLayout(HEAD_AXIS, SUMS))
-    offs_h = gl.arange(0, TILE, OF_SUMS)
-    if KEYS_FIRST:
-        offs = offs_h[None, :] * RANK + offs_v[:, None]
-        keep = (head + offs_h < heads)[None, :] & (offs_v >= 0)[:, None]
-    else:
-        offs = offs_h[:, None] * RANK + offs_v[None, :]
-        keep = (head + offs_h < heads)[:, None] & (offs_v >= 0)[None, :]
+    least = _least_share(blocks, row_tile, min_share, few, equal)
+    own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, least, least, MOST)
+    offs_h = gl.arange(0, TILE, OF_HEADS)
+    offs_r = _of_others(gl.arange(0, RANK, gl.SliceLayout(AXIS, SUMS)), KEYS_FIRST)
+    offs_v = _of_heads(offs_h, KEYS_FIRST) * RANK + offs_r
+    known = head + offs_h < heads
+    keep = _of_heads(known, KEYS_FIRST) & (offs_r >= 0)
     # The first programs answer for rows without keys: there is one for each row at least.
     unseen = mask & (each == program) & (ends == 0)
     if gl.sum(unseen.to(gl.int32), 0) > 0:
@@ -135,113 +260,41 @@ def _latent_decode_hopper(
             gdc_wait()
         row = tile * row_tile + program
         item = row.to(gl.int64) * heads + head
-        gl.store(out + item * RANK + offs, (offs * 0).to(out.dtype.element_ty), mask=keep)
-        if lse is not None:
-            gl.store(lse + item + offs_h, offs_h * 0.0 - float("inf"), mask=head + offs_h < heads)
+        _store_result(out, lse, item, offs_v, offs_h, offs_v * 0, offs_h * 0.0 - float("inf"), keep, known, RANK)
         if shares is not None:
             gl.store(shares + 2 * row + 1, 0)
     if count > 0:
         row, length = _pick(own, row_ids), _pick(own, ends)
         own_indices = indices + _pick(own, first_pages)
         newest = length - 1
-        last = newest // PAGE
-        entry, number = _load_numbers(own_indices, begin, last, PAGE, BLOCK, WIDE_PAGES)
-        turned_entry, turned_number = _load_numbers(own_indices, begin, last, PAGE, BLOCK, NARROW_PAGES)
-        page = gl.load(own_indices + last).to(gl.int64)
-        slot = pages + (page * PAGE + newest % PAGE) * SIZE
+        numbers = _load_numbers(own_indices, begin, length, PAGE, BLOCK, WIDE, NARROW)
+        page = gl.load(own_indices + newest // PAGE).to(gl.int64)
+        slot = pages + (page * PAGE + newest % PAGE) * (RANK + ROPE)
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        line = gl.arange(0, RANK, gl.BlockedLayout([4], [32], [WARPS], [0]))
-        short = gl.arange(0, ROPE, gl.BlockedLayout([2], [32], [WARPS], [0]))
+        at = row.to(gl.int64)
         if end * BLOCK >= length:
-            gl.store(slot + line, gl.load(latent + row.to(gl.int64) * latent_stride + line))
-            gl.store(slot + RANK + short, gl.load(rope + row.to(gl.int64) * key_rope_stride + short))
-            gl.thread_barrier()  # written before any thread of the program reads it
-
-        wide = gl.allocate_shared_memory(dtype, [2, BLOCK, RANK], gl.NVMMASharedLayout(min(128, 2 * RANK), 16))
-        narrow = gl.allocate_shared_memory(dtype, [2, BLOCK, ROPE], gl.NVMMASharedLayout(min(128, 2 * ROPE), 16))
-        _copy(wide.index(0), pages, entry, number, length, SIZE, PAGE, WIDE_PAGES, WIDE)
-        _copy(narrow.index(0), pages + RANK, turned_entry, turned_number, length, SIZE, PAGE, NARROW_PAGES, NARROW)
-        async_copy.commit_group()
-        entry, number = _load_numbers(own_indices, begin + 1, last, PAGE, BLOCK, WIDE_PAGES)
-        turned_entry, turned_number = _load_numbers(own_indices, begin + 1, last, PAGE, BLOCK, NARROW_PAGES)
-
-        q = _queries(query_latent + row.to(gl.int64) * row_stride, head_stride, head, heads, dtype, TILE, RANK)
-        q_rope = _queries(
-            query_rope + row.to(gl.int64) * rope_row_stride, rope_head_stride, head, heads, dtype, TILE, ROPE
-        )
-        LOGIT_SHAPE: gl.constexpr = [BLOCK, TILE] if KEYS_FIRST else [TILE, BLOCK]
-        SUM_SHAPE: gl.constexpr = [RANK, TILE] if KEYS_FIRST else [TILE, RANK]
-        chosen = gl.allocate_shared_memory(dtype, LOGIT_SHAPE, gl.NVMMASharedLayout.get_default_for(LOGIT_SHAPE, dtype))
-        largest = gl.full([TILE], -float("inf"), gl.float32, OF_LOGITS)
-        total = gl.zeros(LOGIT_SHAPE, gl.float32, LOGITS)
-        nothing = gl.zeros(LOGIT_SHAPE, gl.float32, LOGITS)
-        acc = gl.zeros(SUM_SHAPE, gl.float32, SUMS)
-        offs_n = gl.arange(0, BLOCK, gl.SliceLayout(HEAD_AXIS, LOGITS))
-        for block in range(begin, end):
-            this = (block - begin) % 2
-            async_copy.wait_group(0)
-            if block + 1 < end:
-                _copy(wide.index(1 - this), pages, entry, number, length, SIZE, PAGE, WIDE_PAGES, WIDE)
-                _copy(
-                    narrow.index(1 - this),
-                    pages + RANK,
-                    turned_entry,
-                    turned_number,
-                    length,
-                    SIZE,
-                    PAGE,
-                    NARROW_PAGES,
-                    NARROW,
-                )
-                async_copy.commit_group()
-                entry, number = _load_numbers(own_indices, block + 2, last, PAGE, BLOCK, WIDE_PAGES)
-                turned_entry, turned_number = _load_numbers(own_indices, block + 2, last, PAGE, BLOCK, NARROW_PAGES)
-            hopper.fence_async_shared()
-            latents, turned = wide.index(this), narrow.index(this)
-            seen = offs_n < length - block * BLOCK
-            if KEYS_FIRST:
-                logits = hopper.warpgroup_mma(turned, q_rope.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                logits = hopper.warpgroup_mma(latents, q.permute((1, 0)), logits, is_async=True)
-                logits = hopper.warpgroup_mma_wait(0, [logits])
-                logits = gl.where(seen[:, None], logits * scale, -float("inf"))
-                larger = gl.maximum(largest, gl.max(logits, 0))
-                weights = gl.exp2(logits - larger[None, :])
-                fade = gl.exp2(largest - larger)
-                total = total * fade[None, :] + weights
-            else:
-                logits = hopper.warpgroup_mma(q_rope, turned.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                logits = hopper.warpgroup_mma(q, latents.permute((1, 0)), logits, is_async=True)
-                logits = hopper.warpgroup_mma_wait(0, [logits])
-                logits = gl.where(seen[None, :], logits * scale, -float("inf"))
-                larger = gl.maximum(largest, gl.max(logits, 1))
-                weights = gl.exp2(logits - larger[:, None])
-                fade = gl.exp2(largest - larger)
-                total = total * fade[:, None] + weights
-            largest = larger
-            chosen.store(weights.to(dtype))
-            hopper.fence_async_shared()
-            fade = gl.convert_layout(fade, OF_SUMS)
-            if KEYS_FIRST:
-                acc = hopper.warpgroup_mma(latents.permute((1, 0)), chosen, acc * fade[None, :], is_async=True)
-            else:
-                acc = hopper.warpgroup_mma(chosen, latents, acc * fade[:, None], is_async=True)
-            acc = hopper.warpgroup_mma_wait(0, [acc])
-
-        sums = gl.sum(total, 1 - HEAD_AXIS)
-        lses = gl.convert_layout(largest + gl.log2(sums), OF_SUMS)
-        sums = gl.convert_layout(sums, OF_SUMS)
-        values = acc / (sums[None, :] if KEYS_FIRST else sums[:, None])
+            _store_newest(slot, latent + at * latent_stride, rope + at * key_rope_stride, RANK, ROPE)
+        wide = gl.allocate_shared_memory(dtype, [2, BLOCK, RANK], _multiplied(RANK))
+        narrow = gl.allocate_shared_memory(dtype, [2, BLOCK, ROPE], _multiplied(ROPE))
+        _copy_block(wide.index(0), narrow.index(0), pages, numbers, begin, length, PAGE, WIDE, NARROW)
+        numbers = _load_numbers(own_indices, begin + 1, length, PAGE, BLOCK, WIDE, NARROW)
+        q = _queries(query_latent + at * row_stride, head_stride, head, heads, dtype, TILE, RANK)
+        q_rope = _queries(query_rope + at * rope_row_stride, rope_head_stride, head, heads, dtype, TILE, ROPE)
+        largest, total, acc = _attend(
+            q, q_rope, wide, narrow, pages, own_indices, numbers, begin, end, length, scale,
+            PAGE, WIDE, NARROW, KEYS_FIRST, LOGITS, SUMS,
+        )  # fmt: skip
+        total = gl.sum(total, 1 - AXIS)
+        lses = gl.convert_layout(largest + gl.log2(total), OF_HEADS)
+        values = acc / _of_heads(gl.convert_layout(total, OF_HEADS), KEYS_FIRST)
         if shares is not None:
             gl.store(shares + 2 * row, first_program)
             gl.store(shares + 2 * row + 1, count)
         if count == 1:
-            item = row.to(gl.int64) * heads + head
-            gl.store(out + item * RANK + offs, values.to(out.dtype.element_ty), mask=keep)
-            if lse is not None:
-                gl.store(lse + item + offs_h, lses, mask=head + offs_h < heads)
+            _store_result(out, lse, at * heads + head, offs_v, offs_h, values, lses, keep, known, RANK)
         elif shares is not None:
             part = ((tile * head_tiles + head_tile) * programs + program).to(gl.int64) * TILE
-            gl.store(partials + part * RANK + offs, values, mask=keep)
+            gl.store(partials + part * RANK + offs_v, values, mask=keep)
             gl.store(partial_lses + part + offs_h, lses)

@@ -2,7 +2,7 @@
 
 All heads of a row read the same latents, so a program takes as many as registers have room for: each has R sums of its
 own. Tiles follow from registers and shared memory of an H100. ``tools/fit_tilings.py --only latent-decode`` measures
-tiles of decode and how rows are shared.
+tiles of decode and how rows are shared. Decode has two kernels, one of them for Hopper alone (``reads_by_hand``).
 
 Shapes: B rows, H query heads, R latent size.
 """
@@ -10,11 +10,13 @@ Shapes: B rows, H query heads, R latent size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from compiled_llm_ops.contracts import LatentDecode
 from compiled_llm_ops.kernels.attention.decode_tiling import FEW, MAX_ROWS
+from compiled_llm_ops.kernels.pdl import is_hopper
 
 DTYPES = (torch.float16, torch.bfloat16)
 FEWEST, MOST_RANK, MOST_ROPE = 16, 512, 128
@@ -38,13 +40,13 @@ MOST_KEYS = 64
 MOST_SHARES = 256
 """Programs that share a row at most."""
 
-OWN_HEADS = 16
+OWN_HEADS = 32
 """Query heads up to which our kernels are chosen by ``backend="auto"``; with more, FlashInfer's are.
 
-On an H100, in decode steps of 1, 8 and 64 rows with 1,024 and 8,192 keys, FlashInfer's took 1.6 to 0.8 of the time of
-ours with 16 heads, 1.2 to 0.6 with 20, and 0.8 to 0.4 with 128; they are planned on the host before each step, and
-whole steps of both were not measured. New rows are expanded with both. ``tools/fit_tilings.py --only latent-backend``
-measures the kernels again.
+On an H200, in decode steps of 1, 8 and 64 rows with 1,024, 8,192 and 65,536 keys, FlashInfer's took 1.9 to 1.0 of the
+time of ours with 16 heads, 1.8 to 0.94 with 20, and 1.0 to 0.64 with 128; they are planned on the host before each
+step, and whole steps of both were not measured. Up to 32 heads one program has all of them, as with 20. New rows are
+expanded with both. ``tools/fit_tilings.py --only latent-backend`` measures the kernels again.
 """
 
 STAGES = 5
@@ -114,11 +116,26 @@ microseconds with 16 heads, and 49 with half as many keys."""
 
 MAX_EQUAL = 0.75
 """Tiles of heads for each multiprocessor up to which rows of about equal lengths are shared: with more, they end
-together anyway. With an earlier kernel, sharing 64 rows of 8,192 keys took 15% longer."""
+together anyway. With an earlier kernel, sharing 64 rows of 8,192 keys took 15% longer; with the one for Hopper, 6%."""
 
+BY_HAND = (MOST_RANK, 64)
+"""R and E for which there is a kernel whose copies are ordered by hand (``kernels.latent.hopper``), those measured.
 
-MEASURED: dict[int, dict[str, Any]] = {}
-"""Fields of tiles with R = 512 that are others than the rule's, by the heads of the rule's own: 16, 32 or 64."""
+Its constants were fitted on an H200 to steps of 1, 8 and 64 rows of 1,024, 8,192 and 65,536 keys with 16, 20 and 128
+heads: programs are as many as were fastest in 26 of these 27 cases, and in the other one, a row of 8,192 keys with 128
+heads, within 4%. ``tools/fit_tilings.py --only latent-decode`` measures them again.
+"""
+
+ALIGNMENT = 16
+"""Bytes that this kernel copies at a time."""
+
+MERGED_KEYS = 128
+"""Keys that one of its programs reads alone, for each tile of heads. Sixteen tiles of 64 keys instead take 22% longer
+with a row of 8,192 keys and 16 heads, since all that programs have found is merged."""
+
+FEW_MERGED = 16
+"""Its programs whose results are merged so fast that each may have fewer keys: with a row of 1,024 keys and 16 heads,
+half as many take 9% longer."""
 
 
 class LatentTiling(NamedTuple):
@@ -128,47 +145,49 @@ class LatentTiling(NamedTuple):
         heads: query heads of a program, next to each other: a power of two, 16 at least.
         row_tile: rows that share programs, next to each other: 1 or up to MAX_ROWS.
         programs: for each tile of heads of these rows; one for each row at least.
-        unsplit: blocks up to which one program reads all keys of a row.
-        min_share: the fewest blocks of a share; rows are cut evenly into as few as are no larger.
+        min_share: the fewest blocks of a share, and blocks up to which one program reads all keys of a row; rows are
+            cut evenly into as few shares as are no larger.
+        few: programs up to which these rows are cut into shares of fewer blocks.
+        equal: programs that share a row at most if all have about as many keys.
         block: keys read at a time.
         stages: of the pipeline.
         warps: in a program.
         keys_first: whether keys are rows of the products (``step.attend_keys_first``).
-        ahead: whether page numbers are read a block ahead of the pipeline, into registers: all its stages are then of
-            latents, several blocks of which are being loaded while one is multiplied.
-        by_hand: whether on Hopper blocks of whole pages are read by the kernel whose copies are ordered by hand
-            (``kernels.latent.hopper``).
-        resident: programs that fit side by side on a multiprocessor.
-        share_equal: whether rows of about equal lengths are shared as well; if not, rows are shared only so that all
-            end at the same time.
+        by_hand: whether by the kernel that ``reads_by_hand`` is about.
     """
 
     heads: int
     row_tile: int
     programs: int
-    unsplit: int
     min_share: int
+    few: int
+    equal: int
     block: int
     stages: int
     warps: int
     keys_first: bool
-    ahead: bool = False
-    by_hand: bool = False
-    resident: int = 1
-    share_equal: bool = True
+    by_hand: bool
 
 
-def decode_tile(heads: int, rank: int) -> LatentTiling:
+def reads_by_hand(args: LatentDecode) -> bool:
+    """Return whether the kernel for Hopper takes these: all keys of rows, in aligned pages that divide a block."""
+    sizes, pages = (args.query_latent.shape[2], args.query_rope.shape[2]), args.pages
+    whole = args.chosen is None and DECODE_BLOCK % pages.shape[1] == 0
+    return sizes == BY_HAND and whole and pages.data_ptr() % ALIGNMENT == 0 and is_hopper(pages.device)
+
+
+def decode_tile(heads: int, rank: int, by_hand: bool = False) -> LatentTiling:
     """Return how one program reads the keys of a row alone with some of H heads: most fields as a tile has them."""
     tile = max(FEWEST_QUERIES, min(MOST_QUERIES, 1 << (heads - 1).bit_length()))
     keys_first = tile <= KEYS_FIRST_HEADS
     stages = SHALLOW if 2 * DECODE_BLOCK * rank >= SHALLOW_BYTES else STAGES
     warps = 8 if not keys_first and tile * rank >= MANY_SUMS else 4
-    found = LatentTiling(tile, 1, 1, 1, 1, DECODE_BLOCK, stages, warps, keys_first)
-    return found._replace(**MEASURED.get(tile, {})) if rank == MOST_RANK else found
+    return LatentTiling(tile, 1, 1, 1, 1, 1, DECODE_BLOCK, stages, warps, keys_first, by_hand)
 
 
-def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, processors: int) -> LatentTiling:
+def choose_decode_tiling(
+    rows: int, heads: int, rank: int, max_keys: int, processors: int, by_hand: bool = False
+) -> LatentTiling:
     """Return how programs share the keys of rows, by constant properties as ``choose_attention_tiling`` does.
 
     Args:
@@ -177,18 +196,33 @@ def choose_decode_tiling(rows: int, heads: int, rank: int, max_keys: int, proces
         rank: R.
         max_keys: a bound on the keys of a row.
         processors: multiprocessors of the device.
+        by_hand: whether ``reads_by_hand``.
     """
-    tile = decode_tile(heads, rank)
-    items = rows * -(-heads // tile.heads)
-    splits, alone = min(tile.resident * processors // items, MOST_SHARES), max(1, SHARED_KEYS // tile.block)
+    tile = decode_tile(heads, rank, by_hand)
+    head_tiles = -(-heads // tile.heads)
+    items = rows * head_tiles
+    splits, alone, few = min(processors // items, MOST_SHARES), SHARED_KEYS, 1
+    if by_hand:
+        alone, few = MERGED_KEYS * head_tiles, max(1, FEW_MERGED // head_tiles)
+    equal = splits
     if splits < FEW:
-        splits, alone = FEW, max(1, BUSY_KEYS // tile.block)
-    blocks = -(-max_keys // tile.block)
-    if blocks <= alone:
-        return tile._replace(unsplit=alone, min_share=alone)
+        splits, alone, equal = FEW, BUSY_KEYS, _equal_shares(items, processors, by_hand)
+    least, blocks = max(1, alone // tile.block), -(-max_keys // tile.block)
+    if blocks <= least:
+        return tile
     row_tile = -(-rows // -(-rows // MAX_ROWS))
-    programs, share_equal = row_tile * min(splits, blocks), items <= MAX_EQUAL * processors
-    return tile._replace(row_tile=row_tile, programs=programs, unsplit=alone, min_share=alone, share_equal=share_equal)
+    programs = row_tile * min(splits, blocks)
+    return tile._replace(row_tile=row_tile, programs=programs, min_share=least, few=few, equal=equal)
+
+
+def _equal_shares(items: int, processors: int, by_hand: bool) -> int:
+    """Return in how many shares to cut rows of about equal lengths, so many that the device is busy without.
+
+    By hand as few as end soonest, if each multiprocessor has one program at a time.
+    """
+    if items > MAX_EQUAL * processors:
+        return 1
+    return min(range(1, FEW + 1), key=lambda shares: -(-items * shares // processors) / shares) if by_hand else FEW
 
 
 class MergeTiling(NamedTuple):

@@ -37,21 +37,16 @@ def load_slots(pages, slot, mask, RANK: tl.constexpr, ROPE: tl.constexpr):
 
 
 @triton.jit
-def load_page_numbers(indices, block, length, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the numbers ``[N / S]`` of the pages of a block of a row of ``length`` tokens; zeros past its end."""
-    entry = block * (BLOCK // PAGE) + tl.arange(0, BLOCK // PAGE)
-    return tl.load(indices + entry, mask=entry * PAGE < length, other=0)
-
-
-@triton.jit
 def load_whole_pages(
-    pages, numbers, block, length, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
+    pages, indices, block, length, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Return what ``load_block`` does for a block of a row of ``length`` tokens, and which of them there are.
 
     Pages divide blocks, so a thread reads each page number once, and knows how far apart the tokens of a page lie.
     """
-    page = numbers.to(tl.int64)
+    PAGES: tl.constexpr = BLOCK // PAGE
+    entry = block * PAGES + tl.arange(0, PAGES)
+    page = tl.load(indices + entry, mask=entry * PAGE < length, other=0).to(tl.int64)
     slot = page[:, None] * (PAGE * (RANK + ROPE)) + tl.arange(0, PAGE)[None, :] * (RANK + ROPE)
     seen = tl.arange(0, BLOCK) < length - block * BLOCK
     slot = tl.multiple_of(tl.reshape(slot, [BLOCK]), 16)  # R and E are; the compiler copies single numbers otherwise
