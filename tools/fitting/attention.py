@@ -23,7 +23,9 @@ def attention_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     groups = [(2, torch.bfloat16), (2, FP8)] if quick else [*itertools.product((2, 4, 8), (torch.bfloat16, FP8))]
     for gqa, dtype in groups:
         for rows in (1, 8, 32, 256) if quick else (1, 2, 4, 8, 16, 17, 32, 33, 64, 96, 128, 192, 256):
-            chosen = choose_attention_tiling(rows, KV_HEADS, gqa, HEAD_DIM, max_keys, *machine, dtype.itemsize)
+            chosen = choose_attention_tiling(
+                rows, KV_HEADS, gqa, HEAD_DIM, max_keys, machine.processors, machine.shared_memory, dtype.itemsize
+            )
             candidates = [*attention_tilings(rows, quick), chosen._replace(share_equal=not chosen.share_equal)]
             for name, lengths in row_lengths(rows, quick).items():
                 prepare = lambda given=(lengths, gqa, dtype): attention_timer(*given, max_keys)  # noqa: E731

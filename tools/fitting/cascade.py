@@ -59,7 +59,7 @@ def cascade_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     shapes = [(1, 64, 8192, 128), (8, 8, 1024, 300), (1, 16, 2048, 128), (1, 256, 1024, 300)]
     for heads, shape in itertools.product((16, 32), shapes[:2] if quick else shapes):
         groups = Groups(*shape, heads)
-        chosen = choose_cascade_tiling(KV_HEADS, HEAD_DIM, groups.max_items, *machine)
+        chosen = choose_cascade_tiling(KV_HEADS, HEAD_DIM, groups.max_items, machine.processors, machine.shared_memory)
         prepare = functools.partial(cascade_timer, groups, machine.processors)
         yield case_of("cascade", str(groups), cascade_tilings(groups, machine, quick), chosen, prepare)
 
@@ -84,7 +84,9 @@ def cascade_rule_cases(machine: Machine, quick: bool) -> Iterator[Case]:
             groups = Groups(count, rows, shared, own, heads)
             layer = CascadeLayer(heads, KV_HEADS, HEAD_DIM, 2, windowed=False)
             saves = cascade_saves(groups.runs, groups.all_rows, PAGE_SIZE, layer) > 0
-            tiling = choose_cascade_tiling(KV_HEADS, HEAD_DIM, groups.max_items, *machine)
+            tiling = choose_cascade_tiling(
+                KV_HEADS, HEAD_DIM, groups.max_items, machine.processors, machine.shared_memory
+            )
             prepare = functools.partial(cascade_timer, groups, machine.processors)
             yield Case(
                 "cascade-rule", str(groups), {TOGETHER: tiling, ALONE: None}, TOGETHER if saves else ALONE, prepare
