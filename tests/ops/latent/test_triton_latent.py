@@ -236,16 +236,16 @@ def shares_of_first(lengths: list[int], tiling: LatentTiling) -> int:
     import triton.language as tl
 
     from compiled_llm_ops.kernels.attention.decode import _share
-    from compiled_llm_ops.kernels.latent.decode import _least_share
+    from compiled_llm_ops.kernels.latent.step import least_share
 
     @triton.jit
     def count(lengths, out, rows, programs, min_share, few, equal, most: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
         each = tl.arange(0, most)
         blocks = tl.cdiv(tl.load(lengths + each, mask=each < rows, other=0), block)
-        least = _least_share(blocks, rows, min_share, few, equal)
+        least = least_share(blocks, rows, min_share, few, equal)
         tl.store(out, _share(blocks, 0, programs, rows, least, least, 256)[2])
 
-    count.fn.__globals__.update(tl=tl, _share=_share, _least_share=_least_share)
+    count.fn.__globals__.update(tl=tl, _share=_share, least_share=least_share)
     out = torch.zeros(1, dtype=torch.int32)
     numbers = (len(lengths), tiling.programs, tiling.min_share, tiling.few, tiling.equal)
     count[(1,)](torch.tensor(lengths, dtype=torch.int32), out, *numbers, MAX_ROWS, tiling.block)

@@ -32,21 +32,11 @@ from compiled_llm_ops.kernels.latent.step import (
     attend_keys_first,
     check_kernel,
     inner_contiguous,
+    least_share,
     load_block,
     load_chosen,
     load_whole_pages,
 )
-
-
-@triton.jit
-def _least_share(blocks, row_tile, min_share, few, equal):
-    """Return the fewest blocks of a share: so many that ``few`` programs suffice, unless ``min_share`` is less.
-
-    Rows of about equal lengths are cut into ``equal`` shares at most.
-    """
-    total, longest = tl.sum(blocks), tl.max(blocks)
-    least = tl.minimum(min_share, tl.cdiv(tl.maximum(total, 1), few))
-    return tl.where(4 * row_tile * longest <= 5 * total, tl.maximum(least, tl.cdiv(longest, equal)), least)
 
 
 @triton.jit
@@ -89,7 +79,7 @@ def _latent_decode(
     blocks = tl.cdiv(ends, BLOCK)
     if chosen is not None:  # of the list
         blocks = tl.where(ends > 0, tl.cdiv(listed, BLOCK), 0)
-    least = _least_share(blocks, row_tile, min_share, few, equal)
+    least = least_share(blocks, row_tile, min_share, few, equal)
     own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, least, least, MOST)
     # The first programs answer for rows without keys: there is one for each row at least.
     unseen = mask & (tl.arange(0, ROWS) == program) & (ends == 0)

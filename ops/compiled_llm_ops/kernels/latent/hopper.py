@@ -23,11 +23,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.kernels.attention import decode
-from compiled_llm_ops.kernels.latent import decode as latent_decode
+from compiled_llm_ops.kernels.latent import step
 
 _pick = gluon.jit(decode._pick.fn)
 _share = gluon.jit(decode._share.fn)
-_least_share = gluon.jit(latent_decode._least_share.fn)
+_least_share = gluon.jit(step.least_share.fn)
 
 
 # ---- which thread has what

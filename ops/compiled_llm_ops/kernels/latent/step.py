@@ -17,6 +17,17 @@ from compiled_llm_ops.kernels.latent import latent_tiling
 
 
 @triton.jit
+def least_share(blocks, row_tile, min_share, few, equal):
+    """Return the fewest blocks of a share: so many that ``few`` programs suffice, unless ``min_share`` is less.
+
+    Rows of about equal lengths are cut into ``equal`` shares at most.
+    """
+    total, longest = tl.sum(blocks), tl.max(blocks)
+    least = tl.minimum(min_share, tl.cdiv(tl.maximum(total, 1), few))
+    return tl.where(4 * row_tile * longest <= 5 * total, tl.maximum(least, tl.cdiv(longest, equal)), least)
+
+
+@triton.jit
 def load_block(pages, indices, position, mask, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr):
     """Return the latents ``[N, R]`` and rotated parts ``[N, E]`` at positions of a row; zeros past the ``mask``.
 
