@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compiled_llm.engine.steps.outputs.logprobs import token_logprobs
 from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.request_emitted import RequestEmitted
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
 from compiled_llm.requests.pending_answer import PendingAnswer
@@ -48,12 +49,18 @@ class Answer(PendingAnswer):
     @property
     def hidden_states(self) -> dict[int, Tensor] | None:
         """Those of its tokens, but for the last; None if none are wanted."""
-        return None if self.request.emitted is None else self.request.emitted.hidden_states(self._fed)
+        return None if (emitted := self._kept) is None else emitted.hidden_states(self._fed)
 
     @property
     def emitted(self) -> dict[str, Tensor] | None:
         """What traced hooks have emitted of the same tokens, by name; None if nothing is wanted."""
-        return None if self.request.emitted is None else self.request.emitted.by_name(self._fed)
+        return None if (emitted := self._kept) is None else emitted.by_name(self._fed)
+
+    @property
+    def _kept(self) -> RequestEmitted | None:
+        if self.request.emitted is not None and self.request.done:
+            self.request.emitted.end()
+        return self.request.emitted
 
     @property
     def _fed(self) -> int:

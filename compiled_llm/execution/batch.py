@@ -95,12 +95,13 @@ class Reader(Protocol):
     @property
     def hidden_states(self) -> bool: ...
 
-    def read(self, spans: Sequence[TokenSpan], emitted: Emitted) -> None:
+    def read(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
         """Copy what a launch has emitted, without waiting, in the model's executor.
 
         Args:
-            spans: whose tokens these are, in order; padding may follow.
+            spans: whose tokens these are, in order; padding may follow. The same object stands for the same rows.
             emitted: ``[T, ...]`` each, until the next launch.
+            later: how many tokens of its row come between each span and the tokens.
         """
         ...
 

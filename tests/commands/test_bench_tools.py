@@ -284,14 +284,16 @@ def test_loops(tool: Any, tmp_path: Path) -> None:
     rollouts = "rollouts, 2 x 2 answers of 4 tokens"
     tasks = [(f"{rollouts}, generate", 16), (f"{rollouts}, generate_batch", 16)]
     tasks += [("scoring, 3 texts, 32 in a call", 24), ("scoring, 1 texts, one in a call", 8)]
-    tasks += [
-        (f"{rows}, {told} hidden states", 4 * int(rows[0]))
+    states = [
+        (f"{rows}, {asked}", 4 * int(rows[0]))
         for rows in ("1 row", "2 rows")
-        for told in ("without", "with")
+        for asked in ("without hidden states", "hidden states of 4 layers", "hidden states of all layers")
     ]
+    tasks += [(f"generate, {task}", tokens) for task, tokens in states]
+    of_engine = [*((f"engine, {task}", tokens) for task, tokens in states), ("sleep", 0), ("wake", 0)]
     assert found == [
         *(("hf-eager", *task) for task in tasks),
-        *(("compiled-llm:eager", *task) for task in [*tasks, ("sleep", 0), ("wake", 0)]),
+        *(("compiled-llm:eager", *task) for task in [*tasks, *of_engine]),
         ("vllm", rollouts, 16),
     ]
     asked = [json.loads(line) for line in log.read_text().splitlines()][-1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
@@ -118,6 +119,70 @@ def test_a_step_of_an_engine_that_changes_nothing_takes_60_calls_in_15_files(mod
     assert len(quiet) > 10
     assert max(map(len, quiet)) <= 60
     assert max(len(set(leg)) for leg in quiet) <= 15
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators of PyTorch that repeated steps call, without those in a CUDA graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count, self.steps, self._replaying = 0, 0, False
+        launch, replay, read = DecodeStep.launch, StandIn.launch, Loop._read
+
+        def launched(*args: Any) -> Any:
+            self.steps += 1
+            with self:
+                return launch(*args)
+
+        def replayed(graph: StandIn) -> None:
+            self._replaying = True
+            replay(graph)
+            self._replaying = False
+
+        def reading(*args: Any) -> Any:
+            with self:
+                return read(*args)
+
+        monkeypatch.setattr(DecodeStep, "launch", launched)
+        monkeypatch.setattr(StandIn, "launch", replayed)
+        monkeypatch.setattr(Loop, "_read", reading)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not self._replaying
+        return func(*args, **(kwargs or {}))
+
+    def each(self, call: Callable[[], object]) -> float:
+        """Return how many a step calls, once all is captured."""
+        call()
+        self.count = self.steps = 0
+        call()
+        assert self.steps > 50
+        return self.count / self.steps
+
+
+def test_hidden_states_cost_a_step_of_generate_two_operators_at_most(model, monkeypatch, seed):
+    """One copies them all; a place for many steps is made at once."""
+    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
+    inputs, operators = mixed_prompts([5, 3, 4], 128, seed), Operators(monkeypatch)
+    plain = operators.each(lambda: greedy(model, inputs, 100))
+    asked: dict[str, Any] = {"return_dict_in_generate": True, "output_hidden_states": True}
+    assert operators.each(lambda: greedy(model, inputs, 100, **asked)) <= plain + 2
+
+
+@pytest.mark.parametrize("asking", [[True, True, True], [True, False, True]], ids=["all", "two"])
+def test_hidden_states_cost_a_step_of_an_engine_two_operators_at_most(model, monkeypatch, asking):
+    """Rows that ask are next to each other, or not."""
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    params, operators = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True), Operators(monkeypatch)
+    with Engine(model, watch_model=False) as engine:
+
+        def generate(asking: Sequence[bool]) -> None:
+            handles = [engine.submit([3, 4, 5], params, hidden_states=[0, 1] if asks else None) for asks in asking]
+            for handle in handles:
+                handle.result(60)
+
+        plain = operators.each(lambda: generate([False] * 3))
+        assert operators.each(lambda: generate(asking)) <= plain + 2
 
 
 # ---- and never a step of what was

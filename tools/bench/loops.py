@@ -24,6 +24,7 @@ from compiled_llm.commands.bench.contenders import BenchSession, Contender
 from compiled_llm.commands.bench.load import Asked
 from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.engine.engine import Engine
+from compiled_llm.requests.sampling_params import SamplingParams
 
 SCORED_AT_ONCE = 32
 """Rows of a call that scores; an evaluation harness is given a number like this, and has one by default."""
@@ -42,20 +43,40 @@ class Loops:
     new: int
     scored: int
 
-    def all(self) -> Iterator[tuple[str, Task]]:
+    def all(self) -> Iterator[dict[str, Task]]:
+        """Yield the tasks, together those that take turns."""
         rollouts = f"rollouts, {self.prompts} x {self.answers} answers of {self.new} tokens"
-        yield f"{rollouts}, generate", self._rollouts
-        yield f"{rollouts}, generate_batch", self._rollouts_batched
+        yield {f"{rollouts}, generate": self._rollouts}
+        yield {f"{rollouts}, generate_batch": self._rollouts_batched}
         alone = max(1, self.scored // SCORED_AT_ONCE)
-        yield (
-            f"scoring, {self.scored:,} texts, {SCORED_AT_ONCE} in a call",
-            partial(self._score, self.scored, SCORED_AT_ONCE),
-        )
-        yield f"scoring, {alone:,} texts, one in a call", partial(self._score, alone, 1)
-        for rows in (1, min(32, self.prompts)):
-            for told in (False, True):
-                name = f"{rows} row{'s' * (rows > 1)}, {'with' if told else 'without'} hidden states"
-                yield name, partial(self._with_hidden_states, rows, told)
+        at_once = f"scoring, {self.scored:,} texts, {SCORED_AT_ONCE} in a call"
+        yield {at_once: partial(self._score, self.scored, SCORED_AT_ONCE)}
+        yield {f"scoring, {alone:,} texts, one in a call": partial(self._score, alone, 1)}
+        yield from self._with_each_number_of_layers("generate", self._generate)
+
+    def of_an_engine(self, engine: Engine) -> Iterator[dict[str, Task]]:
+        """Yield those tasks of an engine's that have one of ``generate`` beside them."""
+        params = SamplingParams(temperature=0.0, max_tokens=self.new, ignore_eos=True)
+
+        def answer(rows: int, layers: list[int]) -> int:
+            outputs = engine.generate(self._ids(rows).tolist(), params, hidden_states=layers or None)
+            assert not layers or all(output.hidden_states for output in outputs)
+            return sum(len(output.token_ids) for output in outputs)
+
+        yield from self._with_each_number_of_layers("engine", answer)
+
+    def _with_each_number_of_layers(
+        self, path: str, task: Callable[[int, list[int]], int]
+    ) -> Iterator[dict[str, Task]]:
+        last = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        asked = {
+            "without hidden states": [],
+            "hidden states of 4 layers": [1, last // 3, 2 * last // 3, last],
+            "hidden states of all layers": list(range(last + 1)),
+        }
+        for rows in dict.fromkeys((1, min(32, self.prompts))):
+            what = f"{path}, {rows} row{'s' * (rows > 1)}"
+            yield {f"{what}, {name}": partial(task, rows, layers) for name, layers in asked.items()}
 
     def _ids(self, rows: int) -> Tensor:
         """``[B, T]``"""
@@ -87,13 +108,13 @@ class Loops:
             tokens += ids.numel()
         return tokens
 
-    def _with_hidden_states(self, rows: int, told: bool) -> int:
+    def _generate(self, rows: int, layers: list[int]) -> int:
         ids = self._ids(rows)
         options = {"max_new_tokens": self.new, "do_sample": False, "return_dict_in_generate": True}
         out = self.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=told, **options
+            input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=layers or None, **options
         )
-        return rows * len(out.hidden_states) if told else int(out.sequences[:, self.prompt :].numel())
+        return rows * len(out.hidden_states) if layers else int(out.sequences[:, self.prompt :].numel())
 
 
 def naps(engine: Engine) -> dict[str, Task]:
@@ -120,7 +141,9 @@ def main(
     json: Json = None,
     commit: Commit = None,
 ) -> None:
-    """Measure rollouts, scoring and hidden states by HuggingFace's calls, an engine's sleep, and rollouts by vLLM."""
+    """Measure rollouts, scoring and hidden states by HuggingFace's calls, hidden states and sleep of an engine, and
+    rollouts by vLLM.
+    """
     rows = prompts * answers
     with bench(model, device, [Workload(rows, prompt, new)], json, commit) as run:
         setup = run.setup
@@ -152,13 +175,16 @@ def main(
             with contender.opened(setup) as session:
                 if hasattr(session.model, "compiled"):
                     session.model.compiled.warmup(sorted({1, min(32, prompts), rows}))
-                for task, call in Loops(session.model, prompts, answers, prompt, new, scored).all():
-                    measure_each(contender.name, {task: call})
+                loops = Loops(session.model, prompts, answers, prompt, new, scored)
+                for tasks in loops.all():
+                    measure_each(contender.name, tasks)
                 if hasattr(session.model, "compiled"):
-                    measure_naps(contender, session)
+                    measure_our_engine(contender, session, loops)
 
-        def measure_naps(contender: Contender, session: BenchSession) -> None:
+        def measure_our_engine(contender: Contender, session: BenchSession, loops: Loops) -> None:
             with Engine(session.model) as engine:
+                for tasks in loops.of_an_engine(engine):
+                    measure_each(contender.name, tasks)
                 engine.generate([[5] * prompt] * rows)
                 measure_each(contender.name, naps(engine))
 

@@ -34,6 +34,9 @@ logger = logging.getLogger("compiled_llm.engine")
 
 Mixed = Literal["auto"] | bool
 
+_EMITTED_ON_DEVICE = 64 << 20
+"""Bytes that steps emit of requests' tokens before all of it is copied to the host."""
+
 
 class _Launched(NamedTuple):
     """A step whose tokens have not been read, and the requests that they are for."""
@@ -114,6 +117,7 @@ class Loop:
         self._launched: deque[_Launched] = deque()
         self._mixed: Mixed = mixed
         self.steps = self.mixed_steps = 0
+        self._bytes_on_device = 0  # that steps have emitted since all was last copied to the host
         self.stuck = False
 
     @classmethod
@@ -340,7 +344,25 @@ class Loop:
             prompts = sum(len(chunk.ids) for chunk in step.plan.extend)
             self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)
         ended = self._end(failed)
-        return self.scheduler.read(step.sampled, tokens, time.monotonic()) + ended
+        changed = self.scheduler.read(step.sampled, tokens, time.monotonic()) + ended
+        if step.emitted:
+            self._leave_device(step.emitted, [request for request in changed if request.done])
+        return changed
+
+    def _leave_device(self, arrived: Sequence[ArrivingEmitted], ended: Sequence[Request]) -> None:
+        """Start to copy what steps have emitted to the host: of requests that have ended; of all if it is much."""
+        self._bytes_on_device += sum(launch.nbytes for launch in arrived)
+        is_much = self._bytes_on_device > _EMITTED_ON_DEVICE
+        for request in ended:
+            if request.emitted is not None:
+                request.emitted.end()
+        if is_much:
+            self._bytes_on_device = 0
+            for request in (*self.scheduler.running, *self.scheduler.waiting):
+                if request.emitted is not None:
+                    request.emitted.copy()
+        if (is_much or ended) and self._prepared is not None and self._prepared.reader is not None:
+            self._prepared.reader.begin_again()
 
     def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
         """End requests alone, and return them."""

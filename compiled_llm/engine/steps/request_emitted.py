@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.execution.state.emitted_steps import EmittedSteps
+from compiled_llm.execution.state.staging import Readback, Readbacks
+from compiled_llm.execution.threads.executor import Executor
 
 
 class WantedEmitted(NamedTuple):
@@ -38,30 +40,76 @@ class WantedEmitted(NamedTuple):
         return len(set((self.layers or {}).values())) * self.hidden_size * self.dtype.itemsize
 
 
+class KeptSteps:
+    """Launches of the same rows, and what they have emitted, on the device.
+
+    Attributes:
+        emitted: by each launch, also by those that come to nothing.
+        read: how many of them count, the first ones: their tokens have been read.
+        executor: the model's.
+    """
+
+    def __init__(self, emitted: EmittedSteps, executor: Executor) -> None:
+        self.emitted, self.executor = emitted, executor
+        self.read = 0
+
+
 class RequestEmitted:
     """What steps have emitted of a request's tokens, from the first on.
 
+    It stays on the device, where no step waits for it, until the request has ended or there is much. The loop's thread
+    adds to it, and any thread may read it.
+
     Attributes:
         wanted: what is kept.
-        tokens: how many tokens have it.
     """
 
     def __init__(self, wanted: WantedEmitted) -> None:
         """Begin without tokens."""
         self.wanted = wanted
-        self.tokens = 0
-        self._parts: dict[int | str, list[Tensor]] = {key: [] for key in wanted.keys}
+        self._earlier = 0  # how many tokens have it without the last part
+        self._parts: list[_Kept] = []
+        self._copies: list[_OnItsWay] = []
+        self._executor: Executor | None = None
 
-    def append(self, first: int, emitted: Emitted) -> None:
-        """Keep that of the tokens from position ``first`` on, ``[n, ...]`` each.
+    @property
+    def tokens(self) -> int:
+        """How many tokens have it."""
+        return max([self._earlier, *(part.end for part in self._parts[-1:])])
+
+    def append(self, steps: KeptSteps, tokens: slice, first: int) -> None:
+        """Add that of steps, each of which has ``tokens`` of the request, from position ``first`` on.
 
         Tokens that have it already were computed again. A gap cannot be: a request computes all that it has none of.
         """
-        start = self.tokens - first
-        assert start >= 0, "tokens are computed one after the other"
-        for key, parts in self._parts.items():
-            parts.append(emitted[key][start:].clone())  # a view would keep those of other rows
-        self.tokens = max(self.tokens, first + len(next(iter(emitted.values()))))
+        earlier = self.tokens
+        assert earlier >= first, "tokens are computed one after the other"
+        self._executor, self._earlier = steps.executor, earlier
+        self._parts.append(_Kept(steps, tokens, first, earlier - first))
+
+    def copy(self) -> None:
+        """Start to copy to the host what is only on the device; wait for a thread that is about to."""
+        if self._executor is not None and self._parts:
+            self._executor.call(self._copy)
+
+    def _copy(self) -> None:
+        parts = self._parts[:]  # more may come meanwhile
+        found: dict[int | str, list[Tensor]] = {key: [] for key in self.wanted.keys}
+        for part in parts:
+            part.take(found)
+        del self._parts[: len(parts) - 1]  # these have got all of their tokens
+        alike: dict[tuple[torch.dtype, torch.Size], list[int | str]] = {}
+        for key, tensors in found.items():
+            if tensors:
+                alike.setdefault((tensors[0].dtype, tensors[0].shape[1:]), []).append(key)
+        for keys in alike.values():
+            self._copies.append(_OnItsWay.of(keys, [tensor for key in keys for tensor in found[key]]))
+
+    def end(self) -> None:
+        """Copy the rest, and leave the device; there will be no more."""
+        self.copy()
+        self._earlier = self.tokens
+        self._parts = []
 
     def hidden_states(self, tokens: int) -> dict[int, Tensor] | None:
         """Return those of at most the first ``tokens``, ``[tokens, hidden]`` by layer, as the user has named it."""
@@ -78,5 +126,61 @@ class RequestEmitted:
         return {name: self._first(name, tokens, torch.empty(0, device="cpu")) for name in self.wanted.names}
 
     def _first(self, key: int | str, tokens: int, none: Tensor) -> Tensor:
-        parts = self._parts[key]
-        return torch.cat(parts)[:tokens] if parts else none
+        self.copy()
+        copies = [copy.result(key) for copy in self._copies[:] if key in copy.keys]
+        return (copies[0] if len(copies) == 1 else torch.cat(copies or [none]))[:tokens]
+
+
+class _Kept:
+    """What some launches have of a request.
+
+    Attributes:
+        steps: the launches.
+    """
+
+    def __init__(self, steps: KeptSteps, tokens: slice, first: int, taken: int) -> None:
+        """As ``RequestEmitted.append``; so many of its tokens are ``taken`` already."""
+        self.steps = steps
+        self._tokens, self._size = tokens, int(tokens.stop - tokens.start)
+        self._first, self._taken = first, taken
+
+    @property
+    def end(self) -> int:
+        """The position after its last token that counts."""
+        return self._first + self.steps.read * self._size
+
+    def take(self, found: dict[int | str, list[Tensor]]) -> None:
+        """Add that of the tokens that were not taken, ``[n, ...]`` each."""
+        steps = self.steps.read
+        first, computed_again = divmod(self._taken, self._size)
+        self._taken = max(self._taken, steps * self._size)
+        for key, tensors in found.items():
+            new = self.steps.emitted.of(key, self._tokens, range(first, steps))
+            tensors += [tensor[computed_again * (number == 0) :] for number, tensor in enumerate(new)]
+
+
+class _OnItsWay(NamedTuple):
+    """Tensors of one dtype and width on their way to the host, one after the other.
+
+    Attributes:
+        keys: of N tensors.
+        readback: their bytes.
+        dtype: of each.
+        shape: of all of them, ``[N, tokens, ...]``.
+    """
+
+    keys: list[int | str]
+    readback: Readback
+    dtype: torch.dtype
+    shape: list[int]
+
+    @classmethod
+    def of(cls, keys: list[int | str], tensors: list[Tensor]) -> _OnItsWay:
+        """Start to copy tensors, as many for each key."""
+        whole = torch.cat(tensors)
+        shape = [len(keys), len(whole) // len(keys), *whole.shape[1:]]
+        return cls(keys, Readbacks.start_once(whole.view(-1).view(torch.uint8)), whole.dtype, shape)
+
+    def result(self, key: int | str) -> Tensor:
+        """Return that of one key, in the memory of all of them."""
+        return self.readback.memory().view(self.dtype).view(self.shape)[self.keys.index(key)]

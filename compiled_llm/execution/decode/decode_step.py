@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
-from compiled_llm.execution.batch import Batch, StepOutput, last_tokens
+from compiled_llm.execution.batch import Batch, Reader, StepOutput, TokenSpan, last_tokens
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.staging import Readback, Readbacks
@@ -145,6 +145,8 @@ class DecodeStep:
         self._validity, self._period = validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
         self._defers = deferred_sampling.defers(placed.rows)
+        self._spans: list[TokenSpan] = []  # for readers, of the first run that one reads
+        self._read_at = 0  # its ``advanced``
         self.outputs = outputs
         self.output = self._last_of_rows(outputs)
 
@@ -231,10 +233,15 @@ class DecodeStep:
                 self.placed.advance()
                 self._limit -= 1
             if batch.reader is not None:
-                batch.reader.read(last_tokens(self.placed.rows), self.outputs.emitted)
+                self._let_read(batch.reader)
         except BaseException:
             lose(self.placed.rows)
             raise
         if self._defers or batch.observer is not None:
             self._deferred_sampling.keep(self.output, batch.observer)
         return self.output
+
+    def _let_read(self, reader: Reader) -> None:
+        if not self._spans:
+            self._spans, self._read_at = last_tokens(self.placed.rows), self.placed.advanced
+        reader.read(self._spans, self.outputs.emitted, self.placed.advanced - self._read_at)

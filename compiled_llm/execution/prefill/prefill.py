@@ -50,6 +50,9 @@ _SEEN = 8
 # The part of a device's memory that logits of all tokens of a prefill may take for good, where they are captured.
 _SCORES = 1 / 64
 
+_CAPTURED_STATES = 32 << 20
+"""Most bytes of hidden states that the CUDA graph of a prefill gives."""
+
 
 class Prefill:
     """The prefills of one model."""
@@ -147,9 +150,17 @@ class Prefill:
         return shapes if most is None else shapes[: (most + 1) // 2]
 
     def _null_embeddings(self, tokens: int) -> Tensor:
-        model = self._state.facts.model
-        width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
-        return torch.zeros(tokens, width, dtype=model.dtype, device=self._state.device)
+        dtype = self._state.facts.model.dtype
+        return torch.zeros(tokens, self._width, dtype=dtype, device=self._state.device)
+
+    @property
+    def _bytes_of_states(self) -> int:
+        """Size of a token's hidden states, in bytes."""
+        return (len(self._state.facts.layers) + 1) * self._width * self._state.facts.model.dtype.itemsize
+
+    @property
+    def _width(self) -> int:
+        return cast(nn.Embedding, self._state.facts.model.get_input_embeddings()).embedding_dim
 
     # ---- run
 
@@ -224,12 +235,9 @@ class Prefill:
         exact: bool,
         states: bool,
     ) -> StepOutputs:
-        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty.
-
-        With hidden ``states`` it is not captured: those of each shape would stay allocated.
-        """
+        """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty."""
         wanted, sampled = len(keep), len(slots)
-        shape = None if states else self._shape_to_replay(chunk, wanted, slots, embeddings)
+        shape = self._shape_to_replay(chunk, wanted, slots, embeddings, states)
         if shape is not None:
             self._graph_manager.events.used[shape] += 1
             dispatch = self._dispatcher.dispatch(shape, exact)
@@ -332,19 +340,25 @@ class Prefill:
                         self._run_shape(shape, [], none, none, background=False)
 
     def _shape_to_replay(
-        self, chunk: Sequence[Extension], wanted: int, slots: NDArray[np.int64], embeddings: Tensor | None
+        self,
+        chunk: Sequence[Extension],
+        wanted: int,
+        slots: NDArray[np.int64],
+        embeddings: Tensor | None,
+        states: bool,
     ) -> StepKey | None:
         """Return the shape in which a prefill can be captured; None if it cannot.
 
         Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
-        tokens, and none is sampled.
+        tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none with hidden ``states`` of
+        many tokens.
         """
         if not self._captures or embeddings is not None or len(slots) not in (0, wanted):
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
         queries = [len(extension.ids) for extension in chunk]
-        shape = self._shape_for(queries, [extension.row.length for extension in chunk])
+        shape = self._shape_for(queries, [extension.row.length for extension in chunk], states)
         if shape is None or wanted <= shape.rows:
             return shape
         scored = 2 * wanted >= sum(queries) and shape.tokens <= self._most_scored
@@ -355,10 +369,11 @@ class Prefill:
         entry = self._table.entry(shape)
         return entry.misses >= _SEEN and entry.state != "failed"
 
-    def _shape_for(self, queries: Sequence[int], lengths: Sequence[int]) -> StepKey | None:
+    def _shape_for(self, queries: Sequence[int], lengths: Sequence[int], states: bool = False) -> StepKey | None:
         shape = self._shapes.smallest(sum(queries), len(queries))
-        if shape is None:
+        if shape is None or (states and shape.tokens * self._bytes_of_states > _CAPTURED_STATES):
             return None
+        shape = shape._replace(states=states)
         # A variant that only this mixture of rows gains by is not captured; that of one row of as many tokens may be.
         for batch in ((queries, lengths), ([sum(queries)], [max(*lengths, sum(queries))])):
             shape = shape._replace(variant=self._planner.variant_for(*batch))
@@ -442,7 +457,8 @@ class Prefill:
 
     def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
-        inputs = self._as_inputs(self._state.staging.to_device(packed), shape)
+        columns = self._state.staging.to_device(packed)
+        inputs = self._as_inputs(columns, shape)._replace(hidden_states=shape.states)
         (filled,) = self._state.staging.to_device([as_bytes(packed)])
         return inputs, filled
 

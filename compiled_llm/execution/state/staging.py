@@ -153,6 +153,11 @@ class Readback:
             self._idle.append(self)
         return numbers
 
+    def memory(self) -> Tensor:
+        """Return the host memory itself, of what was started once; nothing overwrites it."""
+        self._wait()
+        return self._host
+
     def _wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()

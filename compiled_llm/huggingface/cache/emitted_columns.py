@@ -133,9 +133,9 @@ class EmittedColumns:
     def hidden_states(self) -> bool:
         return self._wanted.hidden_states
 
-    def read(self, spans: Sequence[TokenSpan], emitted: Emitted) -> None:
+    def read(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
         """Put tokens into their columns; see ``Reader``."""
-        packed, columns = self._where(spans)
+        packed, columns = self._where(spans, later)
         self.left -= len(packed)
         self.layers = sum(isinstance(name, int) for name in emitted)
         if not (emitted and (columns >= 0).any()):
@@ -146,13 +146,14 @@ class EmittedColumns:
                 self._collected[name] = tensor.new_zeros(self._shape[0] * self._shape[1], *tensor.shape[1:])
             self._collected[name].index_copy_(0, written, tensor.index_select(0, read))
 
-    def _where(self, spans: Sequence[TokenSpan]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _where(self, spans: Sequence[TokenSpan], later: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which of the packed tokens belong to the call, and their columns."""
         packed, columns, at = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
         for row, first, size in spans:
             if (own := self._places.get(row)) is not None:
                 packed.append(np.arange(at, at + size))
-                columns.append(own.columns[first - own.first : first - own.first + size])
+                start = first + later - own.first
+                columns.append(own.columns[start : start + size])
             at += size
         return np.concatenate(packed), np.concatenate(columns)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.execution.batch import TokenSpan
+from compiled_llm.execution.state.emitted_steps import EmittedSteps
 from compiled_llm.huggingface.cache.emitted_columns import EmittedColumns, RowColumns, StepEmitted, WantedOutputs
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.row import Row
@@ -25,7 +26,7 @@ class StepStates:
         self._rows: list[Row] = []
         self._prompts: EmittedColumns | None = None
         self._shared: list[tuple[int, int]] = []  # of each row the one that it begins as, and with how many tokens
-        self._steps: list[StepEmitted] = []
+        self._steps: EmittedSteps | None = None
 
     @classmethod
     def of(cls, call: PagedCall) -> StepStates | None:
@@ -51,18 +52,17 @@ class StepStates:
         staging = call.model_runner.state.staging
         self._prompts = EmittedColumns(self._wanted, staging, places, (len(rows), width))
 
-    def read(self, spans: Sequence[TokenSpan], emitted: Emitted) -> None:
+    def read(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
         """Keep a copy; see ``Reader``."""
         assert self._prompts is not None, "the call has begun"
         if self._prompts.left:
             self._prompts.read(spans, emitted)
             return
-        assert [span.row for span in spans[: len(self._rows)]] == self._rows, "a step is of all rows"
-        chosen, layers = self._wanted.chosen(emitted), self._prompts.layers
-        self._steps.append(StepEmitted({name: self._of_rows(tensor) for name, tensor in chosen.items()}, layers))
-
-    def _of_rows(self, tensor: Tensor) -> Tensor:
-        return tensor[: len(self._rows), None].clone()
+        if not later:
+            assert [span.row for span in spans[: len(self._rows)]] == self._rows, "a step is of all rows"
+        if self._steps is None:
+            self._steps = EmittedSteps([slice(len(self._rows))], self._wanted.chosen(emitted).keys())
+        self._steps.keep(emitted)
 
     def read_steps(self, steps: int) -> list[StepEmitted]:
         """Return what the first steps have emitted; the loop may have launched more than it has read.
@@ -70,7 +70,9 @@ class StepStates:
         It is ``[B, Q, ...]`` of the prompts, zeros for masked tokens, and then ``[B, 1, ...]``.
         """
         assert self._prompts is not None, "the call has begun"
-        return [self._prompts.outputs().map(self._with_shared), *self._steps][:steps]
+        prompts = self._prompts.outputs().map(self._with_shared)
+        later = [] if self._steps is None else self._steps.by_step()
+        return [prompts, *(StepEmitted(step, prompts.layers) for step in later)][:steps]
 
     def _with_shared(self, tensor: Tensor) -> Tensor:
         """Return prompts' tensors with the beginnings that were computed for another row."""

@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation import steps
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps.request_emitted import RequestEmitted
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from engine.test_engine import some_prompts
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import greedy, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.noting import note_calls
 from support.parity import alone, assert_account_is_empty
 
 LAYERS = 3
@@ -87,6 +89,25 @@ def test_tokens_that_are_computed_again_are_kept_once(plain, monkeypatch, seed):
             check(plain, output, [1, -1])
         assert engine.stats().preemptions > 0
     assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("nbytes", [0, 5000])
+def test_many_leave_the_device_while_their_requests_run(plain, monkeypatch, nbytes, seed):
+    """After each step, or every few, also of requests that wait with what they had when they lost their pages."""
+    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._FIRST_GUESS", 1)
+    monkeypatch.setattr("compiled_llm.engine.steps.loop._EMITTED_ON_DEVICE", nbytes)
+    parts = note_calls(monkeypatch, RequestEmitted, "_copy", lambda states: len(states._parts))
+    with Engine(wrapped(160, layers(), prefill_tokens=16)) as engine:
+        both = zip(some_prompts(4, seed, longest=40), [[1, -1], None, ALL, [0]], strict=True)
+        handles = [engine.submit(prompt, greedy(40), hidden_states=asked) for prompt, asked in both]
+        for handle, asked in zip(handles, [[1, -1], None, ALL, [0]], strict=True):
+            output = handle.result(60)
+            if asked is not None:
+                check(plain, output, asked)
+        assert engine.stats().preemptions > 0
+    assert len(parts) > (100 if nbytes == 0 else 10)
+    assert max(parts) < 20
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

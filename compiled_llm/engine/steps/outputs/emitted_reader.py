@@ -1,60 +1,55 @@
-"""What a step emits of the tokens that it computes, copied next to it and read with its tokens."""
+"""What a step emits of the tokens that it computes: copied on the device next to it, and counted with its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
 from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.engine.steps.request import InvalidRequestError, Request
-from compiled_llm.engine.steps.request_emitted import RequestEmitted
+from compiled_llm.engine.steps.request_emitted import KeptSteps, RequestEmitted
 from compiled_llm.execution.batch import TokenSpan
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.state.staging import Readback
+from compiled_llm.execution.state.emitted_steps import EmittedSteps
 
 
 class _Span(NamedTuple):
-    """``size`` tokens of a request, from position ``first`` on."""
+    """Which of the kept tokens are a request's, from position ``first`` on."""
 
     request: Request
     emitted: RequestEmitted
+    tokens: slice
     first: int
-    size: int
 
 
 class ArrivingEmitted(NamedTuple):
-    """What one launch has emitted, on its way to the host.
+    """What one launch has emitted, whose tokens have not been read.
 
     Attributes:
+        steps: the launches of the same rows, this one among them.
         spans: whose it is.
-        tensors: ``[K, ...]`` each, without their numbers.
-        readback: the bytes of all of them.
+        keys: under which it was emitted.
+        nbytes: of one launch.
     """
 
+    steps: KeptSteps
     spans: Sequence[_Span]
-    tensors: Emitted
-    readback: Readback
+    keys: frozenset[int | str]
+    nbytes: int
 
     def hand_out(self) -> dict[Request, InvalidRequestError]:
         """Give it to requests that have not ended; return those that want what the launch has not emitted."""
-        arrived, at, failed = self._unpacked(), 0, {}
-        for request, emitted, first, size in self.spans:
-            if lacking := emitted.wanted.keys.difference(arrived):
+        self.steps.read += 1
+        return self._begin() if self.steps.read == 1 else {}
+
+    def _begin(self) -> dict[Request, InvalidRequestError]:
+        failed = {}
+        for request, emitted, tokens, first in self.spans:
+            if lacking := emitted.wanted.keys.difference(self.keys):
                 failed[request] = _lacks(min(lacking, key=str))
             elif not request.done:
-                emitted.append(first, {key: tensor[at : at + size] for key, tensor in arrived.items()})
-            at += size
+                emitted.append(self.steps, tokens, first)
         return failed
-
-    def _unpacked(self) -> Emitted:
-        whole = torch.from_numpy(self.readback.array())
-        parts = whole.split([like.nbytes for like in self.tensors.values()])
-        both = zip(self.tensors.items(), parts, strict=True)
-        return {key: part.view(like.dtype).view(like.shape) for (key, like), part in both}
 
 
 def _lacks(key: int | str) -> InvalidRequestError:
@@ -71,10 +66,13 @@ class EmittedReader:
     """
 
     def __init__(self, model_runner: ModelRunner, wanting: Iterable[tuple[Request, RequestEmitted]]) -> None:
-        self._model_runner = model_runner
+        self._executor = model_runner.thread
         self._wanting = {request.running_row: (request, emitted) for request, emitted in wanting}
         self._keys = {key for _, emitted in self._wanting.values() for key in emitted.wanted.keys}
         self.hidden_states = any(isinstance(key, int) for key in self._keys)
+        self._last: ArrivingEmitted | None = None  # what was read last, with its arguments
+        self._spans: Sequence[TokenSpan] = ()
+        self._later = 0
         self._arriving: list[ArrivingEmitted] = []
 
     @classmethod
@@ -83,31 +81,35 @@ class EmittedReader:
         wanting = [(request, request.emitted) for request in requests if request.emitted is not None]
         return cls(model_runner, wanting) if wanting else None
 
-    def read(self, spans: Sequence[TokenSpan], emitted: Emitted) -> None:
-        """Start copying what is wanted of a launch; see ``Reader``."""
+    def read(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+        """Copy what is wanted of a launch, on the device; see ``Reader``."""
+        launch = self._last
+        if launch is None or spans is not self._spans or later != self._later + 1:
+            launch = self._begun(spans, emitted, later)
+        self._last, self._spans, self._later = launch, spans, later
+        if launch.spans:
+            launch.steps.emitted.keep(emitted)
+            self._arriving.append(launch)
+
+    def _begun(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int) -> ArrivingEmitted:
+        """Return the first launch of other rows."""
         found: list[_Span] = []
-        places: list[NDArray[np.int64]] = []
-        at = 0
+        kept: list[slice] = []  # of the packed tokens; requests next to each other have one
+        at = count = 0
         for row, first, size in spans:
             if row in self._wanting:
-                found.append(_Span(*self._wanting[row], first, size))
-                places.append(np.arange(at, at + size))
+                found.append(_Span(*self._wanting[row], slice(count, count + size), first + later))
+                start = kept.pop().start if kept and kept[-1].stop == at else at
+                kept.append(slice(start, at + size))
+                count += size
             at += size
-        if found:
-            self._start(found, self._chosen(np.concatenate(places), emitted))
+        keys = frozenset(self._keys.intersection(emitted))
+        nbytes = sum(count * emitted[key][:1].nbytes for key in keys)
+        return ArrivingEmitted(KeptSteps(EmittedSteps(kept, keys), self._executor), found, keys, nbytes)
 
-    def _chosen(self, places: NDArray[np.int64], emitted: Emitted) -> Emitted:
-        """Return what is wanted at these places of the packed tokens; each begins where its dtype may, among bytes."""
-        (there,) = self._model_runner.state.staging.to_device([places])
-        keys = sorted(self._keys.intersection(emitted), key=lambda key: -emitted[key].itemsize)
-        return {key: emitted[key].index_select(0, there) for key in keys}
-
-    def _start(self, spans: Sequence[_Span], tensors: Emitted) -> None:
-        numbers = [tensor.flatten().view(torch.uint8) for tensor in tensors.values()]
-        device = self._model_runner.device
-        packed = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.uint8, device=device)
-        without = {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()}
-        self._arriving.append(ArrivingEmitted(spans, without, self._model_runner.readbacks.start_once(packed)))
+    def begin_again(self) -> None:
+        """Keep the next launches apart from those before, whose memory is then given back."""
+        self._last = None
 
     def taken(self) -> list[ArrivingEmitted]:
         """Return what was read since the last call."""
