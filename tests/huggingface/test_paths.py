@@ -121,4 +121,4 @@ def test_each_reason_has_a_sentence_and_advice_and_is_given_by_some_code() -> No
 
 def test_a_reason_says_what_differs_from_call_to_call() -> None:
     assert str(Reason("processors", "Halve")) == "a logits processor has to see each step (Halve)"
-    assert str(Reason("autocast")) == "torch.autocast is on"
+    assert str(Reason("asleep")) == "the model is asleep, and has no pages"

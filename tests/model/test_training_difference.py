@@ -37,6 +37,11 @@ class ByALocal(nn.Module):
         return nn.functional.dropout(x, p=p, training=self.training)
 
 
+class ElseALocal(Jittered):
+    def forward(self, x: Tensor, other: float = 0.0) -> Tensor:
+        return x * (self.jitter if self.training else other)
+
+
 class OfAnother(Jittered):
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -56,6 +61,7 @@ class OfAnother(Jittered):
         (Jittered(0.5), "x (Jittered: jitter=0.5)"),
         (Jittered(0.0), None),
         (ByALocal(), "x (ByALocal: its code reads `training`)"),
+        (ElseALocal(0.0), "x (ElseALocal: its code reads `training`)"),
         (OfAnother(0.5), None),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",

@@ -129,10 +129,14 @@ def _read(node: ast.expr, parents: dict[ast.AST, ast.AST], first: tuple[str, ...
     for depends_on, condition in _conditions(inner, outer, parents):
         if ast.unparse(depends_on) in _TOLD:
             return Read("", _always)
-        names = {part.id for part in ast.walk(depends_on) if isinstance(part, ast.Name)} - {"getattr"}
-        if all(map(_is_plain, ast.walk(condition))) and names == {*first}:
+        asks_module_alone = _names_in(depends_on) == _names_in(condition) == {*first}
+        if asks_module_alone and all(map(_is_plain, ast.walk(condition))):
             return Read(_attribute(depends_on), _function_of(condition, first[0]))
     return Read("", _never)
+
+
+def _names_in(expression: ast.expr) -> set[str]:
+    return {part.id for part in ast.walk(expression) if isinstance(part, ast.Name)} - {"getattr"}
 
 
 def _is_plain(part: ast.AST) -> bool:
