@@ -319,6 +319,19 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
         _no_title,
         {"task": _text("task"), **CONTENDER, "tokens/s": _number("figures/tokens_per_s/median")},
     ),
+    "grpo": (
+        lambda entry: f"Steps of GRPO, {entry['workload']}",
+        CONTENDER
+        | {
+            "step, s": _times("figures/step"),
+            "rollout, s": _times("figures/rollout"),
+            "rest, s": _times("figures/rest"),
+            "tokens/s": _times("figures/tokens_per_s"),
+            "wake, s": _times("figures/wake"),
+            "sleep, s": _times("figures/sleep"),
+            "first step, s": _number("first_step_s"),
+        },
+    ),
     "attention": (
         _attention_title,
         {

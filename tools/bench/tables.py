@@ -87,6 +87,25 @@ def loops(results: Sequence[Result]) -> Iterator[Table]:
     yield Table("In trainers' and evaluations' loops", rows, columns, leading=2)
 
 
+def grpo(results: Sequence[Result]) -> Iterator[Table]:
+    def figure(name: str) -> Callable[[Result], str]:
+        return lambda result: pair(result["figures"][name]) if name in result["figures"] else ""
+
+    columns: Columns = {
+        "contender": lambda result: result["contender"],
+        "step, s": figure("step"),
+        "rollout, s": figure("rollout"),
+        "rest, s": figure("rest"),
+        "tokens/s": figure("tokens_per_s"),
+        "wake, s": figure("wake"),
+        "sleep, s": figure("sleep"),
+        "first step, s": lambda result: number(result["first_step_s"]),
+    }
+    note = "Best / median of steps. Tokens/s: of answers, in the seconds of rollouts; waking and sleeping are in these."
+    for group in groups(results, "workload"):
+        yield Table(f"Steps of GRPO, {group[0]['workload']}", group, columns, note)
+
+
 def offline(results: Sequence[Result]) -> Iterator[Table]:
     def count(name: str) -> Callable[[Result], str]:
         return lambda result: f"{result['counts'][name]:,.0f}" if name in result["counts"] else ""
@@ -163,6 +182,7 @@ TABLES.update(
         "roofline": roofline,
         "beams_and_drafts": beams_and_drafts,
         "loops": loops,
+        "grpo": grpo,
         "offline": offline,
         "graph_modes": graph_modes,
         "graph_times": graph_times,
