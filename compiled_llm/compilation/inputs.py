@@ -77,6 +77,27 @@ class PrefillInputs(NamedTuple):
     hidden_states: bool = False
 
 
+class UnpagedInputs(NamedTuple):
+    """The inputs of a forward of new rows, whose keys and values it leaves packed instead of in pages.
+
+    Attributes:
+        ids: ``[1, T]`` int64.
+        positions: ``[1, T]`` int64, rotary positions.
+        keep: ``[L]`` int64, the tokens whose logits are returned.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    keep: Tensor
+    qo_indptr: Tensor
+
+    @property
+    def hidden_states(self) -> bool:
+        """False: calls that ask for them run over pages."""
+        return False
+
+
 class PlannedRuns(NamedTuple):
     """The pages that rows of a decode step share, for a backend that plans it; see ``planned_cascade_attention``.
 

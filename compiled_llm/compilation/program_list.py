@@ -3,7 +3,8 @@
 A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, and a
 third one for rows without cached tokens, where layers keep latents; a decode step for batch 1 and one for all larger
 batches, the same two for rows that feed in several tokens each, and one for rows that begin with the same pages.
-Each is there a second time, for steps that give hidden states, too.
+Each is there a second time, for steps that give hidden states, too. One more is for calls of the model itself whose
+rows are new, and needs no pages.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.options import decode_options, prefill_options
-from compiled_llm.compilation.steps import decode_step, prefill_step
+from compiled_llm.compilation.steps import decode_step, prefill_step, unpaged_step
 from compiled_llm.config import WrapConfig
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
 PREFILL_ALONE = "prefill of rows without cached tokens"
+UNPAGED = "forward without pages"
 DECODE_CASCADE = "decode, shared pages read once"
 WITH_STATES = ", with hidden states"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
-StepInputs: TypeAlias = PrefillInputs | DecodeInputs
+StepInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
 
 
 class Program(NamedTuple):
@@ -71,6 +73,10 @@ def _reads_shared_pages_once(inputs: StepInputs) -> bool:
     return isinstance(inputs, DecodeInputs) and inputs.reads_shared_pages_once
 
 
+def _is_unpaged(inputs: StepInputs) -> bool:
+    return isinstance(inputs, UnpagedInputs)
+
+
 def _decode(name: str, one_row: bool, several: bool) -> Program:
     """Return a program of decode steps; those of several tokens serve calls that verify drafts."""
     serves = partial(_decodes, one_row=one_row, several=several)
@@ -101,7 +107,11 @@ def _with_states(program: Program) -> Program:
     return program._replace(name=f"{program.name}{WITH_STATES}", on_demand=True, states=True)
 
 
-PROGRAMS: tuple[Program, ...] = (*_WITHOUT_STATES, *map(_with_states, _WITHOUT_STATES))
+PROGRAMS: tuple[Program, ...] = (
+    *_WITHOUT_STATES,
+    *map(_with_states, _WITHOUT_STATES),
+    Program(UNPAGED, _is_unpaged, unpaged_step, prefill_options, on_demand=True),
+)
 
 
 def program_for(inputs: StepInputs) -> Program:

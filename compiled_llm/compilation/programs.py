@@ -38,7 +38,7 @@ from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.validity import Guards
-from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
+from compiled_llm.compilation.inputs import DecodeInputs, UnpagedInputs
 from compiled_llm.compilation.notice import CompilingNotice
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.append import PreparedInAppend
@@ -46,7 +46,7 @@ from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
-from compiled_llm.compilation.program_list import PROGRAMS, Program, program_for
+from compiled_llm.compilation.program_list import PROGRAMS, Program, StepInputs, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.active_adapters import ActiveAdapters
@@ -72,7 +72,7 @@ class Arguments(NamedTuple):
     """The arguments of every program; ``inputs`` say which one serves them; each layer has ``pages`` and a spec."""
 
     model: PreTrainedModel
-    inputs: PrefillInputs | DecodeInputs
+    inputs: StepInputs
     tables: SamplingTables
     pages: list[Tensor]
     specs: tuple[LayerSpec, ...]
@@ -183,6 +183,12 @@ class Programs:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
         return self.prepared(arguments)()
 
+    def unpaged(self, arguments: Arguments) -> Tensor:
+        """Run ``unpaged_step`` and return its logits; T, B and L are symbolic, and T and L must be at least 2."""
+        call = self.prepared(arguments)
+        logits: Tensor = call.program(*call.arguments.values())
+        return logits
+
     def decode(self, arguments: Arguments, code: Callable[..., Any] | None = None) -> StepOutputs:
         """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed.
 
@@ -207,8 +213,8 @@ class Programs:
             let_outputs_be_captured(arguments.model)
             self._captures_outputs = True
         prepared = self._prepared(arguments, compare)
-        if prepared.code is None and isinstance(arguments.inputs, PrefillInputs):
-            _mark_symbolic(arguments.inputs)
+        if prepared.code is None and not isinstance(arguments.inputs, DecodeInputs):
+            _mark_symbolic(arguments)
         call = self._call(arguments._replace(model=prepared.model))
         return call if prepared.code is None else call._replace(program=prepared.code)
 
@@ -303,7 +309,7 @@ class Programs:
             type(model).__name__,
         )
 
-    def full(self, inputs: PrefillInputs | DecodeInputs | None = None) -> bool:
+    def full(self, inputs: StepInputs | None = None) -> bool:
         """Whether torch's limit is reached for the program that serves ``inputs``, or for any program."""
         programs = [*self._programs.values()] if inputs is None else [self._programs[program_for(inputs).name]]
         return any(isinstance(program, Bounded) and program.full for program in programs)
@@ -334,11 +340,13 @@ def begin_during_tracing(device: torch.device, artifacts: Artifacts | None) -> N
         build_probes_early()
 
 
-def _mark_symbolic(inputs: PrefillInputs) -> None:
-    """Mark the sizes of a prefill's inputs that change from call to call."""
-    for name, tensor in inputs._asdict().items():
+def _mark_symbolic(arguments: Arguments) -> None:
+    """Mark the sizes of a prefill's inputs that change from call to call, and of what it leaves outside of pages."""
+    for name, tensor in arguments.inputs._asdict().items():
         if isinstance(tensor, Tensor):
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
+    for memory in arguments.pages if isinstance(arguments.inputs, UnpagedInputs) else ():
+        torch._dynamo.mark_dynamic(memory, 1)
 
 
 def compiled(function: Callable[..., Any], config: WrapConfig, backend: Inductor) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
-from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PlannedRuns, PrefillInputs
+from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PlannedRuns, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.page_checks import check_decode, check_prefill
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.model.attention import (
@@ -29,6 +29,7 @@ from compiled_llm.model.attention import (
 )
 from compiled_llm.model.facts import Forward
 from compiled_llm.model.layers.recurrent import StateRows
+from compiled_llm.model.layers.unpaged import UnpagedRows
 
 
 def prefill_step(
@@ -71,6 +72,35 @@ def prefill_step(
     logits: Tensor = out.logits[0]
     sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
     return StepOutputs(logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables), _emitted(inputs, out))
+
+
+def unpaged_step(
+    model: PreTrainedModel,
+    forward: Forward,
+    inputs: UnpagedInputs,
+    tables: SamplingTables,
+    pages: list[Tensor],
+    specs: tuple[LayerSpec, ...],
+) -> Tensor:
+    """Run the packed tokens of new rows through the model, by ``forward`` of its class, and sample nothing.
+
+    Each layer leaves its keys and values in its one of ``pages``, which here are ``[2, T, K, D]``.
+
+    Returns:
+        ``[L, V]`` logits in the model's dtype.
+    """
+    groups = 1 + max(spec.group for spec in specs)
+    batch = PagedBatch(pages, specs, (UnpagedRows(inputs.qo_indptr),) * groups)
+    out = forward(
+        model,
+        input_ids=inputs.ids,
+        position_ids=inputs.positions,
+        use_cache=False,
+        logits_to_keep=inputs.keep,
+        **{BATCH_ARGUMENT: batch},
+    )
+    logits: Tensor = out.logits[0]
+    return logits
 
 
 def decode_step(

@@ -35,6 +35,7 @@ from compiled_llm.execution.growth import grown
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.mixed_steps import LEAST_WEIGHTS, MixedStep
 from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.prefill.unpaged import Unpaged
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.execution.state.runner_state import RunnerState
@@ -148,6 +149,7 @@ class ModelRunner:
         dispatcher = Dispatcher(table, config.max_batch_size, simplest, shapes.spare)
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, dispatcher)
         self.decode = Decode(self.state, self.graph_manager, self._planner, dispatcher)
+        self.unpaged = Unpaged(self.state, self.graph_manager)
         self._values: int | None = None  # of the model that computed ``prefixes``; None before the first look
 
     # ---- run
@@ -299,6 +301,7 @@ class ModelRunner:
         promise: Promise | None = None,
     ) -> None:
         """Grow rows, and write keys and values into them by ``RunnerState.write``; OutOfPagesError as ``run``."""
+        self.graph_manager.check_pages()
         make_exact(rows)
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
             self.state.write(rows, stored, states)

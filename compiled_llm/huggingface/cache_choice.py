@@ -123,7 +123,7 @@ class CacheChoice:
         indexed = any(layer.chooses for layer in self.runtime.facts.layers)
         own = DynamicCache(config=self.model.config) if indexed else DynamicCache()
         original = self.inputs["past_key_values"] if self.returned else own
-        cache = made(StandIn(self.runtime.generate_loop(), original, self.returned, self.prefill))
+        cache = made(StandIn(self.runtime.model_runner(), original, self.returned, self.prefill))
         if known := int(original.get_seq_length()):
             mask = self.inputs.get("attention_mask")
             shown = np.ones((self.rows, known), bool) if mask is None else copies().of(mask).numpy()[:, :known] != 0

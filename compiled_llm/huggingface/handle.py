@@ -86,5 +86,5 @@ class CompiledModel(Runtime):
         return model_obstacle(self.facts.model, self.facts.version, self.overrides, placement)
 
     def new_cache(self, placement: Placement | None = None) -> PagedCache:
-        """Return an empty cache with a loop of its own; ``placement`` as ``model_runner`` takes it."""
-        return PagedCache(self.generate_loop(placement))
+        """Return an empty cache; ``placement`` as ``model_runner`` takes it."""
+        return PagedCache(self.model_runner(placement))

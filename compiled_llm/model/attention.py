@@ -20,6 +20,7 @@ from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
 from compiled_llm.model.layers.indexers import IndexedRows
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import StateRows
+from compiled_llm.model.layers.unpaged import UnpagedRows
 from compiled_llm.model.layers.variants import AppliedVariant, LayerVariant
 from compiled_llm_ops import (
     append_latent,
@@ -476,7 +477,7 @@ class PagedBatch(NamedTuple):
 
     pages: list[Tensor]
     specs: tuple[LayerSpec, ...]
-    rows: tuple[PackedTokens | NewestTokens, ...]
+    rows: tuple[PackedTokens | NewestTokens | UnpagedRows, ...]
     windows: tuple[int, ...] = ()
     latents: Latents | None = None
     indexed: IndexedRows | None = None
@@ -536,8 +537,6 @@ def attention_forward(
     layer = cast(int, module.layer_idx)
     spec, memory = cast(AttentionSpec, paged_batch.specs[layer]), paged_batch.pages[layer]
     rows = paged_batch.rows[spec.group]
-    if paged_batch.variants and (variant := paged_batch.variants[layer]) is not None:
-        rows = rows._replace(variant=variant.applied(module, kwargs))
     states = (_pack(query, rows.new_tokens), _pack(key, rows.new_tokens), _pack(value, rows.new_tokens))
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -545,9 +544,13 @@ def attention_forward(
         softcap or 0.0,
     )
     latents, absorbs = paged_batch.latents, False
-    if block_indices is not None and paged_batch.indexed is not None:
-        rows = rows._replace(visible=paged_batch.indexed.visible(block_indices))
-    if latents is None:
+    if isinstance(rows, UnpagedRows):
+        out, lse = rows.attend(states, memory, options[0], s_aux is not None)
+    elif latents is None:
+        if paged_batch.variants and (variant := paged_batch.variants[layer]) is not None:
+            rows = rows._replace(variant=variant.applied(module, kwargs))
+        if block_indices is not None and paged_batch.indexed is not None:
+            rows = rows._replace(visible=paged_batch.indexed.visible(block_indices))
         out, lse = spec.attend(rows, layer, states, memory, options, s_aux is not None)
     else:
         latent, rope = (_pack(part, rows.new_tokens) for part in latents.taken(layer))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compiled_llm.model.attention import PagedBatch
+from compiled_llm.model.attention import NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.layer_probe import Layer, cache_argument, index_places
 from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
@@ -234,7 +234,7 @@ def _indexed(
     total, size, _ = next(iter(pages.values())).shape
     most = cast(int, torch.sym_min(-(-max_positions_of(model) // size), total))
     chosen, block_size = _chosen(model.config.get_text_config(decoder=True), layers)
-    return batch.rows[0].indexed(size, most, chosen, block_size), pages
+    return cast(PackedTokens | NewestTokens, batch.rows[0]).indexed(size, most, chosen, block_size), pages
 
 
 def _chosen(config: Any, layers: Sequence[Layer]) -> tuple[int, int]:

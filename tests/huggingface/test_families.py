@@ -6,10 +6,19 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import compiled_llm
 from support.huggingface.families import FAMILIES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
+
+
+@torch.no_grad()
+def scores(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The logits of a call of the model itself."""
+    logits: Tensor = model(ids).logits
+    return logits
 
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.whole])])
@@ -18,11 +27,13 @@ from support.parity import assert_account_is_empty, greedy, mixed_prompts
 def test_tokens_equal_huggingface(family, mode, seed):
     model = make(family, FAMILIES[family], seed)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
-    expected = greedy(model, inputs, 12)
+    expected, ids = greedy(model, inputs, 12), inputs["input_ids"][1:2]  # of a row without padding
+    logits = scores(model, ids)
     assert len(set(expected[0, 19:].tolist())) > 3, "text that repeats one token shows little"
     compiled_llm.wrap(model, mode=mode, page_size=4, progress=False)
     for _ in range(2):
         torch.testing.assert_close(greedy(model, inputs, 12), expected)
+    torch.testing.assert_close(scores(model, ids), logits, rtol=1e-4, atol=1e-4)
     stats = model.compiled.stats()
     assert stats.generate_calls == {"fast loop": 2}
     assert stats.recompiles == 0

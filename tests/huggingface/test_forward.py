@@ -183,10 +183,12 @@ def test_one_graph_for_tokens_and_one_for_embeddings():
             assert_equal_where_seen(wrapped(**rows, attention_mask=mask), expected, mask)
 
     score([5, 9], 0)
+    score([4], 0)  # without padding, and without pages
     with torch.compiler.set_stance("fail_on_recompile"):
         for seed, lengths in enumerate(([1], [7], [3, 3, 3], [20, 1, 9, 30])):
             score(lengths, seed)
     assert wrapped.compiled.graphs["prefill"] == wrapped.compiled.graphs["prefill from embeddings"] == 1
+    assert wrapped.compiled.graphs["forward without pages"] == 1
     stats = wrapped.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles) == (0, 0)
     assert_account_is_empty(wrapped)

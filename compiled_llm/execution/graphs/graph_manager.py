@@ -17,7 +17,8 @@ from compiled_llm.compilation.graphs.cuda_graphs import Begin, CudaGraphs, Fille
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.validity import Guards
-from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED
+from compiled_llm.compilation.inputs import UnpagedInputs
+from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, UNPAGED
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
 from compiled_llm.execution.graphs.dispatcher import Dispatch
 from compiled_llm.execution.reporting.events import Events
@@ -27,6 +28,9 @@ from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.memory import wait_for
 from compiled_llm.model.weights.fused_weights import FusedWeights
+
+_NOT_PREPARED = (PREFILL_EMBEDDED, UNPAGED)
+"""Programs that ``warmup`` does not prepare: few processes call them."""
 
 
 def _nothing() -> None:
@@ -107,10 +111,9 @@ class GraphManager:
         """Look at the model: drop CUDA graphs of weights that have moved, compile again what is no longer the same.
 
         Raises:
-            RuntimeError: the model was put to sleep, and lies over other pages by now.
+            RuntimeError: as ``check_pages``.
         """
-        if not self.has_pages:
-            raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin again")
+        self.check_pages()
         self.table.look += 1
         self._version.look()
         self._state.fit_vocabulary()
@@ -124,6 +127,11 @@ class GraphManager:
             self._tensors = self._version.tensors
         if not self.programs.look(self._state.facts.model, self.cuda_graphs.replay) and self.cuda_graphs.ours:
             self._forget_graphs()
+
+    def check_pages(self) -> None:
+        """Raise RuntimeError if the model was put to sleep, and lies over other pages by now."""
+        if not self.has_pages:
+            raise RuntimeError("the pages of this call, cache or runner were given back by sleep(); begin again")
 
     @property
     def _needs_tensors(self) -> bool:
@@ -201,7 +209,7 @@ class GraphManager:
 
     # ---- make it so
 
-    def arguments(self, inputs: StepInputs) -> Arguments:
+    def arguments(self, inputs: StepInputs | UnpagedInputs) -> Arguments:
         """Return the arguments of programs for a step."""
         state = self._state
         return Arguments(state.facts.in_programs, inputs, state.slots.tables, state.memories, state.specs)
@@ -298,7 +306,7 @@ class GraphManager:
             with self.programs.compiling.telling(say_compiling):
                 yield
         if waiting:
-            self.events.waited(what, waiting, time.perf_counter() - start, preparable=what != PREFILL_EMBEDDED)
+            self.events.waited(what, waiting, time.perf_counter() - start, preparable=what not in _NOT_PREPARED)
 
     def _doing(self, program: str) -> str:
         """Return the words with which a program's preparation begins."""

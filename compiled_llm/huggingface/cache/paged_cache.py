@@ -17,6 +17,8 @@ from transformers import Cache, DynamicCache, PretrainedConfig
 
 from compiled_llm.compat.huggingface import add_index_keys, add_states
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.prefill.unpaged import KeysAndValues
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import (
     RowUpdate,
@@ -43,26 +45,49 @@ class PagedCache(Cache):
     """The rows of one ``generate`` call, or of one conversation; dropping it gives their pages back.
 
     Attributes:
-        generate_loop: owns the rows.
+        model_runner: whose pages the rows lie in.
         stored: ``[B, C]`` bool on the host: True for each token of a row that lies in pages; masked ones do not.
     """
 
-    def __init__(self, generate_loop: GenerateLoop) -> None:
-        state = generate_loop.model_runner.state
+    def __init__(self, model_runner: ModelRunner, computed: KeysAndValues | None = None) -> None:
+        """Be empty, or hold what was ``computed``, which enters pages once something needs it there."""
+        state = model_runner.state
         super().__init__(
             layers=[
                 PagedLayer(self, index, state.dtype, state.device, not state.facts.states)
                 for index in range(len(state.facts.layers))
             ]
         )
-        self.generate_loop = generate_loop
-        self.stored = _NOTHING
+        self.model_runner, self._computed = model_runner, computed
+        self._generate_loop: GenerateLoop | None = None
+        self.stored = _NOTHING if computed is None else np.ones((computed.rows, computed.tokens), dtype=bool)
+
+    @property
+    def generate_loop(self) -> GenerateLoop:
+        """The loop that owns the rows, whose tokens all lie in pages; OutOfPagesError if too few are free for that."""
+        if self._generate_loop is None:  # few read the cache of a forward, and most of those of generate
+            self._generate_loop = self._in_pages(self._computed)
+            self._computed = None
+        return self._generate_loop
+
+    @deferred()
+    def _in_pages(self, computed: KeysAndValues | None) -> GenerateLoop:
+        generate_loop = GenerateLoop(self.model_runner)
+        if computed is not None:
+            try:
+                for _ in range(computed.rows):
+                    generate_loop.add_row(0)
+                generate_loop.fill(self.stored, computed.states(), computed.positions)
+            except BaseException:
+                generate_loop.close()
+                raise
+        return generate_loop
 
     @deferred()
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """Return an independent copy; pages are shared until one of the two writes to them."""
-        copy = PagedCache(self.generate_loop.fork())
-        copy.stored = self.stored
+        copy = PagedCache(self.model_runner)
+        copy._generate_loop, copy.stored = self.generate_loop.fork(), self.stored
         return copy
 
     def __reduce__(self) -> Any:
@@ -86,7 +111,7 @@ class PagedCache(Cache):
 
     @property
     def _is_recurrent(self) -> bool:
-        return bool(self.generate_loop.model_runner.state.facts.states)
+        return bool(self.model_runner.state.facts.states)
 
     @property
     def is_compileable(self) -> bool:
@@ -108,7 +133,7 @@ class PagedCache(Cache):
 
     def index_keys(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each layer with an indexer, and copies ``[B, C, I]`` of its keys; nothing while there are none."""
-        places = index_places(self.generate_loop.model_runner.state.facts.layers) if self.seen else {}
+        places = index_places(self.model_runner.state.facts.layers) if self.seen else {}
         return ((layer, self.copied(place)[0][:, 0]) for layer, place in places.items())
 
     def states(self) -> dict[Place, StateMemory]:
@@ -138,8 +163,9 @@ class PagedCache(Cache):
 
     @deferred()
     def close(self) -> None:
-        self.generate_loop.close()
-        self.stored = _NOTHING
+        if self._generate_loop is not None:
+            self._generate_loop.close()
+        self._computed, self.stored = None, _NOTHING
 
     def reset(self) -> None:
         """Drop all tokens and give their pages back; the cache can be used again."""
@@ -205,7 +231,7 @@ class PagedCache(Cache):
 
         ``last`` is one past the column of the call's last token; each row may get ``growth`` tokens after that.
         """
-        windows = self.generate_loop.model_runner.windows
+        windows = self.model_runner.windows
         if windows and last + growth > min(windows):
             stored = self.stored if self.seen else np.zeros((len(updates), 0), dtype=bool)
             first = min(update.unchanged for update in updates)
@@ -304,7 +330,7 @@ class PagedCache(Cache):
         return self._extend(input_ids, embeddings, position_ids, rows, columns, wanted)
 
     def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
-        longest, most = max(row.length for row in rows), self.generate_loop.model_runner.max_positions
+        longest, most = max(row.length for row in rows), self.model_runner.max_positions
         if longest > most:
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
@@ -375,7 +401,7 @@ class PagedCache(Cache):
         if input_ids is None:
             return np.zeros(shape, dtype=np.int64)
         ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
-        check_range(int(ids.min()), int(ids.max()), self.generate_loop.model_runner.vocabulary)
+        check_range(int(ids.min()), int(ids.max()), self.model_runner.vocabulary)
         return ids
 
 

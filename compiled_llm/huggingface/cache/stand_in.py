@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import Cache, PretrainedConfig
 
 from compiled_llm.compat.huggingface import add_index_keys
-from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
@@ -30,8 +30,8 @@ class StandIn(PagedCache):
         prefill: why HuggingFace's own forward runs over the original first; None if it does not, or has done so.
     """
 
-    def __init__(self, generate_loop: GenerateLoop, original: Cache, returned: bool, prefill: Reason | None) -> None:
-        super().__init__(generate_loop)
+    def __init__(self, model_runner: ModelRunner, original: Cache, returned: bool, prefill: Reason | None) -> None:
+        super().__init__(model_runner)
         self.original: Cache | None = original
         self.returned = returned
         self.prefill = prefill

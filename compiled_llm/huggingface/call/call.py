@@ -188,7 +188,7 @@ class PagedCall(LoopArguments):
 
     @property
     def model_runner(self) -> ModelRunner:
-        return self.cache.generate_loop.model_runner
+        return self.cache.model_runner
 
     def pages_needed(self) -> int:
         """Return how many pages our loops may need beyond those that the cache has."""

@@ -5,6 +5,7 @@ Shapes: B rows, Q tokens a row, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +39,7 @@ from compiled_llm.huggingface.forward.forward_obstacles import (
     keeps_cache,
     tokens_in,
 )
+from compiled_llm.huggingface.forward.new_rows import NewRows
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run
 from compiled_llm.kvcache.errors import OutOfPagesError
@@ -189,12 +191,15 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     if "position_ids" in arguments:
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
     given, keeps = arguments.get(argument), keeps_cache(model, arguments)
-    cache = _cache_for(runtime, given, arguments, keeps)
     asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
     wanted = WantedOutputs.of(asked, runtime.facts.hooks)
-    logits, emitted = (
-        _score(runtime, arguments, wanted) if cache is None else _checked_forward(runtime, cache, arguments, wanted)
-    )
+    rows = None if given is not None or wanted else NewRows.of(runtime, arguments)
+    if rows is not None:
+        logits, cache, emitted = *rows.forward(keeps), StepEmitted()
+    elif (cache := _cache_for(runtime, given, arguments, keeps)) is None:
+        logits, emitted = _score(runtime, arguments, wanted)
+    else:
+        logits, emitted = _checked_forward(runtime, cache, arguments, wanted)
     returned: Cache | None = cache
     if cache is not None and isinstance(given, DynamicCache):
         put_in_pages(given, cache)
@@ -230,7 +235,7 @@ def _pages_of(runtime: CompiledModel, cache: DynamicCache, arguments: Mapping[st
     rows = tokens_in(arguments)[0]
     shown = np.ones((rows, known), dtype=bool) if mask is None else on_host(mask)[:, :known] != 0
     paged = pages_of(cache)
-    current = paged is not None and paged.generate_loop.model_runner is runtime.model_runner()
+    current = paged is not None and paged.model_runner is runtime.model_runner()
     if paged is not None and current and np.array_equal(paged.stored, shown):
         return paged
     move_out(cache)
@@ -240,6 +245,7 @@ def _pages_of(runtime: CompiledModel, cache: DynamicCache, arguments: Mapping[st
     return paged
 
 
+@functools.lru_cache(maxsize=16)  # of classes that may come and go
 def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the output class in the signature of the model's own forward."""
     returned = inspect.unwrap(original).__annotations__.get("return")
@@ -276,7 +282,7 @@ def _checked_forward(
     model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
     if embeddings is None:
         check_ids(arguments.get("input_ids"))
-    if not cache.generate_loop.model_runner.is_of(model):
+    if not cache.model_runner.is_of(model):
         raise _foreign()
     return cache.forward(
         arguments.get("input_ids"),
@@ -291,7 +297,7 @@ def _checked_forward(
 
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
     """Raise ValueError, at the beginning of a call, unless a cache lies in the present pages of this model."""
-    if cache.generate_loop.model_runner is not runtime.model_runner():
+    if cache.model_runner is not runtime.model_runner():
         raise _foreign()
 
 

@@ -298,6 +298,7 @@ def test_caches_that_others_hold_are_named(model, engine):
     expected = answers(engine)
     with torch.no_grad():
         held = model(torch.tensor([PROMPTS[0]])).past_key_values
+        model(torch.tensor([[5]]), past_key_values=held)  # which puts it into pages
     handles = begun(engine)
     with pytest.raises(RuntimeError, match=r"caches hold 3 pages .*drop them or close\(\) them"):
         engine.sleep()

@@ -7,6 +7,7 @@ tokens of one row.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -66,7 +67,8 @@ def ragged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 def _check(args: RaggedAttention) -> None:
     query, key, value = args[:3]
-    if any(states.dim() != 3 or states.dtype != query.dtype or len(states) != len(query) for states in args[:3]):
+    alike = query.dim() == key.dim() == value.dim() == 3 and query.dtype == key.dtype == value.dtype
+    if not (alike and query.shape[0] == key.shape[0] == value.shape[0]):
         found = ", ".join(f"{tuple(states.shape)} {states.dtype}" for states in args[:3])
         raise ValueError(
             f"ragged_attention: query, key and value must be [T, H, D], [T, K, D] and [T, K, E] of one dtype; got "
@@ -84,24 +86,43 @@ def _check(args: RaggedAttention) -> None:
 
 def _cpu(args: RaggedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
+    ends = args.qo_indptr.tolist()
+    lse = _lse_of_rows(args, ends) if wants_lse else None
+    length = ends[-1] // max(1, len(ends) - 1)
+    if length and ends == [*range(0, len(args.query) + 1, length)]:  # rows of one length are a batch
+        query, key, value = (states.unflatten(0, (-1, length)) for states in args[:3])
+        return _attend(query, key, value, args.scale).flatten(0, 1), lse
     out = args.query.new_zeros(_sizes(args))
-    lse = torch.full(args.query.shape[:2], -math.inf, dtype=torch.float32, device=args.query.device)
-    for begin, end in pairwise(args.qo_indptr.tolist()):
+    for begin, end in pairwise(ends):
         if begin < end:
-            query, key, value = (states[begin:end].transpose(0, 1) for states in args[:3])
-            out[begin:end] = _attend(query, key, value, args.scale).transpose(0, 1)
-            if wants_lse:
-                lse[begin:end] = _lse(query, key, args.scale)
-    return out, lse if wants_lse else None
+            query, key, value = (states[None, begin:end] for states in args[:3])
+            out[begin:end] = _attend(query, key, value, args.scale)[0]
+    return out, lse
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Return ``[H, Q, E]`` of queries ``[H, Q, D]``, keys ``[K, Q, D]`` and values ``[K, Q, E]`` of one row."""
-    group = len(query) // len(key)
-    grouped = query.unflatten(0, (len(key), group))
-    keys, values = (states[:, None].expand(-1, group, -1, -1) for states in (key, value))
-    out: Tensor = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scale)
-    return out.flatten(0, 1)
+    """Return ``[B, Q, H, E]``, contiguous, of queries ``[B, Q, H, D]``, keys ``[B, Q, K, D]``, values ``[B, Q, K, E]``.
+
+    It is the call of HuggingFace's, whose bits it gives.
+    """
+    out: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def _lse_of_rows(args: RaggedAttention, ends: Sequence[int]) -> Tensor:
+    lse = torch.full(args.query.shape[:2], -math.inf, dtype=torch.float32, device=args.query.device)
+    for begin, end in pairwise(ends):
+        if begin < end:
+            query, key = (states[begin:end].transpose(0, 1) for states in args[:2])
+            lse[begin:end] = _lse(query, key, args.scale)
+    return lse
 
 
 def _lse(query: Tensor, key: Tensor, scale: float) -> Tensor:

@@ -1,0 +1,122 @@
+"""Calls of the model itself whose rows are new: on a CPU they need no pages, and their rows no slots.
+
+A row in pages is written there, gathered again, and attended over alone. Rows that nobody goes on with save that, and
+the host's work for pages, which is most of the time of a short forward of a small model.
+
+Shapes: B rows, Q tokens of each, T = B * Q packed tokens, L tokens whose logits are wanted, V vocabulary, K kv heads,
+D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.compilation.inputs import UnpagedInputs
+from compiled_llm.compilation.program_list import UNPAGED
+from compiled_llm.execution.graphs.graph_manager import GraphManager
+from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.kvcache.specs import FullAttentionSpec
+
+_COMPILED = np.zeros((3, 2), dtype=np.int64)
+"""The tokens that the program is compiled with: no two sizes are the same."""
+_KEPT = np.zeros(5, dtype=np.int64)
+"""Those of them whose logits are wanted."""
+
+
+class KeysAndValues(NamedTuple):
+    """What a forward leaves outside of pages.
+
+    Attributes:
+        layers: ``[2, T, K, D]`` of each layer.
+        rows: B.
+        positions: the rotary position of each row's next token.
+    """
+
+    layers: Sequence[Tensor]
+    rows: int
+    positions: Sequence[int]
+
+    @property
+    def tokens(self) -> int:
+        """Q."""
+        return self.layers[0].shape[1] // self.rows
+
+    def states(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values of each layer as HuggingFace's caches have them, ``[B, K, Q, D]``."""
+        shaped = (layer.unflatten(1, (self.rows, self.tokens)).transpose(2, 3) for layer in self.layers)
+        return [(layer[0], layer[1]) for layer in shaped]
+
+
+class Unpaged:
+    """The forwards of one model that need no pages."""
+
+    def __init__(self, state: RunnerState, graph_manager: GraphManager) -> None:
+        self._state = state
+        self._graph_manager = graph_manager
+        config, device, facts = state.config, state.device, state.facts
+        self._serves_model = (
+            device.type == "cpu"  # on a GPU one kernel attends for all rows, and launches are replayed
+            and not (config.batch_invariant or config.eager_first_on(device.type) or config.artifacts)
+            and not (facts.states or any(layer.logits_soft_cap or layer.variant for layer in facts.layers))
+            and all(isinstance(spec, FullAttentionSpec) for spec in state.specs)
+        )
+        self._longest = min(facts.windows, default=state.max_positions)
+
+    def serves(self, rows: int, tokens: int) -> bool:
+        """Return whether so many rows of so many tokens can run without pages, all of them in one launch."""
+        total = rows * tokens
+        fits = 2 <= total <= self._state.config.prefill_tokens and tokens <= self._longest
+        return self._serves_model and fits and not self._state.facts.hooks.placed
+
+    def run(
+        self, ids: NDArray[np.int64], positions: NDArray[np.int64], keep: NDArray[np.int64]
+    ) -> tuple[Tensor, KeysAndValues]:
+        """Run new rows, and wait for nothing.
+
+        Args:
+            ids: ``[B, Q]``, which ``serves``.
+            positions: ``[B, Q]``, their rotary positions.
+            keep: ``[L]``, of the packed tokens those whose logits are wanted.
+
+        Returns:
+            ``[L, V]`` logits in the model's dtype, and the keys and values of all layers.
+        """
+        self._make_ready(len(ids))
+        wanted = len(keep)
+        if wanted < 2:  # a symbolic size is at least 2
+            keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
+        logits, layers = self._launch(ids, positions, keep)
+        return logits[:wanted], KeysAndValues(layers, len(ids), (positions[:, -1] + 1).tolist())
+
+    def _make_ready(self, waiting: int) -> None:
+        """Compile the program, if it is not compiled yet, for ``waiting`` rows."""
+        graph_manager = self._graph_manager
+        graph_manager.check_model()
+        if UNPAGED in graph_manager.prefills or graph_manager.eager:
+            return
+        with graph_manager.preparing(UNPAGED, waiting, UNPAGED):
+            self._launch(_COMPILED, np.zeros_like(_COMPILED), _KEPT)
+        graph_manager.prefills.add(UNPAGED)
+
+    def _launch(
+        self, ids: NDArray[np.int64], positions: NDArray[np.int64], keep: NDArray[np.int64]
+    ) -> tuple[Tensor, list[Tensor]]:
+        (rows, tokens), graph_manager = ids.shape, self._graph_manager
+        ends = np.arange(0, ids.size + 1, tokens, dtype=np.int32)
+        packed, counted, kept, indptr = self._state.staging.to_device([ids.ravel(), positions.ravel(), keep, ends])
+        inputs = UnpagedInputs(packed[None], counted[None], kept, indptr)
+        sizes = ((2, rows * tokens, spec.kv_heads, spec.head_dim) for spec in self._specs)
+        layers = [torch.empty(size, dtype=self._state.dtype, device=self._state.device) for size in sizes]
+        arguments = graph_manager.arguments(inputs)._replace(pages=layers)
+        with graph_manager.paged():
+            return graph_manager.programs.unpaged(arguments), layers
+
+    @property
+    def _specs(self) -> list[FullAttentionSpec]:
+        return [spec for spec in self._state.specs if isinstance(spec, FullAttentionSpec)]
