@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from statistics import median
 from types import CodeType, FrameType
 from typing import Any
 
@@ -126,11 +127,11 @@ class Operators(TorchDispatchMode):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.count, self.steps, self._replaying = 0, 0, False
+        self._replaying, self._counts = False, list[int]()
         launch, replay, read = DecodeStep.launch, StandIn.launch, Loop._read
 
         def launched(*args: Any) -> Any:
-            self.steps += 1
+            self._counts.append(0)
             with self:
                 return launch(*args)
 
@@ -148,25 +149,26 @@ class Operators(TorchDispatchMode):
         monkeypatch.setattr(Loop, "_read", reading)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not self._replaying
+        if self._counts:
+            self._counts[-1] += not self._replaying
         return func(*args, **(kwargs or {}))
 
-    def each(self, call: Callable[[], object]) -> float:
-        """Return how many a step calls, once all is captured."""
+    def of_most(self, call: Callable[[], object]) -> float:
+        """Return how many most steps call, once all is captured; others make places for many, or for other rows."""
         call()
-        self.count = self.steps = 0
+        self._counts.clear()
         call()
-        assert self.steps > 50
-        return self.count / self.steps
+        assert len(self._counts) > 50
+        return median(self._counts)
 
 
 def test_hidden_states_cost_a_step_of_generate_two_operators_at_most(model, monkeypatch, seed):
     """One copies them all; a place for many steps is made at once."""
     monkeypatch.setattr(GenerateLoop, "asynchronous", True)
     inputs, operators = mixed_prompts([5, 3, 4], 128, seed), Operators(monkeypatch)
-    plain = operators.each(lambda: greedy(model, inputs, 100))
+    plain = operators.of_most(lambda: greedy(model, inputs, 100))
     asked: dict[str, Any] = {"return_dict_in_generate": True, "output_hidden_states": True}
-    assert operators.each(lambda: greedy(model, inputs, 100, **asked)) <= plain + 2
+    assert operators.of_most(lambda: greedy(model, inputs, 100, **asked)) <= plain + 2
 
 
 @pytest.mark.parametrize("asking", [[True, True, True], [True, False, True]], ids=["all", "two"])
@@ -181,8 +183,8 @@ def test_hidden_states_cost_a_step_of_an_engine_two_operators_at_most(model, mon
             for handle in handles:
                 handle.result(60)
 
-        plain = operators.each(lambda: generate([False] * 3))
-        assert operators.each(lambda: generate(asking)) <= plain + 2
+        plain = operators.of_most(lambda: generate([False] * 3))
+        assert operators.of_most(lambda: generate(asking)) <= plain + 2
 
 
 # ---- and never a step of what was

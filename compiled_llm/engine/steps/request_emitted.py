@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,16 +94,12 @@ class RequestEmitted:
 
     def _copy(self) -> None:
         parts = self._parts[:]  # more may come meanwhile
-        found: dict[int | str, list[Tensor]] = {key: [] for key in self.wanted.keys}
+        found: dict[tuple[int | str, ...], list[Tensor]] = {}
         for part in parts:
-            part.take(found)
+            for keys, tensors in part.take(self.wanted.keys).items():
+                found.setdefault(keys, []).extend(tensors)
         del self._parts[: len(parts) - 1]  # these have got all of their tokens
-        alike: dict[tuple[torch.dtype, torch.Size], list[int | str]] = {}
-        for key, tensors in found.items():
-            if tensors:
-                alike.setdefault((tensors[0].dtype, tensors[0].shape[1:]), []).append(key)
-        for keys in alike.values():
-            self._copies.append(_OnItsWay.of(keys, [tensor for key in keys for tensor in found[key]]))
+        self._copies += [_OnItsWay.of(keys, tensors) for keys, tensors in found.items() if tensors]
 
     def end(self) -> None:
         """Copy the rest, and leave the device; there will be no more."""
@@ -149,37 +145,37 @@ class _Kept:
         """The position after its last token that counts."""
         return self._first + self.steps.read * self._size
 
-    def take(self, found: dict[int | str, list[Tensor]]) -> None:
-        """Add that of the tokens that were not taken, ``[n, ...]`` each."""
+    def take(self, keys: Collection[int | str]) -> dict[tuple[int | str, ...], list[Tensor]]:
+        """Return that of the tokens that were not taken, as ``EmittedSteps.of``."""
         steps = self.steps.read
         first, computed_again = divmod(self._taken, self._size)
         self._taken = max(self._taken, steps * self._size)
-        for key, tensors in found.items():
-            new = self.steps.emitted.of(key, self._tokens, range(first, steps))
-            tensors += [tensor[computed_again * (number == 0) :] for number, tensor in enumerate(new)]
+        found = self.steps.emitted.of(keys, self._tokens, range(first, steps))
+        for tensors in found.values():
+            tensors[:1] = [tensor[:, computed_again:] for tensor in tensors[:1]]
+        return found
 
 
 class _OnItsWay(NamedTuple):
-    """Tensors of one dtype and width on their way to the host, one after the other.
+    """Tensors of one dtype and width on their way to the host.
 
     Attributes:
-        keys: of N tensors.
+        keys: of K tensors.
         readback: their bytes.
         dtype: of each.
-        shape: of all of them, ``[N, tokens, ...]``.
+        shape: of all of them, ``[K, tokens, ...]``.
     """
 
-    keys: list[int | str]
+    keys: tuple[int | str, ...]
     readback: Readback
     dtype: torch.dtype
-    shape: list[int]
+    shape: torch.Size
 
     @classmethod
-    def of(cls, keys: list[int | str], tensors: list[Tensor]) -> _OnItsWay:
-        """Start to copy tensors, as many for each key."""
-        whole = torch.cat(tensors)
-        shape = [len(keys), len(whole) // len(keys), *whole.shape[1:]]
-        return cls(keys, Readbacks.start_once(whole.view(-1).view(torch.uint8)), whole.dtype, shape)
+    def of(cls, keys: tuple[int | str, ...], tensors: list[Tensor]) -> _OnItsWay:
+        """Start to copy ``[K, n, ...]`` each, tokens one after the other."""
+        whole = torch.cat(tensors, dim=1)
+        return cls(keys, Readbacks.start_once(whole.view(-1).view(torch.uint8)), whole.dtype, whole.shape)
 
     def result(self, key: int | str) -> Tensor:
         """Return that of one key, in the memory of all of them."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
 
-_MOST_STEPS, _MOST_BYTES = 64, 32 << 20
-"""Of a block: with less, views of many blocks would take the host time, and with more, the last one waste memory."""
+_LEAST_STEPS, _MOST_STEPS, _MOST_BYTES = 16, 64, 32 << 20
+"""Of a block, but for the first: rows are often others after one step. With less, views of many blocks would take the
+host time, and with more, the last one waste memory."""
 
 
 class EmittedSteps:
@@ -23,18 +24,13 @@ class EmittedSteps:
         count: how many steps there are.
     """
 
-    def __init__(self, kept: Sequence[slice], names: Collection[int | str] | None = None) -> None:
-        """Keep the tokens in these slices of a launch's, of the tensors with these ``names``; of all if None."""
+    def __init__(self, kept: Sequence[slice], names: Collection[int | str]) -> None:
+        """Keep the tokens in these slices of a launch's, of the tensors with these ``names``."""
         self.count = 0
         self._kept, self._names = kept, names
         self._emitted: Emitted | None = None
         self._copies: list[tuple[_Alike, list[Tensor]]] = []
         self._kinds: dict[tuple[int | str, ...], _Alike] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Of the blocks, on the device."""
-        return sum(block.nbytes for kind in self._kinds.values() for block in kind.blocks)
 
     def keep(self, emitted: Emitted) -> None:
         """Copy what a launch has emitted, before the next one overwrites it; all launches have the same names."""
@@ -48,9 +44,9 @@ class EmittedSteps:
         """Yield what is copied at once: tensors of one dtype and width, mostly all of them."""
         alike: dict[tuple[torch.dtype, torch.Size], list[int | str]] = {}
         for name, tensor in emitted.items():
-            if self._names is None or name in self._names:
+            if name in self._names:
                 alike.setdefault((tensor.dtype, tensor.shape[1:]), []).append(name)
-        for names in map(tuple, alike.values()):
+        for names in (tuple(sorted(names, key=str)) for names in alike.values()):
             kind = self._kinds.setdefault(names, _Alike(names))
             yield kind, [emitted[name][part] for name in names for part in self._kept]
 
@@ -66,16 +62,18 @@ class EmittedSteps:
                 step.update(zip(kind.names, tensors[number * size : (number + 1) * size], strict=True))
         return steps
 
-    def of(self, name: int | str, tokens: slice, steps: range) -> list[Tensor]:
-        """Return what consecutive steps have emitted under a name, of some of the R tokens.
+    def of(
+        self, names: Collection[int | str], tokens: slice, steps: range
+    ) -> dict[tuple[int | str, ...], list[Tensor]]:
+        """Return what consecutive steps have emitted under some names, of some of the R tokens.
 
-        They are ``[n, *W]`` each, tokens of one step before those of the next: views of the blocks.
+        By the names of tensors of one dtype and width, K of them, it is ``[K, n, *W]`` a block, tokens of one step
+        before those of the next.
         """
-        kind, at, found = next(kind for kind in self._kinds.values() if name in kind.names), 0, []
-        for block in kind.blocks:
-            inside = block[max(steps.start - at, 0) : max(steps.stop - at, 0), kind.names.index(name), tokens]
-            found += [inside.flatten(0, 1)] if len(inside) else []
-            at += len(block)
+        found = {}
+        for kind in self._kinds.values():
+            if wanted := tuple(name for name in kind.names if name in names):
+                found[wanted] = list(kind.of(wanted, tokens, steps))
         return found
 
 
@@ -97,7 +95,17 @@ class _Alike:
         if not self._places:
             first, tokens = tensors[0], sum(map(len, tensors)) // len(self.names)
             fitting = _MOST_BYTES // max(1, sum(tensor.nbytes for tensor in tensors))
-            size = max(1, min(steps, _MOST_STEPS, fitting))
+            size = max(1, min(max(steps, _LEAST_STEPS), _MOST_STEPS, fitting)) if steps else 1
             self.blocks.append(first.new_empty(size, len(self.names), tokens, *first.shape[1:]))
             self._places = [*reversed(self.blocks[-1].flatten(1, 2).unbind())]
         return self._places.pop()
+
+    def of(self, names: tuple[int | str, ...], tokens: slice, steps: range) -> Iterator[Tensor]:
+        """Yield the same of each block as ``EmittedSteps.of``: views, unless others want more names."""
+        at = 0
+        for block in self.blocks:
+            inside = block[max(steps.start - at, 0) : max(steps.stop - at, 0), :, tokens]
+            at += len(block)
+            if len(inside):
+                whole = inside.transpose(0, 1).flatten(1, 2)
+                yield whole if names == self.names else torch.stack([whole[self.names.index(name)] for name in names])
