@@ -251,7 +251,9 @@ def test_a_call_looks_before_it_returns(path: str, monkeypatch: pytest.MonkeyPat
     def found(watch: PageWatch) -> None:
         watch.inputs.faults.copy_(torch.tensor([1, 0], device="cpu"))
 
-    call = functools.partial(model, ids, use_cache=False)
+    call = functools.partial(
+        model, inputs_embeds=model.get_input_embeddings()(ids).detach(), use_cache=False
+    )  # in pages
     if path in CALLS:
         call = functools.partial(model.generate, ids, max_new_tokens=4, do_sample=False, **CALLS[path])
     monkeypatch.setattr(PageWatch, "launched", found)
