@@ -61,7 +61,8 @@ class Unpaged:
         self._graph_manager = graph_manager
         config, device, facts = state.config, state.device, state.facts
         self._serves_model = (
-            device.type == "cpu"  # on a GPU one kernel attends for all rows, and launches are replayed
+            device.type == "cpu"  # on a GPU one kernel attends for all rows
+            and not graph_manager.cuda_graphs.ours  # replays take no longer than what they save
             and not (config.batch_invariant or config.eager_first_on(device.type) or config.artifacts)
             and not (facts.states or any(layer.logits_soft_cap or layer.variant for layer in facts.layers))
             and all(isinstance(spec, FullAttentionSpec) for spec in state.specs)
