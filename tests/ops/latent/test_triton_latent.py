@@ -22,6 +22,7 @@ from compiled_llm_ops.kernels.latent.latent_tiling import (
     query_tile,
     reads_by_hand,
 )
+from compiled_llm_ops.kernels.latent.step import check_kernel
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.latent_rows import MIXES, LatentRows
@@ -268,10 +269,16 @@ def test_what_is_read_by_hand(seed, monkeypatch):
     assert reads_by_hand(args)
     for other in ({"rank": 256}, {"size": 32}, {"page_size": 5}, {"page_size": 128}, {"chosen": 4}):
         assert not reads_by_hand(rows_of([3, 20], **{**sizes, **other}).decode_arguments()), other
-    odd = torch.zeros(args.pages.numel() + 1, dtype=torch.float16)[1:].view(args.pages.shape)
-    assert not reads_by_hand(args._replace(pages=odd)), "copied sixteen bytes at a time"
     monkeypatch.undo()
     assert not reads_by_hand(args), "on a CPU"
+
+
+def test_pages_at_an_odd_address_are_refused(seed):
+    args = rows_of([3, 20], rank=16, size=16, page_size=16, seed=seed).decode_arguments()
+    odd = torch.zeros(args.pages.numel() + 1, dtype=args.pages.dtype)[1:].view(args.pages.shape)
+    with pytest.raises(ValueError, match="latent_decode: pages must begin at a multiple of 16 bytes"):
+        check_kernel("latent_decode", args._replace(pages=odd))
+    check_kernel("latent_decode", args)
 
 
 def test_tiles_of_decode_have_room():

@@ -54,7 +54,8 @@ def latent_attention(
         ``[T, H, R]``, contiguous, of the queries' dtype; zeros for a token that sees no key.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
+        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes, or pages do not
+            begin at a multiple of 16 bytes.
 
     Source:
         DeepSeek-V2 (https://arxiv.org/abs/2405.04434), whose appendix absorbs the up-projections; a Triton kernel of
@@ -77,7 +78,8 @@ def latent_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         the natural one), minus infinity for a token that sees no key. Both contiguous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
+        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes, or pages do not
+            begin at a multiple of 16 bytes.
 
     Source:
         On CUDA the Triton kernel of ``latent_attention``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).

@@ -59,7 +59,8 @@ def latent_decode(
         ``[B, H, R]``, contiguous, of the queries' dtype; zeros for a row without tokens.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
+        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes, or pages do not
+            begin at a multiple of 16 bytes.
 
     Source:
         DeepSeek-V2 (https://arxiv.org/abs/2405.04434), whose appendix absorbs the up-projections; on CUDA a Triton
@@ -82,7 +83,8 @@ def latent_decode_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         the natural one), minus infinity for a row without tokens. Both contiguous.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
+        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes, or pages do not
+            begin at a multiple of 16 bytes.
 
     Source:
         On CUDA the Triton kernel of ``latent_decode``, after Flash-Decoding

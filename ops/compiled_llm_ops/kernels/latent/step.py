@@ -111,7 +111,11 @@ def attend_keys_first(q, q_rope, latents, turned, seen, scale, largest, total, a
 
 
 def check_kernel(op: str, args: LatentAttention | LatentDecode) -> None:
-    """Raise ValueError if no kernel takes such queries and pages, with the numbers that one takes."""
+    """Raise ValueError if no kernel takes such queries and pages, with the numbers that one takes.
+
+    Of pages at an odd address, rows of several blocks were wrong on an H200, and memory was read that is not there: the
+    kernel in Triton 3.6, whose compiler then copies page numbers and not latents ahead.
+    """
     sizes, dtype = (args.query_latent.shape[2], args.query_rope.shape[2]), args.query_latent.dtype
     if (missing := latent_tiling.missing_kernel(*sizes, dtype)) is not None:
         raise ValueError(f"{op}: {missing}")
@@ -119,6 +123,11 @@ def check_kernel(op: str, args: LatentAttention | LatentDecode) -> None:
         raise ValueError(f"{op}: pages must be of the queries' dtype, {dtype}; got {args.pages.dtype}")
     if not args.pages.is_contiguous():
         raise ValueError(f"{op}: pages must be contiguous")
+    if args.pages.data_ptr() % latent_tiling.ALIGNMENT:
+        raise ValueError(
+            f"{op}: pages must begin at a multiple of {latent_tiling.ALIGNMENT} bytes, as tensors of their own do; got "
+            f"address {args.pages.data_ptr():#x}"
+        )
 
 
 def inner_contiguous(states: Tensor) -> Tensor:
