@@ -319,6 +319,15 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
         _no_title,
         {"task": _text("task"), **CONTENDER, "tokens/s": _number("figures/tokens_per_s/median")},
     ),
+    "loops": (
+        _no_title,
+        {
+            "task": _text("task"),
+            **CONTENDER,
+            "tokens/s": _times("figures/tokens_per_s"),
+            "s": _times("figures/seconds"),
+        },
+    ),
     "grpo": (
         lambda entry: f"Steps of GRPO, {entry['workload']}",
         CONTENDER
