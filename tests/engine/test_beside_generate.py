@@ -138,8 +138,9 @@ def test_a_sampled_call_that_leaves_goes_on_with_its_seeds(model):
 
 def test_a_call_that_is_refused_its_pages_says_so(model, engine):
     """It would wait in the engine for pages of a cache that the thread which calls sleep keeps."""
+    kept = model.compiled.new_cache()
     with torch.no_grad():
-        kept = model(torch.tensor([PROMPT * 150])).past_key_values  # 188 of 300 pages
+        model(torch.tensor([PROMPT * 150]), past_key_values=kept)  # 188 of 300 pages
     beside, call = joined(model, engine, tokens=900)
     with pytest.raises(RuntimeError, match="caches hold 188 pages"):
         engine.sleep(requests="end")
@@ -331,10 +332,11 @@ def test_a_forward_that_has_found_the_model_awake_ends_before_it_sleeps(
         return found
 
     ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
+    padded = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)}
+    with torch.no_grad():  # rows with padding take pages
+        expected = model(**padded, use_cache=False).logits
         monkeypatch.setattr(forward, "fitting", looked)
-        output = model(ids, use_cache=keeps_cache)
+        output = model(**padded, use_cache=keeps_cache)
     assert output.logits.equal(expected)
     if keeps_cache:
         with pytest.raises(RuntimeError, match="caches hold"):

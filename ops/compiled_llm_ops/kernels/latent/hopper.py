@@ -22,12 +22,12 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_llm_ops.kernels.attention import decode
-from compiled_llm_ops.kernels.latent import step
+from compiled_llm_ops.kernels.attention.decode import _pick as pick, _share as share
+from compiled_llm_ops.kernels.latent.step import least_share
 
-_pick = gluon.jit(decode._pick.fn)
-_share = gluon.jit(decode._share.fn)
-_least_share = gluon.jit(step.least_share.fn)
+_pick = gluon.jit(pick.fn)
+_share = gluon.jit(share.fn)
+_least_share = gluon.jit(least_share.fn)
 
 
 # ---- which thread has what
