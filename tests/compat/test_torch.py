@@ -191,7 +191,7 @@ def test_stages_of_compiling_are_seen_from_another_thread():
     compiling, ended = threading.get_ident(), threading.Event()
 
     def watch() -> None:
-        while not ended.wait(0.001):
+        while not ended.wait(0.005):
             seen.append(stages.compiling_stage(compiling))
 
     watcher = threading.Thread(target=watch)
