@@ -98,4 +98,8 @@ def test_within_a_budget_they_make_room_for_answers(seed, monkeypatch):
         inputs = mixed_prompts(lengths, 128, seed)
         torch.testing.assert_close(logits_of(model, inputs), logits_of(reference, inputs), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(greedy(model, inputs, 3), greedy(reference, inputs, 3))
-    assert len([row for row in model.compiled.cuda_graphs if row.state == "ready"]) <= 4
+    graphs = list(model.compiled.cuda_graphs)
+    assert len([row for row in graphs if row.state == "ready"]) <= 4
+    scoring = [row for row in graphs if row.phase == "scoring"]
+    assert any(row.captures for row in scoring)
+    assert all(row.misses >= prefill._SEEN * row.captures for row in scoring), "an evicted one is not captured at once"

@@ -11,8 +11,8 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.step_key import StepKey
 
 Emitted: TypeAlias = Mapping[int | str, Tensor]
-"""What a step returns for its tokens besides logits, ``[T, ...]`` each: hidden states by HuggingFace's number, and what
-traced hooks emit by name."""
+"""Outputs of a step besides logits, ``[T, ...]`` each: hidden states by the layer's number in HuggingFace's output, and
+what traced hooks emit, by name."""
 
 
 class StepOutputs(NamedTuple):
@@ -21,7 +21,7 @@ class StepOutputs(NamedTuple):
     Attributes:
         logits: ``[L, V]`` in the model's dtype.
         tokens: int64, sampled from them.
-        emitted: empty unless somebody asked for more.
+        emitted: empty if no call asked for hidden states, and no hook emits anything.
     """
 
     logits: Tensor

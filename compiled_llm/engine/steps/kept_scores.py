@@ -1,7 +1,8 @@
 """Log-probabilities of prompts' tokens, kept beside the pages in which a prefix cache keeps these prompts.
 
-They follow from logits, which nobody keeps: without them, a request that wants them of its whole prompt would compute
-again what is in pages already. Evaluations ask so, for many ends of one beginning. They go with their pages.
+The cache has keys and values, and no logits. Without kept log-probabilities, a request that asks for those of its whole
+prompt would have to compute cached tokens again, as evaluations do for many continuations of one context. A page's are
+dropped with it.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class Prefill:
             self._graph_manager.events.used[shape] += 1
             dispatch = self._dispatcher.dispatch(shape, exact)
             self._graph_manager.serve(shape, dispatch, functools.partial(self._begin_capture, shape))
-            background = dispatch.how != "capture" and not self._pays(shape)
+            background = dispatch.how != "capture" if sampled == wanted else not self._pays(shape)
             logits, tokens, emitted = self._run_shape(dispatch.step, chunk, keep, slots, unchanged, background)
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
         # A symbolic size is at least 2.
@@ -365,9 +365,9 @@ class Prefill:
         return shape._replace(phase="scoring") if scored else None
 
     def _pays(self, shape: StepKey) -> bool:
-        """Whether calls have waited for its launches as long as they would for its capture."""
+        """Whether its launches have taken calls as long, since it was last captured, as another capture would."""
         entry = self._table.entry(shape)
-        return entry.misses >= _SEEN and entry.state != "failed"
+        return entry.misses >= _SEEN * (entry.captures + 1) and entry.state != "failed"
 
     def _shape_for(self, queries: Sequence[int], lengths: Sequence[int], states: bool = False) -> StepKey | None:
         shape = self._shapes.smallest(sum(queries), len(queries))
