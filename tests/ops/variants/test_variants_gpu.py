@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -98,21 +99,25 @@ def test_pages_of_fp8(seed) -> None:
     close(found[1][1], found[0][1], 1e-2, "log-sum-exp")
 
 
-def test_a_captured_launch_is_replayed_with_any_lengths_and_tensors(seed) -> None:
-    batch = batch_of([2000, 700, 300, 2], [1] * 4, seed, dtype=torch.bfloat16)
-    *arguments, scale = on_gpu(batch.decode_arguments())
-    arguments[3].nan_to_num_(0.5)
+def test_replays_with_other_tables_lengths_and_tensors_equal_launches(seed, whole) -> None:
+    """Rows change their places in the table, and pages, lengths and slopes are drawn for each replay."""
+    *arguments, scale = on_gpu(batch_of([2000] * 4, [1] * 4, seed, dtype=torch.bfloat16).decode_arguments())
+    pages, starts, lengths, indices = arguments[3:]
+    pages.nan_to_num_(0.5)
     slopes, variant = slopes_of(6).cuda(), registered("alibi")
     given = (*arguments, variant.name, [slopes], scale)
     decode_attention_variant(*given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = decode_attention_variant(*given)
-    for lengths in ([2, 2, 2, 2], [33, 17, 300, 2], [2000, 699, 16, 1], [1999, 32, 299, 2]):
-        arguments[5].copy_(torch.tensor(lengths))
+    draw = random.Random(seed)
+    for replay in range(1000 if whole else 40):
+        lengths.copy_(torch.tensor([draw.choice([1, 16, 17, draw.randint(1, 2000)]) for _ in range(4)]))
+        starts.copy_(starts[torch.randperm(4, device="cuda")])
+        indices.copy_(indices[torch.randperm(len(indices), device="cuda")])
         slopes.copy_(torch.rand(6))
         graph.replay()
-        assert torch.equal(out, decode_attention_variant(*given)), lengths
+        assert torch.equal(out, decode_attention_variant(*given)), replay
 
 
 def test_compiled_by_inductor(seed) -> None:
