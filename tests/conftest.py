@@ -25,7 +25,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm_ops import backends
 from support.compilation.fast_linker import link_fast
-from support.drawing import leave_out_what_is_not_drawn
+from support.left_out import LeftOut
 from support.ops.interpreting import (
     INTERPRETED,
     leave_out_what_nothing_reads,
@@ -59,6 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest listens to all loggers that do not propagate: torch wrote each graph into its structured trace for that.
     logging.getLogger("torch.__trace").propagate = True
     config.add_cleanup(link_fast())
+    left_out = LeftOut(torch.cuda.is_available(), config.getoption("whole"), config.getoption("seed"))
+    config.pluginmanager.register(left_out)
     # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,17 +71,9 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seed {config.getoption('seed')}, torch {torch.__version__}, {device}"
 
 
-@pytest.hookimpl(trylast=True)  # after `-k`: one case alone is drawn
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Divided among workers, what takes minutes must not come last.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if item.get_closest_marker("whole") and not config.getoption("--whole"):
-            item.add_marker(pytest.mark.skip(reason="needs --whole"))
-    if not config.getoption("--whole"):
-        leave_out_what_is_not_drawn(items, config.getoption("--seed"))
 
 
 _lost = {"device": False}

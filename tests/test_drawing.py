@@ -1,12 +1,18 @@
-"""Of grids of cases that are marked ``drawn``, a run has some by its seed, and with `--whole` all."""
+"""Of grids of cases that are marked ``drawn``, a run has some by its seed, and with `--whole` all.
+
+What it leaves out is counted by reason, and skipped where nothing else is asked for.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from support import drawing
 from support.drawing import drawn
 
 pytest_plugins = ["pytester"]
@@ -47,37 +53,60 @@ def test_drawn(size, kind): pass
 @pytest.mark.parametrize("size", range(4))
 @pytest.mark.parametrize("late", [False, True])
 def test_all(size, late): pass
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", [False, True])
+def test_on_a_device(late): pass
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--whole",), ("-k", "a-2")], ids=" ".join)
-def test_what_is_not_drawn_is_skipped_with_the_seed(options: tuple[str, ...], pytester: pytest.Pytester) -> None:
-    from support import drawing
-
-    pytester.makeini("[pytest]\nmarkers =\n    drawn: some\n    whole: all\n")
-    pytester.makeconftest(
-        f"""
+CONFTEST = f"""
 import sys
-import pytest
-sys.path.insert(0, {str(drawing.__file__.rpartition("support")[0])!r})
-from support.drawing import leave_out_what_is_not_drawn
+sys.path.insert(0, {str(Path(drawing.__file__).parents[1])!r})
+from support.left_out import LeftOut
 
 def pytest_addoption(parser):
     parser.addoption("--whole", action="store_true")
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--whole"):
-        leave_out_what_is_not_drawn(items, 7)
+def pytest_configure(config):
+    config.pluginmanager.register(LeftOut(device=False, whole=config.getoption("--whole"), seed=7))
 """
-    )
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
+    pytester.makeini("[pytest]\nmarkers =\n    drawn: some\n    gpu: none here\n    whole: all\n")
+    pytester.makeconftest(CONFTEST)
     path = pytester.makepyfile(SOME)
-    result = pytester.runpytest_inprocess(path, "-p", "no:cacheprovider", "-rs", *options)
-    if options == ("--whole",):
-        result.assert_outcomes(passed=12 + 8)
-    elif options:
-        result.assert_outcomes(passed=1, deselected=19)
-    else:
-        result.stdout.fnmatch_lines(["*not drawn with --seed 7; needs --whole*"])
-        counts = result.parseoutcomes()
-        assert 4 + 8 + 4 <= counts["passed"] <= 6 + 8 + 4  # of the whole ones, which the conftest alone leaves out
+    return lambda *options: pytester.runpytest_inprocess(path, "-p", "no:cacheprovider", "-rs", *options)
+
+
+def test_all_is_run_with_whole_but_what_needs_a_device(run: Callable[..., pytest.RunResult]) -> None:
+    result = run("--whole")
+    result.assert_outcomes(passed=12 + 8, deselected=2)
+    result.stdout.fnmatch_lines(["LEFT OUT ?2? need a CUDA device"])
+    assert "need --whole" not in result.stdout.str()
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+def test_what_is_left_out_is_counted_by_reason(workers: tuple[str, ...], run: Callable[..., pytest.RunResult]) -> None:
+    result = run(*workers)
+    passed = result.parseoutcomes()["passed"]
+    assert 4 + 8 <= passed <= 6 + 8
+    result.stdout.fnmatch_lines_random(
+        [
+            "LEFT OUT ?2? need a CUDA device",
+            "LEFT OUT ?4? need --whole",
+            f"LEFT OUT ?{8 + 8 - passed}? were not drawn with --seed 7 and need --whole",
+        ]
+    )
+
+
+def test_one_case_alone_is_drawn_and_run(run: Callable[..., pytest.RunResult]) -> None:
+    run("-k", "a-2").assert_outcomes(passed=1, deselected=21)
+
+
+def test_what_alone_is_asked_for_is_skipped_with_the_reason(run: Callable[..., pytest.RunResult]) -> None:
+    result = run("-k", "b-2")
+    result.assert_outcomes(skipped=1, deselected=21)
+    result.stdout.fnmatch_lines(["*need --whole*"])

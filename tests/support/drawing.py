@@ -9,18 +9,18 @@ from collections.abc import Hashable, Sequence, Set
 import pytest
 
 
-def leave_out_what_is_not_drawn(items: Sequence[pytest.Item], seed: int) -> None:
-    """Skip cases of tests that are marked ``drawn``, the same ones in each worker of ``pytest -n``."""
+def not_drawn(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Return cases that a run leaves out of tests that are marked ``drawn``."""
     grids: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        runs = item.get_closest_marker("whole") is None
-        if runs and isinstance(item, pytest.Function) and item.get_closest_marker("drawn"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("drawn"):
             grids[item.nodeid.partition("[")[0]].append(item)
+    found: list[pytest.Item] = []
     for name, cases in grids.items():
         cases.sort(key=lambda item: item.nodeid)
         chosen = drawn([values_of(case) for case in cases], f"{seed} {name}")
-        for number in set(range(len(cases))) - chosen:
-            cases[number].add_marker(pytest.mark.skip(reason=f"not drawn with --seed {seed}; needs --whole"))
+        found += [case for number, case in enumerate(cases) if number not in chosen]
+    return found
 
 
 def values_of(case: pytest.Function) -> set[tuple[str, str]]:
