@@ -31,7 +31,7 @@ from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.checks import check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.inputs import check_prompt
-from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers, probe_states
+from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers
 from compiled_llm.model.layers.recurrent import packing
 from compiled_llm.model.places import blame, stack_of
 from compiled_llm.model.probes.mask_probe import check_patterns
@@ -144,9 +144,7 @@ class _Subject:
             try:
                 # No fake tensor may stay.
                 with restored(self.model), self._paged(), LinearRecorder() as recorder:
-                    layers = probe_layers(self.model, BATCH_ARGUMENT, fake=fake)
-                with restored(self.model), self._paged():
-                    states = probe_states(self.model, BATCH_ARGUMENT, fake)
+                    layers, states = probe_layers(self.model, BATCH_ARGUMENT, fake)
                 layers = check_patterns(self.model, layers)
                 groups = recorder.groups(self.model)
                 return ModelFacts.of(self.model, type(self.model), layers, groups, states=states)

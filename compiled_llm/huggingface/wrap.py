@@ -19,7 +19,7 @@ from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.checks import check_layers, check_model, check_placement, settled
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.layer_probe import probe_layers, probe_states
+from compiled_llm.model.layer_probe import probe_layers
 from compiled_llm.model.layers.experts import experts_of
 from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
 from compiled_llm.model.probes.mask_probe import check_patterns
@@ -76,9 +76,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     with leading_to_explain():
         with paged_attention_in(checked), LinearRecorder() as recorder:
             fake = not changes_in_first_call(checked)
-            layers = probe_layers(checked, BATCH_ARGUMENT, fake, config.variants or {})
-        with paged_attention_in(checked):
-            states = probe_states(checked, BATCH_ARGUMENT, fake, config.variants or {})
+            layers, states = probe_layers(checked, BATCH_ARGUMENT, fake, config.variants or {})
         layers = check_patterns(checked, layers)
     config = settled(config, layers, checked)
     check_layers(checked, layers, config, states)

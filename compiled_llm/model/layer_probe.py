@@ -8,7 +8,7 @@ call that reaches our attention function is recorded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -175,10 +175,22 @@ def attended_like(query: Tensor, value: Tensor) -> Tensor:
     return query.new_zeros((rows, tokens, heads, value.shape[-1]))
 
 
+class Probed(NamedTuple):
+    """What a trial forward has shown.
+
+    Attributes:
+        layers: in order; those without attention, too.
+        states: what recurrent layers keep of a row.
+    """
+
+    layers: list[Layer]
+    states: dict[Place, StateSpec]
+
+
 def probe_layers(
     model: PreTrainedModel, batch_argument: str, fake: bool = True, variants: VariantLayers = MappingProxyType({})
-) -> list[Layer]:
-    """Return the attention layers, in order, of a model whose attention implementation is ours at the moment.
+) -> Probed:
+    """Return the layers of a model whose attention implementation is ours at the moment.
 
     Args:
         model: a causal language model.
@@ -187,71 +199,66 @@ def probe_layers(
         variants: by which some layers attend.
 
     Raises:
-        UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do.
+        UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do; or a
+            layer keeps states in a way that is not known.
     """
     check_latents_are_cached(model)
-    recurrent = has_states(model)
-    if not recurrent:
+    if not has_states(model):
         _check_states(model)
     probe = LayerProbe(variants)
-    try:
-        trial_forward(model, fake, lambda: {batch_argument: probe})
-    except UnsupportedModelError:
-        raise
-    except UnpagedCallError as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not hand keyword arguments of its forward on to its attention, so the "
-            "page table cannot reach it; it stays usable unwrapped",
-            error,
-        ) from None
-    except Exception as error:
-        raise UnsupportedModelError(_untraceable(type(model).__name__, error), error) from None
+    states = _watch(model, fake, batch_argument, probe)
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
-    if recurrent and (probe.layers or _all_keep_states(model, batch_argument, fake, expected)):
-        for number in set(range(expected)) - set(probe.layers):
-            probe.layers[number] = WITHOUT_ATTENTION
-    if sorted(probe.layers) != list(range(expected)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {expected} layer{'s' * (expected != 1)}, of which "
-            f"{len(probe.layers) or 'none'} reach the attention interface of transformers (AttentionInterface); the "
-            "others would silently run without pages. Models with attention of their own (Falcon, BLOOM, MPT, GPT-J, "
-            "...) cannot be wrapped"
-        )
+    layers = _in_order(type(model).__name__, probe.layers, {layer for layer, _ in states}, expected)
     check_numbers(variants, expected)
-    return [probe.layers[index] for index in range(expected)]
+    return Probed(layers, states)
 
 
-def probe_states(
-    model: PreTrainedModel, batch_argument: str, fake: bool, variants: VariantLayers = MappingProxyType({})
-) -> dict[Place, StateSpec]:
-    """Return what recurrent layers keep of a row; arguments as of ``probe_layers``.
-
-    UnsupportedModelError if a layer keeps states in a way that is not known.
-    """
-    if not has_states(model):
-        return {}
-    name, argument = type(model).__name__, cache_argument(type(model).forward)
-    probes: list[StateProbe] = []
+def _watch(model: PreTrainedModel, fake: bool, batch_argument: str, probe: LayerProbe) -> dict[Place, StateSpec]:
+    """Run a trial forward that ``probe`` watches; return what recurrent layers keep."""
+    name, recurrent, noted = type(model).__name__, has_states(model), list[StateProbe]()
 
     def inputs() -> dict[str, Any]:
-        probes.append(StateProbe.of_one_row(_TOKENS, model.device))
-        return {argument: probes[0], batch_argument: LayerProbe(variants)}
+        if not recurrent:
+            return {batch_argument: probe}
+        noted.append(StateProbe.of_one_row(_TOKENS, model.device))
+        return {batch_argument: probe, cache_argument(type(model).forward): noted[0]}
 
     try:
         with packing(model):
             trial_forward(model, fake, inputs)
+    except UnsupportedModelError:
+        raise
     except StatesNotFoundError as error:
         raise UnsupportedModelError(
             f"{name} has recurrent layers that keep states in a way of their own: {error}"
         ) from None
+    except UnpagedCallError as error:
+        raise UnsupportedModelError(
+            f"{name} does not hand keyword arguments of its forward on to its attention, so the page table cannot "
+            "reach it; it stays usable unwrapped",
+            error,
+        ) from None
     except Exception as error:
         raise UnsupportedModelError(_untraceable(name, error), error) from None
-    return probes[0].specs
+    return noted[0].specs if noted else {}
 
 
-def _all_keep_states(model: PreTrainedModel, batch_argument: str, fake: bool, layers: int) -> bool:
-    """Whether each of so many layers is recurrent: then none has attention that would not be seen."""
-    return {layer for layer, _ in probe_states(model, batch_argument, fake)} == {*range(layers)}
+def _in_order(name: str, attending: Mapping[int, Layer], recurrent: Set[int], expected: int) -> list[Layer]:
+    """Return all of so many layers; UnsupportedModelError if some may attend without our function.
+
+    Those of a recurrent model that do not attend may keep nothing, either. But if none attends, each has to be
+    recurrent: attention may have gone by unseen.
+    """
+    layers = dict(attending)
+    if recurrent and (attending or recurrent == {*range(expected)}):
+        layers = dict.fromkeys(range(expected), WITHOUT_ATTENTION) | layers
+    if sorted(layers) != list(range(expected)):
+        raise UnsupportedModelError(
+            f"{name} has {expected} layer{'s' * (expected != 1)}, of which {len(layers) or 'none'} reach the attention "
+            "interface of transformers (AttentionInterface); the others would silently run without pages. Models with "
+            "attention of their own (Falcon, BLOOM, MPT, GPT-J, ...) cannot be wrapped"
+        )
+    return [layers[number] for number in range(expected)]
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
