@@ -187,6 +187,11 @@ def _over(entry: Entry) -> str:
 _PROMPTS = (10, *range(50, 401, 50))
 """Lengths that ``tools/bench/graphs.py`` asks with."""
 
+SPARSE = {
+    "pages": "`decode_attention(visible=)`: {} query heads, {} kv heads of {}",
+    "matrix": "`block_sparse_attention`: {} query heads, {} kv heads of {}",
+    "tokens": "`latent_decode(chosen=)`: {} query heads, latents of {} + {}",
+}
 CONTENDER = {"contender": _text("contender")}
 TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
     "latency": (
@@ -379,6 +384,30 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
             "of the read bandwidth": _share("figures/of_bandwidth"),
             "off": _share("off"),
             "timed": _text("timed"),
+            "remark": _text("remark"),
+        },
+    ),
+    "variants": (
+        lambda entry: "{kind}: {query} query heads, {kv} kv heads of {dim}".format(
+            kind=entry["kind"], **entry["heads"]
+        ),
+        {
+            "case": _text("case"),
+            "way": _text("way"),
+            "us of the variant": _number("figures/us"),
+            "us of the argument": _number("figures/us_argument"),
+            "ratio": _number("figures/ratio"),
+            "remark": _text("remark"),
+        },
+    ),
+    "sparse": (
+        lambda entry: SPARSE[entry["kind"]].format(*entry["heads"]),
+        {
+            "case": _text("case"),
+            "us": _number("figures/us"),
+            "us of dense decode": _number("figures/us_dense"),
+            "of its bandwidth": _share("figures/of_dense"),
+            "of the read bandwidth": _share("figures/of_bandwidth"),
             "remark": _text("remark"),
         },
     ),
