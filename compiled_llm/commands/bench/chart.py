@@ -36,6 +36,7 @@ COLOURS = {
     "compiled-llm:cuda-graphs": "#08306b",
     "compiled-llm:piecewise": "#c51b8a",
     "compiled-llm:cuda-graphs:flashinfer": "#756bb1",
+    "compiled-llm:cuda-graphs:triton": "#41ab5d",
     "vllm": "#e6550d",
 }
 

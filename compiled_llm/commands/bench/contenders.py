@@ -168,7 +168,11 @@ def wrapped(setup: Setup, rows: int, **options: Any) -> Iterator[PreTrainedModel
         setup.free_memory()
 
 
-ALL: list[Contender] = [Contender(), *map(Ours, get_args(Mode)), Ours("cuda-graphs", "flashinfer")]
+ALL: list[Contender] = [
+    Contender(),
+    *map(Ours, get_args(Mode)),
+    *(Ours("cuda-graphs", backend) for backend in ("flashinfer", "triton")),
+]
 """In the order in which they run; the first that runs is what the others are compared with."""
 
 

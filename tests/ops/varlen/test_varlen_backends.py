@@ -112,6 +112,13 @@ def test_flash_attn_3_takes_any_page_size(seed: int, monkeypatch: pytest.MonkeyP
     assert backend_named("flash-attn").missing_kernel(decided(batch).geometry) is None
 
 
+def test_flash_attn_3_is_refused_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = Geometry(4, 2, 64, 256, 199, 0.0, torch.bfloat16, torch.bfloat16)
+    assert backend_named("flash-attn").missing_kernel(geometry) is None
+    stand_in_for("flash-attn 3", monkeypatch)
+    assert "this layer has one of 200 tokens" in str(backend_named("flash-attn").missing_kernel(geometry))
+
+
 @BOTH
 def test_grids_follow_from_the_longest_row_unless_they_are_captured(
     backend: str, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -168,9 +175,11 @@ def test_block_tables_of_random_rows(seed: int) -> None:
 def test_models_generate_huggingfaces_tokens(
     package: str, family: str, mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GptOss has sinks, which need the log-sum-exp, and windows; Gemma2 caps its logits."""
+    """GptOss has sinks, which need the log-sum-exp, and windows, as Gemma2 has, which caps its logits."""
     if (package, family) == ("torch", "Gemma2"):
         pytest.skip("it has no cap")
+    if package == "flash-attn 3" and family != "Qwen2":
+        pytest.skip("it is refused windows")
     handed = stand_in_for(package, monkeypatch)
     reference, model = (make(family, FAMILIES[family], seed) for _ in range(2))
     options: dict[str, Any] = {"page_size": 256, "kv_memory": "4096 tokens", "max_batch_size": 4, "progress": False}

@@ -48,6 +48,11 @@ def planned(backend: str) -> Any:
     return found.new_plan(found.workspace(torch.device("cuda"), 0), 0)
 
 
+def has_windows(backend: str) -> bool:
+    """Whether the backend takes layers with windows, which flash-attn 3 computes wrongly."""
+    return backend_named(backend).missing_kernel(Geometry(4, 2, 64, 256, 99, 0.0, *DTYPES[:1] * 2)) is None
+
+
 def on_gpu(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(own.cuda() if isinstance(own, Tensor) else own for own in arguments)
 
@@ -76,6 +81,8 @@ def test_prefill(
 ) -> None:
     if backend == "torch" and soft_cap:
         pytest.skip("it has no cap")
+    if window_left >= 0 and not has_windows(backend):
+        pytest.skip("it is refused layers with windows")
     batch, plan = Batch(LENGTHS, QUERIES, page_size=256, dtype=dtype, seed=seed, **sizes).filled(), planned(backend)
     query, pages, *table, _, workspace, scale = on_gpu(batch.arguments())
     how = (plan.tensor, workspace, scale, window_left, soft_cap)
@@ -88,14 +95,26 @@ def test_prefill(
     close(paged_attention(query, pages, *table, *how).float(), out.float(), NEAR[dtype], "with the longest row known")
 
 
-@seeded
-def test_pages_of_any_size_with_flash_attn_3(seed: int) -> None:
+def results_of_flash_attn_3(seed: int, page_size: int, window_left: int) -> tuple[Tensor, Tensor]:
+    """Return its results and those that are expected, of rows that it has lost keys of; skip where it is not used."""
     if "256" in (backend_named("flash-attn").missing_kernel(Geometry(4, 2, 64, 16, -1, 0.0, *DTYPES[:1] * 2)) or ""):
         pytest.skip("flash-attn 3 is not installed, or not for this GPU")
-    batch, plan = Batch(LENGTHS, QUERIES, page_size=16, head_dim=128, dtype=DTYPES[0], seed=seed), planned("flash-attn")
-    query, pages, *table, _, workspace, scale = on_gpu(batch.filled().arguments())
-    out = paged_attention(query, pages, *table, plan.tensor, workspace, scale, 200)
-    close(out.float().cpu(), batch.expected(batch.scale, 200), NEAR[DTYPES[0]], "pages of 16")
+    batch = Batch(LENGTHS, QUERIES, page_size=page_size, head_dim=128, dtype=DTYPES[0], seed=seed).filled()
+    plan, (query, pages, *table, _, workspace, scale) = planned("flash-attn"), on_gpu(batch.arguments())
+    out = paged_attention(query, pages, *table, plan.tensor, workspace, scale, window_left)
+    return out.float().cpu(), batch.expected(batch.scale, window_left)
+
+
+@seeded
+def test_pages_of_any_size_with_flash_attn_3(seed: int) -> None:
+    close(*results_of_flash_attn_3(seed, 16, -1), NEAR[DTYPES[0]], "pages of 16")
+
+
+@seeded
+def test_flash_attn_3_loses_keys_of_windows(seed: int) -> None:
+    """Once it does not, ``missing_kernel`` need not refuse them."""
+    found, expected = results_of_flash_attn_3(seed, 256, 200)
+    assert (found - expected).abs().max() > 0.1, "all keys of this window are seen: take windows with flash-attn 3, too"
 
 
 @seeded
@@ -148,7 +167,8 @@ def test_append_writes_what_the_cpu_does(backend: str, seed: int) -> None:
 @pytest.mark.parametrize("mode", ["eager", "compile", "reduce-overhead", "cuda-graphs", "piecewise"])
 def test_logits_are_as_exact_as_huggingfaces(backend: str, mode: Any, seed: int) -> None:
     windowed = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
-    twins = twins_of(small_qwen3(seed, **windowed), backend=backend, mode=mode, page_size=256)
+    model = small_qwen3(seed, **(windowed if has_windows(backend) else {}))
+    twins = twins_of(model, backend=backend, mode=mode, page_size=256)
     for lengths in ([1, 15, 16, 33, 64, 100, 250, 700], [100]):
         assert_parity(parity(twins, lengths, 60, seed))
     stats = twins.wrapped.compiled.stats()
