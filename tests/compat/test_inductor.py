@@ -169,7 +169,9 @@ def test_what_inductor_tries_vector_instructions_with_is_built_once_in_a_new_cac
 def test_inductor_knows_every_option_that_is_passed_to_it():
     """Some are passed on CUDA alone, which this machine may not have."""
     triton = {"triton.cudagraphs", "triton.enable_pdl", "combo_kernels"}
-    assert triton | {"coordinate_descent_tuning", "post_grad_custom_pre_pass"} <= set(torch._inductor.list_options())
+    assert triton | {"coordinate_descent_tuning", "post_grad_custom_pre_pass", "shape_padding"} <= set(
+        torch._inductor.list_options()
+    )
 
 
 # ---- what starts with artifacts change, or have Inductor do early

@@ -59,6 +59,12 @@ def test_programs_are_as_large_as_fit(rows: int, group: int, shared_memory: int,
     assert tiling.share_equal is (rows < 50)
 
 
+def test_lists_of_pages_are_read_by_shallow_pipelines() -> None:
+    for rows in (1, 8, 13, 64, 256):
+        all_keys, listed = (choose(rows, 8, 4, 128, 2048, **H200, listed=own) for own in (False, True))
+        assert listed == all_keys._replace(stages=3)
+
+
 def test_float32_has_small_blocks_however_large_programs_could_be() -> None:
     tilings = [choose(8, 8, 2, size, 4096, **H200, number_bytes=4, query_bytes=4) for size in (64, 128, 256, 512)]
     assert [tiling.block for tiling in tilings] == [32, 16, 16, 16]

@@ -295,7 +295,7 @@ def prepare_on_cuda(
         max_keys = (args.visible.shape[2] + newest_pages(args.new_tokens, page_size)) * page_size
     tiling = decode_tiling.choose_attention_tiling(
         len(args.starts), kv_heads, queries, padded, max_keys, device.processors, device.shared_memory,
-        args.pages.element_size(), args.query.element_size(),
+        args.pages.element_size(), args.query.element_size(), args.visible is not None,
     )  # fmt: skip
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
     pdl = args.overlap and has_pdl(args.query.device)
