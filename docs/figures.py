@@ -187,11 +187,6 @@ def _over(entry: Entry) -> str:
 _PROMPTS = (10, *range(50, 401, 50))
 """Lengths that ``tools/bench/graphs.py`` asks with."""
 
-SPARSE = {
-    "pages": "`decode_attention(visible=)`: {} query heads, {} kv heads of {}",
-    "matrix": "`block_sparse_attention`: {} query heads, {} kv heads of {}",
-    "tokens": "`latent_decode(chosen=)`: {} query heads, latents of {} + {}",
-}
 CONTENDER = {"contender": _text("contender")}
 TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
     "latency": (
@@ -401,7 +396,7 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
         },
     ),
     "sparse": (
-        lambda entry: SPARSE[entry["kind"]].format(*entry["heads"]),
+        lambda entry: entry["op"],
         {
             "case": _text("case"),
             "us": _number("figures/us"),

@@ -41,7 +41,7 @@ def rounded(value: Any, name: str = "") -> Any:
 
 def published(kind: str, results: list[dict[str, Any]], over: str) -> list[dict[str, Any]]:
     """Return the results of one kind without times of single runs, and with ratios."""
-    compared = {_asked(result): result for result in results if result["contender"] == over}
+    compared = {_asked(result): result for result in results if result.get("contender") == over}
     found = []
     for result in results:
         kept = {key: value for key, value in result.items() if key == "figures" or not isinstance(value, list)}
@@ -69,7 +69,7 @@ def main(
     """Write a published run of a bench's JSON."""
     found = json.loads(report.read_text())
     results = found["results"]
-    first = over or next(iter(results.values()))[0]["contender"]
+    first = over or next(iter(results.values()))[0].get("contender")
     memory = {
         contender: {part: rounded(nbytes / MIB) for part, nbytes in parts.items()}
         for contender, parts in found["memory"].items()

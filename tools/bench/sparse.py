@@ -52,8 +52,15 @@ SIZES = {
     "full": Sizes((32, 8, 128), ((16, 512, 64), (128, 512, 64)), (8, 64), 16_384, 2048),
     "tiny": Sizes((4, 2, 16), ((4, 32, 16),), (2,), 256, 64),
 }
+OPS = {
+    "pages": "decode_attention(visible=): {} query heads, {} kv heads of {}",
+    "matrix": "block_sparse_attention: {} query heads, {} kv heads of {}",
+    "tokens": "latent_decode(chosen=): {} query heads, latents of {} + {}",
+}
+"""By kind, what reads chosen keys."""
+
 BLOCKS = {"pages": (16, 32, 64), "matrix": (1, 16, 64), "tokens": (1,)}
-"""Keys of a block, by kind: `decode_attention(visible=)`, `block_sparse_attention`, `latent_decode(chosen=)`."""
+"""Keys of a block, by kind."""
 
 
 class Case(NamedTuple):
@@ -235,7 +242,8 @@ def result_of(run: Bench, case: Case) -> dict[str, Any]:
     except Exception as error:
         check_device(device)
         remark = reason(error)
-    return {**case._asdict(), "case": case.name, "figures": figures, "remark": remark}
+    op = OPS[case.kind].format(*case.heads)
+    return {**case._asdict(), "op": op, "case": case.name, "figures": figures, "remark": remark}
 
 
 def sparse_tables(results: Sequence[Result]) -> Iterator[Table]:
@@ -250,13 +258,8 @@ def sparse_tables(results: Sequence[Result]) -> Iterator[Table]:
         "of the device's": of("of_bandwidth", percent),
         "remark": lambda result: result["remark"],
     }
-    titles = {
-        "pages": "decode_attention(visible=): {} query heads, {} kv heads of {}",
-        "matrix": "block_sparse_attention: {} query heads, {} kv heads of {}",
-        "tokens": "latent_decode(chosen=): {} query heads, latents of {} + {}",
-    }
-    for of_kind in groups(results, "kind", "heads"):
-        yield Table(titles[of_kind[0]["kind"]].format(*of_kind[0]["heads"]), of_kind, columns, leading=1)
+    for of_op in groups(results, "op"):
+        yield Table(of_op[0]["op"], of_op, columns, leading=1)
 
 
 TABLES["sparse"] = sparse_tables
