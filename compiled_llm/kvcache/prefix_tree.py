@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -218,13 +218,12 @@ class PrefixTree:
             if state != NO_ENTRY:
                 self._keep_state(nodes[-1], state)
 
-    def note(self, ids: NDArray[np.int64], note: object, salt: Hashable = None) -> None:
-        """Keep ``note`` with the page that ``ids`` end with, in place of an earlier one; nothing if it is not there."""
+    def note(self, ids: NDArray[np.int64], notes: Mapping[int, object], salt: Hashable = None) -> None:
+        """Keep ``notes`` with pages of ``ids``, by number, in place of earlier ones; not of unknown pages."""
         texts = self._texts(ids)
         with self._pool.lock:
             nodes, _ = self._walk(texts, salt)
-            if nodes and len(nodes) == len(texts):
-                self._notes[nodes[-1]] = note
+            self._notes.update((nodes[page], note) for page, note in notes.items() if page < len(nodes))
 
     def notes(self, ids: NDArray[np.int64], salt: Hashable = None) -> list[object]:
         """Return what is kept with each page of the longest known beginning of ``ids``; None with those that lack it.

@@ -545,9 +545,8 @@ def test_one_tree_a_pool_until_it_is_cleared(tree, pool):
 
 def test_notes_go_with_their_pages(tree, pool):
     store(tree, pool, text(1, 2))
-    tree.note(text(1), "one")
-    tree.note(text(1, 2, more=1), "two")
-    tree.note(text(1, 3), "of a page that is not there")
+    tree.note(text(1, 2, more=1), {0: "earlier", 1: "two", 2: "of a page that ids do not fill"})
+    tree.note(text(1, 3), {0: "one", 1: "of a page that is not there"})
     assert tree.notes(text(1, 2, 3)) == ["one", "two"]
     assert tree.notes(text(1), salt="a") == []
     store(tree, pool, text(1, 3))

@@ -18,10 +18,12 @@ def keep_scores(prefixes: PrefixTree, request: Request) -> None:
     if not len(scored):
         return
     first, end = request.scored_from, request.scored_from + len(scored)
+    parts: dict[int, Scores] = {}
     for page, known in enumerate(prefixes.notes(request.prompt, request.salt)):
         begin, stop = max(1, page * size), (page + 1) * size  # a prompt's first token has none
         if first <= begin and stop <= end and not _suffices(known, scored.num_logprobs):
-            prefixes.note(request.prompt[:stop], scored.part(begin - first, stop - first), request.salt)
+            parts[page] = scored.part(begin - first, stop - first)
+    prefixes.note(request.prompt, parts, request.salt)  # once, since a call goes through the whole prompt
 
 
 def recall_scores(prefixes: PrefixTree, request: Request) -> None:
