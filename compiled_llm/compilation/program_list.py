@@ -28,7 +28,7 @@ DECODE_CASCADE = "decode, shared pages read once"
 WITH_STATES = ", with hidden states"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
-StepInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
+ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
 
 
 class Program(NamedTuple):
@@ -46,7 +46,7 @@ class Program(NamedTuple):
     """
 
     name: str
-    serves: Callable[[StepInputs], bool]
+    serves: Callable[[ProgramInputs], bool]
     step: Callable[..., Any]
     options: Callable[[WrapConfig, torch.device], dict[str, Any]]
     decodes: bool = False
@@ -54,26 +54,26 @@ class Program(NamedTuple):
     states: bool = False
 
 
-def _reads_embeddings(inputs: StepInputs) -> bool:
+def _reads_embeddings(inputs: ProgramInputs) -> bool:
     return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 3
 
 
-def _reads_ids(inputs: StepInputs, alone: bool = False) -> bool:
+def _reads_ids(inputs: ProgramInputs, alone: bool = False) -> bool:
     return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 2 and inputs.alone is alone
 
 
-def _decodes(inputs: StepInputs, one_row: bool, several: bool) -> bool:
+def _decodes(inputs: ProgramInputs, one_row: bool, several: bool) -> bool:
     """Whether the step decodes one row or more, of one new token or of several."""
     if not isinstance(inputs, DecodeInputs) or inputs.reads_shared_pages_once:
         return False
     return (inputs.slots.shape[0] == 1) is one_row and (inputs.fed is not None) is several
 
 
-def _reads_shared_pages_once(inputs: StepInputs) -> bool:
+def _reads_shared_pages_once(inputs: ProgramInputs) -> bool:
     return isinstance(inputs, DecodeInputs) and inputs.reads_shared_pages_once
 
 
-def _is_unpaged(inputs: StepInputs) -> bool:
+def _is_unpaged(inputs: ProgramInputs) -> bool:
     return isinstance(inputs, UnpagedInputs)
 
 
@@ -114,7 +114,7 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-def program_for(inputs: StepInputs) -> Program:
+def program_for(inputs: ProgramInputs) -> Program:
     """Return the program that runs a step with these inputs."""
     states = inputs.hidden_states
     return next(program for program in PROGRAMS if program.states is states and program.serves(inputs))

@@ -46,7 +46,7 @@ from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
-from compiled_llm.compilation.program_list import PROGRAMS, Program, StepInputs, program_for
+from compiled_llm.compilation.program_list import PROGRAMS, Program, ProgramInputs, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.active_adapters import ActiveAdapters
@@ -72,7 +72,7 @@ class Arguments(NamedTuple):
     """The arguments of every program; ``inputs`` say which one serves them; each layer has ``pages`` and a spec."""
 
     model: PreTrainedModel
-    inputs: StepInputs
+    inputs: ProgramInputs
     tables: SamplingTables
     pages: list[Tensor]
     specs: tuple[LayerSpec, ...]
@@ -309,7 +309,7 @@ class Programs:
             type(model).__name__,
         )
 
-    def full(self, inputs: StepInputs | None = None) -> bool:
+    def full(self, inputs: ProgramInputs | None = None) -> bool:
         """Whether torch's limit is reached for the program that serves ``inputs``, or for any program."""
         programs = [*self._programs.values()] if inputs is None else [self._programs[program_for(inputs).name]]
         return any(isinstance(program, Bounded) and program.full for program in programs)

@@ -17,8 +17,7 @@ from compiled_llm.compilation.graphs.cuda_graphs import Begin, CudaGraphs, Fille
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.validity import Guards
-from compiled_llm.compilation.inputs import UnpagedInputs
-from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, UNPAGED
+from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, UNPAGED, ProgramInputs
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
 from compiled_llm.execution.graphs.dispatcher import Dispatch
 from compiled_llm.execution.reporting.events import Events
@@ -209,7 +208,7 @@ class GraphManager:
 
     # ---- make it so
 
-    def arguments(self, inputs: StepInputs | UnpagedInputs) -> Arguments:
+    def arguments(self, inputs: ProgramInputs) -> Arguments:
         """Return the arguments of programs for a step."""
         state = self._state
         return Arguments(state.facts.in_programs, inputs, state.slots.tables, state.memories, state.specs)
