@@ -84,15 +84,19 @@ def test_a_cache_enters_pages_once_a_call_goes_on_with_it(models: Models) -> Non
 
 
 @torch.no_grad()
-def test_generate_goes_on_from_a_forward(models: Models) -> None:
-    ids = tokens(2, 11)
-    caches = [model(ids[:, :9]).past_key_values for model in models]
+@pytest.mark.parametrize("start", [0, 3])
+def test_generate_goes_on_from_a_forward(start: int, models: Models) -> None:
+    """At the positions that follow those of the forward: others would take another path."""
+    ids, positions = tokens(2, 11), torch.arange(start, start + 11)[None]
+    caches = [model(ids[:, :9], position_ids=positions[:, :9]).past_key_values for model in models]
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options["position_ids"] = positions.expand(2, -1)
     theirs, ours = (
         model.generate(ids, past_key_values=cache, **options) for model, cache in zip(models, caches, strict=True)
     )
     assert torch.equal(ours.sequences, theirs.sequences)
     torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    assert models[1].compiled.stats().generate_calls == {"fast loop": 1}
 
 
 @torch.no_grad()
