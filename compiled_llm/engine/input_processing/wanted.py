@@ -74,8 +74,9 @@ def check_room(asked: Iterable[Request], unfinished: Iterable[Request]) -> None:
 
 
 def _bytes_left(request: Request) -> int:
-    """Return what the hidden states of a request are known to take beyond those that it has."""
+    """Return what the hidden states of a request are known to take beyond those that the host has."""
     if request.emitted is None:
         return 0
-    known = len(request.prompt) if request.stop_token_ids else request.stored
-    return max(0, known - request.emitted.tokens) * request.emitted.wanted.token_bytes
+    emitted = request.emitted
+    known = max(len(request.prompt), emitted.tokens) if request.stop_token_ids else request.stored
+    return max(0, known - emitted.copied) * emitted.wanted.token_bytes

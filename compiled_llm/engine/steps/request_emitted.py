@@ -77,6 +77,12 @@ class RequestEmitted:
         """How many tokens have it."""
         return max([self._earlier, *(part.end for part in self._parts[-1:])])
 
+    @property
+    def copied(self) -> int:
+        """How many tokens have it on the host, or on its way there."""
+        key = next(iter(self.wanted.keys))  # each is copied of the same tokens
+        return sum(copy.shape[1] for copy in self._copies[:] if key in copy.keys)
+
     def append(self, steps: KeptSteps, tokens: slice, first: int) -> None:
         """Add that of steps, each of which has ``tokens`` of the request, from position ``first`` on.
 

@@ -154,6 +154,18 @@ def test_hidden_states_that_the_host_has_no_memory_for_are_refused(plain, model,
         check_answers(waits.result(60))
 
 
+def test_what_is_still_to_come_to_the_host_counts(plain, model, monkeypatch):
+    prompt, most = [5, 6, 7, 8], 900
+    room = (most + 6) * 4 * plain.config.hidden_size  # of the first request, and of 3 more tokens
+    monkeypatch.setattr(wanted, "free_bytes", lambda device: room)
+    with Engine(model) as engine:
+        running = engine.submit(prompt, greedy(most), hidden_states=[-1])
+        next(iter(running))
+        with engine.paused(), pytest.raises(ValueError, match="hidden_states: those of the prompts and answers take"):
+            engine.submit(prompt, greedy(1), hidden_states=[-1])
+        running.cancel()
+
+
 def check_answers(output: RequestOutput) -> None:
     assert output.hidden_states is not None
     tokens = len(output.prompt_token_ids) + len(output.token_ids) - 1
