@@ -6,6 +6,8 @@ of each prompt by itself.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,18 +34,20 @@ pytestmark = needs_blocks
 
 READ = BLOCKS["index_topk_blocks"] * BLOCK
 """Tokens that a query reads."""
-LENGTHS = [5, 3 * READ + 5, BLOCK, 40]
+LENGTHS = [5, 3 * READ + 5, BLOCK, BLOCK + 1, 1, 40]
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["dense"]}
+"""A layer without experts, which take most of what tracing does; --whole traces three."""
 
 
 def pair(seed: int, mode: Any = "eager", **options: Any) -> tuple[PreTrainedModel, Any]:
-    return block_model(seed), compiled_llm.wrap(block_model(seed), mode=mode, **{**FEW_PAGES, **options})
+    return plain_model(seed), compiled_llm.wrap(block_model(seed), mode=mode, **{**FEW_PAGES, **options})
 
 
-def traced_pair(seed: int, mode: Any, whole: bool) -> tuple[PreTrainedModel, Any]:
-    """One layer without experts, which take most of what tracing does, unless all is asked for."""
-    layers = {"num_hidden_layers": 1, "layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["dense"]}
-    plain, model = (block_model(seed, **({} if whole else layers)) for _ in range(2))
-    return plain, compiled_llm.wrap(model, mode=mode, **FEW_PAGES)
+@functools.cache
+def plain_model(seed: int, small: bool = False) -> PreTrainedModel:
+    """One that nothing changes, whose answers several tests compare with."""
+    return block_model(seed, **(SMALL if small else {}))
 
 
 def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -52,20 +56,27 @@ def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
 
 
 def answer(plain: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
+    return _answer(plain, tuple(prompt), new)
+
+
+@functools.cache
+def _answer(plain: PreTrainedModel, prompt: tuple[int, ...], new: int) -> list[int]:
     out: list[int] = greedy(plain, {"input_ids": torch.tensor([prompt]), "pad_token_id": 0}, new)[0].tolist()
     return out[len(prompt) :]
 
 
-def check_tokens(plain: PreTrainedModel, model: Any, seed: int) -> None:
-    for lengths in ([5], [BLOCK, BLOCK + 1, 1], LENGTHS):
+def check_tokens(
+    plain: PreTrainedModel, model: Any, seed: int, batches: Sequence[list[int]] = (LENGTHS,), new: int = 12
+) -> None:
+    for lengths in batches:
         inputs = {**mixed_prompts(lengths, 128, seed), "pad_token_id": 0}
         shown = inputs["attention_mask"].bool()
-        found = greedy(model, inputs, 20)[:, max(lengths) :].tolist()
+        found = greedy(model, inputs, new)[:, max(lengths) :].tolist()
         assert found == [
-            answer(plain, ids[own].tolist(), 20) for ids, own in zip(inputs["input_ids"], shown, strict=True)
+            answer(plain, ids[own].tolist(), new) for ids, own in zip(inputs["input_ids"], shown, strict=True)
         ]
     stats = model.compiled.stats()
-    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": 3}, 0)
+    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": len(batches)}, 0)
     assert_account_is_empty(model)
 
 
@@ -98,13 +109,13 @@ def test_keys_fill_whole_blocks_and_as_many_as_are_chosen(pages: int) -> None:
 
 
 def test_tokens_equal_huggingfaces(seed: int) -> None:
-    check_tokens(*pair(seed), seed)
+    check_tokens(*pair(seed), seed, ([5], LENGTHS), 20)
 
 
 @pytest.mark.slow
 @pytest.mark.whole
 def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
-    check_tokens(*pair(seed, "compile", prefill_tokens=32), seed)
+    check_tokens(*pair(seed, "compile", prefill_tokens=32), seed, ([5], LENGTHS), 20)
 
 
 def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,14 +129,11 @@ def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.Mo
 def test_captured_steps_give_the_same_tokens(
     mode: Any, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the passes for a GPU, which leave lists as they are."""
     CAPTURES[mode](monkeypatch)
-    check_tokens(*traced_pair(seed, mode, whole), seed)
-
-
-@pytest.mark.usefixtures("without_inductor")
-def test_passes_for_gpus_leave_lists_as_they_are(seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     let_passes_run_on_a_cpu(monkeypatch)
-    check_tokens(*traced_pair(seed, "compile", whole), seed)
+    model = block_model(seed, **({} if whole else SMALL))
+    check_tokens(plain_model(seed, small=not whole), compiled_llm.wrap(model, mode=mode, **FEW_PAGES), seed)
 
 
 def test_forward_gives_huggingfaces_logits(seed: int) -> None:
@@ -248,13 +256,13 @@ def test_several_new_tokens_a_row_are_refused(seed: int) -> None:
 def faulty(seed: int, prompts: list[list[int]]) -> list[list[int]]:
     _, model = pair(seed)
     with Engine(model) as engine:
-        return [output.token_ids for output in engine.generate(prompts, tiny_engines.greedy(20))]
+        return [output.token_ids for output in engine.generate(prompts, tiny_engines.greedy(9))]
 
 
 def test_other_lists_than_those_of_the_step_show(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of the list before, and those of another row."""
     prompts = prompts_of([3 * READ, 3 * READ], seed)
-    expected = [answer(block_model(seed), own, 20) for own in prompts]
+    expected = [answer(plain_model(seed), own, 9) for own in prompts]
     assert faulty(seed, prompts) == expected
     visible, last = IndexedRows.visible, dict[torch.Size, Tensor]()
 

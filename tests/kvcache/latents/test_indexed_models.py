@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,22 +37,34 @@ FEWER = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.whole] * (case not in _FEW)) for case in FAMILIES]
 )
 """Engines and caches see of a family whether its layers share choices; all give HuggingFace's tokens."""
-LONG = [5, 3 * TOP + 2, 40, 11]
+LONG = [5, 3 * TOP + 2, 40, 11, 4, TOP, 1]
 """Texts of up to five times as many tokens as a query reads."""
-BATCHES = ([5], [4, 8, 1], LONG)
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
 """A layer without experts, which would take most of compiling; --whole compiles three."""
 
 
 def pair(seed: int, case: str = "DeepseekV32", mode: Any = "eager", **options: Any) -> tuple[PreTrainedModel, Any]:
-    model = compiled_llm.wrap(indexed_model(case, seed), mode=mode, **{**FEW_PAGES, **options})
-    return indexed_model(case, seed), model
+    return plain_model(case, seed), compiled_llm.wrap(indexed_model(case, seed), mode=mode, **{**FEW_PAGES, **options})
 
 
-def check_tokens(plain: PreTrainedModel, model: Any, seed: int, batches: Sequence[list[int]] = BATCHES) -> None:
+@functools.cache
+def plain_model(case: str, seed: int) -> PreTrainedModel:
+    """One that nothing changes, whose tokens several tests compare with."""
+    return indexed_model(case, seed)
+
+
+@functools.cache
+def tokens_of(plain: PreTrainedModel, lengths: tuple[int, ...], seed: int, new: int) -> Tensor:
+    tokens: Tensor = greedy(plain, {**mixed_prompts([*lengths], 128, seed), "pad_token_id": 0}, new)
+    return tokens
+
+
+def check_tokens(
+    plain: PreTrainedModel, model: Any, seed: int, batches: Sequence[list[int]] = (LONG,), new: int = 12
+) -> None:
     for lengths in batches:
         inputs = {**mixed_prompts(lengths, 128, seed), "pad_token_id": 0}
-        torch.testing.assert_close(greedy(model, inputs, 20), greedy(plain, inputs, 20))
+        torch.testing.assert_close(greedy(model, inputs, new), tokens_of(plain, tuple(lengths), seed, new))
     stats = model.compiled.stats()
     assert (stats.generate_calls, stats.recompiles) == ({"fast loop": len(batches)}, 0)
     assert_account_is_empty(model)
@@ -109,21 +121,21 @@ def test_each_query_scores_its_own_rows_keys_alone(packed: bool, seed: int) -> N
 
 @CASES
 def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
-    check_tokens(*pair(seed, case), seed)
+    check_tokens(*pair(seed, case), seed, ([5], LONG), 20)
 
 
 @pytest.mark.slow
 @pytest.mark.whole
 def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
-    model = partial(indexed_model, seed=seed, **SMALL)
-    check_tokens(model(), compiled_llm.wrap(model(), mode="compile", **FEW_PAGES), seed, [LONG])
+    model = functools.partial(indexed_model, seed=seed, **SMALL)
+    check_tokens(model(), compiled_llm.wrap(model(), mode="compile", **FEW_PAGES), seed)
 
 
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("case", ["DeepseekV32", "GlmMoeDsa, shared choices"])
 def test_compiled_steps_of_three_layers_give_the_same_tokens(case: str, seed: int) -> None:
-    check_tokens(*pair(seed, case, "compile"), seed)
+    check_tokens(*pair(seed, case, "compile"), seed, ([5], LONG), 20)
 
 
 def test_decode_by_plan_and_prefills_in_chunks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,8 +148,8 @@ def test_decode_by_plan_and_prefills_in_chunks(seed: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("mode", CAPTURES)
 def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES[mode](monkeypatch)
-    model = partial(indexed_model, seed=seed, **SMALL)
-    check_tokens(model(), compiled_llm.wrap(model(), mode=mode, **FEW_PAGES), seed, [[5], LONG])
+    model = functools.partial(indexed_model, seed=seed, **SMALL)
+    check_tokens(model(), compiled_llm.wrap(model(), mode=mode, **FEW_PAGES), seed)
 
 
 def test_checked_pages_are_the_rows_own(seed: int) -> None:

@@ -17,7 +17,7 @@ from compiled_llm_ops.contracts import PlannedBatch, PlannedLatentAttention
 from compiled_llm_ops.kernels.latent import latent_tiling
 from compiled_llm_ops.reference.backend import Reference, ReferencePlan
 from support.engine import tiny_engines
-from support.latent_models import ROPE, WITHOUT_EXPERTS, latent_model, needs_latents
+from support.latent_models import ROPE, latent_model, needs_latents
 from support.parity import FEW_PAGES, greedy, mixed_prompts, next_turn
 
 pytestmark = needs_latents
@@ -93,7 +93,7 @@ def test_short_rows_may_be_left_to_latents(
 
 @pytest.mark.usefixtures("without_inductor")
 def test_prefill_is_two_programs_compiled_once_each(seed: int) -> None:
-    plain, model = compiled_pair(seed, **WITHOUT_EXPERTS)
+    plain, model = compiled_pair(seed, num_hidden_layers=1)
     inputs = mixed_prompts([9, 30], 128, seed)
     words = torch.randint(3, 128, (2, 5), generator=torch.Generator().manual_seed(seed))
     ours, theirs = (greedy(own, inputs, 4, return_dict_in_generate=True) for own in (model, plain))
@@ -154,12 +154,12 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_each_decode_step_is_planned_for_its_lengths(seed: int, planned: list[int]) -> None:
     plain, model = pair(seed)
-    for lengths in ([5], [4, 8, 1], [5, 19, 11, 16]):
+    for lengths in ([5], [4, 8, 1, 19, 11, 16]):
         inputs = mixed_prompts(lengths, 128, seed)
-        torch.testing.assert_close(greedy(model, inputs, 20), greedy(plain, inputs, 20))
+        torch.testing.assert_close(greedy(model, inputs, 12), greedy(plain, inputs, 12))
     drafts = {"input_ids": mixed_prompts([30], 128, seed)["input_ids"]}
     torch.testing.assert_close(greedy(model, drafts, 16, prompt_lookup_num_tokens=3), greedy(plain, drafts, 16))
-    assert len(planned) > 3 * 3 * 19
+    assert len(planned) > 3 * 2 * 11
 
 
 def test_an_engine_of_planned_steps(seed: int, planned: list[int]) -> None:

@@ -34,6 +34,7 @@ from support.compilation.artifact_folders import compiled
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.start_with_artifacts import answers
 from support.compilation.traced import traced
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.indexed_models import indexed_model, needs_indexers
 from support.latent_models import WITHOUT_EXPERTS, latent_model, needs_latents
 from support.ops.latent_rows import LatentRows
@@ -53,6 +54,7 @@ def decodes_in(graph: fx.Graph) -> list[LatentDecode]:
 def test_decode_attention_to_latents_begins_before_the_previous_kernel_has_ended(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In captured steps with the passes for a GPU, which give HuggingFace's tokens."""
     graphs: list[fx.Graph] = []
 
     def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
@@ -60,6 +62,7 @@ def test_decode_attention_to_latents_begins_before_the_previous_kernel_has_ended
         graphs.append(module.graph)
         return module.forward
 
+    let_a_cpu_capture(monkeypatch)
     let_passes_run_on_a_cpu(monkeypatch)
     monkeypatch.setattr(inductor, "compile_with_inductor", noted)
     wrap_and_compare(latent_model(seed=seed, **WITHOUT_EXPERTS), seed, mode="cuda-graphs")
