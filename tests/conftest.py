@@ -23,8 +23,11 @@ from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.model import layer_probe
+from compiled_llm.model.restore import restored
 from compiled_llm_ops import backends
 from support.compilation.fast_linker import link_fast
+from support.drawing import BY_READING
 from support.left_out import LeftOut
 from support.ops.interpreting import (
     INTERPRETED,
@@ -123,9 +126,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         raise RuntimeError("KeyboardInterrupt escaped the test") from interrupt
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
+@pytest.fixture(params=BY_READING)
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of reading tokens: the CPU's, and the one that keeps a GPU busy."""
+    """Either way of reading tokens: the CPU's, or the one that keeps a GPU busy; both with ``--whole``."""
     late = request.param == "read a step late"
     monkeypatch.setattr(GenerateLoop, "asynchronous", property(lambda _: late))
 
@@ -194,6 +197,19 @@ def _trial_forwards_keep_what_ops_do() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakeTensorMode, "__init__", made)
+        yield
+
+
+WRAPPING_IS_NOT_THE_POINT = ("client", "engine", "fuzz", "kvcache", "server")
+"""Folders whose tests wrap models of families that others wrap, too."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trial_forwards_compute(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where wrapping is not the point, `wrap` tries models on their own tensors: tiny ones take a tenth of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.relative_to(Path(__file__).parent).parts[0] in WRAPPING_IS_NOT_THE_POINT:
+            patch.setattr(layer_probe, "_on_fakes", restored)
         yield
 
 

@@ -57,6 +57,12 @@ def test_all(size, late): pass
 @pytest.mark.gpu
 @pytest.mark.parametrize("late", [False, True])
 def test_on_a_device(late): pass
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.either("reading")) for name in ("once", "late")])
+def reading(request): pass
+
+@pytest.mark.parametrize("size", range(3))
+def test_either(size, reading): pass
 """
 
 
@@ -75,7 +81,7 @@ def pytest_configure(config):
 
 @pytest.fixture
 def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
-    pytester.makeini("[pytest]\nmarkers =\n    drawn: some\n    gpu: none here\n    whole: all\n")
+    pytester.makeini("[pytest]\nmarkers =\n    drawn: some\n    either: one\n    gpu: none here\n    whole: all\n")
     pytester.makeconftest(CONFTEST)
     path = pytester.makepyfile(SOME)
     return lambda *options: pytester.runpytest_inprocess(path, "-p", "no:cacheprovider", "-rs", *options)
@@ -83,7 +89,7 @@ def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
 
 def test_all_is_run_with_whole_but_what_needs_a_device(run: Callable[..., pytest.RunResult]) -> None:
     result = run("--whole")
-    result.assert_outcomes(passed=12 + 8, deselected=2)
+    result.assert_outcomes(passed=12 + 8 + 6, deselected=2)
     result.stdout.fnmatch_lines(["LEFT OUT ?2? need a CUDA device"])
     assert "need --whole" not in result.stdout.str()
 
@@ -92,21 +98,29 @@ def test_all_is_run_with_whole_but_what_needs_a_device(run: Callable[..., pytest
 def test_what_is_left_out_is_counted_by_reason(workers: tuple[str, ...], run: Callable[..., pytest.RunResult]) -> None:
     result = run(*workers)
     passed = result.parseoutcomes()["passed"]
-    assert 4 + 8 <= passed <= 6 + 8
+    assert 4 + 8 + 3 <= passed <= 6 + 8 + 3
     result.stdout.fnmatch_lines_random(
         [
             "LEFT OUT ?2? need a CUDA device",
             "LEFT OUT ?4? need --whole",
-            f"LEFT OUT ?{8 + 8 - passed}? were not drawn with --seed 7 and need --whole",
+            f"LEFT OUT ?{8 + 8 + 6 - passed}? were not drawn with --seed 7 and need --whole",
         ]
     )
 
 
 def test_one_case_alone_is_drawn_and_run(run: Callable[..., pytest.RunResult]) -> None:
-    run("-k", "a-2").assert_outcomes(passed=1, deselected=21)
+    run("-k", "a-2").assert_outcomes(passed=1, deselected=27)
+
+
+def test_of_cases_that_differ_in_one_way_alone_one_is_run(run: Callable[..., pytest.RunResult]) -> None:
+    result = run("-k", "test_either", "-v")
+    for size in range(3):
+        result.stdout.re_match_lines_random([rf".*test_either\[(once|late)-{size}\] PASSED.*"])
+    result.assert_outcomes(passed=3, deselected=25)
+    run("-k", "test_either and late-1").assert_outcomes(passed=1, deselected=27)
 
 
 def test_what_alone_is_asked_for_is_skipped_with_the_reason(run: Callable[..., pytest.RunResult]) -> None:
     result = run("-k", "b-2")
-    result.assert_outcomes(skipped=1, deselected=21)
+    result.assert_outcomes(skipped=1, deselected=27)
     result.stdout.fnmatch_lines(["*need --whole*"])

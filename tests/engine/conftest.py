@@ -1,4 +1,4 @@
-"""A tiny model, an engine of it, and both ways of reading tokens; modules that need others have their own."""
+"""A tiny model, an engine of it, and either way of reading tokens; modules that need others have their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop
+from support.drawing import BY_READING
 from support.engine.tiny_engines import tiny, wrapped
 from support.parity import assert_account_is_empty
 
@@ -30,8 +31,8 @@ def engine(model: PreTrainedModel, one_thread: None) -> Iterator[Engine]:
     assert_account_is_empty(model)
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
+@pytest.fixture(params=BY_READING)
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of reading tokens: the CPU's, and the one that keeps a GPU busy."""
+    """Either way of reading tokens: the CPU's, or the one that keeps a GPU busy; both with ``--whole``."""
     late = request.param == "read a step late"
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))

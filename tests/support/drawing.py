@@ -8,6 +8,11 @@ from collections.abc import Hashable, Sequence, Set
 
 import pytest
 
+BY_READING = [
+    pytest.param(reading, marks=pytest.mark.either("reading")) for reading in ("read at once", "read a step late")
+]
+"""Of fixtures that are called `reading`."""
+
 
 def not_drawn(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     """Return cases that a run leaves out of tests that are marked ``drawn``."""
@@ -20,6 +25,24 @@ def not_drawn(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
         cases.sort(key=lambda item: item.nodeid)
         chosen = drawn([values_of(case) for case in cases], f"{seed} {name}")
         found += [case for number, case in enumerate(cases) if number not in chosen]
+    return found
+
+
+def other_ways(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Return cases that a run leaves out since it has another one, which differs in one parameter alone.
+
+    The mark ``either`` names that parameter.
+    """
+    alike: dict[Hashable, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and (mark := item.get_closest_marker("either")):
+            others = frozenset(value for value in values_of(item) if value[0] not in mark.args)
+            alike[item.nodeid.partition("[")[0], others].append(item)
+    found: list[pytest.Item] = []
+    for cases in alike.values():
+        cases.sort(key=lambda item: item.nodeid)
+        cases.remove(random.Random(f"{seed} {cases[0].nodeid}").choice(cases))
+        found += cases
     return found
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.drawing import not_drawn
+from support.drawing import not_drawn, other_ways
 
 
 class LeftOut:
-    """A pytest plugin. Its marks are ``gpu``, ``whole`` and ``drawn``.
+    """A pytest plugin. Its marks are ``gpu``, ``whole``, ``drawn`` and ``either``.
 
     If nothing else is asked for, cases are skipped instead: the one who named them learns why they do not run.
     """
@@ -42,9 +42,10 @@ class LeftOut:
             elif item.get_closest_marker("whole") and not self.whole:
                 found[item] = "need --whole"
         if not self.whole:
-            others = [item for item in items if item not in found]
-            reason = f"were not drawn with --seed {self.seed} and need --whole"
-            found.update(dict.fromkeys(not_drawn(others, self.seed), reason))
+            for undrawn in (not_drawn, other_ways):
+                others = [item for item in items if item not in found]
+                reason = f"were not drawn with --seed {self.seed} and need --whole"
+                found.update(dict.fromkeys(undrawn(others, self.seed), reason))
         return found
 
     @pytest.hookimpl(optionalhook=True)

@@ -14,6 +14,7 @@ from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.drawing import BY_READING
 from support.engine.random_requests import CAPTURES
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.recurrent_families import recurrent_model
@@ -33,7 +34,7 @@ BASE, LONG, SHARED = 40, 50, 20
 OTHERS = ["GraniteMoeHybrid", "Jamba", "Lfm2", "OlmoHybrid"]
 
 
-@pytest.fixture(params=["read at once", "read a step late"])
+@pytest.fixture(params=BY_READING)
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     late = request.param == "read a step late"
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
