@@ -80,13 +80,13 @@ def engine_for(
 def assert_cascade_changes_nothing(
     engine: Callable[[Any], Engine],
     seed: int,
-    count: int = 12,
+    count: int = 8,
     preempts: bool = False,
     on: bool | Literal["auto"] = True,
 ) -> None:
     asked, outputs = requests(seed, count), list[list[RequestOutput]]()
-    if preempts:  # some that run at once, and whose answers have more tokens than 200 of pages
-        asked += [([*range(3, 35), last], greedy(40)) for last in range(40, 48)]
+    if preempts:  # some that run at once, and whose answers have more tokens than 140 of pages
+        asked += [([*range(3, 35), last], greedy(30)) for last in range(40, 46)]
     for cascade in (False, on):
         with engine(cascade) as running:
             outputs.append(answers(running, asked, seed))
@@ -111,18 +111,18 @@ def test_tokens_and_log_probabilities_are_those_of_rows_that_read_for_themselves
     options: dict[str, Any] = {"mixed": case == "mixed steps"}
     if case == "few pages":
         monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-        options["tokens"] = 200
+        options["tokens"] = 140
     assert_cascade_changes_nothing(
         lambda cascade: engine_for(tiny_qwen3(**WORDS, **config), cascade, **options),
         seed,
-        count=40 if whole else 12,
+        count=40 if whole else 8,
         preempts=case == "few pages",
     )
 
 
 @pytest.mark.usefixtures("automatic")
 def test_shared_pages_are_read_once_where_it_pays(seed: int, whole: bool) -> None:
-    count = 40 if whole else 12
+    count = 40 if whole else 8
     assert_cascade_changes_nothing(
         lambda cascade: engine_for(tiny_qwen3(**WORDS), cascade), seed, count=count, on="auto"
     )
@@ -245,14 +245,14 @@ def test_planned_steps_read_shared_pages_once(
     options: dict[str, Any] = {"mixed": case == "mixed steps"}
     if case == "few pages":
         monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-        options["tokens"] = 200
+        options["tokens"] = 140
     if case == "fp8":
         options["kv_dtype"] = "fp8_e4m3"
     config = {**WINDOWS, "max_window_layers": 1, "sliding_window": 30} if case == "windows" else {}
     assert_cascade_changes_nothing(
         lambda cascade: engine_for(tiny_qwen3(**WORDS, **config), cascade, **options),
         seed,
-        count=40 if whole else 12,
+        count=40 if whole else 8,
         preempts=case == "few pages",
     )
     assert max(found[0] for found in planned if found[1]) >= 2, "the last run has what is in none"

@@ -90,7 +90,7 @@ def _then(say: Any, event: threading.Event) -> Any:
     return said
 
 
-@pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.whole)])
 def test_many_loops_of_all_kinds(rounds, model, engines, seed):
     expected = {
         (number, penalty): huggingfaces([5, 6, number], 60, penalty=penalty)

@@ -45,7 +45,9 @@ def a_page_is_lost_when_a_call_fails(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagePool, "give_back", losing)
 
 
-@pytest.mark.parametrize("plant", [min_p_is_forgotten, a_page_is_lost_when_a_call_fails])
+@pytest.mark.parametrize(
+    "plant", [pytest.param(min_p_is_forgotten, marks=pytest.mark.whole), a_page_is_lost_when_a_call_fails]
+)
 def test_a_planted_fault_is_found(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     assert first_difference(iter(range(CASES)), 6, "eager", Tally()) is not None

@@ -59,7 +59,7 @@ def engine_for(
 
 
 def assert_options_change_nothing(
-    plain: Callable[[], PreTrainedModel], seed: int, count: int = 12, preempts: bool = False, **options: Any
+    plain: Callable[[], PreTrainedModel], seed: int, count: int = 8, preempts: bool = False, **options: Any
 ) -> None:
     asked, scales, outputs = requests(seed, count), kv_scales(plain(), [[*range(3, 60)]]), []
     for given in ({"max_batch_size": 1}, options):
@@ -96,7 +96,7 @@ def test_steps_of_any_kind(options: dict[str, Any], windows: bool, seed: int) ->
 
 def test_rows_that_are_preempted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-    assert_options_change_nothing(lambda: tiny_qwen3(**WORDS), seed, count=25, preempts=True, tokens=200, cascade=True)
+    assert_options_change_nothing(lambda: tiny_qwen3(**WORDS), seed, count=16, preempts=True, tokens=140, cascade=True)
 
 
 @pytest.mark.parametrize("kind", BY_KIND)
@@ -126,11 +126,11 @@ def test_adapted_and_quantised_weights(weights: str, seed: int) -> None:
 def test_log_probabilities_have_the_bits_of_the_model_alone(seed: int) -> None:
     """With `batch_invariant`, whose pages are rounded whether a prefill or a decode step writes them."""
     config = {"num_hidden_layers": 1, "eos_token_id": None, "head_dim": 32}
-    scales, asked = kv_scales(tiny_qwen3(**config), [[*range(3, 60)]]), some_requests(seed, 12)
+    scales, asked = kv_scales(tiny_qwen3(**config), [[*range(3, 60)]]), some_requests(seed, 6)
     model = invariant(tiny_qwen3(**config), kv_dtype="fp8_e4m3", kv_scales=scales)
     with Engine(model, max_num_seqs=6) as engine:
         outputs = answers_of(engine, asked, seed)
         assert engine.stats().cached_tokens > 0
-    assert check_answers(model, asked, outputs) > 100
+    assert check_answers(model, asked, outputs) > 50
     assert model.compiled.model_runner().state.pages[0].dtype == torch.float8_e4m3fn
     assert_account_is_empty(model)

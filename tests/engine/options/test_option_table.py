@@ -25,7 +25,7 @@ from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_runs", "without_inductor")
 
-TOKENS = 200
+TOKENS = 140
 """In pages."""
 
 
@@ -39,7 +39,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def crowd() -> list[tuple[list[int], SamplingParams]]:
     """Requests that begin alike, whose answers have more tokens than there are pages for: some lose theirs."""
-    return [([*range(3, 35), last], greedy(30, logprobs=2)) for last in range(40, 46)]
+    return [([*range(3, 35), last], greedy(20, logprobs=2)) for last in range(40, 45)]
 
 
 def cases(refused: bool) -> list[Any]:
@@ -65,7 +65,7 @@ def engine_of(kind: str, *names: str, plain: Any = None) -> Engine:
 def answers_with(kind: str, seed: int, *names: str) -> list[RequestOutput]:
     """The answers of an engine with these options, each of which has done something."""
     with engine_of(kind, *names) as engine:
-        prompts, params = zip(*crowd(), *requests(seed, 8), strict=True)
+        prompts, params = zip(*crowd(), *requests(seed, 4), strict=True)
         outputs = engine.generate(prompts, params)
         stats, model = engine.stats(), engine._model
         state, steps = model.compiled.model_runner().state, model.compiled.stats()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -226,24 +225,6 @@ def test_new_weights_are_read(seed: int) -> None:
     after = greedy(model, inputs, 8)
     assert not torch.equal(before, after)
     torch.testing.assert_close(after, greedy(plain, inputs, 8))
-
-
-# ---- what is refused
-
-
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("LongcatFlash", r"sizes depend on numbers that only the device knows, at \S+ in forward: `.*nonzero"),
-    ],
-)
-def test_families_are_refused_with_the_reason(family: str, message: str) -> None:
-    if not hasattr(transformers, f"{family}ForCausalLM"):
-        pytest.skip(f"this version of transformers has no {family}")
-    model = latent_model(family)
-    with pytest.raises(UnsupportedModelError, match=message):
-        compiled_llm.wrap(model, mode="eager", **FEW_PAGES)
-    assert greedy(model, mixed_prompts([5], 128, 0), 2).shape == (1, 7)
 
 
 # ---- what it takes

@@ -90,8 +90,8 @@ class Cell(NamedTuple):
 
     @property
     def alone(self) -> list[str]:
-        """One of the two that works by itself, if there is one."""
-        return [name for name in self[:2] if (name, self.kind) not in REFUSED_KINDS][:1]
+        """The later of the two that works by itself, if one does; batch invariance, which is traced, comes early."""
+        return [name for name in self[:2] if (name, self.kind) not in REFUSED_KINDS][-1:]
 
 
 CELLS = [Cell(*pair, kind) for pair in combinations(OPTIONS, 2) for kind in LAYERS]
