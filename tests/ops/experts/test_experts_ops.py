@@ -74,11 +74,12 @@ def test_a_row_does_not_depend_on_the_others(seed: int) -> None:
     torch.testing.assert_close(torch.cat(alone), fused_experts(*args), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["linear", "fused"])
-def test_they_compile_whole_and_once_for_all_shapes(name: str, seed: int) -> None:
+@pytest.mark.parametrize(("name", "backend"), [("linear", "aot_eager"), ("fused", "inductor")])
+def test_they_compile_whole_and_once_for_all_shapes(name: str, backend: str, seed: int) -> None:
+    """By Inductor, too, which compiles whole models of them with --whole."""
     op: Any = {"linear": experts_linear, "fused": fused_experts}[name]
     torch._dynamo.reset()  # or what the last case compiled counts as this one's
-    compiled = torch.compile(lambda *args: op(*args) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(lambda *args: op(*args) * 2, fullgraph=True, dynamic=True, backend=backend)
     no_guards_on_equal_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
     with torch._dynamo.config.patch(error_on_recompile=True), no_guards_on_equal_sizes:
         for rows in (5, 64, 65, 100):
