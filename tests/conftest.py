@@ -180,7 +180,7 @@ def _kernels_are_not_built_for_later_processes() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _compilers_are_not_asked_what_they_build_for() -> Iterator[None]:
-    """Beside what tox says, Inductor builds and loads up to nine libraries to see: 4 s of a core a cache and process."""
+    """Beside what tox says, Inductor builds and loads up to nine libraries to see: 4 s of a core for each cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._inductor.cpu_vec_isa.VecISA.check_build", lambda *_: True)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,7 +53,7 @@ def data_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    return {name: copy.copy(value) for name, value in module.__dict__.items() if isinstance(value, _CONTAINERS)}
+    return {name: value.copy() for name, value in module.__dict__.items() if isinstance(value, _CONTAINERS)}
 
 
 def _tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -71,7 +70,7 @@ def _tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
 
 def _restore(container: Any, content: Any) -> None:
     """Restore a container's entries; an unchanged one is left alone, since other threads may be reading it."""
-    if _entries(container) == _entries(content):
+    if not (container or content) or _entries(container) == _entries(content):
         return
     if isinstance(container, list):
         container[:] = content

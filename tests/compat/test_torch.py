@@ -108,6 +108,33 @@ def test_sizes_that_only_data_decides_are_known_from_other_errors():
     assert not tensors.has_unknown_sizes(other.value)
 
 
+@pytest.mark.parametrize("bias", [None, torch.zeros(3)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (2, 5, 4)])
+def test_a_fake_linear_layer_makes_what_torch_does(shape, transposed, bias):
+    weight = torch.nn.Parameter(torch.zeros(3, 4), requires_grad=False)
+    with tensors.fake_tensors() as fakes:
+        input = fakes.of(
+            torch.zeros(shape[::-1]).permute(*range(len(shape))[::-1]) if transposed else torch.zeros(shape)
+        )
+        made, expected = tensors.fake_linear(input, weight, bias), torch.nn.functional.linear(input, weight, bias)
+    assert made is not None
+    for what in (Tensor.size, Tensor.stride, Tensor.is_contiguous, type, lambda tensor: (tensor.dtype, tensor.device)):
+        assert what(made) == what(expected)
+
+
+def test_other_linear_layers_are_left_to_torch():
+    class Quantised(Tensor):
+        pass
+
+    plain = torch.zeros(3, 4)
+    with tensors.fake_tensors() as fakes:
+        input = fakes.of(torch.zeros(2, 4))
+        for weight in (plain.as_subclass(Quantised), plain.half(), torch.zeros(3, 5), torch.zeros(4)):
+            assert tensors.fake_linear(input, weight) is None
+    assert tensors.fake_linear(torch.zeros(2, 4), plain) is None, "it has data"
+
+
 def test_fake_tensors_say_whether_they_share_memory():
     with tensors.fake_tensors():
         whole, other = torch.empty(4), torch.empty(4)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -52,6 +52,18 @@ def fake_tensors() -> Iterator[Fakes]:
             yield Fakes(lambda values: tree_map_only(Tensor, fake, values), another)
     finally:
         logger.setLevel(level)
+
+
+def fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """Return what ``nn.functional.linear`` makes of a fake input, in one operation where torch takes four.
+
+    So a trial forward takes a fourth less. None if it may make something else: the input has data, or the weight is of
+    another size, type or class than a plain product takes.
+    """
+    plain = type(weight) in (Tensor, nn.Parameter) and (weight.dtype, weight.dim()) == (input.dtype, 2)
+    if not (plain and isinstance(input, FakeTensor) and input.shape[-1:] == weight.shape[1:]):
+        return None
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
 def has_unknown_sizes(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
 from compiled_llm.compat.huggingface import index_keys
+from compiled_llm.compat.torch.tensors import fake_linear
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
 from compiled_llm.model.layers.latents import Expansion
@@ -120,6 +121,8 @@ class _Expansions(TorchFunctionMode):
         given = kwargs or {}
         if func is nn.functional.linear:
             self._read.append((args[0] if args else given["input"], (*args[1:], *given.values())))
+            if (made := fake_linear(*args, **given)) is not None:
+                return made
         return func(*args, **given)
 
     def mask(self, arguments: dict[str, Any]) -> None: ...

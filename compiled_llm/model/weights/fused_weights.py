@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compiled_llm.compat.torch.tensors import storage_owners, version_of
+from compiled_llm.compat.torch.tensors import fake_linear, storage_owners, version_of
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -65,6 +65,8 @@ class LinearRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear:
             self._note(*args, **(kwargs or {}))
+            if (made := fake_linear(*args, **(kwargs or {}))) is not None:
+                return made
         elif (name := getattr(func, "__name__", "")) in _MATMULS and not _is_outer(args):
             self.other_matmuls[name] = None
         return func(*args, **(kwargs or {}))
