@@ -272,8 +272,12 @@ from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.lifecycle import runner_lifecycle
 folder, processes, config = sys.argv[1], *map(json.loads, sys.argv[2:])
+options = {"kv_memory": "2000 tokens", "page_size": 4, "max_batch_size": 8, "progress": False}
+def tiny():
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
+compiled_llm.unwrap(compiled_llm.wrap(tiny(), mode="eager", **options))  # what the first one imports
 codes = []
-gc.freeze()  # collections of imported objects would take most of the time; processes that fall off the end have them
+gc.freeze()  # collections of imported objects would take most of the time; the first that falls off the end has them
 for number, (executor, mode, ending) in enumerate(processes):
     child = os.fork()
     if child == 0:
@@ -283,13 +287,12 @@ else:
     print(json.dumps(codes))
     sys.exit()
 signal.alarm(200)
-if not ending:
+if mode == "eager" and not ending:
     gc.unfreeze()
 os.dup2(os.open(f"{folder}/{number}", os.O_CREAT | os.O_WRONLY), 2)
 runner_lifecycle.executor_for = lambda device, config: globals()[executor](device)
 backend.compile_with_inductor = lambda module, inputs, options: module.forward
-model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
-compiled_llm.wrap(model, mode=mode, kv_memory="2000 tokens", page_size=4, max_batch_size=8, progress=False)
+model = compiled_llm.wrap(tiny(), mode=mode, **options)
 ids = torch.tensor([[3, 4, 5]])
 assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (1, 8)
 exec(ending)
