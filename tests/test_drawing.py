@@ -38,6 +38,13 @@ def test_seeds_draw_other_cases_and_one_seed_the_same() -> None:
     assert set().union(*(drawn(GRID, str(seed)) for seed in range(50))) == set(range(len(GRID)))
 
 
+def test_of_cases_that_are_alike_there_are_so_many_at_most() -> None:
+    few = [drawn(GRID, str(seed), most=2) for seed in range(50)]
+    assert {len(chosen) for chosen in few} == {2}
+    assert set().union(*few) == set(range(len(GRID)))
+    assert drawn(GRID, "0", most=100) == drawn(GRID, "0")
+
+
 def test_one_case_alone_is_drawn() -> None:
     assert drawn([{("size", "3"), ("kind", "c")}], "0") == {0}
 

@@ -677,7 +677,7 @@ FP8_CASES = {
 """Which of the arguments that belong to fp8 are None."""
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -704,7 +704,7 @@ def test_float32_compiles_without_spilling(head_dim, tmp_path):
     assert int(stack) <= 64, "registers spill"
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -749,6 +749,7 @@ def test_fp8_is_read_as_it_is_and_converted(left_out, dtype, tmp_path):
     assert len(touched) <= 4, "no more than with other pages"
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -126,6 +126,7 @@ def constants_of(tiling: LinearTiling) -> dict[str, Any]:
 POINTERS = dict.fromkeys("xwy", "*bf16")
 
 
+@pytest.mark.drawn(most=4)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -182,7 +183,7 @@ def test_of_two_products_the_first_reads_weights_alone_before_waiting(outputs: i
 SUMS = ("states", "norm", "total", "scaled")
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -241,6 +242,7 @@ def sums_of(code: str) -> list[str]:
     return [layouts[name] for name in re.findall(r"\}\) : \(tensor<[\dx]+f32, (#\w+)>\) ->", code)]
 
 
+@pytest.mark.drawn(most=4)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

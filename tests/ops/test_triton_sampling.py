@@ -133,6 +133,7 @@ def test_every_branch_follows_the_distribution(vocabulary: int, spread: float, d
         assert torch.equal(given.counts, same.counts)
 
 
+@pytest.mark.drawn(most=12)
 @interpreted
 @pytest.mark.parametrize(
     "setting",

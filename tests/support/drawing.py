@@ -1,4 +1,7 @@
-"""Grids of cases, of which a run has a few: drawn by its seed, each value of each parameter among them."""
+"""Grids of cases, of which a run has a few: drawn by its seed, each value of each parameter among them.
+
+Of cases that are alike, as a kernel's compiled sizes, ``drawn(most=2)`` has so many at most, whatever is among them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ def not_drawn(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
     found: list[pytest.Item] = []
     for name, cases in grids.items():
         cases.sort(key=lambda item: item.nodeid)
-        chosen = drawn([values_of(case) for case in cases], f"{seed} {name}")
+        mark = cases[0].get_closest_marker("drawn")
+        chosen = drawn([values_of(case) for case in cases], f"{seed} {name}", **({} if mark is None else mark.kwargs))
         found += [case for number, case in enumerate(cases) if number not in chosen]
     return found
 
@@ -51,15 +55,15 @@ def values_of(case: pytest.Function) -> set[tuple[str, str]]:
     return {(name, repr(value)) for name, value in case.callspec.params.items()}
 
 
-def drawn(cases: Sequence[Set[Hashable]], seed: str) -> set[int]:
-    """Return the numbers of random cases, few of which together have each value that any case has.
+def drawn(cases: Sequence[Set[Hashable]], seed: str, most: int | None = None) -> set[int]:
+    """Return the numbers of random cases, few of which together have each value that any case has, or ``most`` of them.
 
     The next one is always one of those with the most values that none has so far.
     """
     order = random.Random(seed).sample(range(len(cases)), len(cases))
     seen: set[Hashable] = set()
-    found = set()
-    while unseen := [number for number in order if not cases[number] <= seen]:
+    found = set[int]()
+    while len(found) != most and (unseen := [number for number in order if not cases[number] <= seen]):
         number = max(unseen, key=lambda number: len(cases[number] - seen))
         found.add(number)
         seen |= cases[number]

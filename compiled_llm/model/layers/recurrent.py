@@ -109,6 +109,14 @@ class RecurrentStates:
         """Return a layer's new keys and values: its attention function has pages."""
         return (key, value) if self.latents is None else self.latents.update(key, value, layer_idx)
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return how many keys a mask is for, and where they begin: those of the new tokens."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return how many tokens the layer has seen: none, as far as it is to know."""
+        return 0
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None: no layer is to compute with a state by itself."""
         self._place = layer_idx, state_idx

@@ -161,7 +161,9 @@ def test_several_tokens_in_a_step_are_as_many_steps(
 ) -> None:
     """As a draft model proposes them; captured steps replay."""
     let_a_cpu_capture(monkeypatch)
-    model = compiled_llm.wrap(with_attention(kind, seed), mode="eager", prefill_tokens=64, **FEW_PAGES, **variants_for(kind))
+    model = compiled_llm.wrap(
+        with_attention(kind, seed), mode="eager", prefill_tokens=64, **FEW_PAGES, **variants_for(kind)
+    )
     together, apart = (model.compiled.generate_loop() for _ in range(2))
     for loop in (together, apart):
         for length in (3, 4, 9):

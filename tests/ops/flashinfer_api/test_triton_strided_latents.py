@@ -73,6 +73,7 @@ def test_what_has_no_kernel_is_refused() -> None:
             launch(StridedLatentAttention(*states, out, lse, *rows.table, rows.scale))
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -91,6 +91,7 @@ def test_many_rows_and_shares(seed):
     check(rows_of([0, 0], seed=seed), 2)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("keys_first", [False, True], ids="keys_first={}".format)
 @pytest.mark.parametrize("chosen", [None, 90], ids="chosen={}".format)
@@ -349,7 +350,7 @@ SIZES = pytest.mark.parametrize(
 LISTS = pytest.mark.parametrize("table", [(), ("chosen",)], ids=str)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -377,6 +378,7 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
     assert set(before) == {"ld.global"}, "where pages begin, and lengths"
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -440,7 +442,7 @@ def test_merging_waits_before_it_reads(rows, tmp_path):
     assert "cp.async.cg.shared.global" in made.asm["ptx"], "sixteen bytes at a time"
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -11,6 +11,7 @@ from support.ops.interpreting import interpreted, needs_triton
 from support.ops.tagged_rows import rows_that_begin_alike, some_rows
 
 
+@pytest.mark.drawn
 @interpreted
 @needs_triton
 @pytest.mark.usefixtures("interpreter")

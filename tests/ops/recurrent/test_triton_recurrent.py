@@ -118,6 +118,7 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

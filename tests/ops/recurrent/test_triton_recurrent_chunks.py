@@ -80,6 +80,7 @@ def test_delta_rule_is_that_of_the_cpu(seed: int) -> None:
     torch.testing.assert_close(there.states, args.states, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("change", ["decays", "no decays", "some decays", "-inf", "all", "nothing", "same keys"])
@@ -182,6 +183,7 @@ def test_channel_rule_is_that_of_the_cpu(seed: int) -> None:
     torch.testing.assert_close(there.states, args.states, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.drawn
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("change", ["decays", "no decays", "some decays", "-inf", "in turn", "all", "same keys"])
@@ -343,7 +345,7 @@ DTYPES = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 
 
 @pytest.mark.slow
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", PREPARED)
@@ -360,7 +362,7 @@ def test_what_prepares_chunks_fits_registers(name: str, size: int, dtype: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", LACKING)

@@ -40,7 +40,7 @@ def test_blocks(block, masked, seed):
     check(SparseBlocks(block, sizes, masked=masked, spare=3, processors=1, seed=seed), soft_cap=1.5 * masked)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @interpreted
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("block", [(1, 16), (4, 1), (33, 128), (16, 64)], ids=str)
@@ -60,7 +60,7 @@ def test_heads_of_any_number_and_size(heads, kv_heads, head_dim, seed):
     check(SparseBlocks((8, 16), sizes, density=0.6, processors=8, seed=seed))
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @interpreted
 @pytest.mark.parametrize("count", [(1, 1), (3, 5), (10, 20), (40, 4)], ids=str)
 @pytest.mark.parametrize("processors", [1, 60])
@@ -138,6 +138,7 @@ COMPILED_IN_EACH_RUN = (COMPILED[2], COMPILED[4], COMPILED[5])
 """One of each kind, with large tiles."""
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -37,7 +37,7 @@ def check(rows: ListedRows, spare: int | None, window_left: int = -1, soft_cap: 
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=6)
 @interpreted
 @pytest.mark.parametrize("spare", [None, 6], ids="spare={}".format)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -82,6 +82,7 @@ def test_as_many_programs_as_listed_keys_need(seed, monkeypatch):
     assert found == [7 * 16, 8 * 16]
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

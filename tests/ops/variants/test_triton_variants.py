@@ -150,7 +150,7 @@ NUMBERS |= dict.fromkeys(("scale", "cap", "epsilon"), "fp32")
 PARTS = dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32")
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -177,7 +177,7 @@ def test_examples_in_the_decode_kernel_compile_for_hopper(name: str, new_tokens:
     assert len(re.findall(r"(?:ld|st|atom)\.global", before)) <= 4, "a variant's tensors may be the previous kernel's"
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
