@@ -104,13 +104,16 @@ with compiled_llm.Engine(model) as engine:
     processors = [lambda tokens, logits: logits]
     params = compiled_llm.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logits_processors=processors)
     (output,) = engine.generate([[5, 6, 7]], params)
-print(len(output.outputs[0].token_ids), "tokens", type(compiled_llm.explain(model)).__name__)
+print(len(output.outputs[0].token_ids), "tokens", compiled_llm.explain.__name__)
 """
 EXTRAS = ["depyf", "fastapi", "httptools", "matplotlib", "msgspec", "prometheus_client", "ray", "typer", "uvicorn"]
 
 
 def test_models_and_engines_run_without_the_packages_of_extras() -> None:
-    """`jinja2` and `pydantic` may be there by others: transformers brings them, or tells that they are missing."""
+    """`jinja2` and `pydantic` may be there by others: transformers brings them, or tells that they are missing.
+
+    That `explain` imports none of them later, either, is tested with it.
+    """
     program = [sys.executable, "-c", WITHOUT_EXTRAS.format([*EXTRAS, "xgrammar"])]
     done = subprocess.run(program, cwd=CHECKOUT / "tests", capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

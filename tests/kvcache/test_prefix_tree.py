@@ -462,7 +462,7 @@ class Requests(RuleBasedStateMachine):
 
 
 class TestRequests(Requests.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=120, stateful_step_count=40)
+    settings = settings(derandomize=True, deadline=None, max_examples=50, stateful_step_count=40)
 
 
 @pytest.mark.whole

@@ -392,7 +392,7 @@ class Batches(RuleBasedStateMachine):
 
 
 class TestBatches(Batches.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=120, stateful_step_count=40)
+    settings = settings(derandomize=True, deadline=None, max_examples=50, stateful_step_count=40)
 
 
 @pytest.mark.whole

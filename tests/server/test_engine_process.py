@@ -40,9 +40,16 @@ def assert_nothing_is_left(client: Client) -> None:
     assert pages.free + pages.cached == pages.total
 
 
-def test_an_engine_process_answers_loses_a_client_and_ends(engine: Engine, model_folder: Path, path: Path) -> None:
+def test_an_engine_process_answers_loses_a_client_and_ends(
+    engine: Engine, model_folder: Path, path: Path, tmp_path: Path
+) -> None:
+    """With a length, a tokenizer and a template of the command."""
     (expected,) = engine.generate([[3, 4, 5]], greedy(30))
-    with started_engine_process(model_folder, path, *OPTIONS) as process:
+    weights, template = tmp_path / "weights", tmp_path / "chat.jinja"
+    shutil.copytree(model_folder, weights, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    template.write_text("Q: {{ messages[0]['content'] }}")
+    own = ["--tokenizer", str(model_folder), "--chat-template", str(template), "--max-model-len", "1000"]
+    with started_engine_process(weights, path, *OPTIONS, *own) as process:
         done = ask(path, "3,4,5", "--ids")  # waits until it is ready
         assert (done.returncode, done.stdout) == (0, f"{','.join(map(str, expected.token_ids))},\n"), done.stderr
         assert "the engine process is not ready" in done.stderr
@@ -51,32 +58,18 @@ def test_an_engine_process_answers_loses_a_client_and_ends(engine: Engine, model
             assert client.generate([[3, 4, 5]], greedy(30))[0].token_ids == expected.token_ids
             kill_client(SOCKET_CLIENT, str(path))
             assert_nothing_is_left(client)
-            handle = client.submit([3, 4], greedy(500))
+            with Client(path, tokenizer=True) as talks:
+                chat = talks.submit([{"role": "user", "content": "hi"}], greedy(3)).result(PATIENCE)
+                assert talks.tokenizer.decode(chat.prompt_token_ids) == "Q: hi"
+            with pytest.raises(ValueError, match=r"max_tokens=998: .* more than max_model_len=1000"):
+                client.generate([[3, 4, 5]], greedy(998))
+            handle = client.submit([3, 4, 5], SamplingParams(ignore_eos=True, max_tokens=None))
             next(iter(handle))
             process.send_signal(signal.SIGTERM)
-            assert handle.result(PATIENCE).finish_reason == "length"
+            ended = handle.result(PATIENCE)
+            assert (ended.finish_reason, len(ended.token_ids)) == ("length", 997)
         assert process.wait(PATIENCE) == 0
     assert not path.exists()
-
-
-def test_a_length_a_tokenizer_and_a_template_of_the_command_are_those_of_requests(
-    model_folder: Path, path: Path, tmp_path: Path
-) -> None:
-    weights, template = tmp_path / "weights", tmp_path / "chat.jinja"
-    shutil.copytree(model_folder, weights, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
-    template.write_text("Q: {{ messages[0]['content'] }}")
-    own = ["--tokenizer", str(model_folder), "--chat-template", str(template), "--max-model-len", "40"]
-    with started_engine_process(weights, path, *OPTIONS, *own) as process:
-        with Client(path, tokenizer=True) as client:
-            handle = client.submit([{"role": "user", "content": "hi"}], greedy(3))
-            assert client.tokenizer.decode(handle.result(PATIENCE).prompt_token_ids) == "Q: hi"
-            assert (
-                len(client.generate([[3, 4, 5]], SamplingParams(ignore_eos=True, max_tokens=None))[0].token_ids) == 37
-            )
-            with pytest.raises(ValueError, match=r"max_tokens=38: .* more than max_model_len=40"):
-                client.generate([[3, 4, 5]], greedy(38))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0
 
 
 @pytest.mark.whole

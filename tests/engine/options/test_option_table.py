@@ -39,7 +39,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def crowd() -> list[tuple[list[int], SamplingParams]]:
     """Requests that begin alike, whose answers have more tokens than there are pages for: some lose theirs."""
-    return [([*range(3, 35), last], greedy(20, logprobs=2)) for last in range(40, 45)]
+    return [([*range(3, 35), last], greedy(20, logprobs=2)) for last in range(40, 46)]
 
 
 def cases(refused: bool) -> list[Any]:
