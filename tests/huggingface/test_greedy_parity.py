@@ -16,8 +16,8 @@ from support.tiny_models import tiny_llama, tiny_qwen3
 
 # Below, at and above buckets (1, 2, 4, 8), one after the other on the same model, and how many tokens each writes.
 BATCHES = [
-    ([7], 200), ([5, 9], 50), ([1, 12, 30], 50), ([4, 4, 4, 4], 50),
-    ([3, 17, 1, 8, 25], 200), ([6], 50), ([2, 31, 9], 50),
+    ([7], 80), ([5, 9], 30), ([1, 12, 30], 30), ([4, 4, 4, 4], 30),
+    ([3, 17, 1, 8, 25], 80), ([6], 30), ([2, 31, 9], 30),
 ]  # fmt: skip
 
 

@@ -25,7 +25,13 @@ def flags(model: Any) -> list[bool]:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("begins", [True, False], ids=["traced in training mode", "traced in evaluation mode"])
+@pytest.mark.parametrize(
+    "begins",
+    [
+        pytest.param(True, id="traced in training mode"),
+        pytest.param(False, id="traced in evaluation mode", marks=pytest.mark.whole),
+    ],
+)
 def test_flips_of_training_and_of_checkpointing_compile_nothing(inputs, begins):
     plain = tiny_qwen3(eos_token_id=None)
     model = compiled_llm.wrap(
