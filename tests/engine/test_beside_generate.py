@@ -332,11 +332,11 @@ def test_a_forward_that_has_found_the_model_awake_ends_before_it_sleeps(
         return found
 
     ids = torch.tensor([PROMPT])
-    padded = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)}
-    with torch.no_grad():  # rows with padding take pages
-        expected = model(**padded, use_cache=False).logits
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(ids)  # they take pages
+        expected = model(inputs_embeds=embeddings, use_cache=False).logits
         monkeypatch.setattr(forward, "fitting", looked)
-        output = model(**padded, use_cache=keeps_cache)
+        output = model(inputs_embeds=embeddings, use_cache=keeps_cache)
     assert output.logits.equal(expected)
     if keeps_cache:
         with pytest.raises(RuntimeError, match="caches hold"):

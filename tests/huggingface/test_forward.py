@@ -177,13 +177,14 @@ def test_one_graph_for_tokens_and_one_for_embeddings():
         mask, rows = inputs["attention_mask"], {"inputs_embeds": embeddings(inputs["input_ids"]).detach()}
         with torch.no_grad():
             expected = plain(**inputs)
-            assert_equal_where_seen(wrapped(**inputs, use_cache=False), expected, mask)
+            assert_equal_where_seen(wrapped(**inputs, use_cache=False), expected, mask)  # without pages
+            kept = wrapped.compiled.new_cache()
+            assert_equal_where_seen(wrapped(**inputs, past_key_values=kept), expected, mask)
             assert_equal_where_seen(wrapped(**rows, attention_mask=mask), expected, mask)
         with torch.inference_mode():
             assert_equal_where_seen(wrapped(**rows, attention_mask=mask), expected, mask)
 
     score([5, 9], 0)
-    score([4], 0)  # without padding, and without pages
     with torch.compiler.set_stance("fail_on_recompile"):
         for seed, lengths in enumerate(([1], [7], [3, 3, 3], [20, 1, 9, 30])):
             score(lengths, seed)

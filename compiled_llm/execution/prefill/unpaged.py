@@ -3,8 +3,8 @@
 A row in pages is written there, gathered again, and attended over alone. Rows that nobody goes on with save that, and
 the host's work for pages, which is most of the time of a short forward of a small model.
 
-Shapes: B rows, Q tokens of each, T = B * Q packed tokens, L tokens whose logits are wanted, V vocabulary, K kv heads,
-D head dimension.
+Shapes: B rows, Q columns, T packed tokens, L of them whose logits are wanted, V vocabulary, K kv heads, D head
+dimension.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.specs import FullAttentionSpec
 
 _COMPILED = np.zeros((3, 2), dtype=np.int64)
-"""The tokens that the program is compiled with: no two sizes are the same."""
+"""The tokens that the program is compiled with, all of them shown: no two sizes are the same."""
 _KEPT = np.zeros(5, dtype=np.int64)
 """Those of them whose logits are wanted."""
 
@@ -34,23 +34,30 @@ class KeysAndValues(NamedTuple):
 
     Attributes:
         layers: ``[2, T, K, D]`` of each layer.
-        rows: B.
-        positions: the rotary position of each row's next token.
+        shown: ``[B, Q]`` bool, which columns hold these T tokens, row by row.
+        positions: ``[B, Q]``, rotary positions.
     """
 
     layers: Sequence[Tensor]
-    rows: int
-    positions: Sequence[int]
-
-    @property
-    def tokens(self) -> int:
-        """Q."""
-        return self.layers[0].shape[1] // self.rows
+    shown: NDArray[np.bool_]
+    positions: NDArray[np.int64]
 
     def states(self) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values of each layer as HuggingFace's caches have them, ``[B, K, Q, D]``."""
-        shaped = (layer.unflatten(1, (self.rows, self.tokens)).transpose(2, 3) for layer in self.layers)
+        shaped = (self._in_columns(layer).unflatten(1, self.shown.shape).transpose(2, 3) for layer in self.layers)
         return [(layer[0], layer[1]) for layer in shaped]
+
+    def _in_columns(self, layer: Tensor) -> Tensor:
+        """Return ``[2, B * Q, K, D]``, zeros in columns that are not shown."""
+        if self.shown.all():
+            return layer
+        columns = layer.new_zeros(2, self.shown.size, *layer.shape[2:])
+        return columns.index_copy_(1, torch.from_numpy(np.flatnonzero(self.shown)), layer)
+
+    def next_positions(self) -> list[int]:
+        """Return the rotary position of each row's next token; 0 if it has none."""
+        rows = (positions[shown] for positions, shown in zip(self.positions, self.shown, strict=True))
+        return [int(positions[-1]) + 1 if len(positions) else 0 for positions in rows]
 
 
 class Unpaged:
@@ -69,20 +76,27 @@ class Unpaged:
         )
         self._longest = min(facts.windows, default=state.max_positions)
 
-    def serves(self, rows: int, tokens: int) -> bool:
-        """Return whether so many rows of so many tokens can run without pages, all of them in one launch."""
-        total = rows * tokens
-        fits = 2 <= total <= self._state.config.prefill_tokens and tokens <= self._longest
-        return self._serves_model and fits and not self._state.facts.hooks.placed
+    def serves(self, shown: NDArray[np.bool_]) -> bool:
+        """Return whether the tokens shown of rows ``[B, Q]`` can run without pages, all of them in one launch.
+
+        No window reaches over a column that is not shown: none is shorter than a row.
+        """
+        fits = 2 <= np.count_nonzero(shown) <= self._state.config.prefill_tokens and shown.shape[1] <= self._longest
+        return bool(fits) and self._serves_model and not self._state.facts.hooks.placed
 
     def run(
-        self, ids: NDArray[np.int64], positions: NDArray[np.int64], keep: NDArray[np.int64]
+        self,
+        ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        shown: NDArray[np.bool_],
+        keep: NDArray[np.int64],
     ) -> tuple[Tensor, KeysAndValues]:
         """Run new rows, and wait for nothing.
 
         Args:
-            ids: ``[B, Q]``, which ``serves``.
+            ids: ``[B, Q]``.
             positions: ``[B, Q]``, their rotary positions.
+            shown: ``[B, Q]``, which ``serves``; nothing is computed for the other columns.
             keep: ``[L]``, of the packed tokens those whose logits are wanted.
 
         Returns:
@@ -92,8 +106,8 @@ class Unpaged:
         wanted = len(keep)
         if wanted < 2:  # a symbolic size is at least 2
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
-        logits, layers = self._launch(ids, positions, keep)
-        return logits[:wanted], KeysAndValues(layers, len(ids), (positions[:, -1] + 1).tolist())
+        logits, layers = self._launch(ids, positions, shown, keep)
+        return logits[:wanted], KeysAndValues(layers, shown, positions)
 
     def _make_ready(self, waiting: int) -> None:
         """Compile the program, if it is not compiled yet, for ``waiting`` rows."""
@@ -102,17 +116,22 @@ class Unpaged:
         if UNPAGED in graph_manager.prefills or graph_manager.eager:
             return
         with graph_manager.preparing(UNPAGED, waiting, UNPAGED):
-            self._launch(_COMPILED, np.zeros_like(_COMPILED), _KEPT)
+            self._launch(_COMPILED, np.zeros_like(_COMPILED), np.ones_like(_COMPILED, dtype=np.bool_), _KEPT)
         graph_manager.prefills.add(UNPAGED)
 
     def _launch(
-        self, ids: NDArray[np.int64], positions: NDArray[np.int64], keep: NDArray[np.int64]
+        self,
+        ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        shown: NDArray[np.bool_],
+        keep: NDArray[np.int64],
     ) -> tuple[Tensor, list[Tensor]]:
-        (rows, tokens), graph_manager = ids.shape, self._graph_manager
-        ends = np.arange(0, ids.size + 1, tokens, dtype=np.int32)
-        packed, counted, kept, indptr = self._state.staging.to_device([ids.ravel(), positions.ravel(), keep, ends])
-        inputs = UnpagedInputs(packed[None], counted[None], kept, indptr)
-        sizes = ((2, rows * tokens, spec.kv_heads, spec.head_dim) for spec in self._specs)
+        graph_manager = self._graph_manager
+        ends = np.zeros(len(shown) + 1, dtype=np.int32)
+        shown.sum(axis=1).cumsum(out=ends[1:])
+        packed, placed, kept, indptr = self._state.staging.to_device([ids[shown], positions[shown], keep, ends])
+        inputs = UnpagedInputs(packed[None], placed[None], kept, indptr)
+        sizes = ((2, len(packed), spec.kv_heads, spec.head_dim) for spec in self._specs)
         layers = [torch.empty(size, dtype=self._state.dtype, device=self._state.device) for size in sizes]
         arguments = graph_manager.arguments(inputs)._replace(pages=layers)
         with graph_manager.paged():

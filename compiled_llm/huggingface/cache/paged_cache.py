@@ -60,7 +60,7 @@ class PagedCache(Cache):
         )
         self.model_runner, self._computed = model_runner, computed
         self._generate_loop: GenerateLoop | None = None
-        self.stored = _NOTHING if computed is None else np.ones((computed.rows, computed.tokens), dtype=bool)
+        self.stored = _NOTHING if computed is None else computed.shown
 
     @property
     def generate_loop(self) -> GenerateLoop:
@@ -75,9 +75,9 @@ class PagedCache(Cache):
         generate_loop = GenerateLoop(self.model_runner)
         if computed is not None:
             try:
-                for _ in range(computed.rows):
+                for _ in self.stored:
                     generate_loop.add_row(0)
-                generate_loop.fill(self.stored, computed.states(), computed.positions)
+                generate_loop.fill(self.stored, computed.states(), computed.next_positions())
             except BaseException:
                 generate_loop.close()
                 raise

@@ -1,6 +1,6 @@
-"""Calls of ``forward`` that need no pages: each row is new and without padding, and only logits are asked for.
+"""Calls of ``forward`` that need no pages: each row is new, and only logits are asked for.
 
-Shapes: B rows, Q tokens of each, Q' of them with logits, V vocabulary.
+Shapes: B rows, Q columns, Q' of them whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,12 +26,14 @@ class NewRows(NamedTuple):
     Attributes:
         ids: ``[B, Q]``.
         positions: ``[B, Q]``, rotary positions.
-        columns: ``[Q']``, those of the tokens whose logits are wanted.
+        shown: ``[B, Q]`` bool; the mask hides the others, for which nothing is computed.
+        columns: ``[Q']``, those whose logits are wanted.
     """
 
     model_runner: ModelRunner
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
+    shown: NDArray[np.bool_]
     columns: NDArray[np.int64]
 
     @classmethod
@@ -38,22 +41,33 @@ class NewRows(NamedTuple):
         """Return the rows of a call without a ``forward_obstacle`` and without a cache; None if they need pages."""
         model_runner = runtime.runner_lifecycle.present  # whether it still fits the model has just been asked
         input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-        if model_runner is None or input_ids is None or not model_runner.unpaged.serves(*input_ids.shape):
-            return None
-        if mask is not None and not (mask.shape == input_ids.shape and on_host(mask).all()):
+        if model_runner is None or input_ids is None or not (mask is None or mask.shape == input_ids.shape):
             return None
         ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
+        shown = np.ones(ids.shape, dtype=np.bool_) if mask is None else on_host(mask) != 0
+        if not model_runner.unpaged.serves(shown):
+            return None
         check_range(int(ids.min()), int(ids.max()), model_runner.vocabulary)
-        given, new = arguments.get("position_ids"), ids.shape[1]
-        positions = np.arange(new) if given is None else on_host(given)
-        columns = kept_columns(arguments.get("logits_to_keep", 0), new)
-        return cls(model_runner, ids, np.broadcast_to(positions, ids.shape).astype(np.int64), columns)
+        columns = kept_columns(arguments.get("logits_to_keep", 0), ids.shape[1])
+        if (given := arguments.get("position_ids")) is not None:
+            positions = np.broadcast_to(on_host(given), ids.shape).astype(np.int64)
+        elif runtime.facts.default_positions == "unmasked":
+            positions = shown.cumsum(axis=1) - 1
+        else:
+            positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        return cls(model_runner, ids, positions, shown, columns)
 
     def forward(self, keeps: bool) -> tuple[Tensor, PagedCache | None]:
-        """Return ``[B, Q', V]`` logits in the model's dtype, and a cache of these tokens if the call ``keeps`` one."""
-        rows, new = self.ids.shape
-        keep = (np.arange(rows)[:, None] * new + self.columns).ravel()
-        thread = self.model_runner.thread
-        logits, computed = thread.call(self.model_runner.unpaged.run, self.ids, self.positions, keep)
+        """Return ``[B, Q', V]`` logits in the model's dtype, and a cache of these tokens if the call ``keeps`` one.
+
+        Logits of tokens that are not shown are zeros.
+        """
+        places = self.shown.cumsum().reshape(self.shown.shape)[:, self.columns] - 1
+        wanted = self.shown[:, self.columns]
+        thread, unpaged = self.model_runner.thread, self.model_runner.unpaged
+        logits, computed = thread.call(unpaged.run, self.ids, self.positions, self.shown, places[wanted])
+        if not wanted.all():
+            packed, logits = logits, logits.new_zeros(wanted.size, logits.shape[-1])
+            logits.index_copy_(0, torch.from_numpy(np.flatnonzero(wanted)), packed)
         cache = PagedCache(self.model_runner, computed) if keeps else None
-        return logits.unflatten(0, (rows, len(self.columns))), cache
+        return logits.unflatten(0, wanted.shape), cache

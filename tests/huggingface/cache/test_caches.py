@@ -286,15 +286,15 @@ def test_masked_tokens_have_zeros_for_keys(models, inputs):
 
 def test_cropping_counts_masked_tokens_and_gives_pages_back(models, inputs):
     plain, wrapped = models
-    caches = []
+    caches = [DynamicCache(config=plain.config), wrapped.compiled.new_cache()]
     mask = inputs["attention_mask"]
     mask[0, 7] = 0
     with torch.no_grad():
-        for model in models:
-            caches.append(model(**inputs).past_key_values)
-            used = None if model is plain else wrapped.compiled.stats().pages.used
-            caches[-1].crop(-4)
-        assert used is not None
+        for model, cache in zip(models, caches, strict=True):
+            model(**inputs, past_key_values=cache)
+        used = wrapped.compiled.stats().pages.used
+        for cache in caches:
+            cache.crop(-4)
         assert wrapped.compiled.stats().pages.used < used
         step, longer = torch.tensor([[5], [6], [7]]), torch.cat([mask[:, :5], torch.ones(3, 1, dtype=torch.long)], 1)
         rows = slice(1, None)  # of row 0, nothing is left to see
