@@ -130,7 +130,8 @@ def test_other_linear_layers_are_left_to_torch():
     plain = torch.zeros(3, 4)
     with tensors.fake_tensors() as fakes:
         input = fakes.of(torch.zeros(2, 4))
-        for weight in (plain.as_subclass(Quantised), plain.half(), torch.zeros(3, 5), torch.zeros(4)):
+        others = plain.half(), plain.to("meta"), torch.zeros(3, 5), torch.zeros(4)
+        for weight in (plain.as_subclass(Quantised), *others):
             assert tensors.fake_linear(input, weight) is None
     assert tensors.fake_linear(torch.zeros(2, 4), plain) is None, "it has data"
 

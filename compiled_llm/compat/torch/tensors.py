@@ -58,9 +58,10 @@ def fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     """Return what ``nn.functional.linear`` makes of a fake input, in one operation where torch takes four.
 
     So a trial forward takes a fourth less. None if it may make something else: the input has data, or the weight is of
-    another size, type or class than a plain product takes.
+    another size, type, device or class than a plain product takes.
     """
-    plain = type(weight) in (Tensor, nn.Parameter) and (weight.dtype, weight.dim()) == (input.dtype, 2)
+    fits = (weight.dim(), weight.dtype, weight.device) == (2, input.dtype, input.device)
+    plain = type(weight) in (Tensor, nn.Parameter) and fits
     if not (plain and isinstance(input, FakeTensor) and input.shape[-1:] == weight.shape[1:]):
         return None
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
