@@ -325,8 +325,8 @@ def test_a_forward_that_has_found_the_model_awake_ends_before_it_sleeps(
 ) -> None:
     fitting, sleeping = forward.fitting, list[Future[int]]()
 
-    def looked(runtime: Any, arguments: Any) -> Any:
-        found = fitting(runtime, arguments)
+    def looked(*arguments: Any) -> Any:
+        found = fitting(*arguments)
         sleeping.append(start(engine.sleep))
         wait(sleeping, timeout=0.2)
         return found

@@ -44,6 +44,7 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.model.inputs import check_ids, check_ready
+from compiled_llm.model.version.model_version import Placement
 
 _counted: ContextVar[list[str] | None] = ContextVar("counted", default=None)
 """The paths that forwards inside a forward of the user's were counted on."""
@@ -67,7 +68,9 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     with _in_progress(runtime):
         if isinstance(cache, PagedCache):
             return _run_over(cache, original, self, arguments)
-        reason = original_reason() or forward_obstacle(original, self, arguments) or fitting(runtime, arguments)
+        placement = runtime.facts.version.placement  # once: to find it, all modules are walked
+        reason = original_reason() or forward_obstacle(original, self, arguments, placement)
+        reason = reason or fitting(runtime, arguments, placement)
         if reason is None:
             try:
                 output = compiled(original, runtime, arguments)
@@ -118,7 +121,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
     runtime, call = self.compiled, current_call.get()
     check_ready(runtime.facts.version)
     replaceable = call is not None and any(made is cache for made in call.caches)
-    reason = forward_obstacle(original, self, arguments)
+    reason = forward_obstacle(original, self, arguments, runtime.facts.version.placement)
     if reason is None:
         if call is None:  # a call of generate goes on as it began
             check_belongs(runtime, cache)
@@ -308,10 +311,10 @@ def _foreign() -> ValueError:
     )
 
 
-def fitting(runtime: CompiledModel, arguments: Mapping[str, Any]) -> Reason | None:
+def fitting(runtime: CompiledModel, arguments: Mapping[str, Any], placement: Placement) -> Reason | None:
     """Return why pages cannot serve a call without a ``PagedCache``, or None; HuggingFace's own forward needs none."""
     try:
-        model_runner = runtime.model_runner()
+        model_runner = runtime.model_runner(placement)
     except (ValueError, RuntimeError) as error:
         return Reason("cannot_run", str(error))
     rows, tokens = tokens_in(arguments)

@@ -23,6 +23,7 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import UNSERVED_OUTPUTS, inner_reasons
 from compiled_llm.model.gradients import requires_gradients
 from compiled_llm.model.sizes import max_positions_of
+from compiled_llm.model.version.model_version import Placement
 
 NUM_ITEMS = "num_items_in_batch"
 """What HuggingFace's Trainer passes with labels: the loss function divides by it."""
@@ -57,30 +58,34 @@ def _parameters(original: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def forward_obstacle(
-    original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]
+    original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any], placement: Placement
 ) -> Reason | None:
-    """Return why a call of ``forward`` has to run HuggingFace's own, or None; ``arguments`` are by name."""
-    return next(_obstacles(original, model, arguments), None)
+    """Return why a call of ``forward`` has to run HuggingFace's own, or None.
+
+    ``arguments`` are by name; ``placement`` is the model's, as it is now.
+    """
+    return next(_obstacles(original, model, arguments, placement), None)
 
 
-def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any]) -> Iterator[Reason]:
+def _obstacles(
+    original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any], placement: Placement
+) -> Iterator[Reason]:
     compiled = cast(CompiledModel, model.compiled)
     argument = compiled.facts.cache_argument
     cache, mask = arguments.get(argument), arguments.get("attention_mask")
     paged = isinstance(cache, PagedCache)
     if compiled.asleep:
         yield Reason("asleep")
-    yield from inner_reasons(compiled.facts.version)
+    yield from inner_reasons(compiled.facts.version, placement)
     for name in UNSERVED_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
     known = _KNOWN | {argument} | ignored_inputs(original)
     if isinstance(cache, StandIn) and current_call.get() is not None:  # which has computed the prompt
         known |= OF_PREFILLS
-    given = without_what_says_nothing(model, arguments)
-    others = sorted(name for name, value in given.items() if name not in known and value is not False)
-    if others:
-        yield Reason("model_inputs", ", ".join(others))
+    others = {name: value for name, value in arguments.items() if name not in known and value is not False}
+    if others and (telling := without_what_says_nothing(model, others)):
+        yield Reason("model_inputs", ", ".join(sorted(telling)))
     if cache is not None and not paged and (type(cache) is not DynamicCache or compiled.facts.states):
         yield Reason("past_key_values", type(cache).__name__)
     if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
@@ -91,7 +96,7 @@ def _obstacles(original: Callable[..., Any], model: PreTrainedModel, arguments: 
         yield Reason("packed_sequences")
     if "position_ids" not in arguments and compiled.facts.default_positions == "own":
         yield Reason("no_position_ids")
-    if torch.is_autocast_enabled(model.device.type):
+    if torch.is_autocast_enabled(placement.device.type):
         yield Reason("autocast")
     if "labels" in arguments:
         yield from _label_obstacles(original, arguments)
