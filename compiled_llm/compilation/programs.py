@@ -56,6 +56,7 @@ from compiled_llm.compilation.tracing.traced_code import TracedCodeWatch
 from compiled_llm.config import WrapConfig
 from compiled_llm.model.attention import LayerSpec
 from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.layers.recurrent import layers_of
 from compiled_llm.model.version.code import places_of
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
@@ -138,6 +139,7 @@ class Programs:
         self._device = device
         self._decode_ops = config.backend_on(device.type).decode_ops
         self._layers = facts.layers
+        self._layers_with_states = layers_of(facts.states)
         self._outlines: dict[str, Outline] = {}
         self._adapters = ActiveAdapters(self._version)
         self._passes: list[Pass] = []
@@ -169,7 +171,7 @@ class Programs:
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
         if self.outlines_layers and not self._hooks and self._config.traces_layers_once_on(self._device.type):
-            self._outlines[program.name] = Outline(function, self._version)
+            self._outlines[program.name] = Outline(function, self._version, self._layers_with_states)
         return compiled(function, self._config, backend)
 
     def _layers_in_region(self) -> int:

@@ -27,6 +27,7 @@ from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.model.attention_switch import paged_attention_in
 from support.compilation.traced import descriptions_of
 from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight
+from support.huggingface.recurrent_families import recurrent_model
 from support.parity import FEW_PAGES, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -105,6 +106,27 @@ def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monke
         assert descriptions_of(outlined) == descriptions_of(whole)
     assert torch.equal(tokens[0].sequences, tokens[1].sequences)
     assert all(map(torch.equal, tokens[0].logits, tokens[1].logits))
+
+
+@pytest.mark.parametrize(
+    ("family", "traced"),
+    [
+        ("Qwen3_5", 2),
+        pytest.param("Bamba", 2, marks=pytest.mark.whole),  # its layers return a tuple with None
+        pytest.param("FalconH1", 1, marks=pytest.mark.whole),  # and these one of their output alone
+        pytest.param("FalconMamba", 1, marks=pytest.mark.whole),  # without attention
+    ],
+)
+def test_layers_with_states_stand_for_others(family, traced, graphs, monkeypatch, seed):
+    """Dynamo computes what sizes are once a graph, and here each layer of a prefill does: decode has none of these."""
+    inputs, answers = mixed_prompts([5, 9], 90, seed), []
+    for _ in outlined_and_whole(monkeypatch):
+        model = compiled_llm.wrap(recurrent_model(family, seed), **FEW_PAGES)
+        answers.append(greedy(model, inputs, 6, output_logits=True, return_dict_in_generate=True))
+    assert graphs.traced == [traced, traced, LAYERS, LAYERS]
+    assert descriptions_of(graphs[1]) == descriptions_of(graphs[3])
+    assert torch.equal(answers[0].sequences, answers[1].sequences)
+    assert all(map(torch.equal, answers[0].logits, answers[1].logits))
 
 
 def test_a_cpu_traces_layers_once_and_looks_at_them_once_a_call(without_inductor, monkeypatch, seed):

@@ -41,21 +41,22 @@ _ends = define(
 def marked_class(kind: Any) -> Any:
     """Return a subclass of a layer's class that stands between marks, and does nothing if another layer equals it.
 
-    Its instances have ``_tensors``, ``_number``, and the number of the layer that they are ``_like``.
+    Its instances have ``_tensors``, ``_number``, and the number of the layer that they are ``_like``; and what they
+    return ``_beside`` their output in a tuple, None if that is no tuple.
     """
 
-    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         hidden = _begins(hidden, self._tensors, self._number)
         if self._like == self._number:
-            hidden = kind.forward(self, hidden, *args, **kwargs)
-        ended: Tensor = _ends(hidden, self._number, self._like)
-        return ended
+            out = kind.forward(self, hidden, *args, **kwargs)
+            hidden = out if self._beside is None else out[0]
+        ended = _ends(hidden, self._number, self._like)
+        return ended if self._beside is None else (ended, *self._beside)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Skip the work of ``nn.Module`` around a forward if there is none: Dynamo would trace that as well."""
         called = kind.__call__ if self._like == self._number or self._forward_hooks else forward
-        out: Tensor = called(self, *args, **kwargs)
-        return out
+        return called(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__call__": call})
 

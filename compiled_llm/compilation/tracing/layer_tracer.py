@@ -28,7 +28,7 @@ class NoOutlineError(Exception):
 def traced_class(kind: Any) -> Any:
     """Return a subclass of a layer's class that reports its calls to its ``_tracer``."""
 
-    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         original = functools.partial(kind.forward, self)
         tracer: LayerTracer = self._tracer
         return tracer.trace(self._number, original, hidden, *args, **kwargs)
@@ -53,7 +53,11 @@ _UNKNOWN = object()
 
 
 class LayerTracer(TorchFunctionMode):
-    """Notes the calls of a model's layers in one run."""
+    """Notes the calls of a model's layers in one run.
+
+    Attributes:
+        beside: what each layer returns in a tuple besides its output, None each time; None if that is no tuple.
+    """
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], similar: Sequence[int], fakes: Fakes) -> None:
         super().__init__()
@@ -62,6 +66,7 @@ class LayerTracer(TorchFunctionMode):
         self._called: list[list[_TracedCall]] = []  # by the layers so far; at the end of each, what it gave
         self._kept: list[object] = [tensors]  # so that no id is used twice
         self._names: dict[int, tuple[int | None, str, tuple[int, ...]]] = {}  # by id: layer, role, number
+        self.beside: list[tuple[None, ...] | None] = []
         self._layer: int | None = None
         self._lines: list[_TracedCall] = []
         self._expected: list[_TracedCall] = []
@@ -74,10 +79,10 @@ class LayerTracer(TorchFunctionMode):
         """For each layer its function calls, with their arguments and results."""
         return [tuple(call.line for call in lines) for lines in self._called]
 
-    def trace(self, layer: int, original: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def trace(self, layer: int, original: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run a layer's ``original`` forward and note its calls.
 
-        NoOutlineError if it is not the next layer, or its output is not like ``hidden``.
+        NoOutlineError if it is not the next layer, or its output is not like ``hidden``, nor a tuple of that and None.
         """
         if layer != len(self._called) or self._layer is not None:
             raise NoOutlineError("layers are not called one after the other")
@@ -88,14 +93,20 @@ class LayerTracer(TorchFunctionMode):
         given = layout(hidden), self._describe(args), self._describe(others), id(kwargs.get(BATCH_ARGUMENT))
         self._expects(given)
         self._lines.append(_TracedCall(given, _UNKNOWN))
-        out = original(hidden, *args, **kwargs)
-        if not isinstance(out, Tensor) or layout(out) != layout(hidden):
+        returned = original(hidden, *args, **kwargs)
+        out, beside = (returned[0], returned[1:]) if type(returned) is tuple else (returned, None)
+        if (
+            not isinstance(out, Tensor)
+            or layout(out) != layout(hidden)
+            or any(entry is not None for entry in beside or ())
+        ):
             raise NoOutlineError("a layer gives something else than it takes")
+        self.beside.append(beside)
         self._lines.append(_TracedCall(self._describe(out), _UNKNOWN))
         self._called.append(self._lines)
         self._names.pop(id(out))
         self._layer = None
-        return out
+        return returned
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         line = func, self._describe(args), self._describe(kwargs)

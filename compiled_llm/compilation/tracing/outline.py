@@ -62,10 +62,14 @@ class Outline:
     Dynamo is given the model itself.
     """
 
-    def __init__(self, program: Callable[..., Any], version: ModelVersion) -> None:
-        """``program`` will be traced; ``own_copy`` made it, with arguments ``model``, ``pages`` and ``specs``."""
+    def __init__(self, program: Callable[..., Any], version: ModelVersion, with_states: Sequence[int] = ()) -> None:
+        """``program`` will be traced; ``own_copy`` made it, with arguments ``model``, ``pages`` and ``specs``.
+
+        ``pages`` has the states of recurrent layers, too; ``with_states`` names the layer of each such tensor.
+        """
         self._program = program
         self._version = version
+        self._with_states = with_states
         self._prepared = False
         self._layers: _Layers | None = None
         self._look = -1  # the one in which it was last prepared
@@ -86,7 +90,7 @@ class Outline:
         if first:
             self._layers = self._find_layers(arguments)
         if self._layers is not None:
-            self._layers.take_tensors(_own_tensors(arguments))
+            self._layers.take_tensors(_own_tensors(arguments, self._with_states))
         outline = self.of(arguments)
         code = compiled_code(self._program, {**arguments, "model": outline})
         if not (first or self._layers is None or code is not None):
@@ -97,7 +101,7 @@ class Outline:
     def refreshed(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
         """Return the result of the last ``prepare``, with the tensors that the layers have now."""
         if self._layers is not None and not self.is_current:
-            self._layers.take_tensors(_own_tensors(arguments))
+            self._layers.take_tensors(_own_tensors(arguments, self._with_states))
         return self.standing_for(arguments["model"])
 
     def of(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
@@ -125,7 +129,8 @@ class Outline:
 
     def _find_layers(self, arguments: Mapping[str, Any]) -> _Layers | None:
         try:
-            layers = _compared_layers(self._program, arguments, self._version)
+            own = _own_tensors(arguments, self._with_states)
+            layers = _compared_layers(self._program, arguments, own, self._version)
         except Exception as error:  # any: the model may be anything
             self._trace_all(f"{type(error).__name__}: {error}")
             return None
@@ -156,13 +161,14 @@ class _Layers:
         self._marked: list[nn.Module] = []
         self.like: list[int] = []
 
-    def compare(self, descriptions: Sequence[Hashable]) -> None:
+    def compare(self, descriptions: Sequence[Hashable], beside: Sequence[tuple[None, ...] | None]) -> None:
+        """Find equal ones by all that is known of each; ``beside`` their outputs they return that."""
         self.like = _first_equal(descriptions)
         if len(set(self.like)) == len(descriptions):
             raise NoOutlineError("no two layers are alike")
         self._marked = [
-            shallow_copy(layer, marked_class(_class_of(layer)), _tensors=[], _number=number, _like=like)
-            for number, (layer, like) in enumerate(zip(self._all, self.like, strict=True))
+            shallow_copy(layer, marked_class(_class_of(layer)), _tensors=[], _number=number, _like=like, _beside=own)
+            for number, (layer, like, own) in enumerate(zip(self._all, self.like, beside, strict=True))
         ]
 
     def tensors(self, number: int, own: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -201,20 +207,25 @@ class _Layers:
         )
 
 
-def _own_tensors(arguments: Mapping[str, Any]) -> list[list[Tensor]]:
+def _own_tensors(arguments: Mapping[str, Any], with_states: Sequence[int]) -> list[list[Tensor]]:
     """Return the arguments that belong to one layer, for each layer: its memories, and what its spec has."""
     own: list[list[Tensor]] = []
-    for pages, spec in zip(arguments["pages"], arguments["specs"], strict=True):
+    pages, specs = arguments["pages"], arguments["specs"]
+    for memory, spec in zip(pages[: len(specs)], specs, strict=True):
         if isinstance(spec, IndexKeysSpec):  # they follow the memories of all layers
-            own[spec.layer].append(pages)
+            own[spec.layer].append(memory)
         else:
-            own.append([pages, *spec.tensors])
+            own.append([memory, *spec.tensors])
+    for memory, layer in zip(pages[len(specs) :], with_states, strict=True):
+        own[layer].append(memory)
     return own
 
 
-def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], version: ModelVersion) -> _Layers:
+def _compared_layers(
+    program: Callable[..., Any], arguments: Mapping[str, Any], own: Sequence[Sequence[Tensor]], version: ModelVersion
+) -> _Layers:
     """Run the program on fake tensors and return its layers, compared; errors of any type if they cannot be."""
-    model, own = arguments["model"], _own_tensors(arguments)
+    model = arguments["model"]
     if version.obstacles().hooked:
         raise NoOutlineError("hooks may do anything")
     layers = _Layers(version, len(own))
@@ -230,7 +241,7 @@ def _compared_layers(program: Callable[..., Any], arguments: Mapping[str, Any], 
                 raise NoOutlineError("the model changes its attributes")
     if len(tracer.calls) != len(own):
         raise NoOutlineError("not every layer of the list was called")
-    layers.compare(list(zip(descriptions, tracer.calls, strict=True)))
+    layers.compare(list(zip(descriptions, tracer.calls, tracer.beside, strict=True)), tracer.beside)
     return layers
 
 

@@ -366,6 +366,11 @@ def memories(specs: Mapping[Place, StateSpec], tensors: Sequence[Tensor]) -> dic
     }
 
 
+def layers_of(specs: Mapping[Place, StateSpec]) -> list[int]:
+    """Return the layer of each tensor, in the order of ``shapes``."""
+    return [layer for (layer, _), spec in specs.items() for kept in (spec.conv, spec.recurrent) if kept is not None]
+
+
 def shapes(specs: Mapping[Place, StateSpec]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape of each tensor of a row's states, and its type."""
     found: list[tuple[tuple[int, ...], torch.dtype]] = []
