@@ -19,6 +19,7 @@ from compiled_llm.compilation.regions import (
     attentions_in,
     cut,
     join,
+    recurrences_in,
     without_symbols,
 )
 from compiled_llm.compilation.tracing.layer_marks import fill
@@ -68,17 +69,18 @@ class Inductor:
         fill(module.graph)
         for rewrite in self._passes:
             rewrite(module.graph)
-        if not self._worth_cutting(module.graph):
+        mixers = (*self._attentions, *recurrences_in(module.graph))
+        if not self._worth_cutting(attentions_in(module.graph, mixers)):
             module.recompile()
             return self._compiled(module, inputs)
-        return self._compile_regions(module)
+        return self._compile_regions(module, mixers)
 
-    def _worth_cutting(self, graph: fx.Graph) -> bool:
-        layers = self.layers_in_region
-        return layers == 1 or 0 < _FEWEST_REGIONS * layers <= attentions_in(graph, self._attentions)
+    def _worth_cutting(self, layers: int) -> bool:
+        own = self.layers_in_region
+        return own == 1 or 0 < _FEWEST_REGIONS * own <= layers
 
-    def _compile_regions(self, module: fx.GraphModule) -> Compiled:
-        regions, examples = cut(module, self.layers_in_region, self._attentions), Examples(module)
+    def _compile_regions(self, module: fx.GraphModule, mixers: Sequence[torch._ops.OpOverload]) -> Compiled:
+        regions, examples = cut(module, self.layers_in_region, mixers), Examples(module)
         known: dict[str, Compiled] = {}
         functions = []
         for region in regions:

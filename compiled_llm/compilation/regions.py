@@ -1,8 +1,8 @@
 """Piecewise compilation: a graph is cut into regions before attentions, and equal regions are compiled once.
 
-Dynamo's graph of a model is the same operations again and again. Cut before attentions, which Inductor does not fuse,
-all regions but the first and the last are equal but for the weights, so one compiled function serves them all. Weights,
-pages and cosines are its inputs.
+Dynamo's graph of a model is the same operations again and again. Cut before attentions and recurrences, which Inductor
+does not fuse, all regions but the first and the last are equal but for the weights, so one compiled function serves
+them all. Weights, pages and cosines are its inputs.
 """
 
 from __future__ import annotations
@@ -53,6 +53,15 @@ PLANNED_CASCADE: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.planned_cascade_attention_lse.default,
 )
 """The ops that attend by two plans, one of them for pages that rows share."""
+
+RECURRENCES: tuple[torch._ops.OpOverload, ...] = (
+    torch.ops.compiled_llm.gated_delta_rule.default,
+    torch.ops.compiled_llm.selective_scan.default,
+)
+"""The ops of recurrent layers that read and write a state; most layers have a convolution before."""
+
+CONVOLUTIONS: tuple[torch._ops.OpOverload, ...] = (torch.ops.compiled_llm.causal_conv1d.default,)
+"""The ops of recurrent layers that have nothing else."""
 
 _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
@@ -124,6 +133,11 @@ def layers_in_equal_regions(layers: Sequence[object], at_least: int) -> int:
 def attentions_in(graph: fx.Graph, ops: Sequence[torch._ops.OpOverload] = PLANNED) -> int:
     """Return how often a graph attends, by one of ``ops``: once a layer."""
     return sum(node.target in ops for node in graph.nodes)
+
+
+def recurrences_in(graph: fx.Graph) -> tuple[torch._ops.OpOverload, ...]:
+    """Return the ops of which a recurrent layer calls one, of the kind that a graph has."""
+    return RECURRENCES if attentions_in(graph, RECURRENCES) else CONVOLUTIONS
 
 
 def cut(module: fx.GraphModule, layers: int = 1, ops: Sequence[torch._ops.OpOverload] = PLANNED) -> list[Region]:

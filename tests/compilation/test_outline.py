@@ -51,7 +51,7 @@ def tracing(patch: pytest.MonkeyPatch) -> Graphs:
         def __init__(self, *args: Any, layers_in_region: int, **options: Any) -> None:
             super().__init__(*args, layers_in_region=1, **options)
 
-        def _compile_regions(self, module: fx.GraphModule) -> Callable[..., Any]:
+        def _compile_regions(self, module: fx.GraphModule, mixers: Any) -> Callable[..., Any]:
             given.append(module)
             module.recompile()
             return module.forward

@@ -11,6 +11,7 @@ from torch import fx
 from compiled_llm.compilation import backend, programs as programs
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.model.layer_probe import Layer
+from support.huggingface.recurrent_families import recurrent_model
 from support.parity import wrap_and_compare
 from support.tiny_models import tiny_qwen3
 
@@ -18,6 +19,19 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 FULL, WINDOW = Layer(4, 2, 16, -1, 0.0), Layer(4, 2, 16, 6, 0.0)
 PREFILL_AND_DECODE = 2
+
+
+def noted_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """Return the graphs that Inductor is given from now on; they run as they are, with two layers in a region."""
+    compiled: list[fx.GraphModule] = []
+
+    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
+        compiled.append(module)
+        return module.forward
+
+    monkeypatch.setattr(backend, "compile_with_inductor", noted)
+    monkeypatch.setattr(programs, "_LAYERS_IN_REGION_ON_CPU", 2)  # fewer layers are to be traced
+    return compiled
 
 
 @pytest.mark.parametrize(
@@ -29,20 +43,27 @@ PREFILL_AND_DECODE = 2
     ],
 )
 def test_equal_regions_of_several_layers_are_compiled_once(windows, regions, seed, monkeypatch):
-    compiled: list[fx.GraphModule] = []
-
-    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
-        compiled.append(module)
-        return module.forward
-
-    monkeypatch.setattr(backend, "compile_with_inductor", noted)
-    monkeypatch.setattr(programs, "_LAYERS_IN_REGION_ON_CPU", 2)  # fewer layers are to be traced
+    compiled = noted_graphs(monkeypatch)
     kinds = [f"{'sliding' if window else 'full'}_attention" for window in windows]
     model = tiny_qwen3(
         num_hidden_layers=len(kinds), eos_token_id=None, layer_types=kinds, use_sliding_window=True, sliding_window=6
     )
     wrap_and_compare(model, seed)
     assert len(compiled) == regions * PREFILL_AND_DECODE
+
+
+@pytest.mark.parametrize(
+    ("family", "recurrent"),
+    [
+        ("Qwen3_5", "linear_attention"),
+        pytest.param("Lfm2", "conv", marks=pytest.mark.whole),  # convolutions alone
+    ],
+)
+def test_regions_begin_with_recurrent_layers_too(family, recurrent, seed, monkeypatch):
+    compiled = noted_graphs(monkeypatch)
+    kinds = [recurrent, "full_attention"] * 4
+    wrap_and_compare(recurrent_model(family, seed, num_hidden_layers=len(kinds), layer_types=kinds), seed)
+    assert len(compiled) == 3 * PREFILL_AND_DECODE, "the first layers, those between, the last"
 
 
 @pytest.mark.whole
