@@ -39,7 +39,20 @@ if _TRANSFORMERS < (5, 18):
 """What cases leave out: known differences, ours until they are mended, HuggingFace's in the versions that have them."""
 NAMES = ("Qwen3", "Llama", *FAMILIES)
 PLAIN_HEADS = frozenset(
-    ["GPT2LMHead", "GPTBigCode", "GPTNeoX", "Helium", "OPT", "Olmo", "Persimmon", "Phi", "Phi3", "Qwen2", "Starcoder2"]
+    [
+        "GPT2LMHead",
+        "GPTBigCode",
+        "GPTNeoX",
+        "Helium",
+        "OPT",
+        "Olmo",
+        "Olmoe",
+        "Persimmon",
+        "Phi",
+        "Phi3",
+        "Qwen2",
+        "Starcoder2",
+    ]
 )
 """Whose head size is that of a hidden state divided by heads."""
 LAST = Generate(Prompt((4, 6)), {"max_new_tokens": 4})
