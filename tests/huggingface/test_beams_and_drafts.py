@@ -335,6 +335,8 @@ def compiled() -> Iterator[PreTrainedModel]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inductor, "compile_with_inductor", lambda module, inputs, options: module.forward)
         model.compiled.warmup([1, 2, 4, 8])
+        with torch.no_grad():
+            model(**mixed_prompts([2, 6], 128, 0), use_cache=False)  # has a program that is compiled on demand
     yield model
     compiled_llm.unwrap(model)
 
