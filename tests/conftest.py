@@ -208,15 +208,22 @@ def _trial_forwards_keep_what_ops_do() -> Iterator[None]:
         yield
 
 
-WRAPPING_IS_NOT_THE_POINT = ("client", "engine", "fuzz", "kvcache", "server")
+WRAPPING_IS_NOT_THE_POINT = ("client", "engine", "execution", "fuzz", "huggingface", "kvcache", "server")
 """Folders whose tests wrap models of families that others wrap, too."""
+WRAPPING_IS_THE_POINT = (
+    *("experts", "recurrent/test_recurrent_generate.py", "test_bad_input.py", "test_families.py"),
+    *("test_led_to_explain.py", "test_quantized.py", "test_vision_language.py", "test_wrap_options.py", "variants"),
+)
+"""Of these in huggingface: each family is tried on fake tensors, as users' models are, and so is what is refused."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _trial_forwards_compute(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where wrapping is not the point, `wrap` tries models on their own tensors: tiny ones take a tenth of it."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.relative_to(Path(__file__).parent).parts[0] in WRAPPING_IS_NOT_THE_POINT:
+        tests, path = Path(__file__).parent, request.path
+        is_point = any(path.is_relative_to(tests / "huggingface" / own) for own in WRAPPING_IS_THE_POINT)
+        if path.relative_to(tests).parts[0] in WRAPPING_IS_NOT_THE_POINT and not is_point:
             patch.setattr(layer_probe, "_on_fakes", restored)
         yield
 
