@@ -222,8 +222,8 @@ def _trial_forwards_compute(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where wrapping is not the point, `wrap` tries models on their own tensors: tiny ones take a tenth of it."""
     with pytest.MonkeyPatch.context() as patch:
         tests, path = Path(__file__).parent, request.path
-        is_point = any(path.is_relative_to(tests / "huggingface" / own) for own in WRAPPING_IS_THE_POINT)
-        if path.relative_to(tests).parts[0] in WRAPPING_IS_NOT_THE_POINT and not is_point:
+        wraps_on_purpose = any(path.is_relative_to(tests / "huggingface" / own) for own in WRAPPING_IS_THE_POINT)
+        if path.relative_to(tests).parts[0] in WRAPPING_IS_NOT_THE_POINT and not wraps_on_purpose:
             patch.setattr(layer_probe, "_on_fakes", restored)
         yield
 

@@ -53,7 +53,7 @@ class Answer(PendingAnswer):
 
     @property
     def emitted(self) -> dict[str, Tensor] | None:
-        """What traced hooks have emitted for the same tokens, by name; None if the request did not ask for it."""
+        """The outputs of traced hooks for the same tokens, by name; None if the request did not ask for them."""
         return None if (emitted := self._kept) is None else emitted.by_name(self._fed)
 
     @property

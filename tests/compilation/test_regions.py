@@ -20,7 +20,7 @@ from compiled_llm.compat.torch.tensors import storage_number
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.regions import Examples, Region, cut, join
 from compiled_llm_ops import paged_attention
-from support.compilation.traced import Inputs, descriptions_of, inputs_of, traced
+from support.compilation.traced import Inputs, descriptions_of, graphs_for_inductor, inputs_of, traced
 from support.huggingface.families import FAMILIES, make
 from support.noting import note_calls
 from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
@@ -41,14 +41,7 @@ def pieces_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """The graphs that Inductor is given."""
-    given: list[fx.GraphModule] = []
-
-    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
-        given.append(module)
-        return module.forward
-
-    monkeypatch.setattr(inductor, "compile_with_inductor", noted)
-    return given
+    return graphs_for_inductor(monkeypatch)
 
 
 # ---- whole models

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from torch import fx
 
-from compiled_llm.compilation import backend, programs as programs
+from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.model.layer_probe import Layer
+from support.compilation.traced import graphs_for_inductor
 from support.huggingface.recurrent_families import recurrent_model
 from support.parity import wrap_and_compare
 from support.tiny_models import tiny_qwen3
@@ -23,13 +21,7 @@ PREFILL_AND_DECODE = 2
 
 def noted_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     """Return the graphs that Inductor is given from now on; they run as they are, with two layers in a region."""
-    compiled: list[fx.GraphModule] = []
-
-    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
-        compiled.append(module)
-        return module.forward
-
-    monkeypatch.setattr(backend, "compile_with_inductor", noted)
+    compiled = graphs_for_inductor(monkeypatch)
     monkeypatch.setattr(programs, "_LAYERS_IN_REGION_ON_CPU", 2)  # fewer layers are to be traced
     return compiled
 

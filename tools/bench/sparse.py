@@ -130,6 +130,13 @@ def table_of(drawn: Drawn, rows: int, keys: int, page_size: int, first: int = 0)
     return PageNumbers(starts, lengths, (first + drawn.order(rows * count)).int())
 
 
+def dense_tables(case: Case, drawn: Drawn, pages: int, page_size: int) -> list[PageNumbers]:
+    """Return tables of rows that have no other keys than they read, each of other pages of the pool."""
+    needed = case.rows * case.read // page_size
+    places = range(0, pages - needed + 1, needed)[:COPIES]
+    return [table_of(drawn, case.rows, case.read, page_size, first) for first in places]
+
+
 Both = tuple[NumberedLaunch, NumberedLaunch]
 """What reads chosen keys, and dense decode of as many."""
 
@@ -153,9 +160,7 @@ def by_pages(case: Case, drawn: Drawn) -> Both:
 
 def dense_decode(case: Case, drawn: Drawn, pages: Tensor, states: tuple[Tensor, ...]) -> NumberedLaunch:
     """Return decode of rows whose keys are all read, each time in other pages of the same pool."""
-    needed = case.rows * case.read // pages.shape[3]
-    places = range(0, len(pages) - needed + 1, needed)[:COPIES]
-    tables = [table_of(drawn, case.rows, case.read, pages.shape[3], first) for first in places]
+    tables = dense_tables(case, drawn, len(pages), pages.shape[3])
 
     def dense(number: int) -> Tensor:
         return decode_attention(*states, pages, *tables[number % len(tables)], case.heads[2] ** -0.5, overlap=True)
@@ -192,9 +197,7 @@ def by_tokens(case: Case, drawn: Drawn) -> Both:
     states = [drawn.numbers(case.rows, *own) for own in ((heads, rank), (heads, rope), (rank,), (rope,))]
     table, scale = table_of(drawn, case.rows, case.keys, page_size), size**-0.5
     chosen = drawn.lists(case.rows, case.keys, case.read)
-    needed = case.rows * case.read // page_size
-    places = range(0, len(pages) - needed + 1, needed)[:COPIES]
-    tables = [table_of(drawn, case.rows, case.read, page_size, first) for first in places]
+    tables = dense_tables(case, drawn, len(pages), page_size)
 
     def sparse(number: int) -> Tensor:
         return latent_decode(*states, pages, *table, scale, True, chosen[number % COPIES])

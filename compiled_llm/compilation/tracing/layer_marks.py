@@ -41,8 +41,8 @@ _ends = define(
 def marked_class(kind: Any) -> Any:
     """Return a subclass of a layer's class that stands between marks, and does nothing if another layer equals it.
 
-    Its instances have ``_tensors``, ``_number``, and the number of the layer that they are ``_like``; and what they
-    return ``_beside`` their output in a tuple, None if that is no tuple.
+    Its instances have ``_tensors``, ``_number``, the number of the layer that they are ``_like``, and ``_beside``: what
+    they return in a tuple with their output, None if they return the output alone.
     """
 
     def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ class LayerTracer(TorchFunctionMode):
     """Notes the calls of a model's layers in one run.
 
     Attributes:
-        beside: what each layer returns in a tuple besides its output, None each time; None if that is no tuple.
+        beside: what each layer returns in a tuple with its output, each entry None; None if it returns that alone.
     """
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], similar: Sequence[int], fakes: Fakes) -> None:

@@ -49,7 +49,7 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 
 class Prepared(NamedTuple):
-    """What stands in for the model, and the program's compiled code for it, whose guards hold now; None if none."""
+    """The model or its outline, and the compiled code whose guards hold for it now; None if there is no such code."""
 
     model: PreTrainedModel
     code: Callable[..., Any] | None = None
@@ -162,7 +162,7 @@ class _Layers:
         self.like: list[int] = []
 
     def compare(self, descriptions: Sequence[Hashable], beside: Sequence[tuple[None, ...] | None]) -> None:
-        """Find equal ones by all that is known of each; ``beside`` their outputs they return that."""
+        """Find equal layers by their descriptions; ``beside`` is what each returns in a tuple with its output."""
         self.like = _first_equal(descriptions)
         if len(set(self.like)) == len(descriptions):
             raise NoOutlineError("no two layers are alike")

@@ -1,4 +1,4 @@
-"""What steps emit of a request's tokens besides logits, on the host: hidden states, and what traced hooks emit."""
+"""Hidden states and outputs of traced hooks for a request's tokens, as steps copy them to the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compiled_llm.execution.threads.executor import Executor
 
 
 class WantedEmitted(NamedTuple):
-    """What a request wants of its tokens besides logits.
+    """The hidden states and outputs of traced hooks that a request asks for.
 
     Attributes:
         layers: of each layer as the user has named it, the number that steps give it: 0 for the embeddings; None if

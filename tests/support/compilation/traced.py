@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, fx
 
+from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation.regions import Examples, cut, without_symbols
 
 
@@ -30,6 +32,18 @@ def inputs_of(rows: int = 3) -> Inputs:
         torch.ones(rows, dtype=torch.int32),
         *torch.zeros(2, 16, dtype=torch.uint8),
     )
+
+
+def graphs_for_inductor(patch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """Return the graphs that Inductor is given from now on; they run as they are."""
+    given: list[fx.GraphModule] = []
+
+    def noted(module: fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
+        given.append(module)
+        return module.forward
+
+    patch.setattr(inductor, "compile_with_inductor", noted)
+    return given
 
 
 def traced(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, list[Any]]:

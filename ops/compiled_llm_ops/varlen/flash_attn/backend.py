@@ -31,8 +31,8 @@ class FlashAttn(VarlenKernels):
 def _missing_in_version_3(geometry: Geometry) -> str | None:
     """Return why version 3 is not trusted with a layer; None if it is.
 
-    As vLLM 0.24 builds it, on an H200, 50 queries of a row of 400 lost keys of a window of 200, with 4 query heads of
-    128 and with heads of 256, whatever the page size, the splits and ``pack_gqa``; windows of 100, 255 and 500 were
+    As vLLM 0.24 builds it, on an H200, 50 queries of a row of 400 lost keys of a window of 200: with 4 query heads of
+    128, whatever the page size, the splits and ``pack_gqa``, and with heads of 256. Windows of 100, 255 and 500 were
     right. ``tests/ops/varlen/test_varlen_gpu.py`` has the case.
     """
     if geometry.window_left < 0:
