@@ -20,6 +20,7 @@ from compiled_llm.model.layer_probe import Layer, cache_argument, index_places
 from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
+from compiled_llm.model.probes.cache_probe import hands_cache_back
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.sizes import max_positions_of
@@ -127,6 +128,14 @@ class ModelFacts:
     def cache_argument(self) -> str:
         """The name under which ``forward`` takes a cache."""
         return cache_argument(self.model_class.forward)
+
+    @cached_property
+    def hands_cache_back(self) -> bool:
+        """Whether ``forward`` returns a cache that it is given, although ``use_cache`` is False."""
+        if (layers := self.version.list_of_layers()) is None:
+            return True
+        with self.attention.original():
+            return hands_cache_back(self.model_class.forward, self.model, self.cache_argument, layers[0].split("."))
 
     @property
     def model(self) -> PreTrainedModel:

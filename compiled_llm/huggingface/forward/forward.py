@@ -182,8 +182,8 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
     """Run a call without a ``forward_obstacle``; ``original`` is the ``forward`` of the model's class.
 
     Returns:
-        HuggingFace's output: ``[B, Q', V]`` logits, the loss if there are labels, and a ``PagedCache`` if the
-        call has or wants one, or the user's ``DynamicCache``, whose new tokens lie in pages.
+        HuggingFace's output: ``[B, Q', V]`` logits, the loss if there are labels, and a new ``PagedCache`` if the call
+        wants one, or the cache that it has, whose new tokens lie in pages, unless the class keeps that to itself.
 
     Raises:
         ValueError: the arguments do not fit the cache or the model.
@@ -203,10 +203,9 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         logits, emitted = _score(runtime, arguments, wanted)
     else:
         logits, emitted = _checked_forward(runtime, cache, arguments, wanted)
-    returned: Cache | None = cache
     if cache is not None and isinstance(given, DynamicCache):
         put_in_pages(given, cache)
-        returned = given if keeps else None
+    returned = cache if given is None else given if keeps or runtime.facts.hands_cache_back else None
     labels, loss = arguments.get("labels"), None
     if labels is not None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
