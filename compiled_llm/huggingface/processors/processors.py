@@ -257,8 +257,8 @@ def _biases(found: _Found, prompts: Prompts) -> Iterator[Bias]:
     if (begin := found.get(SuppressTokensAtBeginLogitsProcessor)) is not None and begin.begin_index >= width:
         step = begin.begin_index - width
         yield from _barred(begin.begin_suppress_tokens, prompts, step + 1, step)
-    if (bos := found.get(ForcedBOSTokenLogitsProcessor)) is not None and width == 1:
-        yield Bias(bos.bos_token_id, FORCED, 0, 1)
+    if (bos := found.get(ForcedBOSTokenLogitsProcessor)) is not None and (step := 1 - width) >= 0:
+        yield Bias(bos.bos_token_id, FORCED, step, step + 1)  # after the first token, which embeddings are not
     if (eos := found.get(ForcedEOSTokenLogitsProcessor)) is not None and (step := eos.max_length - 1 - width) >= 0:
         yield from (Bias(token, FORCED, step, step + 1) for token in dict.fromkeys(_listed(eos.eos_token_id, prompts)))
 

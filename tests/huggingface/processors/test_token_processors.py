@@ -127,6 +127,16 @@ def test_a_first_token_is_forced_after_prompts_of_one_token(pair: Any, seed: int
         assert (output[:, max(lengths)] == 77).all() == (max(lengths) == 1)
 
 
+def test_a_second_token_is_forced_after_embeddings_which_are_no_tokens(pair: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "forced_bos_token_id": 77, "eos_token_id": None}
+    theirs, ours = (
+        model.generate(inputs_embeds=model.get_input_embeddings()(torch.tensor([[5, 9, 4]])), **options)
+        for model in pair
+    )
+    torch.testing.assert_close(ours, theirs)
+    assert ours[:, 1].tolist() == [77]
+
+
 def test_a_conversation_counts_from_its_own_columns(pair: Any, seed: int) -> None:
     """What continues a cache is at other positions than its first answer was."""
     inputs = mixed_prompts([4, 9], 128, seed)
