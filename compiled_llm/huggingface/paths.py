@@ -62,7 +62,8 @@ def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reas
         yield Reason("generation_mode", choice.mode.value)
     if config.output_attentions:
         yield Reason("output_attentions")
-    if config.output_hidden_states and choice.prefill is not None:  # only steps of ours give some
+    # Steps of ours give neither those of HuggingFace's prefills, nor, as its chunks of them do, the last chunk's alone.
+    if config.output_hidden_states and (choice.prefill is not None or config.prefill_chunk_size is not None):
         yield Reason("output_hidden_states")
     if getattr(config, "use_mtp", False):
         yield Reason("use_mtp")

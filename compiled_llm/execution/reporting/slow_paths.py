@@ -187,7 +187,7 @@ WORDINGS: dict[SlowPath, Wording] = {
     "output_attentions": Wording("output_attentions is on", "Turn it off wherever you do not read them."),
     "output_hidden_states": Wording(
         "hidden states are asked for where only HuggingFace's own forward gives them",
-        "Pad prompts on the left, and ask in the call rather than in the model's config.",
+        "Pad prompts on the left, leave out prefill_chunk_size, and ask in the call rather than in the model's config.",
     ),
     "output_router_logits": Wording("output_router_logits is on", "Turn it off wherever you do not read them."),
     "overrides": Wording(

@@ -13,7 +13,7 @@ import compiled_llm
 from compiled_llm.huggingface.processors import output_room
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.huggingface.pairs import OPTIONS, pair
-from support.parity import assert_account_is_empty, greedy, next_turn
+from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
@@ -85,6 +85,13 @@ def test_a_conversation_goes_on_with_the_states_of_its_new_tokens(models, inputs
     theirs, ours = (greedy(model, turn, 4, **ASKED) for model, turn in zip(models, longer, strict=True))
     assert [states.shape[1] for states, *_ in ours.hidden_states] == [3, 1, 1, 1]
     assert_same_states(ours, theirs, mask)
+
+
+def test_prefills_in_chunks_of_huggingfaces_give_those_of_the_last_chunk(models, seed):
+    inputs = mixed_prompts([8, 8], 128, seed)
+    theirs, ours = (greedy(model, inputs, 4, prefill_chunk_size=5, **ASKED) for model in models)
+    assert [states.shape[1] for states, *_ in ours.hidden_states] == [3, 1, 1, 1]
+    assert_same_states(ours, theirs, inputs["attention_mask"][:, -3:])
 
 
 def test_calls_that_do_not_return_them_compute_none(models, inputs):
