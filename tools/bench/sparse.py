@@ -179,7 +179,8 @@ def by_matrix(case: Case, drawn: Drawn) -> Both:
     orders = [drawn.order(every // case.block)[: case.rows * read].int() for _ in range(COPIES)]
     processors = torch.cuda.get_device_properties(drawn.device).multi_processor_count if key.is_cuda else 1
     sizes = (case.rows, every, 1, case.block, heads, kv_heads, dim, processors, PARTS, PARTS)
-    items = [torch.from_numpy(block_sparse_items(indptr.numpy(), own.cpu().numpy(), *sizes)) for own in orders]
+    made = (block_sparse_items(indptr.numpy(), own.cpu().numpy(), *sizes) for own in orders)
+    items = [torch.from_numpy(own[own[:, 2] > 0]) for own in made]  # those that are used, as wrappers pass them
     matrices = [(indptr.to(drawn.device), own, item.to(drawn.device)) for own, item in zip(orders, items, strict=True)]
 
     def sparse(number: int) -> Tensor:

@@ -263,12 +263,14 @@ def test_equal_rows_are_cut_so_that_multiprocessors_end_together():
 
 
 def test_what_is_read_by_hand(seed, monkeypatch):
-    """All keys of rows in whole pages that divide a block, of the sizes that were measured, on Hopper."""
+    """All keys of rows in whole pages that divide a block, or chosen ones, of measured sizes, on Hopper."""
     monkeypatch.setattr(latent_tiling, "is_hopper", lambda _: True)
     sizes: dict[str, Any] = {"rank": 512, "size": 64, "page_size": 16, "seed": seed}
     args = rows_of([3, 20], **sizes).decode_arguments()
     assert reads_by_hand(args)
-    for other in ({"rank": 256}, {"size": 32}, {"page_size": 5}, {"page_size": 128}, {"chosen": 4}):
+    for other in ({"chosen": 4}, {"chosen": 4, "page_size": 5}):
+        assert reads_by_hand(rows_of([3, 20], **{**sizes, **other}).decode_arguments()), other
+    for other in ({"rank": 256}, {"size": 32}, {"page_size": 5}, {"page_size": 128}):
         assert not reads_by_hand(rows_of([3, 20], **{**sizes, **other}).decode_arguments()), other
     monkeypatch.undo()
     assert not reads_by_hand(args), "on a CPU"
@@ -327,11 +329,11 @@ BY_HAND = pytest.mark.parametrize(("heads", "page_size"), [(16, 16), (20, 1), (1
 
 
 @functools.cache
-def by_hand(heads: int, page_size: int) -> Any:
+def by_hand(heads: int, page_size: int, *lists: str) -> Any:
     """The kernel for Hopper, compiled."""
     from compiled_llm_ops.kernels.latent.hopper import _latent_decode_hopper as kernel
 
-    tile, types = decode_tile(heads, 512, by_hand=True), types_of(kernel, TENSORS, TABLE, SUMS)
+    tile, types = decode_tile(heads, 512, by_hand=True), types_of(kernel, TENSORS, (*TABLE, *lists), SUMS)
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name.endswith("_stride")]
     constants = {
         "ROWS": 32, "MOST": MOST_SHARES, "TILE": tile.heads, "RANK": 512, "ROPE": 64, "PAGE": page_size,
@@ -383,9 +385,10 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @BY_HAND
-def test_the_kernel_by_hand_fits_registers_and_shared_memory(heads, page_size, tmp_path):
-    made = by_hand(heads, page_size)
-    assert stack_of(made, tmp_path) == 0, "registers spill"
+@LISTS
+def test_the_kernel_by_hand_fits_registers_and_shared_memory(table, heads, page_size, tmp_path):
+    made = by_hand(heads, page_size, *table)
+    assert stack_of(made, tmp_path) <= (FEW_SPILLED if table else 0), "registers spill"
     assert made.metadata.shared <= 227 * 1024
     steps = in_order(made.asm["ptx"])
     assert "cp.async.cg" in steps
@@ -401,9 +404,10 @@ def test_the_kernel_by_hand_fits_registers_and_shared_memory(heads, page_size, t
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @BY_HAND
-def test_no_warp_multiplies_what_another_one_has_yet_to_copy(heads, page_size):
+@LISTS
+def test_no_warp_multiplies_what_another_one_has_yet_to_copy(table, heads, page_size):
     """And none copies over what another one still multiplies: barriers and fences stand between."""
-    ptx = by_hand(heads, page_size).asm["ptx"]
+    ptx = by_hand(heads, page_size, *table).asm["ptx"]
     names = {
         "cp.async.cg": "copy", "cp.async.wait_group": "copied", "bar.sync": "barrier", "fence.proxy.async": "fence",
         "wgmma.mma_async": "multiply", "wgmma.wait_group": "multiplied", "st.shared": "store", "stmatrix": "store",

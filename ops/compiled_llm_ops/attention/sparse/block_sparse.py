@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.attention.lse import define_with_lse
 from compiled_llm_ops.attention.sparse.plain import Results, check_states, sizes_of
 from compiled_llm_ops.attention.sparse.work_items import check_division
@@ -130,7 +131,7 @@ def _cuda(args: BlockSparseAttention, wants_lse: bool) -> tuple[Tensor, Tensor |
 
     _check(args)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
-        return attend(OP, args, wants_lse)
+        return attend(OP, args, wants_lse, device_of(args.query.device).processors)
 
 
 _block_sparse_attention, _block_sparse_attention_lse = define_with_lse(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.attention.lse import define_with_lse
 from compiled_llm_ops.attention.sparse.plain import Results, check_states, sizes_of
 from compiled_llm_ops.contracts import VariableBlockSparseAttention, check_int32
@@ -124,7 +125,7 @@ def _cuda(args: VariableBlockSparseAttention, wants_lse: bool) -> tuple[Tensor, 
 
     _check(args)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
-        return attend(OP, args, wants_lse)
+        return attend(OP, args, wants_lse, device_of(args.query.device).processors)
 
 
 _variable_block_sparse_attention, _variable_block_sparse_attention_lse = define_with_lse(

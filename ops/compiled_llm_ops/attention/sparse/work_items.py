@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from compiled_llm_ops.contracts import SPARSE_PIECE, SparseItem
 
-MIN_SHARE = 512
+MIN_SHARE = 256
 """Keys of a share, at least, of a row of blocks that several programs read."""
 
 MAX_SHARES = 64
 """Programs that share a row at most: the last of them reads the results of all."""
 
-PROGRAMS = 2
+PROGRAMS = 4
 """Programs of a multiprocessor that rows are shared for."""
 
 Int32s = NDArray[np.int32]

@@ -263,10 +263,10 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl:
 
 
 def _kernel_of(tiling: LatentTiling, chosen: Tensor | None) -> tuple[Any, dict[str, Any]]:
-    """Return the kernel of a tiling, and what it takes that the other one does not."""
+    """Return the kernel of a tiling, and its arguments for chosen tokens and the pipeline."""
+    lists = {"chosen": chosen, "listed": 0 if chosen is None else chosen.shape[1]}
     if not tiling.by_hand:
-        listed = 0 if chosen is None else chosen.shape[1]
-        return _latent_decode, {"chosen": chosen, "listed": listed, "STAGES": tiling.stages}
+        return _latent_decode, {**lists, "STAGES": tiling.stages}
     from compiled_llm_ops.kernels.latent.hopper import _latent_decode_hopper
 
-    return _latent_decode_hopper, {}
+    return _latent_decode_hopper, lists

@@ -2,7 +2,8 @@
 
 What a program reads and finds is as in ``decode``. There the compiler orders copies, and copies a block only when the
 one that lies in its buffer has been multiplied, after all of its products. Here they are ordered by hand: two blocks
-fit shared memory, and one is always on its way.
+fit shared memory, and one is always on its way. Page numbers are loaded a block earlier than latents, and chosen tokens
+of a row, whose positions say which page numbers, another block earlier.
 
 Hopper's products are made by warp groups, four warps each, of 64 rows at least, out of shared memory. With up to 32
 heads there is one group: keys, and then numbers of a latent, are its rows, and heads its columns. With 64 heads these
@@ -83,7 +84,10 @@ def _of_others(values, KEYS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _entries(block, length, PAGE: gl.constexpr, BLOCK: gl.constexpr, LINES: gl.constexpr):
-    """Return the entries ``[N / S]`` of a block in the table of a row, past its end those of its last page."""
+    """Return the entries ``[N / S]`` of a block in the table of a row, past its end those of its last page.
+
+    A list of chosen tokens is a table whose pages have one token.
+    """
     entry = block * (BLOCK // PAGE) + gl.arange(0, BLOCK // PAGE, gl.SliceLayout(1, _paged(PAGE, BLOCK, LINES)))
     return gl.minimum(entry, (length - 1) // PAGE)
 
@@ -95,6 +99,33 @@ def _load_numbers(
     """Return the page numbers of a block twice, as threads need them that copy latents, and rotated parts."""
     numbers = gl.load(indices + _entries(block, length, PAGE, BLOCK, WIDE))
     return numbers, gl.load(indices + _entries(block, length, PAGE, BLOCK, NARROW))
+
+
+@gluon.jit
+def _slots(indices, position, length, PAGE: gl.constexpr):
+    """Return the numbers of slots of chosen tokens; of those that a query does not see, of its row's newest.
+
+    Any other slot may hold NaN, whose product with a weight of zero is not zero.
+    """
+    position = gl.where((position >= 0) & (position < length), position, length - 1)
+    return gl.load(indices + position // PAGE) * PAGE + position % PAGE
+
+
+@gluon.jit
+def _load_next(
+    indices, chosen, positions, block, length, listed,
+    PAGE: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+):  # fmt: skip
+    """Return numbers of a block to copy, and positions of the chosen tokens of the next one.
+
+    The numbers are those of pages, or of slots of the chosen tokens at ``positions``, twice as of ``_load_numbers``.
+    """
+    if chosen is None:
+        numbers = _load_numbers(indices, block, length, PAGE, BLOCK, WIDE, NARROW)
+    else:
+        numbers = _slots(indices, positions[0], length, PAGE), _slots(indices, positions[1], length, PAGE)
+        positions = _load_numbers(chosen, block + 1, listed, 1, BLOCK, WIDE, NARROW)
+    return numbers, positions
 
 
 @gluon.jit
@@ -168,21 +199,23 @@ def _begin_product(left, right, acc, KEYS_FIRST: gl.constexpr, ADDS: gl.constexp
 
 @gluon.jit
 def _attend(
-    q, q_rope, wide, narrow, pages, indices, numbers, begin, end, length, scale,
+    q, q_rope, wide, narrow, pages, indices, chosen, numbers, positions, begin, end, length, listed, scale,
     PAGE: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, KEYS_FIRST: gl.constexpr,
     LOGITS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Return the largest logits ``[M]``, sums of weights and of weighted latents, over blocks ``begin`` to ``end``.
 
     The first block is being copied into ``wide`` and ``narrow``, which have room for two; ``numbers`` are the second
-    one's. Sums of weights are ``[N, M]``, one for each key of a block, and of latents ``[R, M]``; turned unless
-    KEYS_FIRST.
+    one's, and ``positions`` those of chosen tokens of the third one. Sums of weights are ``[N, M]``, one for each key
+    of a block, and of latents ``[R, M]``; turned unless KEYS_FIRST.
     """
     TILE: gl.constexpr = q.shape[0]
     BLOCK: gl.constexpr = wide.shape[1]
     RANK: gl.constexpr = wide.shape[2]
     AXIS: gl.constexpr = 1 if KEYS_FIRST else 0  # of heads
     WEIGHTS: gl.constexpr = [BLOCK, TILE] if KEYS_FIRST else [TILE, BLOCK]
+    READ: gl.constexpr = PAGE if chosen is None else 1
+    entries = length if chosen is None else listed
     dtype: gl.constexpr = pages.dtype.element_ty
     weighing = gl.allocate_shared_memory(dtype, WEIGHTS, gl.NVMMASharedLayout.get_default_for(WEIGHTS, dtype))
     by_head = weighing.permute((1, 0)) if KEYS_FIRST else weighing
@@ -193,23 +226,31 @@ def _attend(
     acc = gl.zeros([RANK, TILE] if KEYS_FIRST else [TILE, RANK], gl.float32, SUMS)
     for block in range(begin, end):
         this = (block - begin) % 2
+        position = block * BLOCK + offs_n
+        if chosen is not None:
+            position = gl.load(chosen + position, mask=position < listed, other=-1)
         # Each thread waits for its copies, and then for all others, at a barrier that the compiler adds: the block is
         # whole, and no warp still multiplies the previous one, which is copied over next.
         async_copy.wait_group(0)
         if block + 1 < end:
             following = wide.index(1 - this), narrow.index(1 - this)
-            _copy_block(following[0], following[1], pages, numbers, block + 1, length, PAGE, WIDE, NARROW)
-            numbers = _load_numbers(indices, block + 2, length, PAGE, BLOCK, WIDE, NARROW)
+            _copy_block(following[0], following[1], pages, numbers, block + 1, entries, READ, WIDE, NARROW)
+            numbers, positions = _load_next(
+                indices, chosen, positions, block + 2, length, listed, PAGE, BLOCK, WIDE, NARROW
+            )
         latents, turned = wide.index(this), narrow.index(this)
         hopper.fence_async_shared()  # tensor cores read shared memory past what orders copies and stores of threads
         logits = _begin_product(turned, q_rope, nothing, KEYS_FIRST, False)
         logits = _begin_product(latents, q, logits, KEYS_FIRST, True)
         logits = hopper.warpgroup_mma_wait(0, [logits])
-        seen = _of_others(offs_n < length - block * BLOCK, KEYS_FIRST)
+        seen = _of_others((position >= 0) & (position < length), KEYS_FIRST)
         logits = gl.where(seen, logits * scale, -float("inf"))
         larger = gl.maximum(largest, gl.max(logits, 1 - AXIS))
-        weights = gl.exp2(logits - _of_heads(larger, KEYS_FIRST))
-        fade = gl.exp2(largest - larger)
+        base = larger
+        if chosen is not None:  # there may be no key that a query sees
+            base = gl.where(larger == -float("inf"), 0.0, larger)
+        weights = gl.exp2(logits - _of_heads(base, KEYS_FIRST))
+        fade = gl.exp2(largest - base)
         total = total * _of_heads(fade, KEYS_FIRST) + weights
         largest = larger
         weighing.store(weights.to(dtype))
@@ -220,12 +261,12 @@ def _attend(
     return largest, total, acc
 
 
-@gluon.jit(do_not_specialize=["rows", "row_tile", "heads", "min_share", "few", "equal"])
+@gluon.jit(do_not_specialize=["rows", "row_tile", "heads", "min_share", "few", "equal", "listed"])
 def _latent_decode_hopper(
     query_latent, query_rope, latent, rope, pages, starts, lengths, indices,
     out, lse, partials, partial_lses, shares,
     row_stride, head_stride, rope_row_stride, rope_head_stride, latent_stride, key_rope_stride,
-    rows, row_tile, heads, min_share, few, equal, scale,
+    rows, row_tile, heads, min_share, few, equal, scale, chosen, listed,
     ROWS: gl.constexpr, MOST: gl.constexpr, TILE: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
     PAGE: gl.constexpr, BLOCK: gl.constexpr, KEYS_FIRST: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -246,6 +287,8 @@ def _latent_decode_hopper(
     first_pages = gl.load(starts + row_ids, mask=mask, other=0)
     ends = gl.load(lengths + row_ids, mask=mask, other=0)  # no row: no keys
     blocks = (ends + BLOCK - 1) // BLOCK
+    if chosen is not None:  # of the list
+        blocks = gl.where(ends > 0, (listed + BLOCK - 1) // BLOCK, 0)
     least = _least_share(blocks, row_tile, min_share, few, equal)
     own, first_program, count, begin, end = _share(blocks, program, programs, row_tile, least, least, MOST)
     offs_h = gl.arange(0, TILE, OF_HEADS)
@@ -267,26 +310,43 @@ def _latent_decode_hopper(
         row, length = _pick(own, row_ids), _pick(own, ends)
         own_indices = indices + _pick(own, first_pages)
         newest = length - 1
-        numbers = _load_numbers(own_indices, begin, length, PAGE, BLOCK, WIDE, NARROW)
+        own_list = chosen
+        if chosen is None:
+            numbers = _load_numbers(own_indices, begin, length, PAGE, BLOCK, WIDE, NARROW)
+            positions = numbers  # of none
         page = gl.load(own_indices + newest // PAGE).to(gl.int64)
         slot = pages + (page * PAGE + newest % PAGE) * (RANK + ROPE)
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
         at = row.to(gl.int64)
-        if end * BLOCK >= length:
+        writes = end * BLOCK >= length
+        if chosen is not None:  # any program may read the newest, so each writes it
+            own_list = chosen + at * listed
+            positions = _load_numbers(own_list, begin, listed, 1, BLOCK, WIDE, NARROW)
+            numbers, positions = _load_next(
+                own_indices, own_list, positions, begin, length, listed, PAGE, BLOCK, WIDE, NARROW
+            )
+            writes = begin < end
+        if writes:
             _store_newest(slot, latent + at * latent_stride, rope + at * key_rope_stride, RANK, ROPE)
         wide = gl.allocate_shared_memory(dtype, [2, BLOCK, RANK], _multiplied(RANK))
         narrow = gl.allocate_shared_memory(dtype, [2, BLOCK, ROPE], _multiplied(ROPE))
-        _copy_block(wide.index(0), narrow.index(0), pages, numbers, begin, length, PAGE, WIDE, NARROW)
-        numbers = _load_numbers(own_indices, begin + 1, length, PAGE, BLOCK, WIDE, NARROW)
+        READ: gl.constexpr = PAGE if chosen is None else 1
+        entries = length if chosen is None else listed
+        _copy_block(wide.index(0), narrow.index(0), pages, numbers, begin, entries, READ, WIDE, NARROW)
+        numbers, positions = _load_next(
+            own_indices, own_list, positions, begin + 1, length, listed, PAGE, BLOCK, WIDE, NARROW
+        )
         q = _queries(query_latent + at * row_stride, head_stride, head, heads, dtype, TILE, RANK)
         q_rope = _queries(query_rope + at * rope_row_stride, rope_head_stride, head, heads, dtype, TILE, ROPE)
         largest, total, acc = _attend(
-            q, q_rope, wide, narrow, pages, own_indices, numbers, begin, end, length, scale,
-            PAGE, WIDE, NARROW, KEYS_FIRST, LOGITS, SUMS,
+            q, q_rope, wide, narrow, pages, own_indices, own_list, numbers, positions, begin, end, length, listed,
+            scale, PAGE, WIDE, NARROW, KEYS_FIRST, LOGITS, SUMS,
         )  # fmt: skip
         total = gl.sum(total, 1 - AXIS)
+        if chosen is not None:
+            total = gl.where(total == 0.0, 1.0, total)
         lses = gl.convert_layout(largest + gl.log2(total), OF_HEADS)
         values = acc / _of_heads(gl.convert_layout(total, OF_HEADS), KEYS_FIRST)
         if shares is not None:

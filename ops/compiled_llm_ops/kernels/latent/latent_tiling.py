@@ -170,10 +170,10 @@ class LatentTiling(NamedTuple):
 
 
 def reads_by_hand(args: LatentDecode) -> bool:
-    """Return whether the kernel for Hopper takes these: all keys of rows, in pages that divide a block."""
+    """Return whether the kernel for Hopper takes these: chosen tokens, or all of rows in pages that divide a block."""
     sizes, pages = (args.query_latent.shape[2], args.query_rope.shape[2]), args.pages
-    whole = args.chosen is None and DECODE_BLOCK % pages.shape[1] == 0
-    return sizes == BY_HAND and whole and is_hopper(pages.device)
+    readable = args.chosen is not None or DECODE_BLOCK % pages.shape[1] == 0
+    return sizes == BY_HAND and readable and is_hopper(pages.device)
 
 
 def decode_tile(heads: int, rank: int, by_hand: bool = False) -> LatentTiling:
