@@ -80,6 +80,23 @@ def test_few_and_many_rows(heads, seed):
 
 
 @HEADS
+@pytest.mark.parametrize("page_size", [1, 5, 16, 128], ids="page_size={}".format)
+@pytest.mark.parametrize("chosen", [1, 63, 64, 65, 300], ids="chosen={}".format)
+def test_lists_about_blocks(heads, page_size, chosen, seed):
+    """All slots that no list has hold NaN. Lists name tokens that there are not, and may name none that there is."""
+    rows = rows_of([0, 1, 5, 64, 65, 130, 0, 4000], heads=heads, page_size=page_size, chosen=chosen, seed=seed)
+    args = rows.decode_arguments()
+    assert reads_by_hand(args)
+    out, lse = latent_decode_lse(*args)
+    compare(rows, out, lse)
+    torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
+    for _ in range(3):
+        check_equal(latent_decode(*args), out, "launched again")
+    for programs in (8, 9, 30):
+        compare(rows, *shared(args, programs))
+
+
+@HEADS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_small_rows(heads, dtype, seed):
     """One program a row, and several; one block each, two, and three."""
