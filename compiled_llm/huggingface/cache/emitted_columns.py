@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.utils.generic import ModelOutput
 
 from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.execution.batch import TokenSpan
@@ -92,6 +93,20 @@ class StepEmitted(NamedTuple):
     def by_name(self) -> dict[str, Tensor]:
         """What hooks have emitted."""
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(name, str)}
+
+    def put_into(self, output: ModelOutput) -> None:
+        """Add it to what a forward returns."""
+        if self.hidden_states is not None:
+            output["hidden_states"] = self.hidden_states
+        if self.by_name:
+            output["emitted"] = self.by_name
+
+    @classmethod
+    def in_output(cls, output: ModelOutput) -> StepEmitted:
+        """Return what was ``put_into`` the output of a forward."""
+        states = output.get("hidden_states") or ()
+        chosen = {number: tensor for number, tensor in enumerate(states) if tensor is not None}
+        return cls({**chosen, **output.get("emitted", {})}, len(states))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> StepEmitted:
         return self._replace(tensors={name: change(tensor) for name, tensor in self.tensors.items()})

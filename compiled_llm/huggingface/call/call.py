@@ -23,6 +23,7 @@ from compiled_llm.compat.huggingface import is_users_own, mask_width, prefill
 from compiled_llm.execution.limits import pages_needed
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
+from compiled_llm.huggingface.cache.emitted_columns import StepEmitted
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.other_inputs import one_a_token
@@ -73,6 +74,7 @@ class PagedCall(LoopArguments):
         copies: host copies of tensors on the device.
         first: the column of the cache that ``input_ids`` begin at.
         logits: ``[B, V]``, from which first tokens are sampled, if a forward of its own has computed them.
+        emitted: what the prompts' tokens have emitted in that forward.
     """
 
     runtime: CompiledModel
@@ -81,6 +83,7 @@ class PagedCall(LoopArguments):
     first: int
     updates: list[RowUpdate]
     logits: Tensor | None = None
+    emitted: StepEmitted | None = None
 
     @classmethod
     def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> PagedCall | None:
@@ -119,7 +122,8 @@ class PagedCall(LoopArguments):
         none = np.zeros(0, dtype=np.int64)
         updates = [RowUpdate(row.length, self.cache.seen, none) for row in self.cache.generate_loop.rows]
         first = self.cache.seen - self.input_ids.shape[1]
-        return replace(self, first=first, updates=updates, logits=output.logits[:, -1])
+        emitted = StepEmitted.in_output(output)
+        return replace(self, first=first, updates=updates, logits=output.logits[:, -1], emitted=emitted)
 
     @property
     def embedded(self) -> bool:

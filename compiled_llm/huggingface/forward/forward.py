@@ -177,7 +177,7 @@ def count_outside(runtime: CompiledModel, reason: Reason) -> None:
         runtime.counters.took_forward("outside", reason)
 
 
-@deferred()  # once, for all that a forward does: to change the handler of a signal takes longer than most of it
+@deferred()  # once, for all that a forward does
 def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Mapping[str, Any]) -> Any:
     """Run a call without a ``forward_obstacle``; ``original`` is the ``forward`` of the model's class.
 
@@ -211,10 +211,8 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **items)
-    states = {} if emitted.hidden_states is None else {"hidden_states": emitted.hidden_states}
-    output = _output_class(original)(loss=loss, logits=logits, **{argument: returned}, **states)
-    if emitted.by_name:
-        output["emitted"] = emitted.by_name
+    output = _output_class(original)(loss=loss, logits=logits, **{argument: returned})
+    emitted.put_into(output)
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
 

@@ -70,7 +70,9 @@ class StepStates:
         It is ``[B, Q, ...]`` of the prompts, zeros for masked tokens, and then ``[B, 1, ...]``.
         """
         assert self._prompts is not None, "the call has begun"
-        prompts = self._prompts.outputs().map(self._with_shared)
+        prompts = self._call.emitted  # by a forward of their own, or else in steps
+        if prompts is None:
+            prompts = self._prompts.outputs().map(self._with_shared)
         later = [] if self._steps is None else self._steps.by_step()
         return [prompts, *(StepEmitted(step, prompts.layers) for step in later)][:steps]
 

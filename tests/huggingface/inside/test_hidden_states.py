@@ -87,6 +87,15 @@ def test_a_conversation_goes_on_with_the_states_of_its_new_tokens(models, inputs
     assert_same_states(ours, theirs, mask)
 
 
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 2}], ids=["fast loop", "processed loop"])
+def test_embeddings_have_those_of_the_prompt_too(models, inputs, options):
+    """A forward of their own computes them, before the loop begins."""
+    mask, embed = inputs["attention_mask"], models[0].get_input_embeddings()
+    embedded = {"inputs_embeds": embed(inputs["input_ids"]), "attention_mask": mask}
+    theirs, ours = (model.generate(**embedded, max_new_tokens=4, **options, **ASKED) for model in models)
+    assert_same_states(ours, theirs, mask)
+
+
 def test_prefills_in_chunks_of_huggingfaces_give_those_of_the_last_chunk(models, seed):
     inputs = mixed_prompts([8, 8], 128, seed)
     theirs, ours = (greedy(model, inputs, 4, prefill_chunk_size=5, **ASKED) for model in models)
