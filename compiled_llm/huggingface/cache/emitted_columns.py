@@ -105,7 +105,7 @@ class StepEmitted(NamedTuple):
     def in_output(cls, output: ModelOutput) -> StepEmitted:
         """Return what was ``put_into`` the output of a forward."""
         states = output.get("hidden_states") or ()
-        chosen = {number: tensor for number, tensor in enumerate(states) if tensor is not None}
+        chosen: dict[int | str, Tensor] = {number: own for number, own in enumerate(states) if own is not None}
         return cls({**chosen, **output.get("emitted", {})}, len(states))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> StepEmitted:
