@@ -51,6 +51,7 @@ class Asking:
     @contextmanager
     def engine(self, **options: Any) -> Iterator[None]:
         self.run.setup.model()  # loaded before a start is timed
+        self.run.setup.log(f"{self.contender.name}: compiling and warming up")
         self._taken, self._begun = self._taken_bytes(), time.perf_counter()
         limits: dict[str, Any] = {"max_num_seqs": ROWS, "prefix_cache": False, "watch_model": False}  # as a server's
         with (
@@ -68,6 +69,7 @@ class Asking:
 
     def measure(self, state: str, requests: int, warm: bool = True, beside: bool = True) -> None:
         """Ask, and note results; `beside`: once more while another request runs."""
+        self.run.setup.log(f"{self.contender.name}, graphs {state}: asking")
         if warm:
             for prompt in self.in_turn():
                 self._session.stream([self.request(prompt)._replace(new=2)], 1)

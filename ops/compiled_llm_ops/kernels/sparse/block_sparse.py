@@ -52,77 +52,78 @@ def _block_sparse_attention(
     ``entries`` are ``indices`` ``[X]``, or ``[X, 2]`` if they are VARIABLE. ``partials`` holds ``max_parts`` [Q, D']
     for each kv head of the grid; ``arrivals`` as many zeros, which they are again afterwards.
     """
-    grid_head = tl.program_id(1)
-    for number in range(tl.program_id(0), items, tl.num_programs(0)):
+    number, grid_head = tl.program_id(0), tl.program_id(1)
+    queries = tl.load(work_items + number * 8 + 2)
+    while queries > 0:  # unused items are the last ones
         item = work_items + number * 8
-        queries = tl.load(item + 2)
-        if queries > 0:
-            head, first_query = grid_head, tl.load(item + 1)
-            if VARIABLE:
-                head = tl.load(item)
-            first_entry, count = tl.load(item + 3), tl.load(item + 4)
-            first_part, part, parts = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
-            offs_q, offs_n, offs_d = tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, DIM)
-            token = (first_query + offs_q // GQA).to(tl.int64)
-            own_head = head * GQA + offs_q % GQA
-            used, in_head = offs_q // GQA < queries, offs_d < HEAD
-            q_ptrs = query + (token * query_stride + own_head * query_head_stride)[:, None] + offs_d[None, :]
-            q = tl.load(q_ptrs, mask=used[:, None] & in_head[None, :], other=0.0)
-            keys, values = key + head.to(tl.int64) * key_head_stride, value + head.to(tl.int64) * value_head_stride
-            largest = tl.full([QUERIES], -float("inf"), tl.float32)
-            total = tl.zeros([QUERIES], tl.float32)
-            acc = tl.zeros([QUERIES, DIM], tl.float32)
-            for block in tl.range(0, tl.cdiv(count * C, BLOCK), num_stages=STAGES):
-                place = block * BLOCK + offs_n
-                entry, within = first_entry + place // C, place % C
-                at, known = _load_entries(entries, entry, within, place // C < count, C, VARIABLE)
-                k_ptrs = keys + at.to(tl.int64)[None, :] * key_stride + offs_d[:, None]
-                k = tl.load(k_ptrs, mask=known[None, :] & in_head[:, None], other=0.0)
-                logits = tl.dot(q, k) * scale
-                if CAPPED:
-                    logits = capped(logits, cap)
-                seen = known[None, :]
-                if mask is not None:
-                    places = entry.to(tl.int64)[None, :] * (R * C) + (token % R)[:, None] * C + within[None, :]
-                    seen = seen & used[:, None]
-                    seen = seen & (tl.load(mask + places, mask=seen, other=0) != 0)
-                logits = tl.where(seen, logits, -float("inf"))
-                larger = tl.maximum(largest, tl.max(logits, 1))
-                base = tl.where(larger == -float("inf"), 0.0, larger)
-                weights = tl.exp2(logits - base[:, None])
-                fade = tl.exp2(largest - base)
-                v_ptrs = values + at.to(tl.int64)[:, None] * value_stride + offs_d[None, :]
-                v = tl.load(v_ptrs, mask=known[:, None] & in_head[None, :], other=0.0)
-                acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
-                total = total * fade + tl.sum(weights, 1)
-                largest = larger
-            total = tl.where(total == 0.0, 1.0, total)
-            found, lses = acc / total[:, None], largest + tl.log2(total)
-            own = token * heads + own_head
-            if parts == 1:
-                out_ptrs = out + own[:, None] * HEAD + offs_d[None, :]
-                tl.store(out_ptrs, found.to(out.dtype.element_ty), mask=used[:, None] & in_head[None, :])
-                if lse is not None:
-                    tl.store(lse + own, lses, mask=used)
-            else:
-                first = grid_head * max_parts + first_part
-                own_partial = (first + part) * QUERIES + offs_q
-                tl.store(partials + own_partial[:, None] * DIM + offs_d[None, :], found, cache_modifier=".cg")
-                tl.store(partial_lses + own_partial, lses, cache_modifier=".cg")
-                tl.debug_barrier()  # every thread's part is written before one of them says so
-                if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == parts - 1:
-                    for column in tl.range(0, DIM, COLUMNS):
-                        merged, merged_lses = _merge(
-                            partials + column, partial_lses, first, parts, True, QUERIES, COLUMNS, CHUNK, DIM
-                        )
-                        merged = tl.where((merged_lses == -float("inf"))[:, None], 0.0, merged)
-                        offs_c = column + tl.arange(0, COLUMNS)
-                        out_ptrs = out + own[:, None] * HEAD + offs_c[None, :]
-                        keep = used[:, None] & (offs_c < HEAD)[None, :]
-                        tl.store(out_ptrs, merged.to(out.dtype.element_ty), mask=keep)
-                        if lse is not None:
-                            tl.store(lse + own, merged_lses, mask=used)
-                    tl.store(arrivals + first, 0)
+        head, first_query = grid_head, tl.load(item + 1)
+        if VARIABLE:
+            head = tl.load(item)
+        first_entry, count = tl.load(item + 3), tl.load(item + 4)
+        first_part, part, parts = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
+        offs_q, offs_n, offs_d = tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, DIM)
+        token = (first_query + offs_q // GQA).to(tl.int64)
+        own_head = head * GQA + offs_q % GQA
+        used, in_head = offs_q // GQA < queries, offs_d < HEAD
+        q_ptrs = query + (token * query_stride + own_head * query_head_stride)[:, None] + offs_d[None, :]
+        q = tl.load(q_ptrs, mask=used[:, None] & in_head[None, :], other=0.0)
+        keys, values = key + head.to(tl.int64) * key_head_stride, value + head.to(tl.int64) * value_head_stride
+        largest = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        acc = tl.zeros([QUERIES, DIM], tl.float32)
+        for block in tl.range(0, tl.cdiv(count * C, BLOCK), num_stages=STAGES):
+            place = block * BLOCK + offs_n
+            entry, within = first_entry + place // C, place % C
+            at, known = _load_entries(entries, entry, within, place // C < count, C, VARIABLE)
+            k_ptrs = keys + at.to(tl.int64)[None, :] * key_stride + offs_d[:, None]
+            k = tl.load(k_ptrs, mask=known[None, :] & in_head[:, None], other=0.0)
+            logits = tl.dot(q, k) * scale
+            if CAPPED:
+                logits = capped(logits, cap)
+            seen = known[None, :]
+            if mask is not None:
+                places = entry.to(tl.int64)[None, :] * (R * C) + (token % R)[:, None] * C + within[None, :]
+                seen = seen & used[:, None]
+                seen = seen & (tl.load(mask + places, mask=seen, other=0) != 0)
+            logits = tl.where(seen, logits, -float("inf"))
+            larger = tl.maximum(largest, tl.max(logits, 1))
+            base = tl.where(larger == -float("inf"), 0.0, larger)
+            weights = tl.exp2(logits - base[:, None])
+            fade = tl.exp2(largest - base)
+            v_ptrs = values + at.to(tl.int64)[:, None] * value_stride + offs_d[None, :]
+            v = tl.load(v_ptrs, mask=known[:, None] & in_head[None, :], other=0.0)
+            acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None])
+            total = total * fade + tl.sum(weights, 1)
+            largest = larger
+        total = tl.where(total == 0.0, 1.0, total)
+        found, lses = acc / total[:, None], largest + tl.log2(total)
+        own = token * heads + own_head
+        if parts == 1:
+            out_ptrs = out + own[:, None] * HEAD + offs_d[None, :]
+            tl.store(out_ptrs, found.to(out.dtype.element_ty), mask=used[:, None] & in_head[None, :])
+            if lse is not None:
+                tl.store(lse + own, lses, mask=used)
+        else:
+            first = grid_head * max_parts + first_part
+            own_partial = (first + part) * QUERIES + offs_q
+            tl.store(partials + own_partial[:, None] * DIM + offs_d[None, :], found, cache_modifier=".cg")
+            tl.store(partial_lses + own_partial, lses, cache_modifier=".cg")
+            tl.debug_barrier()  # every thread's part is written before one of them says so
+            if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                for column in tl.range(0, DIM, COLUMNS):
+                    merged, merged_lses = _merge(
+                        partials + column, partial_lses, first, parts, True, QUERIES, COLUMNS, CHUNK, DIM
+                    )
+                    merged = tl.where((merged_lses == -float("inf"))[:, None], 0.0, merged)
+                    offs_c = column + tl.arange(0, COLUMNS)
+                    out_ptrs = out + own[:, None] * HEAD + offs_c[None, :]
+                    keep = used[:, None] & (offs_c < HEAD)[None, :]
+                    tl.store(out_ptrs, merged.to(out.dtype.element_ty), mask=keep)
+                    if lse is not None:
+                        tl.store(lse + own, merged_lses, mask=used)
+                tl.store(arrivals + first, 0)
+        number += tl.num_programs(0)
+        queries = tl.load(work_items + number * 8 + 2, mask=number < items, other=0)
 
 
 def attend(

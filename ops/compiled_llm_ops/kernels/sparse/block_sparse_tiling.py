@@ -22,13 +22,12 @@ LARGE_HEAD, LARGEST_HEAD = 128, 256
 BLOCK_VALUES, FEW_BLOCK_VALUES = 2**13, 2**12
 """Values of keys in a block, 64 of size 128, and for the fewest queries and heads."""
 
-STAGES, FEW_STAGES = 3, 5
-"""Of the pipeline: a block, or two, and the list's entries of as many are being loaded at a time."""
+STAGES, FEW_STAGES = 3, 4
+"""Of the pipeline: a block and the list's entries of the next one, or of two, are being loaded at a time."""
 
-RESIDENT = 32
-"""Programs for each multiprocessor, at most. More than it holds at a time, so that long items and short ones end
-together; and few beside the items that a captured launch has room for: on an H200, 32,000 programs without any took 24
-microseconds."""
+RESIDENT = 8
+"""Programs for each multiprocessor, at most: as many as it holds, and more, so that all end together. A captured launch
+may have room for many more items than there are; on an H200, 32,000 programs without any took 24 microseconds."""
 
 
 class SparseTile(NamedTuple):
