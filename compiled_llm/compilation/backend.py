@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compiled_llm.compat.torch.dynamo import leave_unguarded
 from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import note_examples
 from compiled_llm.compilation.regions import (
@@ -23,6 +24,7 @@ from compiled_llm.compilation.regions import (
     without_symbols,
 )
 from compiled_llm.compilation.tracing.layer_marks import fill
+from compiled_llm.model.version.training import FLAGS
 
 Compiled = Callable[..., Any]
 Pass = Callable[[fx.Graph], object]
@@ -66,6 +68,7 @@ class Inductor:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Return the compiled graph; ``inputs`` are those of the first call."""
+        leave_unguarded(FLAGS)
         fill(module.graph)
         for rewrite in self._passes:
             rewrite(module.graph)

@@ -23,7 +23,6 @@ from compiled_llm.compat.torch.dynamo import (
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.compile_error import CompileError
-from compiled_llm.model.version.training import FLAGS
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -43,7 +42,7 @@ class Bounded:
         """
         self._function = function
         self._falls_back = falls_back
-        self._compiled = compile_whole(function, backend, unguarded=FLAGS)
+        self._compiled = compile_whole(function, backend)
         self.full = False
         self.uncompiled = 0
 

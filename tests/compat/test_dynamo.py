@@ -91,6 +91,29 @@ def test_nothing_that_a_backend_refers_to_outlives_its_owner(function):
     assert [reference() is None for reference in gone] == [True, False]
 
 
+@pytest.mark.parametrize("attribute", ["training", "scale", "nothing"])
+def test_attributes_that_a_backend_leaves_unguarded_may_change_and_begin_to_exist(attribute):
+    class Scaled(torch.nn.Module):
+        scale = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale if self.training and not hasattr(self, "nothing") else x
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        dynamo.leave_unguarded({attribute})
+        return graph
+
+    compiled: list[torch.fx.GraphModule] = []
+    module = Scaled()
+    program = dynamo.compile_whole(dynamo.own_copy(lambda x: module(x)), backend)
+    for changed, compiles in ((attribute, 1), ("scale" if attribute == "training" else "training", 2)):
+        program(torch.ones(3))
+        setattr(module, changed, 0)
+        program(torch.ones(3))
+        assert len(compiled) == compiles
+
+
 def test_what_cannot_be_traced_and_what_cannot_be_compiled_raise_errors_of_their_own():
     def branch(x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import weakref
@@ -66,36 +65,37 @@ def forget(functions: list[Callable[..., Any]]) -> None:
         remove_from_cache(function)
 
 
-def compile_whole(
-    function: Callable[..., Any], backend: Callable[..., Any], unguarded: Collection[str] = ()
-) -> Callable[..., Any]:
+def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``torch.compile`` of a function that must be one graph, of which Dynamo keeps nothing once it is gone.
-
-    Its code stays valid whatever becomes of the attributes ``unguarded`` of modules, also if they begin to exist.
 
     Dynamo remembers each backend for as long as the process lives, only to call its ``reset``, and with ours all that
     it refers to: a model's tensors and pages. Compiled code keeps its own backend alive.
     """
     from torch._dynamo.eval_frame import cached_backends
 
-    options: Any = {"guard_filter_fn": functools.partial(_guards_kept, unguarded=unguarded)} if unguarded else None
-    compiled: Callable[..., Any] = torch.compile(
-        function, fullgraph=True, dynamic=False, backend=backend, options=options
-    )
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
     for key, remembered in list(cached_backends.items()):
         if getattr(remembered, "compiler_fn", None) is backend:
             del cached_backends[key]
     return compiled
 
 
-def _guards_kept(guards: Sequence[Any], unguarded: Collection[str]) -> list[bool]:
-    """Return which guards to keep: those of other attributes than ``unguarded``, and of their absence."""
-    return [_guarded_attribute(guard) not in unguarded for guard in guards]
+def leave_unguarded(attributes: Collection[str]) -> None:
+    """Let the code that a backend is called for stay valid whatever becomes of these attributes of modules.
+
+    Also if they begin to exist. ``torch.compile`` takes a filter of guards, and then builds all of them twice: a
+    twelfth of what tracing takes.
+    """
+    from torch._guards import TracingContext
+
+    if (context := TracingContext.try_get()) is not None:
+        guards = context.guards_context.dynamo_guards
+        guards.inner = type(guards.inner)(guard for guard in guards if _guarded_attribute(guard) not in attributes)
 
 
 def _guarded_attribute(guard: Any) -> str:
     """Return the name of the attribute whose value or absence a guard is about; any text for other guards."""
-    absent = getattr(guard.orig_guard.create_fn, "keywords", {}).get("attr")
+    absent = getattr(guard.create_fn, "keywords", {}).get("attr")
     return str(absent or guard.name.rpartition(".")[2])
 
 
