@@ -5,6 +5,7 @@ import os
 # Before transformers is imported: no test may wait for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import fcntl
 import gc
 import logging
 import random
@@ -31,12 +32,11 @@ from support.drawing import BY_READING
 from support.left_out import LeftOut
 from support.ops.interpreting import (
     INTERPRETED,
-    leave_out_what_nothing_reads,
     multiply_bfloat16_as_numbers,
-    patch_the_language_once,
     round_to_fp8_as_gpus_do,
     take_scalars_as_numbers,
 )
+from support.ops.quick_interpreter import hasten_the_interpreter
 from support.tiny_models import tiny_llama, tiny_qwen3
 
 
@@ -187,6 +187,16 @@ def _compilers_are_not_asked_what_they_build_for() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _absent_devices_are_given_no_seeds() -> Iterator[None]:
+    """Torch keeps each for them with the text of the stack that gave it: 2 ms of each test, and of most models."""
+    with pytest.MonkeyPatch.context() as patch:
+        for device in (torch.cuda, torch.mtia, torch.xpu):
+            if not device.is_available():
+                patch.setattr(device, "manual_seed_all", lambda _: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _guards_are_not_timed() -> Iterator[None]:
     """Dynamo times the guards of each graph, for its own developers, and flushes the processor's caches to do so."""
     with pytest.MonkeyPatch.context() as patch:
@@ -244,12 +254,14 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_model_dir() -> Path:
-    """The folder with the demo model, fetched and unpacked as a user's would be."""
+def demo_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the demo model, fetched and unpacked as a user's would be, by one worker of all."""
     from compiled_llm.demo_model.folder import folder
 
     try:
-        return folder()
+        with (tmp_path_factory.getbasetemp().parent / "demo_model.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return folder()
     except RuntimeError as error:
         pytest.skip(f"the demo model cannot be fetched here: {error}")
 
@@ -271,8 +283,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         take_scalars_as_numbers(monkeypatch)
         round_to_fp8_as_gpus_do(monkeypatch)
         multiply_bfloat16_as_numbers(monkeypatch)
-        patch_the_language_once(monkeypatch)
-        leave_out_what_nothing_reads(monkeypatch)
+        hasten_the_interpreter(monkeypatch)
 
 
 @pytest.fixture

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from compiled_llm.commands.app import app
 
+commands = cache(get_command)
+"""Typer's runner makes all commands anew for each call, which takes longer than most calls."""
+
 
 def invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
     """What a command writes to a terminal of 300 columns, or to pipes."""
-    return CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "300", "NO_COLOR": "1"})
+    with patch("typer.testing._get_command", commands):
+        return CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "300", "NO_COLOR": "1"})
 
 
 def greedy(folder: Path, prompt: str, max_new_tokens: int) -> tuple[str, str]:

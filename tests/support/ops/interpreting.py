@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
-import math
 import os
 import subprocess
 import sys
@@ -82,87 +80,3 @@ def multiply_bfloat16_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         return create_dot(self, multiplied(a), multiplied(b), *others)
 
     monkeypatch.setattr(builder, "create_dot", dot)
-
-
-def patch_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks for what to patch at each call of a function in a kernel, which took a third of the time."""
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    language, patch, done = interpreter.tl, interpreter._patch_lang, set[int]()
-
-    def patched(function: Any) -> Any:
-        if language.core.is_builtin(language.load):  # no longer patched: another launch
-            done.clear()
-        if id(function.__globals__) in done:
-            return interpreter._LangPatchScope()
-        done.add(id(function.__globals__))
-        return patch(function)
-
-    monkeypatch.setattr(interpreter, "_patch_lang", patched)
-
-
-def leave_out_what_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It works out if a sum of integers overflows, and looks at that only when it debugs; it makes a table of all of
-    NumPy's types to look one up, and a name for each tuple. That took half of the time.
-    """
-    names = ("runtime.interpreter", "language.core", "language.semantic")
-    interpreter, core, semantic = (importlib.import_module(f"triton.{name}") for name in names)
-    builder, find, known = interpreter.interpreter_builder, interpreter._get_np_dtype, dict[str, Any]()
-    assert not builder.options.debug
-    monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
-
-    def found(own: Any) -> Any:
-        name = own.scalar.name
-        if name not in known:
-            known[name] = find(own)
-        return known[name]
-
-    def without_a_name(self: Any, types: list[Any], fields: list[str] | None = None) -> None:
-        self.types, self.fields = types, fields or [""] * len(types)
-
-    monkeypatch.setattr(interpreter, "_get_np_dtype", found)
-    monkeypatch.setattr(core.tuple_type, "__init__", without_a_name)
-    monkeypatch.setattr(core.tuple_type, "name", "tuple", raising=False)
-    _make_each_shape_once(monkeypatch, core, semantic)
-
-
-def _make_each_shape_once(monkeypatch: pytest.MonkeyPatch, core: Any, semantic: Any) -> None:
-    """Each value that a kernel computes, and its type, had tuples of its own, of objects for each size: a third.
-    Shapes that are one object need not be compared size by size.
-    """
-    block, scalar_shape, one = core.block_type.__init__, core.tuple([]), core.constexpr(1)
-    broadcast = semantic.TritonSemantic.broadcast_impl_value
-    shapes = dict[tuple[int, ...], tuple[Any, int, str]]()
-    made = dict[int, tuple[Any, int, str]]()
-    of_values = dict[tuple[int, ...], tuple[Any, Any]]()
-
-    def typed(self: Any, element_ty: Any, shape: Any) -> None:
-        self.element_ty = element_ty
-        self.shape, self.numel, name = made.get(id(shape)) or once(self, element_ty, shape)
-        self.name = f"<{name}, {element_ty}>"
-
-    def once(self: Any, element_ty: Any, shape: Any) -> tuple[Any, int, str]:
-        sizes = tuple(core._unwrap_if_constexpr(size) for size in core._unwrap_if_constexpr(shape))
-        if sizes not in shapes:
-            block(self, element_ty, shape)  # which refuses some
-            shapes[sizes] = made[id(self.shape)] = self.shape, self.numel, str(self.shape)
-        return shapes[sizes]
-
-    def of_one_shape(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
-        types = left.type, right.type
-        if types[0].is_block() and types[1].is_block() and types[0].shape is types[1].shape:
-            return left, right
-        return broadcast(self, left, right)
-
-    def valued(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        if not type.is_block():
-            self.shape, self.numel = scalar_shape, one
-            return
-        sizes = tuple(type.shape.values)
-        if sizes not in of_values:
-            of_values[sizes] = core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
-        self.shape, self.numel = of_values[sizes]
-
-    monkeypatch.setattr(core.block_type, "__init__", typed)
-    monkeypatch.setattr(semantic.TritonSemantic, "broadcast_impl_value", of_one_shape)
-    monkeypatch.setattr(core.tensor, "__init__", valued)

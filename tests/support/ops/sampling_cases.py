@@ -314,11 +314,11 @@ def assert_wins(sampled: Tensor, seeds: Tensor, logits: Tensor, settings: Sequen
 @functools.cache
 def favouring(vocabulary: int, position: int = 1000) -> Tensor:
     """`[V]` seeds: each makes the numbers of its token and its tile so small that they win, unless likelier ones do."""
-    tries = torch.arange(2**20)
+    tries = torch.arange(2**19)
     positions, seeds = torch.full_like(tries, position), []
     for tile in range(-(-vocabulary // TILE)):
         of_tile = exponentials(tries, positions, torch.tensor([[tile]]), OF_TILES)
-        some = of_tile[:, 0].topk(2**11, largest=False).indices
+        some = of_tile[:, 0].topk(2**10, largest=False).indices
         tokens = tile * TILE + torch.arange(TILE)[None]
         seeds.append(some[exponentials(some, positions[: len(some)], tokens, OF_TOKENS).argmin(dim=0)])
     return torch.cat(seeds)[:vocabulary]
