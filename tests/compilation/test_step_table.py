@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from compiled_llm.compilation.graphs.step_key import Phase, StepKey
 from compiled_llm.compilation.graphs.step_table import (
+    ATTEMPTS,
     UNBOUNDED,
     Budget,
     Cost,
@@ -77,6 +78,7 @@ class Machine(RuleBasedStateMachine):
         self.states: dict[StepKey, StepState] = dict.fromkeys(KEYS, "missing")
         self.losses: Counter[StepKey] = Counter()
         self.failures: Counter[StepKey] = Counter()
+        self.in_turn: Counter[StepKey] = Counter()
         self.sizes: dict[StepKey, int] = {}
         self.counts: dict[StepKey, list[int]] = {}  # captures, evictions, replays
         self.shared = 0
@@ -155,6 +157,7 @@ class Machine(RuleBasedStateMachine):
         if self.states[key] != "capturing":
             self.table.begin(key)
         self.states[key] = "ready"
+        self.in_turn[key] = 0
         while not self.fits(1, self.sizes.get(key, 0)) and self.evict(key):
             pass
         self.table.make_room(key)
@@ -204,8 +207,9 @@ class Machine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(self.in_a_state("capturing")))
         if fails:
             self.table.fail(key)
-            self.states[key] = "failed"
             self.failures[key] += 1
+            self.in_turn[key] += 1
+            self.states[key] = "failed" if self.in_turn[key] >= ATTEMPTS else "compiled"
         else:
             self.table.give_up(key)
             self.states[key] = "compiled"
@@ -224,6 +228,7 @@ class Machine(RuleBasedStateMachine):
         """It is kept if those make room that nobody needs."""
         key = data.draw(st.sampled_from(self.in_a_state("capturing")))
         self.states[key] = "ready"
+        self.in_turn[key] = 0
         nbytes = self.sizes.get(key, 0)
         assert self.table.has_room_for(key) == self.would_fit(key, nbytes)
         graph, cost = Fake(), Cost(size, SHARED - self.shared, 0.5)
@@ -259,6 +264,7 @@ class Machine(RuleBasedStateMachine):
         self.leaving = []
         for key in KEYS:
             if key.phase in phases:
+                self.in_turn[key] = 0
                 self.losses[key] += key in self.used
                 self.states[key] = "stale" if key in self.used or self.states[key] == "stale" else "missing"
         self.used = [key for key in self.used if key.phase not in phases]
@@ -384,14 +390,14 @@ STATES: dict[StepState, tuple[str, ...]] = {  # and how a step gets there
     "capturing": ("begin",),
     "ready": ("begin", "add"),
     "stale": ("begin", "add", "forget"),
-    "failed": ("begin", "fail"),
+    "failed": ("begin", "fail") * ATTEMPTS,
     "evicted": ("begin", "add", "evict"),
 }
 ALLOWED: dict[str, dict[StepState, StepState]] = {
     "compiled": {**{state: state for state in STATES}, "missing": "compiled", "stale": "compiled"},
     "begin": dict.fromkeys(("missing", "compiled", "stale", "failed", "evicted"), "capturing"),
     "give_up": {"capturing": "compiled"},
-    "fail": {"capturing": "failed"},
+    "fail": {"capturing": "compiled"},  # the first time
     "add": {"capturing": "ready"},
     "evict": {"ready": "evicted"},
     "forget": {**dict.fromkeys(STATES, "missing"), "ready": "stale", "stale": "stale"},

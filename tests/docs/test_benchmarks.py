@@ -23,8 +23,8 @@ ROWS = (
     *("many_streams", "graph_times", "graph_use", "logits", "prefill_attention", "choices", "attention"),
     *("experts", "recurrent", "latent_decode", "loops", "grpo", "variants", "sparse", "graph_modes"),
 )
-UNITS = (1.0, 1e2, 1e3, 1e-6, 1e-9, 1e-12)
-"""What a table multiplies a figure by: as it is, percent, ms, MB, GB, trillions."""
+UNITS = (1.0, 1e2, 1e3, 1e-6, 1e-9, 1e-12, 2**-20)
+"""What a table multiplies a figure by: as it is, percent, ms, MB, GB, trillions, MiB."""
 
 
 class Section(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +13,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.graphs.step_table import Budget, Cost, StepTable
+from compiled_llm.compilation.graphs.step_table import ATTEMPTS, Budget, Cost, StepTable
 from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 
 MOST, SIMPLEST, PADDING = 16, 0, 60
@@ -38,6 +39,7 @@ class Steps(RuleBasedStateMachine):
         self.dispatcher = Dispatcher(self.table, MOST, SIMPLEST, PADDING)
         self.ready: set[StepKey] = set()
         self.failed: set[StepKey] = set()
+        self.failed_in_turn: Counter[StepKey] = Counter()
         self.begun: set[StepKey] = set()
         self.compiled: set[StepKey] = set()
         self.table.when_dropped.append(self.ready.discard)
@@ -73,7 +75,9 @@ class Steps(RuleBasedStateMachine):
         self.begun.discard(key)
         if end == "failed":
             self.table.fail(key)
-            self.failed.add(key)
+            self.failed_in_turn[key] += 1
+            if self.failed_in_turn[key] >= ATTEMPTS:
+                self.failed.add(key)
         elif end == "given up":
             self.table.give_up(key)
         else:
@@ -81,6 +85,7 @@ class Steps(RuleBasedStateMachine):
 
     def captured(self, key: StepKey, add: Callable[..., object]) -> None:
         self.ready.add(key)
+        self.failed_in_turn[key] = 0
         self.compiled.discard(key)  # by the program as it was when the capture began
         add(key, graph(), Cost(1, 0, 0.1), "steps")
 
@@ -99,7 +104,7 @@ class Steps(RuleBasedStateMachine):
     @rule()
     def the_model_has_changed(self) -> None:
         self.table.forget("decode", "prefill")
-        for known in (self.ready, self.failed, self.begun, self.compiled):
+        for known in (self.ready, self.failed, self.failed_in_turn, self.begun, self.compiled):
             known.clear()
 
     # ---- what runs

@@ -64,7 +64,8 @@ class Asking:
 
     def is_ready(self) -> None:
         """Note that the start is over."""
-        self.run.setup.synchronize()
+        with self._session.engine.paused():  # no graph may be being captured while the device is waited for
+            self.run.setup.synchronize()
         self._start_s = time.perf_counter() - self._begun
 
     def measure(self, state: str, requests: int, warm: bool = True, beside: bool = True) -> None:
@@ -100,6 +101,7 @@ class Asking:
             use |= {
                 "captures": graphs.captures,
                 "evictions": graphs.evictions,
+                "failures": graphs.failures,
                 "capture_s": seconds,
                 "figures": {"mib": graphs.nbytes / 2**20, "seconds_a_capture": seconds / max(1, graphs.captures)},
             }

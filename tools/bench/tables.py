@@ -155,7 +155,7 @@ def graph_times(results: Sequence[Result]) -> Iterator[Table]:
         "prompt": lambda result: str(result["prompt"]),
         "first token, ms": lambda result: percentiles(result["figures"]["first_s"]),
         "between tokens, ms": lambda result: percentiles(result["between_s"]),
-        "running meanwhile, ms": lambda result: percentiles(result["figures"]["running_s"] or {"p50": 0.0, "p99": 0.0}),
+        "running meanwhile, ms": lambda result: percentiles(waits) if (waits := result["figures"]["running_s"]) else "",
     }
     note = "Running meanwhile: the longest wait of a request in the midst of its answer while such a prompt comes."
     yield Table("When a CUDA graph is missing", results, columns, note, leading=2)
@@ -169,6 +169,7 @@ def graph_use(results: Sequence[Result]) -> Iterator[Table]:
         "MiB": lambda result: number(result["nbytes"] / 2**20),
         "captures": lambda result: str(result["captures"]),
         "evictions": lambda result: str(result["evictions"]),
+        "failures": lambda result: str(result.get("failures", "")),  # earlier reports did not count them
         "ms a capture": lambda result: number(1e3 * (result["capture_s"] or 0.0) / max(1, result["captures"])),
     }
     yield Table("CUDA graphs", results, columns, "After all requests, those of warming up included.", leading=2)

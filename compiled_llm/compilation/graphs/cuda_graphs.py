@@ -22,7 +22,7 @@ from compiled_llm.compat.torch.cudagraph_trees import cudagraph_messages, cudagr
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture, abandon
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
 from compiled_llm.compilation.graphs.step_key import STEPS, StepKey
-from compiled_llm.compilation.graphs.step_table import Cost, StepTable
+from compiled_llm.compilation.graphs.step_table import ATTEMPTS, Cost, StepTable
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.config import WrapConfig
@@ -190,7 +190,7 @@ class CudaGraphs:
     def adopt(self) -> None:
         """Add the graph underway if it is captured; the least recently used ones make room for it.
 
-        A failure is logged the first time, and counted; it is not tried again by itself.
+        A failure is logged the first time, and counted; later steps try again, a few times.
         """
         underway = self._underway
         if underway is None or not underway.captured.done():
@@ -242,13 +242,15 @@ class CudaGraphs:
         return launch, self._shared_bytes() - before
 
     def _note_failure(self, key: StepKey, error: Exception) -> None:
-        failed_before = any(entry.state == "failed" for entry in self.table.entries.values())
+        failed_before = any(entry.failures for entry in self.table.entries.values())
         logger.log(
             logging.DEBUG if failed_before else logging.WARNING,
             "compiled_llm: a step could not be captured as a CUDA graph, and runs kernel by kernel or in a larger one: "
-            "%s: %s; warmup() tries again, and the next ones are only counted (model.compiled.cuda_graphs)",
+            "%s: %s; later steps try again, up to %d times in all, and then only warmup() does; others are only "
+            "counted (model.compiled.cuda_graphs)",
             type(error).__name__,
             error,
+            ATTEMPTS,
         )
         self.table.fail(key)
 

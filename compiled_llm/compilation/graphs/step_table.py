@@ -57,6 +57,10 @@ class Budget(NamedTuple):
 
 UNBOUNDED = Budget()
 
+ATTEMPTS = 3
+"""Captures of a step that may fail in turn. What other threads do with the device may end one, which is no fault of the
+step: it would run kernel by kernel from then on."""
+
 
 class Cost(NamedTuple):
     """The cost of a capture.
@@ -100,6 +104,7 @@ class StepEntry(Generic[KeptT]):
         used: when it was last captured or replayed, by ``clock``.
         replays: how often it was; who launches it counts that here.
         losses: how often its graph was dropped because the model, or what it reads, had changed.
+        failed: how many of its captures have failed since the last one that did not.
     """
 
     def __init__(self, key: StepKey, clock: Callable[[], float]) -> None:
@@ -111,7 +116,7 @@ class StepEntry(Generic[KeptT]):
         self.looked = -1
         self.spare = False
         self.nbytes = self.captures = self.evictions = self.replays = self.failures = 0
-        self.misses = self.padded = self.losses = 0
+        self.misses = self.padded = self.losses = self.failed = 0
         self.seconds = 0.0
         self.used = clock()
         self.clock = clock
@@ -231,10 +236,11 @@ class StepTable:
         self._move(self.entries[key], "compiled", "capturing")
 
     def fail(self, key: StepKey) -> None:
-        """Note that the capture of a step has failed; it is not tried again by itself."""
+        """Note that the capture of a step has failed; after ATTEMPTS of them, only ``warmup`` tries again."""
         entry = self.entries[key]
-        self._move(entry, "failed", "capturing")
+        self._move(entry, "failed" if entry.failed + 1 >= ATTEMPTS else "compiled", "capturing")
         entry.failures += 1
+        entry.failed += 1
 
     @contextmanager
     def capturing(self, key: StepKey) -> Iterator[None]:
@@ -253,7 +259,7 @@ class StepTable:
         for entry in self.entries.values():
             if entry.key.phase not in phases:
                 continue
-            entry.looked = -1
+            entry.looked, entry.failed = -1, 0
             if entry.state == "ready":
                 self._taken_out(entry, "stale").release()
                 entry.losses += 1
@@ -351,6 +357,7 @@ class StepTable:
         self._move(entry, "ready", "capturing")
         entry.cuda_graph, entry.nbytes, entry.used, entry.looked = cuda_graph, cost.nbytes, self._clock(), -1
         entry.captures += 1
+        entry.failed = 0
         entry.seconds += cost.seconds
         self.changed()
 

@@ -16,7 +16,7 @@ StepState = Literal["missing", "compiled", "capturing", "ready", "stale", "faile
 - capturing: its CUDA graph is being captured, in slices between other steps.
 - ready: it has a CUDA graph, which is replayed once the model is known to be the same.
 - stale: its graph was dropped, since the model, or the memory that the graph reads, had changed.
-- failed: it could not be captured; only ``warmup`` tries again.
+- failed: it could not be captured, in several attempts; only ``warmup`` tries again.
 - evicted: its graph has made room for others, or has found none.
 """
 

@@ -47,12 +47,14 @@ def _block_sparse_attention(
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
     VARIABLE: tl.constexpr,
 ):  # fmt: skip
-    """Attend by work items. Axes of the grid: programs, which take items in turn, and kv heads unless items have one.
+    """Attend by work items. Axes of the grid: kv heads unless items have one, and programs, which take items in turn.
+
+    Programs without any, as unused items make them, begin last: among others they would leave processors idle.
 
     ``entries`` are ``indices`` ``[X]``, or ``[X, 2]`` if they are VARIABLE. ``partials`` holds ``max_parts`` [Q, D']
     for each kv head of the grid; ``arrivals`` as many zeros, which they are again afterwards.
     """
-    number, grid_head = tl.program_id(0), tl.program_id(1)
+    grid_head, number = tl.program_id(0), tl.program_id(1)
     queries = tl.load(work_items + number * 8 + 2)
     while queries > 0:  # unused items are the last ones
         item = work_items + number * 8
@@ -122,7 +124,7 @@ def _block_sparse_attention(
                     if lse is not None:
                         tl.store(lse + own, merged_lses, mask=used)
                 tl.store(arrivals + first, 0)
-        number += tl.num_programs(0)
+        number += tl.num_programs(1)
         queries = tl.load(work_items + number * 8 + 2, mask=number < items, other=0)
 
 
@@ -168,7 +170,7 @@ def attend(
     arrivals = zeroed_counters.take(max(1, partial_results), device)
     columns, cap = min(stored, MERGED_COLUMNS), args.logits_soft_cap
     factor, cap = (args.scale / cap, cap * math.log2(math.e)) if cap > 0 else (args.scale * math.log2(math.e), 0.0)
-    _block_sparse_attention[(min(len(items), most_programs(processors, grid_heads)), grid_heads)](
+    _block_sparse_attention[(grid_heads, min(len(items), most_programs(processors, grid_heads)))](
         query, key, value, entries, items, mask, out, lse, partials, partial_lses, arrivals,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], len(items), heads, args.max_parts, factor,
         cap,
