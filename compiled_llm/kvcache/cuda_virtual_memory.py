@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from compiled_llm.compat.torch.capturing import when_nothing_is_captured
+
 _SUPPORTED = 102
 """``CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED``."""
 _OUT_OF_MEMORY = 2
@@ -21,7 +23,7 @@ _PINNED, _ON_DEVICE, _READ_AND_WRITE, _MINIMUM = 1, 1, 3, 0
 _mappings: dict[int, tuple[int, int]] = {}
 """What is mapped now: of each address, the number of the device and the bytes."""
 _ended: list[tuple[Any, ...]] = []
-"""Arguments of ``_end`` for what had no tensors left while a CUDA graph was captured."""
+"""Arguments of ``_end`` for what had no tensors left while somebody else captured a CUDA graph."""
 _Address = ctypes.c_uint64
 _Size = ctypes.c_size_t
 
@@ -153,21 +155,34 @@ def unsupported(device: torch.device) -> str | None:
 def _end(device: torch.device, address: _Address, length: int, mapped: _Mapped) -> None:
     """Give memory and addresses back, once no kernel can be using them.
 
+    The garbage collector calls this in any thread, at any time.
+    """
+    when_nothing_is_captured(functools.partial(_unmap, device, address, length, mapped))
+
+
+def _unmap(device: torch.device, address: _Address, length: int, mapped: _Mapped) -> None:
+    """Wait for the device, and give memory and addresses back; later if somebody else captures a CUDA graph.
+
     In a forked process, or on a lost device, the driver refuses: it has them until the process ends.
     """
-    if torch.cuda.is_current_stream_capturing():  # the garbage collector runs anywhere; no capture survives a wait
+    if torch.cuda.is_current_stream_capturing():  # no capture survives a wait
         _ended.append((device, address, length, mapped))
         return
-    with suppress(RuntimeError):
+    try:
         torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        if "captur" in str(error):  # in another thread, by PyTorch or its user
+            _ended.append((device, address, length, mapped))
+        return
+    with suppress(RuntimeError):
         mapped.unmap()
         _call("cuMemAddressFree", address, _Size(length))
 
 
 def _end_others() -> None:
-    """Give back what had no tensors left while a CUDA graph was captured."""
-    while _ended:
-        _end(*_ended.pop())
+    """Give back what had no tensors left while somebody else captured a CUDA graph."""
+    for _ in range(len(_ended)):
+        _end(*_ended.pop(0))
 
 
 def _properties(device: torch.device) -> _Properties:

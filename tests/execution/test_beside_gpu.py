@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
+from compiled_llm.kvcache.cuda_virtual_memory import MappedMemory, mapped_bytes
 from support.execution.twins import DEVICE, OPTIONS, assert_parity, parity, small_qwen3, twins_of
 from support.gpu import needs_cuda
 from support.in_threads import start
@@ -152,6 +153,17 @@ def test_graphs_are_replayed_and_released_during_a_capture(capturer: GraphCaptur
         graphs[1].replay()
     torch.cuda.synchronize()
     assert doubled[1].tensor.eq(4).all(), "a replay beside a release is wrong"
+
+
+def test_pages_of_a_model_that_is_gone_are_given_back_after_a_capture(capturer: GraphCapture) -> None:
+    """To unmap them, somebody has to wait for the device; the garbage collector finds them in any thread."""
+    device = capturer._device
+    before, memory = mapped_bytes(device), [MappedMemory(2**25, device)]
+    with capturing(capturer):
+        memory.clear()
+        gc.collect()
+        assert mapped_bytes(device) > before
+    assert mapped_bytes(device) == before
 
 
 def test_two_capture_at_one_time(capturer: GraphCapture) -> None:

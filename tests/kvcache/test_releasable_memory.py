@@ -6,14 +6,17 @@ from __future__ import annotations
 import ctypes
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from compiled_llm.compat.torch.capturing import captured_into
 from compiled_llm.kvcache import cuda_virtual_memory
 from compiled_llm.kvcache.cuda_virtual_memory import MappedMemory, mapped_bytes, unsupported
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
+from support.in_threads import in_thread
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 MIB = 2**20
@@ -153,6 +156,42 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver.room, 80 * MIB))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return driver
+
+
+def test_memory_without_users_is_given_back_once_nothing_is_captured(driver: Driver) -> None:
+    """The garbage collector finds it in any thread, and CUDA refuses to wait for the device during a capture."""
+    graph = SimpleNamespace(capture_begin=lambda **_: None, capture_end=lambda: None, reset=lambda: None)
+    memory = [MappedMemory(3 * MIB, GPU)]
+
+    def launch() -> None:
+        in_thread(memory.clear)
+        gc.collect()
+        assert driver.room == 6 * MIB
+
+    captured_into(graph, (0, 1), GPU, launch)
+    assert (driver.mapped, driver.reserved, driver.room) == ({}, {}, 10 * MIB)
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["in this thread", "in another one"])
+def test_memory_without_users_outlives_captures_of_others(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    def refuse(device: torch.device) -> None:
+        assert not here, "the capture would fail"
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    memory = MappedMemory(3 * MIB, GPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here)
+        patch.setattr(torch.cuda, "synchronize", refuse)
+        del memory
+        gc.collect()
+        assert driver.room == 6 * MIB
+    other = MappedMemory(5 * MIB, GPU)
+    assert (len(driver.mapped), driver.room) == (1, 4 * MIB)
+    del other
+    gc.collect()
+    assert (driver.mapped, driver.reserved, driver.room) == ({}, {}, 10 * MIB)
 
 
 def test_structures_are_as_large_as_the_drivers() -> None:

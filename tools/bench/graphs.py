@@ -189,7 +189,7 @@ def measure_mode(asking: Asking, longer: int, requests: int, few: int) -> None:
     """
     mode = asking.contender.mode
     with asking.engine():
-        asking.warmup(only=longer)  # what is compiled here, later starts of this mode find in caches on disk
+        asking.warmup()  # what is compiled here, later starts of this mode find in caches on disk
     with asking.engine():
         asking.warmup()
         asking.is_ready()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -49,18 +51,19 @@ def captured_into(graph: Graph, pool: Any, device: torch.device, launch: Callabl
     ``graph`` is a new one; ``pool``, for the allocations of ``launch``, is one of ``torch.cuda.graph_pool_handle``.
     RuntimeError if an operation of ``launch``, which must not wait, cannot be captured.
     """
-    try:
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    with _underway.one_more():
         try:
-            outputs = launch()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                outputs = launch()
+            except BaseException:
+                with suppress(RuntimeError):
+                    _end(graph, pool, device)
+                raise
+            _end(graph, pool, device)
         except BaseException:
-            with suppress(RuntimeError):
-                _end(graph, pool, device)
+            graph.reset()
             raise
-        _end(graph, pool, device)
-    except BaseException:
-        graph.reset()
-        raise
     return outputs
 
 
@@ -75,6 +78,58 @@ def _end(graph: Graph, pool: Any, device: torch.device) -> None:
         _ended_badly.append(graph)
         raise
 
+
+def when_nothing_is_captured(wait: Callable[[], None]) -> None:
+    """Call what waits for the whole device: now, or once the captures that ``captured_into`` makes have ended.
+
+    CUDA refuses that wait during a capture in any thread, and lets the capture fail.
+
+    Args:
+        wait: raises nothing. The thread that ends the last capture may call it.
+    """
+    _underway.call_later(wait)
+
+
+class _CapturesUnderway:
+    """How many captures are underway, and what waits for their end."""
+
+    def __init__(self) -> None:
+        # Reentrant: the garbage collector may call something that waits for the device, while its thread has the lock.
+        self._lock = threading.RLock()
+        self._count = 0
+        self._later: list[Callable[[], None]] = []
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        with self._lock:  # nobody waits for the device now
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+            self._call()
+
+    def call_later(self, wait: Callable[[], None]) -> None:
+        self._later.append(wait)
+        self._call()
+
+    def _call(self) -> None:
+        with self._lock:
+            while self._later and not self._count:
+                self._later.pop()()
+
+
+_underway = _CapturesUnderway()
+
+
+def _forget_other_threads() -> None:
+    """One of them may have had the lock when this process was forked."""
+    global _underway
+    _underway = _CapturesUnderway()
+
+
+os.register_at_fork(after_in_child=_forget_other_threads)
 
 _CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 _AUTO_FREE_ON_LAUNCH, _USE_NODE_PRIORITY = 1, 8
