@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compiled_llm.compat.torch import capturing, cudagraph_trees, modes, profiler, stages, tensors
 from support.compile_once import compile_once
-from support.in_threads import in_thread
+from support.in_threads import in_thread, start
 
 pytestmark = pytest.mark.core
 
@@ -260,13 +261,23 @@ def test_no_capture_begins_while_somebody_waits_for_the_device():
 
 
 def test_a_forked_process_does_not_wait_for_threads_of_its_parent():
-    with capturing._underway._lock:
-        child = os.fork()
-        if not child:
-            done = []
-            in_thread(lambda: capturing.when_nothing_is_captured(lambda: done.append(1)), patience=20)
-            os._exit(0 if done else 1)
-        assert os.waitpid(child, 0)[1] == 0
+    held, forked = threading.Event(), threading.Event()
+
+    def hold():
+        with capturing._underway._lock:
+            held.set()
+            forked.wait(60)
+
+    holder = start(hold)
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # it would wait for ever
+        capturing.when_nothing_is_captured(lambda: None)
+        os._exit(0)
+    forked.set()
+    holder.result()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_graphs_without_generators_can_tell_the_allocator():

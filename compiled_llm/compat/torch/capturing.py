@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from compiled_llm.compat.forks import lock
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -95,7 +95,7 @@ class _CapturesUnderway:
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may call something that waits for the device, while its thread has the lock.
-        self._lock = threading.RLock()
+        self._lock = lock()
         self._count = 0
         self._later: list[Callable[[], None]] = []
 
@@ -121,15 +121,6 @@ class _CapturesUnderway:
 
 
 _underway = _CapturesUnderway()
-
-
-def _forget_other_threads() -> None:
-    """One of them may have had the lock when this process was forked."""
-    global _underway
-    _underway = _CapturesUnderway()
-
-
-os.register_at_fork(after_in_child=_forget_other_threads)
 
 _CAPTURE_MODES = {"global": 0, "thread_local": 1, "relaxed": 2}
 _AUTO_FREE_ON_LAUNCH, _USE_NODE_PRIORITY = 1, 8
