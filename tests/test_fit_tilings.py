@@ -23,7 +23,7 @@ def tool() -> Iterator[ModuleType]:
 
 RULES = ["linear", "normed", "chained", "attention", "cascade", "cascade-rule", "splitting", "captured"]
 RULES += ["invariant-linear", "invariant-attention", "packed-attention", "page-checks"]
-RULES += ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend", "cpu-linear"]
+RULES += ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend", "block-sparse", "cpu-linear"]
 
 
 def made_of(times: dict[str, float], chosen: str, tool: ModuleType) -> Any:

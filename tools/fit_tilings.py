@@ -37,6 +37,7 @@ from fitting.linear import chained_cases, linear_cases, normed_cases
 from fitting.packed import packed_cases
 from fitting.page_checks import page_check_cases
 from fitting.prefill import captured_cases, splitting_cases
+from fitting.sparse import block_sparse_cases
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -63,6 +64,7 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "latent-prefill": latent_prefill_cases,
     "latent-ragged": ragged_cases,
     "latent-backend": latent_backend_cases,
+    "block-sparse": block_sparse_cases,
     "cpu-linear": cpu_linear_cases,
 }
 

@@ -129,7 +129,11 @@ def _block_sparse_attention(
 
 
 def attend(
-    op: str, args: BlockSparseAttention | VariableBlockSparseAttention, wants_lse: bool, processors: int
+    op: str,
+    args: BlockSparseAttention | VariableBlockSparseAttention,
+    wants_lse: bool,
+    processors: int,
+    tile: SparseTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Launch attention by work items, on the current device.
 
@@ -138,6 +142,7 @@ def attend(
         args: checked.
         wants_lse: whether the log-sum-exp is wanted.
         processors: multiprocessors of the device.
+        tile: of as many queries as that of ``sparse_tile``, which is taken if None.
 
     Returns:
         ``[M, H, D]``, contiguous, and ``[M, H]`` float32, the log-sum-exp in base 2, or None.
@@ -160,7 +165,8 @@ def attend(
     if not out.numel() or not len(items):
         return out, lse
     variable = isinstance(args, VariableBlockSparseAttention)
-    tile, block_rows, piece, entries, mask = _of(args, queries, heads // kv_heads)
+    own_tile, block_rows, piece, entries, mask = _of(args, queries, heads // kv_heads)
+    tile = tile or own_tile
     grid_heads, stored = 1 if variable else kv_heads, max(16, triton.next_power_of_2(head_dim))
     partial_results = grid_heads * args.max_parts
     if partial_results * tile.padded * stored >= 2**31:
@@ -172,8 +178,8 @@ def attend(
     factor, cap = (args.scale / cap, cap * math.log2(math.e)) if cap > 0 else (args.scale * math.log2(math.e), 0.0)
     _block_sparse_attention[(grid_heads, min(len(items), most_programs(processors, grid_heads)))](
         query, key, value, entries, items, mask, out, lse, partials, partial_lses, arrivals,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], len(items), heads, args.max_parts, factor,
-        cap,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], len(items), heads, args.max_parts,
+        factor, cap,
         GQA=heads // kv_heads, QUERIES=tile.padded, HEAD=head_dim, DIM=stored, R=block_rows, C=piece, BLOCK=tile.block,
         COLUMNS=columns, CHUNK=max(1, MERGED_VALUES // (tile.padded * columns)), STAGES=tile.stages, CAPPED=cap > 0,
         VARIABLE=variable, num_warps=tile.warps,

@@ -1,6 +1,7 @@
 """How programs of the block-sparse kernel divide queries and keys.
 
 Tiles of up to 16 queries and heads were fitted on an H200 to rows that read 2,048 keys; larger ones to no times.
+``tools/fit_tilings.py --only block-sparse`` measures that again, on any GPU.
 
 Shapes: H query heads, K kv heads, G query heads of one kv head, D head dimension.
 """
