@@ -144,11 +144,9 @@ class Generate(Turn):
         if self.keeps:
             new = torch.ones(len(mask), result.sequences.shape[1] - mask.shape[1], dtype=mask.dtype)
             side.chat = Chat(result.sequences, torch.cat([mask, new], dim=1), result.past_key_values)
-        shown = plain(result)
-        if self.prompt.masked:
-            shown = without_states_of_masked(shown, mask)
+        seen = mask if self.prompt.masked else self.mask_that_is_made(side, text)
         return {
-            "result": shown,
+            "result": without_states_of_masked(plain(result), seen),
             "given cache": plain(options.get("past_key_values")),
             "prompt": 0 if self.embedded else text.shape[-1],
             "inputs": [bool(torch.equal(value, before[name])) for name, value in inputs.items()],
@@ -174,11 +172,21 @@ class Generate(Turn):
     def beams(self, side: Side) -> int:
         return int(self.settings.get("num_beams") or side.model.generation_config.num_beams or 1)
 
+    def mask_that_is_made(self, side: Side, ids: Tensor) -> Tensor:
+        """HuggingFace's mask of prompts without one: it hides pads, unless they end texts too."""
+        pad = self.pad(side)
+        hides = not self.embedded and pad is not None and pad not in self.ends(side)
+        return (ids != pad).long() if hides else torch.ones_like(ids)
+
+    def ends(self, side: Side) -> list[int]:
+        """The tokens that end a row."""
+        eos = self.settings.get("eos_token_id", side.model.generation_config.eos_token_id)
+        return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
     def pad(self, side: Side) -> int | None:
         """The token that rows have after their end."""
         pad = self.settings.get("pad_token_id", side.model.generation_config.pad_token_id)
-        eos = self.settings.get("eos_token_id", side.model.generation_config.eos_token_id)
-        return (eos[0] if isinstance(eos, list) else eos) if pad is None else pad
+        return next(iter(self.ends(side)), None) if pad is None else pad
 
     @property
     def drafts(self) -> bool:

@@ -158,7 +158,7 @@ class _Maker:
             seed=self.number(1000),
             **self.callbacks(0.1),
         )
-        return _where_signals_go(step)
+        return _in_float32_if_biased(_where_signals_go(step))
 
     def forward(self) -> Step:
         prompt = self.prompt()
