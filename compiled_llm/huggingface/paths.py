@@ -71,7 +71,7 @@ def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reas
         yield Reason("speculation_type", "dflash")
     if choice.model.config.get_text_config(decoder=True).num_hidden_layers != len(runtime.facts.layers):
         yield Reason("draft_layers")
-    if torch.is_autocast_enabled(placement.device.type):
+    if torch.is_autocast_enabled(placement.device.type) and runtime.facts.autocast_matters():
         yield Reason("autocast")
 
 

@@ -20,6 +20,7 @@ from compiled_llm.model.layer_probe import Layer, cache_argument, index_places
 from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
+from compiled_llm.model.probes.autocast_probe import AutocastProbe
 from compiled_llm.model.probes.cache_probe import hands_cache_back
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
@@ -136,6 +137,15 @@ class ModelFacts:
             return True
         with self.attention.original():
             return hands_cache_back(self.model_class.forward, self.model, self.cache_argument, layers[0].split("."))
+
+    def autocast_matters(self) -> bool:
+        """Return whether the ``torch.autocast`` that this thread is in changes what the model computes."""
+        with self.attention.original():
+            return self._autocast.matters(self.model_class.forward, self.model)
+
+    @cached_property
+    def _autocast(self) -> AutocastProbe:
+        return AutocastProbe(self.version)
 
     @property
     def model(self) -> PreTrainedModel:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
 def inside_torch_modes() -> bool:
@@ -43,6 +48,30 @@ def _function_modes() -> list[str]:
     if not torch._C._len_torch_function_stack():
         return []
     return [type(mode).__name__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+
+
+class OperationsNoted(TorchDispatchMode):
+    """Notes the operations of the block, each with the type of its result; casts are operations, too.
+
+    Attributes:
+        operations: in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[tuple[object, torch.dtype | None]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = MappingProxyType({}),
+    ) -> Any:
+        """Run an operation and note it."""
+        result = func(*args, **(kwargs or {}))
+        self.operations.append((func, result.dtype if isinstance(result, Tensor) else None))
+        return result
 
 
 def hooks_on_all_modules() -> bool:

@@ -77,7 +77,7 @@ WORDINGS: dict[SlowPath, Wording] = {
         "Give the mask that the tokenizer makes.",
     ),
     "autocast": Wording(
-        "torch.autocast is on, under which some operations compute in another type than the model's",
+        "torch.autocast is on, under which some operations of the model compute in another type",
         "Leave torch.autocast out, and load the model in the type that you want (dtype=torch.bfloat16).",
     ),
     "beam_sample": Wording(

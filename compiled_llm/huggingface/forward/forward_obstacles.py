@@ -96,7 +96,7 @@ def _obstacles(
         yield Reason("packed_sequences")
     if "position_ids" not in arguments and compiled.facts.default_positions == "own":
         yield Reason("no_position_ids")
-    if torch.is_autocast_enabled(placement.device.type):
+    if torch.is_autocast_enabled(placement.device.type) and compiled.facts.autocast_matters():
         yield Reason("autocast")
     if "labels" in arguments:
         yield from _label_obstacles(original, arguments)

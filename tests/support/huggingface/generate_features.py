@@ -372,7 +372,10 @@ FEATURES: dict[str, list[Feature]] = {
             "a `forward` of the object's own: your function, accelerate's hooks, `model.compile()`",
             [changed(prefer_tokens, generate()), changed(prefer_tokens, generate(num_beams=2))],
         ),
-        Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), generate())]),
+        Feature(
+            "`torch.autocast` that changes an operation of the model",
+            [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), generate())],
+        ),
         Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), generate())]),
         Feature(
             "`torch.set_default_device`, `with torch.device(…)`: any device",
@@ -444,7 +447,10 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("under gradients: training, adapters", [under_gradients]),
         Feature("training mode, if no module acts otherwise there", [in_training_mode(forward())]),
         Feature("training mode, if one does: dropout", [in_training_mode(forward())], model=DROPOUT, draws=True),
-        Feature("`torch.autocast`", [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), forward())]),
+        Feature(
+            "`torch.autocast` that changes an operation of the model",
+            [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), forward())],
+        ),
         Feature("hooks on inner modules", [with_hook(lambda model: model.model, forward())]),
         Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), forward())]),
         Feature(
