@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -218,12 +218,16 @@ class PrefixTree:
             if state != NO_ENTRY:
                 self._keep_state(nodes[-1], state)
 
-    def note(self, ids: NDArray[np.int64], notes: Mapping[int, object], salt: Hashable = None) -> None:
-        """Keep ``notes`` with pages of ``ids``, by number, in place of earlier ones; not of unknown pages."""
+    def note(self, ids: NDArray[np.int64], note: Callable[[int, object], object], salt: Hashable = None) -> None:
+        """Keep something with each page of the longest known beginning of ``ids``.
+
+        ``note`` returns it for the page's number and what is kept with it so far, None if nothing is.
+        """
         texts = self._texts(ids)
         with self._pool.lock:
             nodes, _ = self._walk(texts, salt)
-            self._notes.update((nodes[page], note) for page, note in notes.items() if page < len(nodes))
+            for page, node in enumerate(nodes):
+                self._notes[node] = note(page, self._notes.get(node))
 
     def notes(self, ids: NDArray[np.int64], salt: Hashable = None) -> list[object]:
         """Return what is kept with each page of the longest known beginning of ``ids``; None with those that lack it.

@@ -7,7 +7,7 @@ has which owners and contents.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -545,8 +545,18 @@ def test_one_tree_a_pool_until_it_is_cleared(tree, pool):
 
 def test_notes_go_with_their_pages(tree, pool):
     store(tree, pool, text(1, 2))
-    tree.note(text(1, 2, more=1), {0: "earlier", 1: "two", 2: "of a page that ids do not fill"})
-    tree.note(text(1, 3), {0: "one", 1: "of a page that is not there"})
+    seen: list[tuple[int, object]] = []
+
+    def named(*names: str) -> Callable[[int, object], str]:
+        def note(page: int, kept: object) -> str:
+            seen.append((page, kept))
+            return names[page]
+
+        return note
+
+    tree.note(text(1, 2, more=1), named("earlier", "two", "of a page that ids do not fill"))
+    tree.note(text(1, 3), named("one", "of a page that is not there"))
+    assert seen == [(0, None), (1, None), (0, "earlier")]
     assert tree.notes(text(1, 2, 3)) == ["one", "two"]
     assert tree.notes(text(1), salt="a") == []
     store(tree, pool, text(1, 3))

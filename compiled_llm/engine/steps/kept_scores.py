@@ -14,16 +14,16 @@ from compiled_llm.kvcache.prefix_tree import PrefixTree
 
 def keep_scores(prefixes: PrefixTree, request: Request) -> None:
     """Keep what is known of a request's prompt, page by page, beside those of its pages that the cache has."""
-    scored, size = request.prompt_scored, prefixes.page_size
-    if not len(scored):
-        return
-    first, end = request.scored_from, request.scored_from + len(scored)
-    parts: dict[int, Scores] = {}
-    for page, known in enumerate(prefixes.notes(request.prompt, request.salt)):
+    scored, size, first = request.prompt_scored, prefixes.page_size, request.scored_from
+    end = first + len(scored)
+
+    def of_page(page: int, kept: object) -> object:
         begin, stop = max(1, page * size), (page + 1) * size  # a prompt's first token has none
-        if first <= begin and stop <= end and not _suffices(known, scored.num_logprobs):
-            parts[page] = scored.part(begin - first, stop - first)
-    prefixes.note(request.prompt, parts, request.salt)  # once, since a call goes through the whole prompt
+        known = first <= begin and stop <= end
+        return scored.part(begin - first, stop - first) if known and not _suffices(kept, scored.num_logprobs) else kept
+
+    if len(scored):
+        prefixes.note(request.prompt, of_page, request.salt)
 
 
 def recall_scores(prefixes: PrefixTree, request: Request) -> None:
