@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _CONTAINERS = (dict, list, set)
+_Saved = tuple[nn.Module, dict[str, Any], dict[str, Any]]
+"""A module, its attributes, and what those of them held that are containers."""
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Restore attributes, containers and tensors of all modules afterwards, but not parameters."""
-    tensors = _tensors(model)
-    with attributes_restored(model):
+    with attributes_restored(model) as saved:
+        tensors = _tensors(saved)
         try:
             yield
         finally:
@@ -26,14 +29,14 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
+def attributes_restored(model: nn.Module) -> Iterator[list[_Saved]]:
     """Restore attributes and containers of all modules afterwards; what was written into tensors stays.
 
     Enough for fake tensors, which have no values; it takes as long as the model has modules.
     """
     saved = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
-        yield
+        yield saved
     finally:
         for module, attributes, contents in saved:
             _restore(module.__dict__, attributes)
@@ -53,18 +56,19 @@ def data_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    return {name: value.copy() for name, value in module.__dict__.items() if isinstance(value, _CONTAINERS)}
+    """Return copies of a module's containers: of most modules nearly all are empty, and those share one."""
+    containers = ((name, value) for name, value in module.__dict__.items() if isinstance(value, _CONTAINERS))
+    return {name: value.copy() if value else () for name, value in containers}
 
 
-def _tensors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _tensors(saved: Iterable[_Saved]) -> list[tuple[Tensor, Tensor]]:
     """Return the tensors in attributes and containers, each with a copy; parameters are too big, and never written."""
     found: dict[int, Tensor] = {}
-    for module in model.modules():
-        for value in module.__dict__.values():
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else [value]
-            for entry in inner:
-                if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter):
-                    found[id(entry)] = entry
+    for _, attributes, contents in saved:
+        full = (content.values() if isinstance(content, dict) else content for content in contents.values() if content)
+        for entry in chain(attributes.values(), *full):
+            if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter):
+                found[id(entry)] = entry
     return [(tensor, tensor.detach().clone()) for tensor in found.values()]
 
 
