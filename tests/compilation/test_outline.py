@@ -25,6 +25,7 @@ from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.model.attention_switch import paged_attention_in
+from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from support.compilation.traced import descriptions_of
 from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight
 from support.huggingface.recurrent_families import recurrent_model
@@ -76,10 +77,16 @@ def model_of(**overrides: Any) -> PreTrainedModel:
 
 
 def outlined_and_whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Go on twice: layers are traced in outline, and then each by itself."""
+    """Go on twice: layers are traced in outline, and then each by itself, out of a list that is gone through alike."""
     yield
-    monkeypatch.setattr(Outline, "prepare", lambda self, arguments: Prepared(arguments["model"]))
+    monkeypatch.setattr(Outline, "prepare", lambda self, arguments: Prepared(with_a_list(arguments["model"])))
     yield
+
+
+def with_a_list(model: PreTrainedModel) -> PreTrainedModel:
+    return with_another(
+        model, ["model", "layers"], lambda layers: shallow_copy(layers, layer_marks.listing_class(type(layers)))
+    )
 
 
 def arguments_of(model: PreTrainedModel) -> Arguments:
@@ -158,6 +165,15 @@ def test_layers_of_two_kinds_in_turn_are_traced_once_each(graphs, seed):
     plain, model = (model_of(layer_types=layers, use_sliding_window=True, sliding_window=6) for _ in range(2))
     assert_alike(compiled_llm.wrap(model, **FEW_PAGES), plain, seed, new_tokens=1)
     assert graphs.traced == [2]
+
+
+def test_the_part_with_all_layers_is_the_list_itself_and_others_are_the_same_layers():
+    layers = nn.ModuleList(nn.Identity() for _ in range(LAYERS))
+    listed = shallow_copy(layers, layer_marks.listing_class(nn.ModuleList))
+    assert listed[:LAYERS] is listed
+    for part in (slice(0, 2), slice(1, None), slice(None, -1), slice(None, None, 2)):
+        assert [*listed[part]] == [*layers[part]]
+    assert listed[1] is layers[1]
 
 
 # ---- layers that differ

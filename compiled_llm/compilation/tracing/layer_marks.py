@@ -61,6 +61,21 @@ def marked_class(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"forward": forward, "__call__": call})
 
 
+@functools.cache
+def listing_class(kind: Any) -> Any:
+    """Return a subclass of the class of a list of layers, of which the part that has all of them is the list itself.
+
+    HuggingFace goes through ``layers[:config.num_hidden_layers]``, for which Dynamo would trace how a list is made.
+    """
+
+    def item(self: Any, index: Any) -> Any:
+        if isinstance(index, slice) and index.start is index.step is None and index.stop == len(self._modules):
+            return self
+        return kind.__getitem__(self, index)
+
+    return type(kind.__name__, (kind,), {"__getitem__": item})
+
+
 def fill(graph: fx.Graph) -> None:
     """Put each layer between its marks, and take the marks out; a graph without marks stays as it is."""
     begins = {

@@ -36,7 +36,7 @@ from compiled_llm.compilation.tracing.layer_description import (
     layout,
     tensors_of,
 )
-from compiled_llm.compilation.tracing.layer_marks import marked_class
+from compiled_llm.compilation.tracing.layer_marks import listing_class, marked_class
 from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
 from compiled_llm.kvcache.specs import IndexKeysSpec
 from compiled_llm.model.restore import attributes_restored
@@ -196,7 +196,9 @@ class _Layers:
 
     def _with_layers(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
         numbered = {str(number): layer for number, layer in enumerate(layers)}
-        copied: PreTrainedModel = with_another(model, self._path, lambda found: shallow_copy(found, _modules=numbered))
+        copied: PreTrainedModel = with_another(
+            model, self._path, lambda found: shallow_copy(found, listing_class(_class_of(found)), _modules=numbered)
+        )
         return copied
 
     def describe(self, number: int) -> Hashable:
