@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM as Llama,
     PretrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3ForCausalLM as Qwen3,
 )
 
@@ -37,12 +37,23 @@ WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max
 
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3:
     """A random Qwen3 in float32; `eos_token_id=None` lets it go on for ever."""
-    return randomised(Qwen3, Qwen3Config(**{**TINY, **overrides}), seed)
+    return copy_of(Qwen3, seed, overrides)
 
 
 def tiny_llama(seed: int = 0, **overrides: Any) -> Llama:
     """A random Llama in float32; `eos_token_id=None` lets it go on for ever."""
-    return randomised(Llama, LlamaConfig(**{**TINY, **overrides}), seed)
+    return copy_of(Llama, seed, overrides)
+
+
+def copy_of(family: type[PreTrainedModel], seed: int, overrides: Mapping[str, Any]) -> Any:
+    """Most tests make the same few models, and to copy one takes half of the time."""
+    key = family, seed, repr(overrides)
+    if key not in _made:
+        _made[key] = randomised(family, family.config_class(**{**TINY, **overrides}), seed)
+    return copy.deepcopy(_made[key])
+
+
+_made: dict[tuple[type, int, str], PreTrainedModel] = {}
 
 
 def randomised(family: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> Any:
