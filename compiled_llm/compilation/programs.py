@@ -214,15 +214,17 @@ class Programs:
         if arguments.inputs.hidden_states and not self._captures_outputs:
             let_outputs_be_captured(arguments.model)
             self._captures_outputs = True
-        prepared = self._prepared(arguments, compare)
-        if prepared.code is None and not isinstance(arguments.inputs, DecodeInputs):
+        name = program_for(arguments.inputs).name
+        prepared = self._prepared(name, arguments, compare)
+        call = self._call(name, arguments._replace(model=prepared.model))
+        if not (prepared.code or call.interpreted or isinstance(arguments.inputs, DecodeInputs)):
             _mark_symbolic(arguments)
-        call = self._call(arguments._replace(model=prepared.model))
         return call if prepared.code is None else call._replace(program=prepared.code)
 
     def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been looked at."""
-        return self._call(arguments._replace(model=self._stand_in(arguments))).compiled
+        name = program_for(arguments.inputs).name
+        return self._call(name, arguments._replace(model=self._stand_in(arguments))).compiled
 
     def look(self, model: PreTrainedModel, replays: bool) -> bool:
         """Take in the adapters that are active in this look at the model.
@@ -250,10 +252,10 @@ class Programs:
         for outline in self._outlines.values():
             outline.drop_tensors()
 
-    def _prepared(self, arguments: Arguments, compare: bool) -> Prepared:
+    def _prepared(self, name: str, arguments: Arguments, compare: bool) -> Prepared:
         """Return what the program is called with in place of the model, and prepare it."""
         model, inputs = self._adapted(arguments), arguments.inputs
-        outline = self._outlines.get(program_for(inputs).name)
+        outline = self._outlines.get(name)
         if self.eager or outline is None or model is not arguments.model:
             return Prepared(model)
         if outline.is_current and isinstance(inputs, DecodeInputs):  # to compare would take too long in each step
@@ -273,8 +275,7 @@ class Programs:
         standing: PreTrainedModel = hooked_model(model, self._hooks) if self._hooks else model
         return standing
 
-    def _call(self, arguments: Arguments) -> PreparedCall:
-        name = program_for(arguments.inputs).name
+    def _call(self, name: str, arguments: Arguments) -> PreparedCall:
         function = self._functions[name]
         return PreparedCall(function if self.eager else self._programs[name], function, self._by_name(arguments))
 

@@ -24,7 +24,7 @@ from compiled_llm.model.probes.autocast_probe import AutocastProbe
 from compiled_llm.model.probes.cache_probe import hands_cache_back
 from compiled_llm.model.probes.position_probe import DefaultPositions
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
-from compiled_llm.model.sizes import max_positions_of
+from compiled_llm.model.sizes import MaxPositions, max_positions_of
 from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
@@ -60,6 +60,7 @@ class ModelFacts:
     default_positions: DefaultPositions = "columns"
     states: Mapping[Place, StateSpec] = field(default_factory=dict)
     hooks: TracedHooks = field(default_factory=TracedHooks)
+    _positions: MaxPositions = field(default_factory=MaxPositions)
 
     @classmethod
     def of(
@@ -91,10 +92,15 @@ class ModelFacts:
         """The part that a copy of the model, or one read from a file, need not learn again."""
         return self.layers, self.fused_groups, self.default_positions, self.states
 
+    @property
+    def max_positions(self) -> int:
+        """How many positions the model was made for, by its config as it is now."""
+        return self._positions.of(self.model)
+
     @cached_property
     def windows(self) -> tuple[int, ...]:
         """The window sizes of layers with sliding windows, a query itself included; each size once."""
-        positions = max_positions_of(self.model)
+        positions = self.max_positions
         return tuple(sorted({layer.visible(positions) for layer in self.layers} - {positions}))
 
     @cached_property

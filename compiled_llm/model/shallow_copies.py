@@ -23,5 +23,7 @@ def with_another(module: nn.Module, path: Sequence[str], change: Callable[[nn.Mo
     if not path:
         return change(module)
     name, *rest = path
-    children = {**module._modules, name: with_another(module.get_submodule(name), rest, change)}
+    inner = module._modules[name]
+    assert inner is not None, "there is a module at the path"
+    children = {**module._modules, name: with_another(inner, rest, change)}
     return shallow_copy(module, _modules=children)

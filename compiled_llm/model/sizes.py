@@ -62,7 +62,7 @@ def max_positions_of(model: PreTrainedModel) -> int:
 
 
 class MaxPositions:
-    """The number of positions, read in every call: finding the config that has it takes longest, so it is cached."""
+    """What ``max_positions_of`` returns, read in every call; the config that has it is remembered, once it is found."""
 
     def __init__(self) -> None:
         self._config: PretrainedConfig | None = None

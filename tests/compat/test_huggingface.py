@@ -22,9 +22,11 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    GPT2Config,
     LlamaConfig,
     LlamaForCausalLM as Llama,
     MixtralConfig,
+    Qwen3Config,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -232,6 +234,30 @@ def test_a_graph_stays_when_what_the_config_names_changes_but_not_what_the_threa
         compat.implementations_read([model.config], "compiled_llm_contract"),
     ):
         assert read(torch.zeros(1)) == len("compiled_llm_contract")
+
+
+def test_a_config_is_read_as_any_object_unless_names_or_layers_say_otherwise() -> None:
+    plain, renamed, layered = Qwen3Config(num_hidden_layers=2), GPT2Config(), Qwen3Config(num_hidden_layers=2)
+    configs = [plain, renamed, layered]
+    if hasattr(layered, "per_layer_config"):
+        layered.per_layer_config = {1: {"intermediate_size": 8}}
+    names = sorted({*vars(plain), *renamed.attribute_map, "use_cache", "output_attentions", "absent"})
+
+    def read(config: Any) -> list[Any]:
+        values: list[Any] = []
+        for name in names:
+            try:
+                values.append(getattr(config, name))
+            except Exception as error:
+                values.append(type(error))
+        return values
+
+    before = [read(config) for config in configs]
+    with compat.implementations_read(configs, None):
+        reading = [type(config).__getattribute__ is object.__getattribute__ for config in configs]
+        assert [read(config) for config in configs] == before
+    assert reading == [True, False, not hasattr(layered, "per_layer_config")]
+    assert [type(config) for config in configs] == [Qwen3Config, GPT2Config, Qwen3Config]
 
 
 def test_experts_have_the_implementation_that_is_set():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import compiled_llm
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.tracing import outline
+from compiled_llm.execution.threads import interrupts
 from compiled_llm_ops.sampling import sampling
 from support.noting import note_calls
 from support.tiny_models import tiny_qwen3
@@ -31,7 +31,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     note_calls(monkeypatch, outline, "compiled_code", count("guards"))
     note_calls(monkeypatch, Bounded, "__call__", count("through Dynamo"))
     note_calls(monkeypatch, sampling, "_sample_rows", count("sampled by the table"))
-    note_calls(monkeypatch, signal, "signal", count("handlers of signals"))
+    note_calls(monkeypatch, interrupts, "set_handler", count("handlers of signals"))
     return counts
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 
 RecompileLimitError = FailOnRecompileLimitHit
@@ -29,8 +30,6 @@ E = TypeVar("E", bound=BaseException)
 
 def dynamo_watches() -> bool:
     """Return whether this thread's calls are compiled, though this frame is not: Dynamo may have given this one up."""
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback
-
     return callable(get_eval_frame_callback())
 
 
@@ -101,8 +100,6 @@ def _guarded_attribute(guard: Any) -> str:
 
 def _entries(function: Callable[..., Any]) -> list[Any]:
     """Return what Dynamo has compiled for a function."""
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
     return list(_debug_get_cache_entry_list(function.__code__))
 
 

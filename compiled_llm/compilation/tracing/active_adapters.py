@@ -107,6 +107,8 @@ class _AdapterMemory:
 
     def fill(self) -> None:
         """Copy the tensors as they are now."""
+        if not self.own:
+            return
         with torch.inference_mode(False), torch.no_grad():
             copy_all(self.own, self._sources)
 

@@ -360,9 +360,10 @@ class Decode:
     def launch(self, rows: int, step: StepKey, wanted: StepKey) -> DecodeLaunch:
         """Return how a step of ``rows`` rows in the buffers is launched again; arguments as in ``run``."""
         graph = self._table.get(step)
+        code = functools.cache(functools.partial(self._code, step))  # found once the step is launched again
         return DecodeLaunch(
             graph,
-            program=functools.partial(self._launch, step, self._code(step) if graph is None else None),
+            program=lambda: self._launch(step, code()),
             feed=functools.partial(self.feed, rows, step),
             arena=self._state.arena,
             used=self._graph_manager.events.used,
@@ -380,7 +381,7 @@ class Decode:
             return graph_manager.programs.decode(graph_manager.arguments(self._inputs(step)), code)
 
     def _code(self, step: StepKey) -> Callable[..., Any] | None:
-        """Return the code of a step that has just run, if it is to be launched again kernel by kernel."""
+        """Return the code of a step that has run in this look at the model, if no CUDA graph is captured of it."""
         graph_manager = self._graph_manager
         if self._cuda_graphs.ours:
             return None

@@ -24,7 +24,6 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.memory import reserved_bytes
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.sizes import MaxPositions
 from compiled_llm.model.version.model_version import Placement
 from compiled_llm.model.weights.host_weights import HostWeights
 
@@ -65,7 +64,6 @@ class ModelRunnerLifecycle:
         self._holders = holders
         self._artifacts = artifacts
         self._max_rows = config.max_batch_size if artifacts is None else artifacts.rows
-        self._positions = MaxPositions()
         self.present: ModelRunner | None = None
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
@@ -125,13 +123,13 @@ class ModelRunnerLifecycle:
     def _still_fits(self, model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> bool:
         return (
             made_for == self._made_for
-            and self._positions.of(self._facts.model) <= model_runner.max_positions
+            and self._facts.max_positions <= model_runner.max_positions
             and self._max_rows <= model_runner.config.max_batch_size
         )
 
     def _new(self, made_for: tuple[Hashable, ...]) -> ModelRunner:
         config, kept, thread = self._config, self._kept, executor_for(self._facts.model.device, self._config)
-        if kept is not None and not kept.fits(made_for, self._max_rows, self._positions.of(self._facts.model)):
+        if kept is not None and not kept.fits(made_for, self._max_rows, self._facts.max_positions):
             self._events.started_again()
             kept = None
         if kept is not None:

@@ -23,8 +23,8 @@ from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.specs import FullAttentionSpec
 
-_COMPILED = np.zeros((3, 2), dtype=np.int64)
-"""The tokens that the program is compiled with, all of them shown: no two sizes are the same."""
+_COMPILED = np.ones((3, 2), dtype=np.bool_)
+"""The columns that the program is compiled with, all of them shown: no two sizes are the same."""
 _KEPT = np.zeros(5, dtype=np.int64)
 """Those of them whose logits are wanted."""
 
@@ -35,7 +35,7 @@ class KeysAndValues(NamedTuple):
     Attributes:
         layers: ``[2, T, K, D]`` of each layer.
         shown: ``[B, Q]`` bool, which columns hold these T tokens, row by row.
-        positions: ``[B, Q]``, rotary positions.
+        positions: ``[T]``, rotary positions.
     """
 
     layers: Sequence[Tensor]
@@ -56,7 +56,7 @@ class KeysAndValues(NamedTuple):
 
     def next_positions(self) -> list[int]:
         """Return the rotary position of each row's next token; 0 if it has none."""
-        rows = (positions[shown] for positions, shown in zip(self.positions, self.shown, strict=True))
+        rows = np.split(self.positions, self.shown.sum(axis=1).cumsum()[:-1])
         return [int(positions[-1]) + 1 if len(positions) else 0 for positions in rows]
 
 
@@ -91,18 +91,18 @@ class Unpaged:
         shown: NDArray[np.bool_],
         keep: NDArray[np.int64],
     ) -> tuple[Tensor, KeysAndValues]:
-        """Run new rows, and wait for nothing.
+        """Run new rows.
 
         Args:
-            ids: ``[B, Q]``.
-            positions: ``[B, Q]``, their rotary positions.
-            shown: ``[B, Q]``, which ``serves``; nothing is computed for the other columns.
-            keep: ``[L]``, of the packed tokens those whose logits are wanted.
+            ids: ``[T]``, their tokens one after the other; the program reads these very arrays.
+            positions: ``[T]``, rotary positions.
+            shown: ``[B, Q]``, which ``serves``: the columns that hold these tokens.
+            keep: ``[L]``, those of the tokens whose logits are wanted.
 
         Returns:
             ``[L, V]`` logits in the model's dtype, and the keys and values of all layers.
         """
-        self._make_ready(len(ids))
+        self._make_ready(len(shown))
         wanted = len(keep)
         if wanted < 2:  # a symbolic size is at least 2
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
@@ -116,7 +116,8 @@ class Unpaged:
         if UNPAGED in graph_manager.prefills or graph_manager.eager:
             return
         with graph_manager.preparing(UNPAGED, waiting, UNPAGED):
-            self._launch(_COMPILED, np.zeros_like(_COMPILED), np.ones_like(_COMPILED, dtype=np.bool_), _KEPT)
+            zeros = np.zeros(_COMPILED.size, dtype=np.int64)
+            self._launch(zeros, zeros.copy(), _COMPILED, _KEPT)
         graph_manager.prefills.add(UNPAGED)
 
     def _launch(
@@ -129,9 +130,8 @@ class Unpaged:
         graph_manager = self._graph_manager
         ends = np.zeros(len(shown) + 1, dtype=np.int32)
         shown.sum(axis=1).cumsum(out=ends[1:])
-        packed, placed, kept, indptr = self._state.staging.to_device([ids[shown], positions[shown], keep, ends])
-        inputs = UnpagedInputs(packed[None], placed[None], kept, indptr)
-        sizes = ((2, len(packed), spec.kv_heads, spec.head_dim) for spec in self._specs)
+        inputs = UnpagedInputs(*map(torch.from_numpy, (ids[None], positions[None], keep, ends)))
+        sizes = ((2, len(ids), spec.kv_heads, spec.head_dim) for spec in self._specs)
         layers = [torch.empty(size, dtype=self._state.dtype, device=self._state.device) for size in sizes]
         arguments = graph_manager.arguments(inputs)._replace(pages=layers)
         with graph_manager.paged():

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from compiled_llm.compat.forks import in_forked_processes
+from compiled_llm.compat.signals import handler_of, set_handler
 
 
 class _State:
@@ -76,15 +77,15 @@ def _deferred() -> Iterator[None]:
     try:
         _State.allowed = False
         if outermost:
-            signal.signal(signal.SIGINT, _on_interrupt)
+            set_handler(signal.SIGINT, _on_interrupt)
             _State.handles = True
         yield
     finally:
         try:
             if outermost:
                 _State.handles = False
-                if signal.getsignal(signal.SIGINT) is _on_interrupt:  # a callback may have put its own there
-                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                if handler_of(signal.SIGINT) is _on_interrupt:  # a callback may have put its own there
+                    set_handler(signal.SIGINT, signal.default_int_handler)
         finally:
             _State.allowed = before
         if before:
@@ -138,8 +139,7 @@ def _is_main_thread() -> bool:
 
 
 def _may_be_deferred() -> bool:
-    # Inside ``deferred`` without a look at the handler, which takes as long as all the rest.
-    return _is_main_thread() and (_State.handles or signal.getsignal(signal.SIGINT) in _OF_PYTHON_OR_OURS)
+    return _is_main_thread() and (_State.handles or handler_of(signal.SIGINT) in _OF_PYTHON_OR_OURS)
 
 
 _OF_PYTHON_OR_OURS = (signal.default_int_handler, _on_interrupt)
@@ -150,7 +150,7 @@ def _begin_anew() -> None:
     """Begin again if another thread has forked: it is the main one now."""
     if _State.thread == threading.get_ident():
         return
-    if _State.handles and signal.getsignal(signal.SIGINT) is _on_interrupt:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _State.handles and handler_of(signal.SIGINT) is _on_interrupt:
+        set_handler(signal.SIGINT, signal.default_int_handler)
     _State.thread, _State.allowed = threading.get_ident(), True
     _State.pending = _State.handles = False

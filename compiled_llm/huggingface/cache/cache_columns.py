@@ -123,4 +123,4 @@ def ascend(columns: NDArray[np.int64]) -> bool:
 
 def on_host(tensor: Tensor) -> Any:
     """Return a tensor as an array on the host; waits for the device if the tensor lies there."""
-    return tensor.detach().cpu().numpy()
+    return tensor.numpy(force=True)

@@ -22,7 +22,6 @@ from compiled_llm.huggingface.forward.prefills import OF_PREFILLS
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import UNSERVED_OUTPUTS, inner_reasons
 from compiled_llm.model.gradients import requires_gradients
-from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.model.version.model_version import Placement
 
 NUM_ITEMS = "num_items_in_batch"
@@ -53,6 +52,12 @@ def ignored_inputs(original: Callable[..., Any]) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=16)  # of classes that may come and go
+def _known_inputs(original: Callable[..., Any], cache_argument: str) -> frozenset[str]:
+    """Return the inputs that are looked at one by one, and those that do nothing."""
+    return _KNOWN.union(ignored_inputs(original), [cache_argument])
+
+
+@functools.lru_cache(maxsize=16)  # of classes that may come and go
 def _parameters(original: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(original).parameters)
 
@@ -80,7 +85,7 @@ def _obstacles(
     for name in UNSERVED_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
-    known = _KNOWN | {argument} | ignored_inputs(original)
+    known = _known_inputs(original, argument)
     if isinstance(cache, StandIn) and current_call.get() is not None:  # which has computed the prompt
         known |= OF_PREFILLS
     others = {name: value for name, value in arguments.items() if name not in known and value is not False}
@@ -117,8 +122,8 @@ def keeps_cache(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
 def _packs_sequences(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
     """Whether HuggingFace takes a row for several sequences, since its positions start again or skip some."""
     positions = arguments.get("position_ids")
-    keeps = keeps_cache(model, arguments) or cast(CompiledModel, model.compiled).facts.cache_argument in arguments
-    if keeps or "attention_mask" in arguments or not isinstance(positions, Tensor):
+    cached = cast(CompiledModel, model.compiled).facts.cache_argument in arguments
+    if cached or "attention_mask" in arguments or not isinstance(positions, Tensor) or keeps_cache(model, arguments):
         return False
     return bool((positions.diff(dim=-1) != 1).any())
 
@@ -161,7 +166,7 @@ def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> It
         yield Reason("inputs", f"{embeddings.dim()}-D inputs_embeds of {embeddings.dtype}")
     elif ids is not None and (ids.dim() != 2 or ids.is_floating_point() or not ids.numel()):
         yield Reason("inputs", f"{ids.dim()}-D input_ids of {ids.dtype}" if ids.numel() else "no token")
-    elif tokens_in(arguments)[1] > max_positions_of(model):
+    elif tokens_in(arguments)[1] > cast(CompiledModel, model.compiled).facts.max_positions:
         yield Reason("out_of_positions")
 
 
@@ -173,7 +178,7 @@ def _cache_obstacles(model: PreTrainedModel, cache: DynamicCache, arguments: Map
         yield Reason("attention_mask_shape")
     elif mask is not None and bool((mask[:, known:] == 0).any()):
         yield Reason("prefill", "the cache has to hold masked tokens too")
-    if known + tokens > max_positions_of(model):
+    if known + tokens > cast(CompiledModel, model.compiled).facts.max_positions:
         yield Reason("out_of_positions")
 
 

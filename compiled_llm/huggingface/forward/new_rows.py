@@ -1,6 +1,6 @@
 """Calls of ``forward`` that need no pages: each row is new, and only logits are asked for.
 
-Shapes: B rows, Q columns, Q' of them whose logits are wanted, V vocabulary.
+Shapes: B rows, Q columns, Q' of them whose logits are wanted, T packed tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class NewRows(NamedTuple):
     """The rows of such a call.
 
     Attributes:
-        ids: ``[B, Q]``.
-        positions: ``[B, Q]``, rotary positions.
-        shown: ``[B, Q]`` bool; the mask hides the others, for which nothing is computed.
+        ids: ``[T]``, those that the mask shows, row by row; nothing is computed for the others.
+        positions: ``[T]``, rotary positions.
+        shown: ``[B, Q]`` bool, where they are.
         columns: ``[Q']``, those whose logits are wanted.
     """
 
@@ -43,19 +43,19 @@ class NewRows(NamedTuple):
         input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         if model_runner is None or input_ids is None or not (mask is None or mask.shape == input_ids.shape):
             return None
-        ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
+        ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64, copy=False)
         shown = np.ones(ids.shape, dtype=np.bool_) if mask is None else on_host(mask) != 0
         if not model_runner.unpaged.serves(shown):
             return None
         check_range(int(ids.min()), int(ids.max()), model_runner.vocabulary)
         columns = kept_columns(arguments.get("logits_to_keep", 0), ids.shape[1])
         if (given := arguments.get("position_ids")) is not None:
-            positions = np.broadcast_to(on_host(given), ids.shape).astype(np.int64)
+            positions = np.broadcast_to(on_host(given), ids.shape)[shown].astype(np.int64, copy=False)
         elif runtime.facts.default_positions == "unmasked":
-            positions = shown.cumsum(axis=1) - 1
+            positions = shown.cumsum(axis=1)[shown] - 1
         else:
-            positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        return cls(model_runner, ids, positions, shown, columns)
+            positions = np.flatnonzero(shown) % ids.shape[1]
+        return cls(model_runner, ids[shown], positions, shown, columns)
 
     def forward(self, keeps: bool) -> tuple[Tensor, PagedCache | None]:
         """Return ``[B, Q', V]`` logits in the model's dtype, and a cache of these tokens if the call ``keeps`` one.
@@ -64,10 +64,11 @@ class NewRows(NamedTuple):
         """
         places = self.shown.cumsum().reshape(self.shown.shape)[:, self.columns] - 1
         wanted = self.shown[:, self.columns]
+        keep = places[wanted]
         thread, unpaged = self.model_runner.thread, self.model_runner.unpaged
-        logits, computed = thread.call(unpaged.run, self.ids, self.positions, self.shown, places[wanted])
-        if not wanted.all():
+        logits, computed = thread.call(unpaged.run, self.ids, self.positions, self.shown, keep)
+        if len(keep) < wanted.size:
             packed, logits = logits, logits.new_zeros(wanted.size, logits.shape[-1])
             logits.index_copy_(0, torch.from_numpy(np.flatnonzero(wanted)), packed)
         cache = PagedCache(self.model_runner, computed) if keeps else None
-        return logits.unflatten(0, wanted.shape), cache
+        return logits.view(*wanted.shape, logits.shape[-1]), cache

@@ -178,9 +178,11 @@ class ModelVersion:
     @property
     def placement(self) -> Placement:
         """Where the model is, of what type, and the hooks that would be compiled into its programs."""
-        model = self._require_model()
+        self._require_model()
         with self._lock:
-            return Placement(model.device, model.dtype, self._tree().hooks())
+            tree = self._tree()
+            dtype = next(parameter.dtype for parameter in tree.parameters() if parameter.is_floating_point())
+            return Placement(next(tree.parameters()).device, dtype, tree.hooks())
 
     def obstacles(self, placement: Placement | None = None) -> Obstacles:
         """Return the parts that keep a call on HuggingFace's forward; ``placement`` if that was just asked for."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from compiled_llm.compat.huggingface import captures_outputs
 from compiled_llm.compat.peft import is_lora_layer
@@ -59,6 +61,11 @@ class ModuleTree:
         self._inside = [vars(module) for module in (*self.layers, *self.others)]
         self.adapted = any(map(is_lora_layer, modules))
         self._mixing = next(filter(None, map(_kind_that_mixes, modules)), None)
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters that there are now, those that are tied more than once."""
+        for attributes in self._flags:
+            yield from filter(torch.is_tensor, attributes["_parameters"].values())
 
     def valid(self) -> bool:
         """Whether they have the same modules inside them."""

@@ -35,9 +35,9 @@ def unpaged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     run = Unpaged.run
 
-    def noted(self: Unpaged, ids: Any, *others: Any) -> Any:
-        shapes.append(ids.shape)
-        return run(self, ids, *others)
+    def noted(self: Unpaged, ids: Any, positions: Any, shown: Any, keep: Any) -> Any:
+        shapes.append(shown.shape)
+        return run(self, ids, positions, shown, keep)
 
     monkeypatch.setattr(Unpaged, "run", noted)
     return shapes

@@ -146,7 +146,7 @@ class Generate(Turn):
             side.chat = Chat(result.sequences, torch.cat([mask, new], dim=1), result.past_key_values)
         seen = mask if self.prompt.masked else self.mask_that_is_made(side, text)
         return {
-            "result": without_states_of_masked(plain(result), seen),
+            "result": without_states_of_masked(plain(result), seen, least=2),  # new tokens have one column
             "given cache": plain(options.get("past_key_values")),
             "prompt": 0 if self.embedded else text.shape[-1],
             "inputs": [bool(torch.equal(value, before[name])) for name, value in inputs.items()],
@@ -240,17 +240,18 @@ class InThreads(Step):
         return results
 
 
-def without_states_of_masked(shown: Any, mask: Tensor) -> Any:
-    """A plain result in which hidden states ``[B, Q, hidden]`` have those of seen tokens alone."""
+def without_states_of_masked(shown: Any, mask: Tensor, least: int) -> Any:
+    """A plain result in which hidden states ``[B, Q, hidden]``, Q at ``least``, have those of seen tokens alone."""
+    seen = partial(_seen, mask=mask, least=least)
     if isinstance(shown, dict):
-        return {name: _seen(value, mask) if name == "hidden_states" else value for name, value in shown.items()}
-    return [_seen(part, mask) if isinstance(part, list) else part for part in shown] if type(shown) is list else shown
+        return {name: seen(value) if name == "hidden_states" else value for name, value in shown.items()}
+    return [seen(part) if isinstance(part, list) else part for part in shown] if type(shown) is list else shown
 
 
-def _seen(states: Any, mask: Tensor) -> Any:
+def _seen(states: Any, mask: Tensor, least: int) -> Any:
     if isinstance(states, list):
-        return [_seen(state, mask) for state in states]
-    if not isinstance(states, Tensor) or states.dim() != 3 or not 1 < states.shape[1] <= mask.shape[1]:
+        return [_seen(state, mask, least) for state in states]
+    if not isinstance(states, Tensor) or states.dim() != 3 or not least <= states.shape[1] <= mask.shape[1]:
         return states
     seen = mask[:, -states.shape[1] :].repeat_interleave(len(states) // len(mask), 0)
     return states[seen.bool()]
@@ -314,7 +315,7 @@ class Forward(Turn):
         shown = plain(result)
         if self.square or not self.prompt.masked:
             return shown
-        shown = without_states_of_masked(shown, mask)
+        shown = without_states_of_masked(shown, mask, least=1)
         at = "logits" if isinstance(shown, dict) else 1 if self.labels else 0
         keep = self.settings.get("logits_to_keep", 0)
         columns = mask[:, keep] if isinstance(keep, list) else mask[:, -(keep or shown[at].shape[1]) :]

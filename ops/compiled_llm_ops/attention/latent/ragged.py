@@ -90,7 +90,7 @@ def _cpu(args: RaggedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
     lse = _lse_of_rows(args, ends) if wants_lse else None
     length = ends[-1] // max(1, len(ends) - 1)
     if length and ends == [*range(0, len(args.query) + 1, length)]:  # rows of one length are a batch
-        query, key, value = (states.unflatten(0, (-1, length)) for states in args[:3])
+        query, key, value = [states.view(-1, length, *states.shape[1:]) for states in args[:3]]
         return _attend(query, key, value, args.scale).flatten(0, 1), lse
     out = args.query.new_zeros(_sizes(args))
     for begin, end in pairwise(ends):

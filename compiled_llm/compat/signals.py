@@ -1,0 +1,20 @@
+"""The handler of a signal, as ``signal.getsignal`` and ``signal.signal`` return and set it, in a tenth of their time.
+
+These call the functions of ``_signal``, and look up what they return among constants, which is an exception for any
+function: 13 µs, four times in each call of a model. Ends when they do without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+Function = Callable[[int, FrameType | None], Any]
+Handler = Function | int | None
+"""A number stands for what the system does, None for a handler that is not Python's."""
+
+_without_constants: Any = importlib.import_module("_signal")
+handler_of: Callable[[int], Handler] = _without_constants.getsignal
+set_handler: Callable[[int, Function], Handler] = _without_constants.signal
