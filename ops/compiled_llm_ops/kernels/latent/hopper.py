@@ -13,7 +13,7 @@ Shapes: M query heads of a program, N keys of a block, R latent size, E size of 
 """
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIndexIssue=false, reportFunctionMemberAccess=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
