@@ -34,6 +34,7 @@ from transformers.generation.streamers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from compiled_llm.compat.huggingface import pad_token
+from compiled_llm.compat.known_functions import reads_tokens_alone
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call.call import PagedCall
@@ -196,7 +197,8 @@ def steps_with_callbacks(call: PagedCall) -> bool:
 
 
 def _may_change_model(callback: object) -> bool:
-    return not (type(callback) in _HARMLESS or getattr(callback, "leaves_model_alone", False))
+    known = type(callback) in _HARMLESS or reads_tokens_alone(callback)
+    return not (known or getattr(callback, "leaves_model_alone", False))
 
 
 def _custom_criteria(call: PagedCall) -> list[Callable[..., Any]]:

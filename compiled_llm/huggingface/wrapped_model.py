@@ -13,8 +13,8 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm.compat.huggingface import is_huggingfaces, reads_chosen_implementations
+from compiled_llm.compat.known_functions import caller_of_inside
 from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
-from compiled_llm.compat.trainers import caller_of_inside
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.batch.continuous_batching import manager_for

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
+from compiled_llm.execution.generate_loop import GenerateLoop
 from support.engine.text_tokenizers import SAMPLES, byte_level
+from support.noting import note_calls
 from support.server.engine_processes import engine_that_names_its_tokenizer
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
 from support.tiny_models import tiny_qwen3
@@ -90,6 +93,37 @@ def test_what_is_generated_is_alike(wrapped: PreTrainedModel, plain: PreTrainedM
     ours, theirs = (harness(model, batch_size).generate_until(asked, disable_tqdm=True) for model in (wrapped, plain))
     assert ours == theirs
     assert set(wrapped.compiled.stats().generate_calls) == {"fast loop"}
+
+
+ONE = [("the quick", {"until": ["\n\n", "Q:"], "max_gen_toks": 8})]
+
+
+def test_the_harnesss_criteria_leave_the_model_alone(wrapped: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = note_calls(monkeypatch, GenerateLoop, "step", lambda self, forced=None, unchanged=False, *_: unchanged)
+    harness(wrapped, 1).generate_until(requests("generate_until", ONE), disable_tqdm=True)
+    assert said == [False, *[True] * 7], "the first step looks at the model, and no later one"
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_what_another_criterion_of_that_name_writes_in_mid_call_is_noticed(
+    plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.models.utils_hf import MultiTokenEOSCriteria
+
+    own = MultiTokenEOSCriteria.__call__
+    unchanged = harness(plain, 1).generate_until(requests("generate_until", ONE), disable_tqdm=True)
+    changed = []
+    for model in (copy.deepcopy(plain), compiled_llm.wrap(copy.deepcopy(plain), fuse_projections=True)):
+
+        def writes(self: Any, ids: Tensor, scores: Any, model: PreTrainedModel = model, **options: Any) -> Any:
+            if ids.shape[1] == self.initial_decoder_input_length + 3:
+                for parameter in model.model.layers.parameters():
+                    parameter.data = -parameter.data.abs()
+            return own(self, ids, scores, **options)
+
+        monkeypatch.setattr(MultiTokenEOSCriteria, "__call__", writes)
+        changed += harness(model, 1).generate_until(requests("generate_until", ONE), disable_tqdm=True)
+    assert changed[1] == changed[0] != unchanged[0]
 
 
 # ---- through a server

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.huggingface import STOOD_IN_FOR, is_stood_in_for
+from compiled_llm.compat.known_functions import author_of, forward_called
 from compiled_llm.compat.torch.dynamo import is_compiled_in_place
-from compiled_llm.compat.trainers import author_of, forward_called
 
 _NAMES = frozenset(STOOD_IN_FOR)
 

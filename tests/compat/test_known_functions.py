@@ -1,9 +1,11 @@
-"""What trainers leave on a model is what the table says of it: in the installed packages, and by what it does."""
+"""Functions of other packages are what the table says of them: in the installed packages, and by what they do."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -14,7 +16,16 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.trainers import KNOWN, Known, asks_for_gradients, author_of, forward_called, source_hash
+from compiled_llm.compat.known_functions import (
+    KNOWN,
+    Known,
+    asks_for_gradients,
+    author_of,
+    forward_called,
+    reads_tokens_alone,
+    source_hash,
+)
+from support.characters import character_tokenizer
 from support.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.core
@@ -48,7 +59,17 @@ def of_torch() -> CodeType:
     return inner_code(torch.amp.autocast_mode.autocast_decorator, "decorate_autocast")
 
 
-@pytest.mark.parametrize("code_of", [of_trl, of_peft, of_transformers, of_accelerate, of_torch])
+def multi_token_eos_criteria() -> Any:
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity", reason="lm-eval is installed without its extra api")
+    return import_module("lm_eval.models.utils_hf").MultiTokenEOSCriteria
+
+
+def of_lm_eval() -> CodeType:
+    return inner_code(multi_token_eos_criteria().__call__, "__call__")
+
+
+@pytest.mark.parametrize("code_of", [of_trl, of_peft, of_transformers, of_accelerate, of_torch, of_lm_eval])
 def test_an_installed_version_that_the_table_names_has_the_source_of_its_hash(code_of: Callable[[], CodeType]) -> None:
     package = code_of.__name__.removeprefix("of_")
     code, installed = code_of(), version(package)
@@ -74,6 +95,27 @@ def test_hooks_are_known_by_their_source() -> None:
     without_source: dict[str, Any] = {}
     exec("def hook(module, input, output): output.requires_grad_(True)", without_source)
     assert not asks_for_gradients(without_source["hook"])
+
+
+def test_a_criterion_is_known_by_the_source_of_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = multi_token_eos_criteria()
+    criterion = known("x", character_tokenizer(), initial_decoder_input_length=1, batch_size=1)
+    own = known.__call__
+    assert reads_tokens_alone(criterion)
+    assert not asks_for_gradients(own)
+
+    class Derived(known):  # type: ignore[misc]
+        """May replace whatever the call uses."""
+
+    class Calling(known):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return own(self, *args, **kwargs)
+
+    for other in (Derived, Calling):
+        assert not reads_tokens_alone(other("x", character_tokenizer(), initial_decoder_input_length=1, batch_size=1))
+    assert not reads_tokens_alone(own)
+    monkeypatch.setattr(known, "__call__", functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs)))
+    assert not reads_tokens_alone(criterion)
 
 
 def test_wrappers_of_mixed_precision_are_looked_through_if_they_change_no_arithmetic() -> None:

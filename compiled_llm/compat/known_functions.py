@@ -1,6 +1,6 @@
-"""Functions that trainers leave on a model, known by a hash of their source.
+"""Functions of other packages on a model, or called with its tokens, known by a hash of their source.
 
-``tests/compat/test_trainers.py`` compares the hashes with the installed packages.
+``tests/compat/test_known_functions.py`` compares the hashes with the installed packages.
 
 | function | what it does | without it | ends when |
 | --- | --- | --- | --- |
@@ -11,9 +11,12 @@ is a method of the trainer's |
 | ``convert_outputs_to_fp32`` (accelerate) | logits in float32, which sampling makes of them anyway | the same | \
 accelerate takes it off with the trainer |
 | ``torch.autocast`` as a decorator, which stands in the latter | nothing, if it is off | the same | the same |
+| ``MultiTokenEOSCriteria`` (lm-eval) | looks for a text in the last tokens | a look at the model after each step | \
+lm-eval's class has ``leaves_model_alone`` |
 
-Another text of a function is another function, which may do anything: it stays in effect, on HuggingFace's path, and is
-named with its package and the call that takes it off. The versions are those whose text it is.
+Another text of a function is another function, which may do anything: on a model it stays in effect, on HuggingFace's
+path, and is named with its package and the call that takes it off; after a criterion the model is looked at. The
+versions are those whose text it is.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ class Known(NamedTuple):
     Attributes:
         package: the distribution whose function it is.
         versions: those that have it.
-        name: what puts it on a model.
-        calls: the variable of the function that holds that forward; empty for a hook.
+        name: what puts it on a model, or the class of the criterion.
+        calls: the variable of the function that holds that forward; empty for a hook and a criterion.
         calls_inside: whether calls that ask for more get it from the module inside the model.
+        is_criterion: whether it is the ``__call__`` of a stopping criterion.
     """
 
     package: str
@@ -45,6 +49,7 @@ class Known(NamedTuple):
     name: str
     calls: str = ""
     calls_inside: bool = False
+    is_criterion: bool = False
 
 
 _REQUIRES_GRAD = "c3bf74471d197bb9f6e6fadd1ac4d9672ef4f6e7ec2d4047c0f059c28078d845"
@@ -53,6 +58,7 @@ _FUSED_HEAD_15 = "0a25cccc477b1fcb676f931105eb4395b1c62ffb83929a6d9186f3a66d371e
 _FUSED_HEAD_16 = "f686ee7c34da96936af68836ca869913bd77822808ad83c7b3d82a03c705ddda"
 _TO_FLOAT32 = "15588d3d35abfcc100a545e8d6061a3789d4efd05a9f0a5d9e3ffaa76fbcccdb"
 _AUTOCAST = "49f0c5ec5ba16e7d6f17da688125dd7e89b77357b2732e5fb2433fc27f744508"
+_STOPS_AT_TEXT = "4c5b41ffedda777f04f1545c3c5a616e83e27fae78708bb318a85aed28390d08"
 
 KNOWN = {
     _REQUIRES_GRAD: Known("transformers", ">=5.17,<=5.23", "PreTrainedModel.enable_input_require_grads"),
@@ -61,6 +67,7 @@ KNOWN = {
     _FUSED_HEAD_16: Known("trl", "==1.16.*", "add_fused_lm_head", "original_forward", calls_inside=True),
     _TO_FLOAT32: Known("accelerate", ">=1.10,<1.16", "convert_outputs_to_fp32", "model_forward"),
     _AUTOCAST: Known("torch", ">=2.11,<2.16", "autocast_decorator", "func"),
+    _STOPS_AT_TEXT: Known("lm_eval", ">=0.4.8,<=0.4.13", "MultiTokenEOSCriteria", is_criterion=True),
 }
 """By the hash of their source."""
 
@@ -84,14 +91,24 @@ def source_hash(code: CodeType) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _known(code: CodeType) -> Known | None:
+def _known_code(code: CodeType) -> Known | None:
     return KNOWN.get(source_hash(code))
+
+
+def _known(function: object) -> Known | None:
+    return _known_code(function.__code__) if isinstance(function, FunctionType) else None
 
 
 def asks_for_gradients(hook: object) -> bool:
     """Return whether a forward hook is known to call ``requires_grad_`` alone, which does nothing without gradients."""
-    known = _known(hook.__code__) if isinstance(hook, FunctionType) else None
-    return known is not None and not known.calls
+    known = _known(hook)
+    return known is not None and not (known.calls or known.is_criterion)
+
+
+def reads_tokens_alone(criterion: object) -> bool:
+    """Return whether a criterion is known to leave the model alone; one of a derived class may do anything."""
+    known = _known(vars(type(criterion)).get("__call__"))
+    return known is not None and known.is_criterion
 
 
 def forward_called(forward: Any) -> Any:
@@ -104,7 +121,7 @@ def forward_called(forward: Any) -> Any:
 def caller_of_inside(forward: Any) -> str | None:
     """Return which of the known functions around a forward calls the module inside; None if none does."""
     while (inner := _called_by(forward)) is not None:
-        known = _known(code) if (code := getattr(_function_of(forward), "__code__", None)) is not None else None
+        known = _known(_function_of(forward))
         if known is not None and known.calls_inside:
             return f"{known.name} of {known.package}"
         forward = inner
@@ -120,7 +137,7 @@ def _called_by(forward: Any) -> Any:
     if not isinstance(function, FunctionType):
         # What accelerate's function holds: an object whose class has no other use.
         return vars(function).get("model_forward") if type(function).__name__ == "ConvertOutputsToFp32" else None
-    known = _known(function.__code__)
+    known = _known(function)
     if known is None or not known.calls:
         return None
     held = inspect.getclosurevars(function).nonlocals
