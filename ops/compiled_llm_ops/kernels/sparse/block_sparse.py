@@ -49,7 +49,7 @@ def _block_sparse_attention(
 ):  # fmt: skip
     """Attend by work items. Axes of the grid: kv heads unless items have one, and programs, which take items in turn.
 
-    Programs without any, as unused items make them, begin last: among others they would leave processors idle.
+    Programs without any, as unused items make them, begin last: among others they may leave processors idle.
 
     ``entries`` are ``indices`` ``[X]``, or ``[X, 2]`` if they are VARIABLE. ``partials`` holds ``max_parts`` [Q, D']
     for each kv head of the grid; ``arrivals`` as many zeros, which they are again afterwards.

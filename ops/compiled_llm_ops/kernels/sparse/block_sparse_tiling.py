@@ -28,7 +28,8 @@ STAGES, FEW_STAGES = 3, 4
 
 RESIDENT = 8
 """Programs for each multiprocessor, at most: as many as it holds, and more, so that all end together. A captured launch
-may have room for many more items than there are; on an H200, 32,000 programs without any took 24 microseconds."""
+may have room for many more items than there are: on an H200, 8 rows of 8 kv heads took 31 microseconds by themselves,
+and 64 with a program for each of 4,096 items and each head."""
 
 
 class SparseTile(NamedTuple):
