@@ -310,9 +310,7 @@ def kept_by(steps: StepTable) -> int:
     return sum(steps.get(key).nbytes for key in steps.of("decode", "prefill"))  # type: ignore[union-attr]
 
 
-def test_a_failed_capture_is_logged_once_counted_and_tried_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failed_capture_is_logged_once_counted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "compiled_llm.graphs")
     model = compiled_llm.wrap(one_layer(), mode="eager", **OPTIONS)
     model.compiled.warmup([1])

@@ -4,9 +4,9 @@ python tools/bench/graphs.py --model qwen3-0.6b --seconds 6 --json graphs.json
 
 With code that is compiled alone (`compile`), with torch's cudagraph trees (`reduce-overhead`), with CUDA graphs of our
 own that are captured before requests, for them, or had to make room for others (`cuda-graphs`), and with graphs of what
-lies between attention (`piecewise`). A run of Qwen3-0.6B is to take about five minutes on an H100: the first start of
-each mode compiles for 15 to 40 s, the six that are measured take about 12 s each, by the runs of `startup.py`, and each
-is then asked for twice `--seconds`.
+lies between attention (`piecewise`). Each mode starts once to compile, and once for each state that is measured, in
+which it is asked for twice `--seconds`. Of Qwen3-0.6B, with `--seconds 2` on an H200, `cuda-graphs` and `piecewise`
+took two minutes together, and `compile` nearly three; `reduce-overhead` compiles for longer than three.
 """
 
 from __future__ import annotations

@@ -80,28 +80,28 @@ def _end(graph: Graph, pool: Any, device: torch.device) -> None:
 
 
 def when_nothing_is_captured(wait: Callable[[], None]) -> None:
-    """Call what waits for the whole device: now, or once the captures that ``captured_into`` makes have ended.
+    """Call a function that waits for the whole device: now, or when the captures of ``captured_into`` have ended.
 
-    CUDA refuses that wait during a capture in any thread, and lets the capture fail.
+    CUDA refuses such a wait while any thread captures, and lets the capture fail.
 
     Args:
-        wait: raises nothing. The thread that ends the last capture may call it.
+        wait: must not raise; the thread that ends the last capture may call it.
     """
     _underway.call_later(wait)
 
 
 class _CapturesUnderway:
-    """How many captures are underway, and what waits for their end."""
+    """Counts the captures underway, and keeps the calls that are made when there are none."""
 
     def __init__(self) -> None:
-        # Reentrant: the garbage collector may call something that waits for the device, while its thread has the lock.
+        # Reentrant: the garbage collector may run in a thread that has the lock, and call ``call_later``.
         self._lock = lock()
         self._count = 0
         self._later: list[Callable[[], None]] = []
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        with self._lock:  # nobody waits for the device now
+        with self._lock:  # a wait for the device that has begun ends first
             self._count += 1
         try:
             yield

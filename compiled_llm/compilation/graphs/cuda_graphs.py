@@ -246,8 +246,8 @@ class CudaGraphs:
         logger.log(
             logging.DEBUG if failed_before else logging.WARNING,
             "compiled_llm: a step could not be captured as a CUDA graph, and runs kernel by kernel or in a larger one: "
-            "%s: %s; later steps try again, up to %d times in all, and then only warmup() does; others are only "
-            "counted (model.compiled.cuda_graphs)",
+            "%s: %s; later steps try again, up to %d times in all, and then only warmup() does; further failures are "
+            "only counted (model.compiled.cuda_graphs)",
             type(error).__name__,
             error,
             ATTEMPTS,

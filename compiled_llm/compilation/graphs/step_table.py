@@ -58,8 +58,8 @@ class Budget(NamedTuple):
 UNBOUNDED = Budget()
 
 ATTEMPTS = 3
-"""Captures of a step that may fail in turn. What other threads do with the device may end one, which is no fault of the
-step: it would run kernel by kernel from then on."""
+"""Failed captures in a row after which a step is not captured again. One failure says little: another thread may have
+disturbed the capture, and a step that is given up runs kernel by kernel from then on."""
 
 
 class Cost(NamedTuple):

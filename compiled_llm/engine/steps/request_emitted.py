@@ -36,7 +36,7 @@ class WantedEmitted(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """What the hidden states of a token take; of what hooks emit that is known once they have run."""
+        """Bytes of a token's hidden states; hooks' outputs are not counted, since their sizes are known only later."""
         return len(set((self.layers or {}).values())) * self.hidden_size * self.dtype.itemsize
 
 
@@ -55,10 +55,10 @@ class KeptSteps:
 
 
 class RequestEmitted:
-    """What steps have emitted of a request's tokens, from the first on.
+    """A request's hidden states and hooks' outputs, of its tokens from the first on.
 
-    It stays on the device, where no step waits for it, until the request has ended or there is much. The loop's thread
-    adds to it, and any thread may read it.
+    They stay on the device, so that no step waits for a copy, until the request has ended or they take much memory. The
+    loop's thread adds to them, and any thread may read them.
 
     Attributes:
         wanted: what is kept.
@@ -134,7 +134,7 @@ class RequestEmitted:
 
 
 class _Kept:
-    """What some launches have of a request.
+    """The part of a request's hidden states and hooks' outputs that some launches have on the device.
 
     Attributes:
         steps: the launches.

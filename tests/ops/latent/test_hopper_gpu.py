@@ -58,7 +58,11 @@ def check_equal(out: torch.Tensor, expected: torch.Tensor, *said: Any) -> None:
 def test_lengths_about_pages_and_blocks(heads, page_size, seed):
     """Slots past the ends of rows, and pages of nobody, hold NaN."""
     lengths = [0, 1, page_size, page_size + 1, 63, 64, 65, 0, 8191]
-    rows = rows_of(lengths, heads=heads, page_size=page_size, seed=seed)
+    decoded_by_hand(rows_of(lengths, heads=heads, page_size=page_size, seed=seed))
+
+
+def decoded_by_hand(rows: LatentRows) -> LatentDecode:
+    """Compare what is found and written with float32 and with further launches; return the arguments."""
     args = rows.decode_arguments()
     assert reads_by_hand(args)
     out, lse = latent_decode_lse(*args)
@@ -66,6 +70,7 @@ def test_lengths_about_pages_and_blocks(heads, page_size, seed):
     torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
     for _ in range(3):
         check_equal(latent_decode(*args), out, "launched again")
+    return args
 
 
 @HEADS
@@ -85,13 +90,7 @@ def test_few_and_many_rows(heads, seed):
 def test_lists_about_blocks(heads, page_size, chosen, seed):
     """All slots that no list has hold NaN. Lists name tokens that there are not, and may name none that there is."""
     rows = rows_of([0, 1, 5, 64, 65, 130, 0, 4000], heads=heads, page_size=page_size, chosen=chosen, seed=seed)
-    args = rows.decode_arguments()
-    assert reads_by_hand(args)
-    out, lse = latent_decode_lse(*args)
-    compare(rows, out, lse)
-    torch.testing.assert_close(args.pages, rows.written(), rtol=0, atol=0, equal_nan=True)
-    for _ in range(3):
-        check_equal(latent_decode(*args), out, "launched again")
+    args = decoded_by_hand(rows)
     for programs in (8, 9, 30):
         compare(rows, *shared(args, programs))
 

@@ -126,7 +126,7 @@ def test_tiles_hold_whole_queries_and_no_more_than_registers():
                 assert tile.padded & (tile.padded - 1) == 0
 
 
-def test_programs_are_enough_for_each_multiprocessor_and_fewer_than_a_launch_may_have_items():
+def test_a_launch_has_a_bounded_number_of_programs():
     assert most_programs(132, 8) * 8 == 132 * 8
     assert most_programs(1, 100) == 1
 

@@ -146,13 +146,16 @@ def _copy(target, pages, numbers, block, length, SIZE: gl.constexpr, PAGE: gl.co
 
 @gluon.jit
 def _copy_block(
-    latents, turned, pages, numbers, block, length, PAGE: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr
-):
+    latents, turned, pages, chosen, numbers, block, length, listed,
+    PAGE: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+):  # fmt: skip
     """Begin to copy a block, latents ``[N, R]`` and rotated parts ``[N, E]``, as one group of copies."""
+    READ: gl.constexpr = PAGE if chosen is None else 1
+    entries = length if chosen is None else listed
     RANK: gl.constexpr = latents.shape[1]
     SIZE: gl.constexpr = RANK + turned.shape[1]
-    _copy(latents, pages, numbers[0], block, length, SIZE, PAGE, WIDE)
-    _copy(turned, pages + RANK, numbers[1], block, length, SIZE, PAGE, NARROW)
+    _copy(latents, pages, numbers[0], block, entries, SIZE, READ, WIDE)
+    _copy(turned, pages + RANK, numbers[1], block, entries, SIZE, READ, NARROW)
     async_copy.commit_group()
 
 
@@ -214,8 +217,6 @@ def _attend(
     RANK: gl.constexpr = wide.shape[2]
     AXIS: gl.constexpr = 1 if KEYS_FIRST else 0  # of heads
     WEIGHTS: gl.constexpr = [BLOCK, TILE] if KEYS_FIRST else [TILE, BLOCK]
-    READ: gl.constexpr = PAGE if chosen is None else 1
-    entries = length if chosen is None else listed
     dtype: gl.constexpr = pages.dtype.element_ty
     weighing = gl.allocate_shared_memory(dtype, WEIGHTS, gl.NVMMASharedLayout.get_default_for(WEIGHTS, dtype))
     by_head = weighing.permute((1, 0)) if KEYS_FIRST else weighing
@@ -234,7 +235,9 @@ def _attend(
         async_copy.wait_group(0)
         if block + 1 < end:
             following = wide.index(1 - this), narrow.index(1 - this)
-            _copy_block(following[0], following[1], pages, numbers, block + 1, entries, READ, WIDE, NARROW)
+            _copy_block(
+                following[0], following[1], pages, chosen, numbers, block + 1, length, listed, PAGE, WIDE, NARROW
+            )
             numbers, positions = _load_next(
                 indices, chosen, positions, block + 2, length, listed, PAGE, BLOCK, WIDE, NARROW
             )
@@ -332,9 +335,7 @@ def _latent_decode_hopper(
             _store_newest(slot, latent + at * latent_stride, rope + at * key_rope_stride, RANK, ROPE)
         wide = gl.allocate_shared_memory(dtype, [2, BLOCK, RANK], _multiplied(RANK))
         narrow = gl.allocate_shared_memory(dtype, [2, BLOCK, ROPE], _multiplied(ROPE))
-        READ: gl.constexpr = PAGE if chosen is None else 1
-        entries = length if chosen is None else listed
-        _copy_block(wide.index(0), narrow.index(0), pages, numbers, begin, entries, READ, WIDE, NARROW)
+        _copy_block(wide.index(0), narrow.index(0), pages, own_list, numbers, begin, length, listed, PAGE, WIDE, NARROW)
         numbers, positions = _load_next(
             own_indices, own_list, positions, begin + 1, length, listed, PAGE, BLOCK, WIDE, NARROW
         )
