@@ -34,8 +34,9 @@ logger = logging.getLogger("compiled_llm.engine")
 
 Mixed = Literal["auto"] | bool
 
-_EMITTED_ON_DEVICE = 64 << 20
-"""Bytes that steps emit of requests' tokens before all of it is copied to the host."""
+_EMITTED_ON_DEVICE = 256 << 20
+"""Bytes that steps emit of requests' tokens before all of it is copied to the host. Each such copy is put together with
+those before when the request has ended, so few should be needed."""
 
 
 class _Launched(NamedTuple):

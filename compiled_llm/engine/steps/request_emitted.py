@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.execution.state.emitted_steps import EmittedSteps
-from compiled_llm.execution.state.staging import Readback, Readbacks
+from compiled_llm.execution.state.staging import Readback, Readbacks, joined_on_host
 from compiled_llm.execution.threads.executor import Executor
 
 
@@ -102,10 +102,10 @@ class RequestEmitted:
         parts = self._parts[:]  # more may come meanwhile
         found: dict[tuple[int | str, ...], list[Tensor]] = {}
         for part in parts:
-            for keys, tensors in part.take(self.wanted.keys).items():
-                found.setdefault(keys, []).extend(tensors)
+            for keys, tensor in part.take(self.wanted.keys).items():
+                found.setdefault(keys, []).append(tensor)
         del self._parts[: len(parts) - 1]  # these have got all of their tokens
-        self._copies += [_OnItsWay.of(keys, tensors) for keys, tensors in found.items() if tensors]
+        self._copies += [_OnItsWay.of(keys, tensors) for keys, tensors in found.items()]
 
     def end(self) -> None:
         """Copy the rest, and leave the device; there will be no more."""
@@ -130,7 +130,7 @@ class RequestEmitted:
     def _first(self, key: int | str, tokens: int, none: Tensor) -> Tensor:
         self.copy()
         copies = [copy.result(key) for copy in self._copies[:] if key in copy.keys]
-        return (copies[0] if len(copies) == 1 else torch.cat(copies or [none]))[:tokens]
+        return (joined_on_host(copies) if copies else none)[:tokens]
 
 
 class _Kept:
@@ -151,15 +151,15 @@ class _Kept:
         """The position after its last token that counts."""
         return self._first + self.steps.read * self._size
 
-    def take(self, keys: Collection[int | str]) -> dict[tuple[int | str, ...], list[Tensor]]:
-        """Return that of the tokens that were not taken, as ``EmittedSteps.of``."""
+    def take(self, keys: Collection[int | str]) -> dict[tuple[int | str, ...], Tensor]:
+        """Return that of the tokens that were not taken, as ``EmittedSteps.of``; nothing if there are none."""
         steps = self.steps.read
         first, computed_again = divmod(self._taken, self._size)
         self._taken = max(self._taken, steps * self._size)
+        if first >= steps:
+            return {}
         found = self.steps.emitted.of(keys, self._tokens, range(first, steps))
-        for tensors in found.values():
-            tensors[:1] = [tensor[:, computed_again:] for tensor in tensors[:1]]
-        return found
+        return {names: tensor[:, computed_again:] for names, tensor in found.items()}
 
 
 class _OnItsWay(NamedTuple):
@@ -180,7 +180,7 @@ class _OnItsWay(NamedTuple):
     @classmethod
     def of(cls, keys: tuple[int | str, ...], tensors: list[Tensor]) -> _OnItsWay:
         """Start to copy ``[K, n, ...]`` each, tokens one after the other."""
-        whole = torch.cat(tensors, dim=1)
+        whole = torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0].contiguous()
         return cls(keys, Readbacks.start_once(whole.view(-1).view(torch.uint8)), whole.dtype, whole.shape)
 
     def result(self, key: int | str) -> Tensor:

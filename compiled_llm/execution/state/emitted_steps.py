@@ -62,18 +62,17 @@ class EmittedSteps:
                 step.update(zip(kind.names, tensors[number * size : (number + 1) * size], strict=True))
         return steps
 
-    def of(
-        self, names: Collection[int | str], tokens: slice, steps: range
-    ) -> dict[tuple[int | str, ...], list[Tensor]]:
-        """Return what consecutive steps have emitted under some names, of some of the R tokens.
+    def of(self, names: Collection[int | str], tokens: slice, steps: range) -> dict[tuple[int | str, ...], Tensor]:
+        """Return what consecutive steps, at least one, have emitted under some names, of n of the R tokens.
 
-        By the names of tensors of one dtype and width, K of them, it is ``[K, n, *W]`` a block, tokens of one step
+        By the names of tensors of one dtype and width, K of them, it is ``[K, steps * n, *W]``, tokens of one step
         before those of the next.
         """
         found = {}
         for kind in self._kinds.values():
             if wanted := tuple(name for name in kind.names if name in names):
-                found[wanted] = list(kind.of(wanted, tokens, steps))
+                blocks = list(kind.of(wanted, tokens, steps))
+                found[wanted] = (torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]).flatten(1, 2)
         return found
 
 
@@ -101,11 +100,11 @@ class _Alike:
         return self._places.pop()
 
     def of(self, names: tuple[int | str, ...], tokens: slice, steps: range) -> Iterator[Tensor]:
-        """Yield the same of each block as ``EmittedSteps.of``: views, unless others want more names."""
+        """Yield the same as ``EmittedSteps.of`` of each block, ``[K, s, n, *W]``: views, unless others want more."""
         at = 0
         for block in self.blocks:
             inside = block[max(steps.start - at, 0) : max(steps.stop - at, 0), :, tokens]
             at += len(block)
             if len(inside):
-                whole = inside.transpose(0, 1).flatten(1, 2)
+                whole = inside.transpose(0, 1)
                 yield whole if names == self.names else torch.stack([whole[self.names.index(name)] for name in names])
