@@ -35,6 +35,8 @@ transforms and tracing | the same |
 | ``custom_graph_pass`` of Inductor | a pass of ours in its graphs | torch documents it |
 | ``torch._inductor.compile`` inside a backend | passes of ours, and pieces, before Inductor | torch documents it |
 | ``TritonKernel._filter_pdl``, ``codegen_kernel`` | kernels that wait before they touch memory | Inductor's always do |
+| ``MissingOperatorWithDecomp``, ``…WithoutDecomp.operator_str`` | describing ops only if a log is read | \
+torch < 2.13 is dropped |
 | ``CachingAutotuner.bench``, ``clone_args`` | tilings that are timed as they run | Inductor times them in graphs |
 | ``torch._dispatch.python`` | running a graph on symbolic sizes | torch propagates a graph's sizes in public |
 | ``example_value`` and ``FakeTensor.fake_mode`` | which parameter a graph input is; caching a piece | a graph says it |
@@ -74,6 +76,8 @@ Changed for the whole process:
 | what | by | ends when |
 | --- | --- | --- |
 | the two methods of ``TritonKernel`` above | the first graph that is compiled | Inductor's kernels always wait first |
+| ``MissingOperatorWithDecomp``, ``…WithoutDecomp.operator_str`` | describing ops only if a log is read | \
+torch < 2.13 is dropped |
 | ``CachingAutotuner.bench`` | the first graph that is compiled | Inductor times kernels in graphs |
 | what a forked process begins with (``os.register_at_fork``), where our locks are free (``RLock._at_fork_reinit``) | \
 the import | threads survive a fork |

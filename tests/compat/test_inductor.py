@@ -16,12 +16,15 @@ from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.backends import inductor as torchs_backend
 from torch._inductor import async_compile, codecache, cpu_vec_isa
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.exc import CppCompileError
+from torch._inductor.ir import TensorBox
+from torch._inductor.lowering import lowerings
 from torch._inductor.runtime import compile_tasks
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import IndentedBuffer
@@ -62,6 +65,36 @@ def test_a_kernel_that_may_begin_early_and_does_not_wait_is_refused(early, waits
             checked()
     else:
         assert checked() == source
+
+
+@torch.library.custom_op("compiled_llm_tests::never_lowered", mutates_args=())
+def never_lowered(left: Tensor, right: Tensor) -> Tensor:
+    return left + right
+
+
+@never_lowered.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return torch.empty_like(left)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_inductor_describes_an_op_only_if_its_log_is_read(monkeypatch, caplog, reads):
+    """Descriptions of what leads to the op would double at each of the ops before it."""
+    described, describe = [], TensorBox.__str__
+    monkeypatch.setattr(TensorBox, "__str__", lambda box: described.append(box) or describe(box))
+    lowerings.pop(torch.ops.compiled_llm_tests.never_lowered.default, None)
+
+    def backend(module, inputs):
+        return inductor.compile_with_inductor(module, inputs, {"fx_graph_cache": False})
+
+    def doubled(left: Tensor) -> Tensor:
+        return never_lowered(left, left)
+
+    with caplog.at_level(logging.INFO if reads else logging.WARNING, "torch._inductor.graph"):
+        torch.compile(doubled, backend=backend, fullgraph=True)(torch.ones(4))
+    dynamo.forget([doubled])
+    assert bool(described) == reads
+    assert ("Creating implicit fallback for" in caplog.text and "args[1]: TensorBox" in caplog.text) == reads
 
 
 def test_inductor_says_which_kernels_may_begin_early():

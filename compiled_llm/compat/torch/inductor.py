@@ -17,6 +17,7 @@ from torch._inductor.custom_graph_pass import (
     CustomGraphPass as CustomGraphPass,
     get_hash_for_files as get_hash_for_files,
 )
+from torch._logging import LazyString
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.compat.torch.autotuning import time_kernels_in_graphs
@@ -55,6 +56,7 @@ def compile_with_inductor(
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor, as ``torch.compile`` would call it from inside a backend."""
     make_kernels_wait_first()
+    describe_ops_for_readers_only()
     time_kernels_in_graphs()
     keep_probes_from_current_folder()
     return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
@@ -83,6 +85,22 @@ def make_kernels_wait_first() -> None:
         remove_repeated(kernel, code)
 
     setattr(TritonKernel, "_filter_pdl", wait_first)  # noqa: B010
+
+
+@functools.cache
+def describe_ops_for_readers_only() -> None:
+    """Let Inductor describe an op that it has no lowering for when its log is read, as torch 2.13 does.
+
+    A description has those of the op's arguments in it, each with those of what led to it. Where ops follow each other,
+    as in decode steps, that grows exponentially: a decode step of four layers was lowered for three minutes, and with
+    28 layers ``mode="reduce-overhead"``, which compiles all of them as one graph, had not begun after nine.
+    """
+    from torch._inductor.exc import MissingOperatorWithDecomp, MissingOperatorWithoutDecomp
+
+    if torch.__version__ >= (2, 13):  # type: ignore[operator]
+        return
+    for issue in (MissingOperatorWithDecomp, MissingOperatorWithoutDecomp):
+        setattr(issue, "operator_str", functools.partial(LazyString, issue.operator_str))  # noqa: B010
 
 
 def refusing_races(codegen: Callable[..., str], waits: list[int]) -> Callable[..., str]:
