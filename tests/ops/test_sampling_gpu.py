@@ -86,15 +86,17 @@ def test_draws_are_those_of_the_cpu_but_for_near_ties(dtype: torch.dtype, seed: 
 def test_kernels_that_are_built_early_are_not_built_at_the_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    vocabulary = 5_000  # of no other test: kernels of theirs may be built already
+    vocabulary = 5_000  # of no other test: some kernels of theirs may be built already
     built: list[str] = []
     monkeypatch.setattr(knobs.compilation, "listener", lambda src, **_: built.append(src.fn.__name__))
     logits = normal_logits(3, vocabulary, 1.0, torch.float16, seed)
     given = arguments(logits, some_seeds(3), [Sampling()] * 3)
     build_sampling(vocabulary, torch.float16, logits.device)
+    early = [*built]
+    assert "_sample_rows" in early
     sample_tokens(*given)
     sample_tokens(*arguments(logits[:1], some_seeds(1), [Sampling()]))
-    assert built == ["_summarise_for_sampling", "_sample_rows"]
+    assert built == early
 
 
 @seeded

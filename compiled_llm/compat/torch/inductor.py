@@ -17,7 +17,7 @@ from torch._inductor.custom_graph_pass import (
     CustomGraphPass as CustomGraphPass,
     get_hash_for_files as get_hash_for_files,
 )
-from torch._logging import LazyString
+from torch._logging._internal import LazyString
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.compat.torch.autotuning import time_kernels_in_graphs
@@ -100,7 +100,11 @@ def describe_ops_for_readers_only() -> None:
     if torch.__version__ >= (2, 13):  # type: ignore[operator]
         return
     for issue in (MissingOperatorWithDecomp, MissingOperatorWithoutDecomp):
-        setattr(issue, "operator_str", functools.partial(LazyString, issue.operator_str))  # noqa: B010
+        setattr(issue, "operator_str", _read_later(issue.operator_str))  # noqa: B010
+
+
+def _read_later(describe: Callable[..., str]) -> Callable[..., object]:
+    return lambda *op: LazyString(describe, *op)
 
 
 def refusing_races(codegen: Callable[..., str], waits: list[int]) -> Callable[..., str]:
