@@ -28,6 +28,7 @@ from compiled_llm.model import layer_probe
 from compiled_llm.model.restore import restored
 from compiled_llm_ops import backends
 from support.compilation.fast_linker import link_fast
+from support.compilation.quick_tracing import hasten_traces
 from support.drawing import BY_READING
 from support.left_out import LeftOut
 from support.ops.interpreting import (
@@ -213,6 +214,16 @@ def _guards_on_sizes_have_no_common_parts() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.PyExprCSEPass.count", fail, raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _traces_are_quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where tox has torch keep nothing of its ops' results; ``--whole`` and the matrix trace as users do."""
+    keeps_nothing = os.environ.get("TORCH_FAKE_TENSOR_DISPATCH_CACHE") == "0"
+    with pytest.MonkeyPatch.context() as patch:
+        if keeps_nothing and not request.config.getoption("whole"):
+            hasten_traces(patch)
         yield
 
 
