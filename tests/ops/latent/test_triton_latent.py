@@ -18,7 +18,6 @@ from compiled_llm_ops.kernels.latent.latent_tiling import (
     LatentTiling,
     choose_decode_tiling,
     decode_tile,
-    merge_tiling,
     query_tile,
     reads_by_hand,
 )
@@ -299,9 +298,9 @@ def test_programs_merge_all_of_a_latent():
         for rank in (16, 64, 512):
             for rows in (1, 8, 64):
                 tiling = choose_decode_tiling(rows, heads, rank, 65536, 132)
-                merged = merge_tiling(tiling, rank)
-                assert rank % merged.columns == 0, (heads, rank, rows)
-                assert merged.chunk * merged.columns <= 2**12
+                assert rank % tiling.merged == 0, (heads, rank, rows)
+                assert tiling.merged_parts * tiling.merged <= 2**12
+                assert tiling.merged == rank or rows * heads * rank <= 3 * 132 * tiling.merged
 
 
 # ---- compiled, without a GPU
@@ -433,10 +432,9 @@ def test_merging_waits_before_it_reads(rows, tmp_path):
     from compiled_llm_ops.kernels.latent import decode
 
     kernel, tiling = decode._merge_shares, choose_decode_tiling(rows, 16, 512, 65536, 132)
-    merged = merge_tiling(tiling, 512)
     constants = {
-        "TILE": tiling.heads, "RANK": 512, "MOST": MOST_SHARES, "CHUNK": merged.chunk, "COLUMNS": merged.columns,
-        "BLIND": True, "PDL": True,
+        "TILE": tiling.heads, "RANK": 512, "CHUNK": tiling.merged_parts, "COLUMNS": tiling.merged,
+        "STAGES": decode.MERGE_STAGES, "BLIND": True, "PDL": True,
     }  # fmt: skip
     types = types_of(kernel, ("out",), ("shares",), ("lse", "partials", "partial_lses"))
     aligned = [name for name, kind in types.items() if kind.startswith("*")]

@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_llm_ops.contracts import LatentDecode
 from compiled_llm_ops.kernels.attention.decode import _pick, _share
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS
-from compiled_llm_ops.kernels.latent.latent_tiling import MOST_SHARES, LatentTiling, merge_tiling
+from compiled_llm_ops.kernels.latent.latent_tiling import MOST_SHARES, LatentTiling
 from compiled_llm_ops.kernels.latent.step import (
     attend_block,
     attend_keys_first,
@@ -37,6 +37,9 @@ from compiled_llm_ops.kernels.latent.step import (
     load_chosen,
     load_whole_pages,
 )
+
+MERGE_STAGES = 3
+"""Of the pipeline that merges: partial results are loaded while others are summed."""
 
 
 @triton.jit
@@ -165,39 +168,42 @@ def _latent_decode(
 @triton.jit(do_not_specialize=["row_tile", "head_tiles", "programs"])
 def _merge_shares(
     partials, partial_lses, shares, out, lse, row_tile, head_tiles, programs,
-    TILE: tl.constexpr, RANK: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     BLIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge what the programs of a row have found for one head, COLUMNS of its R numbers, always in the same order.
 
-    Axes of the grid: rows, heads, parts of the columns. MOST programs share a row at most. If BLIND, a query may have
-    seen no key.
+    Axes of the grid: rows, heads, parts of the columns. If BLIND, a query may have seen no key.
     """
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    count = tl.load(shares + 2 * row + 1)
+    # Loads that do not wait for each other begin together: each takes as long as all else that a program does.
+    first_program, count = tl.load(shares + 2 * row), tl.load(shares + 2 * row + 1)
     if count > 1:
-        first_program = tl.load(shares + 2 * row)
         first = ((row // row_tile) * head_tiles + head // TILE) * programs + first_program
         own_lses = partial_lses + first.to(tl.int64) * TILE + head % TILE
         own_values = partials + (first.to(tl.int64) * TILE + head % TILE) * RANK + part * COLUMNS
-        offs_m, offs_p, offs_c = tl.arange(0, MOST), tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
-        lses = tl.load(own_lses + offs_m * TILE, mask=offs_m < count, other=-float("inf"))
-        base = tl.max(lses)
-        if BLIND:
-            base = tl.where(base == -float("inf"), 0.0, base)
-        total = tl.sum(tl.exp2(lses - base))
+        offs_p, offs_c = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
+        largest, total = -float("inf"), 0.0
         acc = tl.zeros([CHUNK, COLUMNS], tl.float32)
-        for start in tl.range(0, count, CHUNK, num_stages=3):
+        for start in tl.range(0, count, CHUNK, num_stages=STAGES):
             partial = start + offs_p
             used = partial < count
-            weights = tl.exp2(tl.load(own_lses + partial * TILE, mask=used, other=-float("inf")) - base)
+            lses = tl.load(own_lses + partial * TILE, mask=used, other=-float("inf"))
             part_ptrs = own_values + partial[:, None].to(tl.int64) * (TILE * RANK) + offs_c[None, :]
-            acc += weights[:, None] * tl.load(part_ptrs, mask=used[:, None], other=0.0)
-        lses = base + tl.log2(total)
+            values = tl.load(part_ptrs, mask=used[:, None], other=0.0)
+            larger = tl.maximum(largest, tl.max(lses))
+            base = larger
+            if BLIND:
+                base = tl.where(larger == -float("inf"), 0.0, larger)
+            weights, fade = tl.exp2(lses - base), tl.exp2(largest - base)
+            acc = acc * fade + weights[:, None] * values
+            total = total * fade + tl.sum(weights)
+            largest = larger
+        lses = largest + tl.log2(total)
         if BLIND:
             total = tl.where(total == 0.0, 1.0, total)
         item = row.to(tl.int64) * heads + head
@@ -253,11 +259,10 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl:
         PAGE=page_size, BLOCK=tiling.block, KEYS_FIRST=tiling.keys_first, num_warps=tiling.warps, **overlap,
     )  # fmt: skip
     if shares is not None:
-        merged = merge_tiling(tiling, rank)
-        _merge_shares[(rows, heads, rank // merged.columns)](
+        _merge_shares[(rows, heads, rank // tiling.merged)](
             partials, partial_lses, shares, out, lse, tiling.row_tile, head_tiles, tiling.programs, TILE=tiling.heads,
-            RANK=rank, MOST=min(MOST_SHARES, triton.next_power_of_2(tiling.programs)), CHUNK=merged.chunk,
-            COLUMNS=merged.columns, BLIND=chosen is not None, num_warps=4, **overlap,
+            RANK=rank, CHUNK=tiling.merged_parts, COLUMNS=tiling.merged, STAGES=MERGE_STAGES, BLIND=chosen is not None,
+            num_warps=4, **overlap,
         )  # fmt: skip
     return out
 
