@@ -115,7 +115,7 @@ FOUND = {
 }
 
 
-MORE = ("Llama", "Glm4", "Gemma2", "Qwen2", "Starcoder2", "Phi3", "Exaone4", "GptOss")
+MORE = ("Llama", "Qwen3Moe", "Glm4", "Gemma2", "Qwen2", "Starcoder2", "Phi3", "Exaone4", "GptOss")
 """As far as our ops go, Llama is Qwen3 without norms of heads, the next test says that nothing of GptOss matches, and
 what is turned otherwise, as by Glm4, is among the graphs below."""
 

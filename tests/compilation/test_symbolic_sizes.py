@@ -17,7 +17,8 @@ PAGE_SIZE = 16
 OPTIONS: dict[str, Any] = {"page_size": PAGE_SIZE, "max_batch_size": 4, "progress": False}
 
 
-@pytest.mark.parametrize("pages", [2, 4, *(pytest.param(pages, marks=pytest.mark.whole) for pages in (3, 5, 6))])
+@pytest.mark.drawn(most=1)
+@pytest.mark.parametrize("pages", [2, 3, 4, 5, 6])
 def test_there_may_be_as_many_pages_as_rows_or_tokens(pages, seed):
     """Prefill is compiled with 3 rows, 4 starts, 6 tokens, 5 logits and 4 choices, decode with 2 rows and 3 starts."""
     memory = f"{PAGE_SIZE * (pages - 1)} tokens"

@@ -152,6 +152,7 @@ def test_an_answer_ends_in_the_mode_that_it_began_in(gate: Gate, seed: int) -> N
         assert watching.eager == [eager] * 6
 
 
+@pytest.mark.either("drains")
 @pytest.mark.parametrize("drains", [False, True])
 def test_a_busy_engine_changes_over_once_its_requests_have_ended(
     gate: Gate, drains: bool, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -284,7 +285,7 @@ def test_an_engine_that_does_not_watch_its_model_changes_over_without_a_look(gat
         assert not is_eager(model)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("watches", [True, False])
 @pytest.mark.parametrize("compiled", [False, True], ids=["while it compiles", "before they take over"])
 def test_new_weights_are_those_of_all_later_answers_and_nothing_is_compiled_for_them(

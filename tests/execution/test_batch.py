@@ -149,6 +149,7 @@ def test_a_mixed_step_that_fails_leaves_no_row_a_token_that_may_be_wrong(seed, m
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.either("penalised")
 @pytest.mark.parametrize("penalised", [False, True])
 def test_a_mixed_step_of_a_model_that_has_changed_is_replayed_only_if_it_can_run_again(
     penalised: bool, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -92,7 +92,7 @@ class Batch:
 @pytest.mark.parametrize(
     ("mode", "lengths", "new", "set_up"),
     [
-        pytest.param(*case, set_up, marks=pytest.mark.whole if case[0] == "compile" and set_up in MORE else ())
+        pytest.param(*case, set_up, marks=pytest.mark.whole if case[0] == "compile" else ())
         for case in (("eager", [4], 2), ("eager", [3, 4, 9], 5), ("compile", [1, 7, 8, 15], 2))
         for set_up in (None, let_a_cpu_capture, *MORE)
     ],

@@ -102,12 +102,10 @@ MOVED = {
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     "change",
-    [
-        *(new_parameter, other_attribute),
-        *(pytest.param(each, marks=pytest.mark.whole) for each in (moved_data, swapped_module, in_place)),
-    ],
+    [new_parameter, other_attribute, moved_data, swapped_module, in_place],
     ids=lambda change: change.__name__,
 )
 def test_steps_of_a_model_that_changes_during_a_call_are_captured_again(change, seed):

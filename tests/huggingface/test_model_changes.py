@@ -136,12 +136,7 @@ def captures(without_inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Each traces for four seconds, so there is one or two of each kind; three more run compiled in a callback, below.
-IN_EACH_RUN = {
-    "values are written",
-    "load_state_dict, assign",
-    "another list of layers",
-    "a function of the model's file",
-}
+IN_EACH_RUN = {"values are written", "load_state_dict, assign", "a function of the model's file"}
 NOT_DYNAMOS = "a function of torch's"  # torch.compile traces the original of it
 FAST = [name for name, change in CHANGES.items() if change.is_fast and name != NOT_DYNAMOS]
 

@@ -43,7 +43,7 @@ def test_calls_of_the_module_inside_are_counted_said_once_and_explained(model, c
     assert "3 outside" in str(model.compiled.stats())
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_our_own_calls_are_not_counted(mode, without_inductor):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": mode})
     calls = [

@@ -207,7 +207,7 @@ def test_layers_that_leave_other_parts_of_a_page_zero_share_no_memory() -> None:
     ("family", "how"),
     [
         ("Gemma3", "eager"),
-        ("Gemma3", "Dynamo"),
+        pytest.param("Gemma3", "Dynamo", marks=pytest.mark.whole),
         pytest.param("Gemma3", "Inductor", marks=[pytest.mark.slow, pytest.mark.whole]),
         ("GptOss", "eager"),
         pytest.param("GptOss", "Inductor", marks=[pytest.mark.slow, pytest.mark.whole]),

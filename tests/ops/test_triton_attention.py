@@ -749,7 +749,7 @@ def test_fp8_is_read_as_it_is_and_converted(left_out, dtype, tmp_path):
     assert len(touched) <= 4, "no more than with other pages"
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -250,7 +250,7 @@ def test_blocks_are_as_large_as_shared_memory_allows():
 TABLES = ("lengths", "indices", "members", "work_items")
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -96,7 +96,7 @@ def test_each_family_gives_huggingfaces_tokens(
 FEW_FAMILIES = ["Qwen3Moe", "GptOss", "Qwen3_5Moe"]
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("mode", CAPTURES)
 @pytest.mark.parametrize("family", [family for family in FEW_FAMILIES if family in FAMILIES_WITH_EXPERTS])
@@ -178,7 +178,7 @@ def with_shared_experts() -> Any:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_what_our_ops_cannot_do_is_left_to_huggingface_and_said(
     mode: Any, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -179,7 +179,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

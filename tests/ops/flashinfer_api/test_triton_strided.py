@@ -143,7 +143,7 @@ STRIDES = [f"{name}_{axis}" for name in ("query", "out", "lse") for axis in ("ro
 STRIDES += [f"{name}_{axis}" for name in ("keys", "values") for axis in ("page", "head", "slot")]
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ SIZES = pytest.mark.parametrize(
 LISTS = pytest.mark.parametrize("table", [(), ("chosen",)], ids=str)
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -379,7 +379,7 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
     assert set(before) == {"ld.global"}, "where pages begin, and lengths"
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -399,6 +399,7 @@ def test_the_kernel_by_hand_fits_registers_and_shared_memory(table, heads, page_
     assert before[-1] == "griddepcontrol.wait"
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -444,7 +445,7 @@ def test_merging_waits_before_it_reads(rows, tmp_path):
     assert "cp.async.cg.shared.global" in made.asm["ptx"], "sixteen bytes at a time"
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -52,7 +52,7 @@ def test_sizes_without_a_kernel_are_named() -> None:
             attend(*rows.arguments(), torch.zeros(0), None)
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

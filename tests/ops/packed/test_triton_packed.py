@@ -180,7 +180,7 @@ def test_tilings_fit_into_shared_memory() -> None:
 # ---- compiled, without a GPU
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(

@@ -345,7 +345,7 @@ DTYPES = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", PREPARED)
@@ -362,7 +362,7 @@ def test_what_prepares_chunks_fits_registers(name: str, size: int, dtype: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", LACKING)

@@ -147,7 +147,7 @@ COMPILED_IN_EACH_RUN = (COMPILED[2], COMPILED[4], COMPILED[5])
 """One of each kind, with large tiles."""
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
