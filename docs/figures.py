@@ -402,8 +402,6 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
             "us": _number("figures/us"),
             "us of dense decode": _number("figures/us_dense"),
             "of its bandwidth": _share("figures/of_dense"),
-            "us with scattered pages": _number("figures/us_scattered"),
-            "of its bandwidth then": _share("figures/of_scattered"),
             "of the read bandwidth": _share("figures/of_bandwidth"),
             "remark": _text("remark"),
         },

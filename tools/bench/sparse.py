@@ -8,7 +8,6 @@ Shapes: B rows, K kv heads, H query heads, D head dimension, R latent size, E si
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -131,29 +130,18 @@ def table_of(drawn: Drawn, rows: int, keys: int, page_size: int, first: int = 0)
     return PageNumbers(starts, lengths, (first + drawn.order(rows * count)).int())
 
 
-def dense_tables(case: Case, drawn: Drawn, pages: int, page_size: int, scattered: bool) -> list[PageNumbers]:
-    """Return tables of rows that have no other keys than they read, each of other pages of the pool.
-
-    If ``scattered`` they are any pages of it, as a pool gives them out after a while, and as chosen keys lie; else
-    pages next to each other, in random order.
-    """
+def dense_tables(case: Case, drawn: Drawn, pages: int, page_size: int) -> list[PageNumbers]:
+    """Return tables of rows that have no other keys than they read, each of other pages of the pool."""
     needed = case.rows * case.read // page_size
     places = range(0, pages - needed + 1, needed)[:COPIES]
-    tables = [table_of(drawn, case.rows, case.read, page_size, first) for first in places]
-    if not scattered:
-        return tables
-    return [table._replace(indices=drawn.order(pages)[:needed].int()) for table in tables]
+    return [table_of(drawn, case.rows, case.read, page_size, first) for first in places]
 
 
-class Launches(NamedTuple):
-    """What reads chosen keys, and dense decode of as many: of pages next to each other, and all over the pool."""
-
-    sparse: NumberedLaunch
-    dense: NumberedLaunch
-    scattered: NumberedLaunch
+Both = tuple[NumberedLaunch, NumberedLaunch]
+"""What reads chosen keys, and dense decode of as many."""
 
 
-def by_pages(case: Case, drawn: Drawn) -> Launches:
+def by_pages(case: Case, drawn: Drawn) -> Both:
     """`visible`: each kv head reads a list of pages of its own, the newest page among them."""
     heads, kv_heads, dim = case.heads
     count, read = case.keys // case.block, case.read // case.block
@@ -167,21 +155,20 @@ def by_pages(case: Case, drawn: Drawn) -> Launches:
     def sparse(number: int) -> Tensor:
         return decode_attention(*states, pages, *table, dim**-0.5, visible=visible[number % COPIES], overlap=True)
 
-    return Launches(sparse, *dense_decode(case, drawn, pages, states))
+    return sparse, dense_decode(case, drawn, pages, states)
 
 
-def dense_decode(case: Case, drawn: Drawn, pages: Tensor, states: tuple[Tensor, ...]) -> Iterator[NumberedLaunch]:
-    """Yield decode of rows whose keys are all read, each time in other pages of the same pool; then scattered ones."""
-    for scattered in (False, True):
-        tables = dense_tables(case, drawn, len(pages), pages.shape[3], scattered)
+def dense_decode(case: Case, drawn: Drawn, pages: Tensor, states: tuple[Tensor, ...]) -> NumberedLaunch:
+    """Return decode of rows whose keys are all read, each time in other pages of the same pool."""
+    tables = dense_tables(case, drawn, len(pages), pages.shape[3])
 
-        def dense(number: int, tables: list[PageNumbers] = tables) -> Tensor:
-            return decode_attention(*states, pages, *tables[number % len(tables)], case.heads[2] ** -0.5, overlap=True)
+    def dense(number: int) -> Tensor:
+        return decode_attention(*states, pages, *tables[number % len(tables)], case.heads[2] ** -0.5, overlap=True)
 
-        yield dense
+    return dense
 
 
-def by_matrix(case: Case, drawn: Drawn) -> Launches:
+def by_matrix(case: Case, drawn: Drawn) -> Both:
     """A sparse matrix whose rows are single queries. No key is read by two, as if each had a text of its own."""
     heads, kv_heads, dim = case.heads
     every, read = case.rows * case.keys, case.read // case.block
@@ -200,10 +187,10 @@ def by_matrix(case: Case, drawn: Drawn) -> Launches:
         return block_sparse_attention(query, key, value, *matrices[number % COPIES], 1, case.block, PARTS, dim**-0.5)
 
     newest = (drawn.numbers(case.rows, kv_heads, dim) for _ in range(2))
-    return Launches(sparse, *dense_decode(case, drawn, pages, (query, *newest)))
+    return sparse, dense_decode(case, drawn, pages, (query, *newest))
 
 
-def by_tokens(case: Case, drawn: Drawn) -> Launches:
+def by_tokens(case: Case, drawn: Drawn) -> Both:
     """`chosen`: each row reads single tokens of its latents."""
     heads, rank, rope = case.heads
     size, page_size = rank + rope, 16
@@ -211,18 +198,18 @@ def by_tokens(case: Case, drawn: Drawn) -> Launches:
     states = [drawn.numbers(case.rows, *own) for own in ((heads, rank), (heads, rope), (rank,), (rope,))]
     table, scale = table_of(drawn, case.rows, case.keys, page_size), size**-0.5
     chosen = drawn.lists(case.rows, case.keys, case.read)
-    tables = [dense_tables(case, drawn, len(pages), page_size, scattered) for scattered in (False, True)]
+    tables = dense_tables(case, drawn, len(pages), page_size)
 
     def sparse(number: int) -> Tensor:
         return latent_decode(*states, pages, *table, scale, True, chosen[number % COPIES])
 
-    def dense(which: int, number: int) -> Tensor:
-        return latent_decode(*states, pages, *tables[which][number % len(tables[which])], scale, True)
+    def dense(number: int) -> Tensor:
+        return latent_decode(*states, pages, *tables[number % len(tables)], scale, True)
 
-    return Launches(sparse, partial(dense, 0), partial(dense, 1))
+    return sparse, dense
 
 
-WAYS: dict[str, Callable[[Case, Drawn], Launches]] = {"pages": by_pages, "matrix": by_matrix, "tokens": by_tokens}
+WAYS: dict[str, Callable[[Case, Drawn], Both]] = {"pages": by_pages, "matrix": by_matrix, "tokens": by_tokens}
 
 
 def main(
@@ -252,11 +239,10 @@ def result_of(run: Bench, case: Case) -> dict[str, Any]:
     figures, remark = dict[str, float](), ""
     assert bandwidth is not None
     try:
-        launches = WAYS[case.kind](case, Drawn(device, dtype))
-        chosen, dense, scattered = (timed_launches(launch, device, COPIES)[0] for launch in launches)
+        both = WAYS[case.kind](case, Drawn(device, dtype))
+        chosen, dense = (timed_launches(launch, device, COPIES)[0] for launch in both)
         of_bandwidth = case.nbytes(dtype.itemsize) * 1e6 / chosen / bandwidth
         figures = {"us": chosen, "us_dense": dense, "of_dense": dense / chosen, "of_bandwidth": of_bandwidth}
-        figures |= {"us_scattered": scattered, "of_scattered": scattered / chosen}
     except Exception as error:
         check_device(device)
         remark = reason(error)
@@ -273,8 +259,6 @@ def sparse_tables(results: Sequence[Result]) -> Iterator[Table]:
         "us": of("us"),
         "us of dense decode": of("us_dense"),
         "of its bandwidth": of("of_dense", percent),
-        "us with scattered pages": of("us_scattered"),
-        "of its bandwidth then": of("of_scattered", percent),
         "of the device's": of("of_bandwidth", percent),
         "remark": lambda result: result["remark"],
     }
