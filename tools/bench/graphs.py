@@ -6,7 +6,7 @@ With code that is compiled alone (`compile`), with torch's cudagraph trees (`red
 own that are captured before requests, for them, or had to make room for others (`cuda-graphs`), and with graphs of what
 lies between attention (`piecewise`). Each mode starts once to compile, and once for each state that is measured, in
 which it is asked for twice `--seconds`. Of Qwen3-0.6B, with `--seconds 2` on an H200, `cuda-graphs` and `piecewise`
-took two minutes together, and `compile` nearly three; `reduce-overhead` compiles for longer than three.
+took two minutes together, and `compile` nearly three; `reduce-overhead` took three, beside tests.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ MOST_SHARES = 256
 OWN_HEADS = 32
 """Query heads up to which our kernels are chosen by ``backend="auto"``; with more, FlashInfer's are.
 
-On an H200, in decode steps of 1, 8 and 64 rows with 1,024, 8,192 and 65,536 keys, FlashInfer's took 1.94 to 0.99 of
-the time of ours with 16 heads, 1.59 to 0.81 with 20, and 0.92 to 0.65 with 128; they are planned on the host before
+On an H200, in decode steps of 1, 8 and 64 rows with 1,024, 8,192 and 65,536 keys, FlashInfer's took 1.95 to 1.04 of
+the time of ours with 16 heads, 1.62 to 0.96 with 20, and 0.93 to 0.64 with 128; they are planned on the host before
 each step, and whole steps of both were not measured. Up to 32 heads one program has all of them, as with 20. New rows
 are expanded with both. ``tools/fit_tilings.py --only latent-backend`` measures the kernels again.
 """
