@@ -29,7 +29,7 @@ def noted_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
 @pytest.mark.parametrize(
     ("windows", "regions"),
     [
-        pytest.param([False] * 7, 1, id="few layers"),
+        pytest.param([False] * 7, 1, id="few layers", marks=pytest.mark.whole),
         pytest.param([False] * 9, 3, id="one kind", marks=pytest.mark.whole),
         pytest.param([True, True, False] * 4, 3, id="two kinds in turns"),
     ],

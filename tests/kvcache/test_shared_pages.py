@@ -51,7 +51,7 @@ class SharingSchedule(Schedule):
     ("make", "config", "planned"),
     [
         (tiny_qwen3, {}, False),
-        (tiny_llama, {}, False),
+        pytest.param(tiny_llama, {}, False, marks=pytest.mark.whole),
         (tiny_qwen3, WINDOWS, False),
         (tiny_qwen3, {}, True),
         (tiny_qwen3, {**WINDOWS, "max_window_layers": 1, "sliding_window": 9}, True),
