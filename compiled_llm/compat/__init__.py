@@ -76,8 +76,8 @@ Changed for the whole process:
 | what | by | ends when |
 | --- | --- | --- |
 | the two methods of ``TritonKernel`` above | the first graph that is compiled | Inductor's kernels always wait first |
-| ``MissingOperatorWithDecomp``, ``…WithoutDecomp.operator_str`` | describing ops only if a log is read | \
-torch < 2.13 is dropped |
+| ``operator_str`` of ops without a lowering, which describes them only if a log is read | the first graph that is \
+compiled | torch < 2.13 is dropped |
 | ``CachingAutotuner.bench`` | the first graph that is compiled | Inductor times kernels in graphs |
 | what a forked process begins with (``os.register_at_fork``), where our locks are free (``RLock._at_fork_reinit``) | \
 the import | threads survive a fork |
