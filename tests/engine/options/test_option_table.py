@@ -88,7 +88,8 @@ answers_before = functools.cache(answers_with)
 @pytest.mark.parametrize("cell", cases(refused=False))
 def test_two_options_give_the_answers_of_the_first(cell: Cell, seed: int) -> None:
     expected = answers_before(cell.kind, seed, cell.first)
-    within = 0.0 if cell.second == "check_pages" else 1e-3
+    # A sum in another order may be stored as the next number of fp8, or another block be chosen.
+    within = 0.0 if cell.second == "check_pages" else 0.05 if "kv_dtype" in (cell.first, cell.second) else 1e-3
     for output, before in zip(answers_with(cell.kind, seed, cell.first, cell.second), expected, strict=True):
         assert_same(output, before, within)
 
