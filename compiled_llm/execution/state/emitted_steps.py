@@ -1,4 +1,4 @@
-"""What steps of the same rows emit, kept on the device: one copy a step.
+"""Keeps what steps of the same rows emit, on the device, with one copy in each step.
 
 Shapes: S steps of a block, N tensors of one kind in each, R kept tokens, W the shape of one token's entry.
 """

@@ -64,7 +64,7 @@ def missing_kernel(rank: int, rope_size: int, dtype: torch.dtype) -> str | None:
 
 
 class QueryTile(NamedTuple):
-    """What a program attends with, and how it reads keys.
+    """The queries of a program, and the keys that it loads at a time.
 
     Attributes:
         heads: query heads next to each other, a power of two.
@@ -173,8 +173,12 @@ class LatentTiling(NamedTuple):
     @property
     def merged_parts(self) -> int:
         """How many partial results of a head a program merges at a time."""
-        values = MERGED_VALUES * (2 if self.programs > MERGED_PARTS * self.row_tile else 1)
-        return min(MERGED_PARTS, values // self.merged)
+        return min(MERGED_PARTS, self.times_merged * MERGED_VALUES // self.merged)
+
+    @property
+    def times_merged(self) -> int:
+        """By how much there are more values and programs that merge: 2 if a row has many partial results, else 1."""
+        return 2 if self.programs > MERGED_PARTS * self.row_tile else 1
 
 
 def reads_by_hand(args: LatentDecode) -> bool:
@@ -220,11 +224,9 @@ def choose_decode_tiling(
         return tile
     row_tile = -(-rows // -(-rows // MAX_ROWS))
     programs = row_tile * min(splits, blocks)
-    most = int(MERGING * processors)
-    if programs > MERGED_PARTS * row_tile:
-        most *= 2
-    merged = _merged_columns(rows * heads, rank, most)
-    return tile._replace(row_tile=row_tile, programs=programs, min_share=least, few=few, equal=equal, merged=merged)
+    shared = tile._replace(row_tile=row_tile, programs=programs, min_share=least, few=few, equal=equal)
+    most = shared.times_merged * int(MERGES_PER_PROCESSOR * processors)
+    return shared._replace(merged=_merged_columns(rows * heads, rank, most))
 
 
 def _equal_shares(items: int, processors: int, by_hand: bool) -> int:
@@ -244,7 +246,7 @@ more results of a row there are twice as many of both: values, and programs that
 MERGED_COLUMNS = 64
 """Of the R numbers of a head that a program merges, at least."""
 
-MERGING = 1.5
+MERGES_PER_PROCESSOR = 1.5
 """Programs that merge for each multiprocessor, at most, where several merge a head: with more, they end later. On an
 H200, 8 rows of 1,024 keys and 20 heads took 13.9 microseconds with one program for each row and head, 15.0 with two and
 17.1 with four; one row of 65,536 keys and 20 heads took 48.8, 42.1 and 39.3, and 35.7 with eight."""

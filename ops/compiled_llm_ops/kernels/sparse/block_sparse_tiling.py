@@ -33,7 +33,7 @@ and 64 with a program for each of 4,096 items and each head."""
 
 
 class SparseTile(NamedTuple):
-    """What a program attends with, and how it reads keys.
+    """The queries of a program, and the keys that it loads at a time.
 
     Attributes:
         queries: of a row of blocks, next to each other, each with all query heads of a kv head.
