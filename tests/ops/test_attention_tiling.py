@@ -59,10 +59,18 @@ def test_programs_are_as_large_as_fit(rows: int, group: int, shared_memory: int,
     assert tiling.share_equal is (rows < 50)
 
 
-def test_lists_of_pages_are_read_by_shallow_pipelines() -> None:
+def test_lists_of_pages_are_read_by_shallow_pipelines_of_small_programs() -> None:
     for rows in (1, 8, 13, 64, 256):
         all_keys, listed = (choose(rows, 8, 4, 128, 2048, **H200, listed=own) for own in (False, True))
-        assert listed == all_keys._replace(stages=3)
+        assert listed == all_keys._replace(stages=5 if rows <= 8 else 3)
+
+
+def test_the_newest_page_goes_to_a_share_that_there_is() -> None:
+    """2,048 keys are two shares of 8 blocks, and a third one would run alone after those; with 16 more, one has 9."""
+    for rows, keys, blocks, shares in ((8, 2048, 16, 2), (8, 2064, 17, 2), (8, 4112, 33, 4), (64, 2064, 33, 2)):
+        tiling = choose(rows, 8, 4, 128, keys, **H200, listed=True)
+        assert -(-keys // tiling.block) == blocks
+        assert -(-blocks // tiling.min_share) == shares, (rows, keys)
 
 
 def test_float32_has_small_blocks_however_large_programs_could_be() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_llm_ops.contracts import SPARSE_PIECE
-from compiled_llm_ops.kernels.sparse.block_sparse_tiling import missing_kernel, most_programs, sparse_tile
+from compiled_llm_ops.kernels.sparse.block_sparse_tiling import missing_kernel, most_programs, sparse_merge, sparse_tile
 from support.ops.compiling import compiled, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.sparse_blocks import BLOCKS, Sizes, SparseBlocks, VariableBlocks
@@ -126,6 +126,16 @@ def test_tiles_hold_whole_queries_and_no_more_than_registers():
                 assert tile.padded & (tile.padded - 1) == 0
 
 
+def test_results_of_few_queries_are_merged_in_one_go():
+    """All columns at once, of the rows that there are; of many, no more values than registers hold."""
+    assert [sparse_merge(1, gqa, 128) for gqa in (1, 3, 4)] == [(1, 128, 32), (4, 128, 8), (4, 128, 8)]
+    assert sparse_merge(4, 4, 128) == (16, 128, 2)
+    for queries, gqa, stored in ((16, 4, 128), (128, 1, 128), (64, 1, 256), (1, 71, 64)):
+        merge = sparse_merge(queries, gqa, stored)
+        assert merge.rows >= queries * gqa
+        assert merge.rows * merge.columns * merge.chunk <= 4096
+
+
 def test_a_launch_has_a_bounded_number_of_programs():
     assert most_programs(132, 8) * 8 == 132 * 8
     assert most_programs(1, 100) == 1
@@ -159,10 +169,10 @@ def test_the_kernel_fits_registers_and_shared_memory(rows, columns, gqa, head_di
     from compiled_llm_ops.kernels.sparse import block_sparse as module
 
     kernel, tile = module._block_sparse_attention, sparse_tile(rows, gqa, head_dim, kind == "masked")
+    merge = sparse_merge(min(rows, tile.queries), gqa, head_dim)
     constants = {
-        "GQA": gqa, "QUERIES": tile.padded, "HEAD": head_dim, "DIM": head_dim, "R": rows, "C": columns,
-        "BLOCK": tile.block, "COLUMNS": module.MERGED_COLUMNS,
-        "CHUNK": max(1, module.MERGED_VALUES // (tile.padded * module.MERGED_COLUMNS)), "STAGES": tile.stages,
+        "GQA": gqa, "QUERIES": tile.padded, "USED": merge.rows, "HEAD": head_dim, "DIM": head_dim, "R": rows,
+        "C": columns, "BLOCK": tile.block, "COLUMNS": merge.columns, "CHUNK": merge.chunk, "STAGES": tile.stages,
         "CAPPED": False, "VARIABLE": kind == "variable", **({} if kind == "masked" else {"mask": None}),
     }  # fmt: skip
     types = {

@@ -59,8 +59,9 @@ lengths take up to 4% more with 128 rows, nothing with 256."""
 DEEP, SHALLOW = 5, 3
 """Stages of the pipeline: two blocks and the page numbers of two more are being loaded at a time, or one block.
 
-Lists of pages are read before page numbers are, and DEEP pipelines of three loads that wait for each other are slower:
-on an H200, 8 rows that read 2,048 of 16,384 keys took 36 to 39 microseconds, and 30 to 32 with SHALLOW ones.
+Lists of pages are read before page numbers are, so that three loads wait for each other: in DEEP pipelines of small
+programs that is slower. On an H100, 64 rows that read 2,048 of 16,384 keys took 243 microseconds, and 191 with SHALLOW
+ones, where large programs of 8 rows took 34, and 38 with SHALLOW ones.
 """
 
 MAX_GQA = 16
@@ -134,7 +135,7 @@ def choose_attention_tiling(
     else:
         between = MAX_DEEP * processors < items <= MANY * processors
         values, stages, warps = SMALL_BLOCK, SHALLOW if between else DEEP, 2
-    if listed:
+    if listed and not (few and values == LARGE_BLOCK):
         stages = SHALLOW
     splits, unsplit, min_share = processors // items, ALONE, 1
     if splits < FEW:
@@ -145,6 +146,11 @@ def choose_attention_tiling(
     blocks = -(-max_keys // block)
     if blocks <= unsplit:
         return AttentionTiling(1, 1, unsplit, min_share, block, stages, warps)
+    if listed:
+        # All rows have as many blocks, and the newest page often makes one more than a power of two: it goes to a share
+        # that there is, for a third of two would be a second wave of programs.
+        shares = max(1, min(splits, blocks // min_share))
+        min_share = -(-blocks // shares)
     row_tile = -(-rows // -(-rows // MAX_ROWS))
     programs = row_tile * min(splits, blocks, MAX_SHARES)
     share_equal = in_fp8 or items <= MAX_DEEP * processors

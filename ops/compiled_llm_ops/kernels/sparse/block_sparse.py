@@ -23,10 +23,13 @@ from torch import Tensor
 from compiled_llm_ops.contracts import SPARSE_PIECE, BlockSparseAttention, VariableBlockSparseAttention
 from compiled_llm_ops.kernels.attention.decode import _merge, capped
 from compiled_llm_ops.kernels.counters import zeroed_counters
-from compiled_llm_ops.kernels.sparse.block_sparse_tiling import SparseTile, missing_kernel, most_programs, sparse_tile
-
-MERGED_VALUES, MERGED_COLUMNS = 2**12, 32
-"""Values of partial results that are merged at a time, and columns of D'."""
+from compiled_llm_ops.kernels.sparse.block_sparse_tiling import (
+    SparseTile,
+    missing_kernel,
+    most_programs,
+    sparse_merge,
+    sparse_tile,
+)
 
 
 @triton.jit
@@ -43,16 +46,16 @@ def _block_sparse_attention(
     query, key, value, entries, work_items, mask, out, lse, partials, partial_lses, arrivals,
     query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
     items, heads, max_parts, scale, cap,
-    GQA: tl.constexpr, QUERIES: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr,
-    VARIABLE: tl.constexpr,
+    GQA: tl.constexpr, QUERIES: tl.constexpr, USED: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, CAPPED: tl.constexpr, VARIABLE: tl.constexpr,
 ):  # fmt: skip
     """Attend by work items. Axes of the grid: kv heads unless items have one, and programs, which take items in turn.
 
     Programs without any, as unused items make them, begin last: among others they may leave processors idle.
 
-    ``entries`` are ``indices`` ``[X]``, or ``[X, 2]`` if they are VARIABLE. ``partials`` holds ``max_parts`` [Q, D']
-    for each kv head of the grid; ``arrivals`` as many zeros, which they are again afterwards.
+    ``entries`` are ``indices`` ``[X]``, or ``[X, 2]`` if they are VARIABLE. ``partials`` holds ``max_parts``
+    [USED, D'] for each kv head of the grid; ``arrivals`` as many zeros, which they are again afterwards.
     """
     grid_head, number = tl.program_id(0), tl.program_id(1)
     queries = tl.load(work_items + number * 8 + 2)
@@ -107,22 +110,26 @@ def _block_sparse_attention(
                 tl.store(lse + own, lses, mask=used)
         else:
             first = grid_head * max_parts + first_part
-            own_partial = (first + part) * QUERIES + offs_q
-            tl.store(partials + own_partial[:, None] * DIM + offs_d[None, :], found, cache_modifier=".cg")
-            tl.store(partial_lses + own_partial, lses, cache_modifier=".cg")
+            own_partial, in_part = (first + part) * USED + offs_q, offs_q < USED
+            own_ptrs = partials + own_partial[:, None] * DIM + offs_d[None, :]
+            tl.store(own_ptrs, found, mask=in_part[:, None], cache_modifier=".cg")
+            tl.store(partial_lses + own_partial, lses, mask=in_part, cache_modifier=".cg")
             tl.debug_barrier()  # every thread's part is written before one of them says so
             if tl.atomic_add(arrivals + first, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                offs_u = tl.arange(0, USED)
+                merged_own = (first_query + offs_u // GQA).to(tl.int64) * heads + head * GQA + offs_u % GQA
+                merged_used = offs_u // GQA < queries
                 for column in tl.range(0, DIM, COLUMNS):
                     merged, merged_lses = _merge(
-                        partials + column, partial_lses, first, parts, True, QUERIES, COLUMNS, CHUNK, DIM
+                        partials + column, partial_lses, first, parts, True, USED, COLUMNS, CHUNK, DIM
                     )
                     merged = tl.where((merged_lses == -float("inf"))[:, None], 0.0, merged)
                     offs_c = column + tl.arange(0, COLUMNS)
-                    out_ptrs = out + own[:, None] * HEAD + offs_c[None, :]
-                    keep = used[:, None] & (offs_c < HEAD)[None, :]
+                    out_ptrs = out + merged_own[:, None] * HEAD + offs_c[None, :]
+                    keep = merged_used[:, None] & (offs_c < HEAD)[None, :]
                     tl.store(out_ptrs, merged.to(out.dtype.element_ty), mask=keep)
                     if lse is not None:
-                        tl.store(lse + own, merged_lses, mask=used)
+                        tl.store(lse + merged_own, merged_lses, mask=merged_used)
                 tl.store(arrivals + first, 0)
         number += tl.num_programs(1)
         queries = tl.load(work_items + number * 8 + 2, mask=number < items, other=0)
@@ -168,21 +175,22 @@ def attend(
     own_tile, block_rows, piece, entries, mask = _of(args, queries, heads // kv_heads)
     tile = tile or own_tile
     grid_heads, stored = 1 if variable else kv_heads, max(16, triton.next_power_of_2(head_dim))
+    merge = sparse_merge(tile.queries if variable else min(block_rows, tile.queries), heads // kv_heads, stored)
     partial_results = grid_heads * args.max_parts
-    if partial_results * tile.padded * stored >= 2**31:
+    if partial_results * merge.rows * stored >= 2**31:
         raise ValueError(f"{op}: max_parts={args.max_parts} partial results for each kv head have no room; take fewer")
-    partials = torch.empty((partial_results, tile.padded, stored), dtype=torch.float32, device=device)
-    partial_lses = torch.empty((partial_results, tile.padded), dtype=torch.float32, device=device)
+    partials = torch.empty((partial_results, merge.rows, stored), dtype=torch.float32, device=device)
+    partial_lses = torch.empty((partial_results, merge.rows), dtype=torch.float32, device=device)
     arrivals = zeroed_counters.take(max(1, partial_results), device)
-    columns, cap = min(stored, MERGED_COLUMNS), args.logits_soft_cap
+    cap = args.logits_soft_cap
     factor, cap = (args.scale / cap, cap * math.log2(math.e)) if cap > 0 else (args.scale * math.log2(math.e), 0.0)
     _block_sparse_attention[(grid_heads, min(len(items), most_programs(processors, grid_heads)))](
         query, key, value, entries, items, mask, out, lse, partials, partial_lses, arrivals,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], len(items), heads, args.max_parts,
         factor, cap,
-        GQA=heads // kv_heads, QUERIES=tile.padded, HEAD=head_dim, DIM=stored, R=block_rows, C=piece, BLOCK=tile.block,
-        COLUMNS=columns, CHUNK=max(1, MERGED_VALUES // (tile.padded * columns)), STAGES=tile.stages, CAPPED=cap > 0,
-        VARIABLE=variable, num_warps=tile.warps,
+        GQA=heads // kv_heads, QUERIES=tile.padded, USED=merge.rows, HEAD=head_dim, DIM=stored,
+        R=block_rows, C=piece, BLOCK=tile.block, COLUMNS=merge.columns, CHUNK=merge.chunk,
+        STAGES=tile.stages, CAPPED=cap > 0, VARIABLE=variable, num_warps=tile.warps,
     )  # fmt: skip
     return out, lse
 
