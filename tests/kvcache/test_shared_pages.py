@@ -47,7 +47,6 @@ class SharingSchedule(Schedule):
         self.waiting[row], self.left[row] = prompt, new
 
 
-@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize(
     ("make", "config", "planned"),
     [
@@ -84,7 +83,6 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize(
     ("call", "mode"),
     [

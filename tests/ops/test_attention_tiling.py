@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling, choose_attention_tiling as choose
+from compiled_llm_ops.kernels.attention.decode_tiling import (
+    AttentionTiling,
+    choose_attention_tiling as choose,
+    choose_listed_tiling as choose_listed,
+)
 
 H200 = {"processors": 132, "shared_memory": 228 * 1024}
 
@@ -59,18 +63,19 @@ def test_programs_are_as_large_as_fit(rows: int, group: int, shared_memory: int,
     assert tiling.share_equal is (rows < 50)
 
 
-def test_lists_of_pages_are_read_by_shallow_pipelines_of_small_programs() -> None:
-    for rows in (1, 8, 13, 64, 256):
-        all_keys, listed = (choose(rows, 8, 4, 128, 2048, **H200, listed=own) for own in (False, True))
-        assert listed == all_keys._replace(stages=5 if rows <= 8 else 3)
-
-
-def test_the_newest_page_goes_to_a_share_that_there_is() -> None:
-    """2,048 keys are two shares of 8 blocks, and a third one would run alone after those; with 16 more, one has 9."""
-    for rows, keys, blocks, shares in ((8, 2048, 16, 2), (8, 2064, 17, 2), (8, 4112, 33, 4), (64, 2064, 33, 2)):
-        tiling = choose(rows, 8, 4, 128, keys, **H200, listed=True)
-        assert -(-keys // tiling.block) == blocks
-        assert -(-blocks // tiling.min_share) == shares, (rows, keys)
+def test_lists_of_few_rows_are_read_by_many_small_programs() -> None:
+    """As many as multiprocessors hold, each of 256 keys at least: the newest page is one more block of one of them."""
+    found = {rows: choose_listed(rows, 8, 4, 128, 2064, **H200) for rows in (1, 8, 12, 13, 64)}
+    assert [(tiling.block, tiling.stages, tiling.warps) for tiling in found.values()] == [(32, 7, 1)] * 3 + [
+        (64, 3, 2)
+    ] * 2
+    assert [tiling.programs / tiling.row_tile for tiling in found.values()] == [8, 8, 5, 4, 4]
+    assert (found[8].unsplit, found[8].min_share) == (9, 9)
+    assert choose_listed(8, 8, 4, 128, 300, **H200).programs == 1
+    assert choose_listed(8, 8, 4, 64, 2064, **H200).block == 32
+    assert choose_listed(8, 8, 4, 128, 2064, 132, 164 * 1024).warps > 1, "fewer programs have room"
+    for sizes, more in (((8, 8, 4, 256), {}), ((8, 8, 17, 128), {}), ((8, 8, 4, 128), {"number_bytes": 1})):
+        assert choose_listed(*sizes, 2064, **H200, **more) == choose(*sizes, 2064, **H200, **more)._replace(stages=3)
 
 
 def test_float32_has_small_blocks_however_large_programs_could_be() -> None:

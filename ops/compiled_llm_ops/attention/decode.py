@@ -291,11 +291,13 @@ def prepare_on_cuda(
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     max_keys = args.indices.shape[0] * page_size
     max_keys = max_keys if args.window_left < 0 else min(max_keys, args.window_left + args.new_tokens)
+    choose = decode_tiling.choose_attention_tiling
     if args.visible is not None:
         max_keys = (args.visible.shape[2] + newest_pages(args.new_tokens, page_size)) * page_size
-    tiling = decode_tiling.choose_attention_tiling(
+        choose = decode_tiling.choose_listed_tiling
+    tiling = choose(
         len(args.starts), kv_heads, queries, padded, max_keys, device.processors, device.shared_memory,
-        args.pages.element_size(), args.query.element_size(), args.visible is not None,
+        args.pages.element_size(), args.query.element_size(),
     )  # fmt: skip
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
     pdl = args.overlap and has_pdl(args.query.device)

@@ -114,6 +114,15 @@ def assert_all_differ(pairs: Pairs) -> None:
     assert len({str(tokens.tolist()) for tokens in seen.values()}) == len(seen)
 
 
+def test_adapters_of_the_same_shapes_are_one_program(pairs: Pairs) -> None:
+    assert_all_differ(pairs)
+    before = pairs.tokens(load)
+    assert torch.equal(pairs.tokens(lambda model: model.delete_adapter(SIX[5])), before)
+    assert not torch.equal(pairs.tokens(lambda model: model.delete_adapter("loaded")), before)
+    pairs.tokens(lambda model: model.base_model.set_adapter(SIX[2], inference_mode=True))
+    assert pairs.recompiles == 0
+
+
 def add(name: str, **settings: Any) -> Change:
     return lambda model: (model.add_adapter(name, lora(**settings)), model.set_adapter(name))
 
@@ -154,10 +163,6 @@ def test_a_captured_step_reads_the_adapter_that_is_active(seed: int, monkeypatch
     assert captured.cuda_graphs > 0
     assert captured.prefill_cuda_graphs > 0
     assert_all_differ(pairs)
-    before = pairs.tokens(load)
-    assert torch.equal(pairs.tokens(lambda model: model.delete_adapter(SIX[5])), before)
-    assert not torch.equal(pairs.tokens(lambda model: model.delete_adapter("loaded")), before)
-    pairs.tokens(lambda model: model.base_model.set_adapter(SIX[2], inference_mode=True))
     now = handle.stats()
     assert (now.cuda_graphs, now.prefill_cuda_graphs) == (captured.cuda_graphs, captured.prefill_cuda_graphs)
     assert (now.recompiles, handle.recaptures()) == (0, (0, []))

@@ -12,7 +12,7 @@ from compiled_llm_ops.kernels.attention.decode_tiling import (
     MAX_ROWS,
     MAX_SHARES,
     AttentionTiling,
-    choose_attention_tiling as choose,
+    choose_listed_tiling,
 )
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -73,7 +73,7 @@ def test_as_many_programs_as_listed_keys_need(seed, monkeypatch):
         found.append(numbers[4])
         raise InterruptedError
 
-    monkeypatch.setattr("compiled_llm_ops.kernels.attention.decode_tiling.choose_attention_tiling", noted)
+    monkeypatch.setattr("compiled_llm_ops.kernels.attention.decode_tiling.choose_listed_tiling", noted)
     monkeypatch.setattr(decode, "device_of", lambda _: decode.DecodeDevice(132, 228 * 1024))
     for new_tokens in (1, 2):
         args = ListedRows([5, 1000], listed=6, new_tokens=new_tokens, seed=seed).arguments()
@@ -100,7 +100,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(group, head_dim, p
     from compiled_llm_ops.kernels.attention import decode as module
 
     padded, kernel = 1 << (group * new_tokens - 1).bit_length(), module._decode_paged_attention
-    tiling = choose(8, 8, group * new_tokens, head_dim, 2048, 132, 228 * 1024)
+    tiling = choose_listed_tiling(8, 8, group * new_tokens, head_dim, 2048, 132, 228 * 1024)
     constants = {
         "ROWS": MAX_ROWS, "MOST": MAX_SHARES, "NEW": new_tokens, "GQA": group, "PADDED": padded, "HEAD": head_dim,
         "DIM": head_dim, "PAGE": page_size, "BLOCK": tiling.block,

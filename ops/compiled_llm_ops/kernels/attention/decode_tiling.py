@@ -57,12 +57,23 @@ are soon alone: with half of 256 rows at 1,500 keys and half at 150, it takes 7%
 lengths take up to 4% more with 128 rows, nothing with 256."""
 
 DEEP, SHALLOW = 5, 3
-"""Stages of the pipeline: two blocks and the page numbers of two more are being loaded at a time, or one block.
+"""Stages of the pipeline: two blocks and the page numbers of two more are being loaded at a time, or one block."""
 
-Lists of pages are read before page numbers are, so that three loads wait for each other: in DEEP pipelines of small
-programs that is slower. On an H100, 64 rows that read 2,048 of 16,384 keys took 243 microseconds, and 191 with SHALLOW
-ones, where large programs of 8 rows took 34, and 38 with SHALLOW ones.
+LISTED_BLOCK, LISTED_STAGES = 32, 7
+"""Of few rows that read lists of pages: keys in a block, and stages of a program, which is one warp.
+
+Lists are read before page numbers, and those before keys, so that three loads wait for each other: a pipeline needs
+more stages to load as many keys ahead, and many small programs hide more of that than a large one. On an H200, 8 rows
+that read 2,048 of 16,384 keys took 23.5 microseconds, as long as rows without others, and 31 with large programs. More
+rows are read by SHALLOW programs of two warps: 64 rows took 191 on an H100, and 243 in DEEP ones.
 """
+
+LISTED_PROGRAM, LISTED_RESIDENT, LISTED_SHARE = 56 * 1024, 4, 256
+"""Bytes of shared memory that such a program needs, how many a multiprocessor holds, and keys that each reads at least.
+"""
+
+LARGEST_OF_WARP = 128
+"""Head size up to which a warp's registers hold its sums."""
 
 MAX_GQA = 16
 """Query heads of a kv head up to which registers hold more than the results: with more, blocks are small."""
@@ -103,7 +114,6 @@ def choose_attention_tiling(
     shared_memory: int,
     number_bytes: int = 2,
     query_bytes: int = 2,
-    listed: bool = False,
 ) -> AttentionTiling:
     """Return how keys are shared, by constant properties: not by lengths, since a captured launch is replayed.
 
@@ -122,7 +132,6 @@ def choose_attention_tiling(
         shared_memory: bytes of a multiprocessor.
         number_bytes: bytes of a number in the pages; 1 for fp8.
         query_bytes: of a number of the queries; 4 for float32.
-        listed: whether rows read lists of their pages.
     """
     items, in_fp8 = rows * kv_heads, number_bytes == 1 and query_bytes == 2
     few = items <= MAX_LARGE * processors
@@ -135,8 +144,6 @@ def choose_attention_tiling(
     else:
         between = MAX_DEEP * processors < items <= MANY * processors
         values, stages, warps = SMALL_BLOCK, SHALLOW if between else DEEP, 2
-    if listed and not (few and values == LARGE_BLOCK):
-        stages = SHALLOW
     splits, unsplit, min_share = processors // items, ALONE, 1
     if splits < FEW:
         splits = FEW_OF_MANY if items > MANY * processors or (in_fp8 and not few) else FEW
@@ -146,12 +153,32 @@ def choose_attention_tiling(
     blocks = -(-max_keys // block)
     if blocks <= unsplit:
         return AttentionTiling(1, 1, unsplit, min_share, block, stages, warps)
-    if listed:
-        # All rows have as many blocks, and the newest page often makes one more than a power of two: it goes to a share
-        # that there is, for a third of two would be a second wave of programs.
-        shares = max(1, min(splits, blocks // min_share))
-        min_share = -(-blocks // shares)
     row_tile = -(-rows // -(-rows // MAX_ROWS))
     programs = row_tile * min(splits, blocks, MAX_SHARES)
     share_equal = in_fp8 or items <= MAX_DEEP * processors
     return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, share_equal)
+
+
+def choose_listed_tiling(
+    rows: int,
+    kv_heads: int,
+    gqa: int,
+    head_dim: int,
+    max_keys: int,
+    processors: int,
+    shared_memory: int,
+    number_bytes: int = 2,
+    query_bytes: int = 2,
+) -> AttentionTiling:
+    """Return how keys are shared if rows read lists of their pages: as ``choose_attention_tiling``, of as many keys."""
+    items = rows * kv_heads
+    sizes = (rows, kv_heads, gqa, head_dim, max_keys, processors, shared_memory, number_bytes, query_bytes)
+    few = items <= MAX_LARGE * processors and shared_memory >= LISTED_RESIDENT * LISTED_PROGRAM
+    small = number_bytes == query_bytes == 2 and gqa <= MAX_GQA and head_dim <= LARGEST_OF_WARP
+    if not (few and small):
+        return choose_attention_tiling(*sizes)._replace(stages=SHALLOW)
+    blocks = -(-max_keys // LISTED_BLOCK)
+    shares = max(1, min(LISTED_RESIDENT * processors // items, max_keys // LISTED_SHARE, MAX_SHARES))
+    share = -(-blocks // shares)
+    row_tile = 1 if shares == 1 else -(-rows // -(-rows // MAX_ROWS))
+    return AttentionTiling(row_tile, row_tile * shares, share, share, LISTED_BLOCK, LISTED_STAGES, 1)
