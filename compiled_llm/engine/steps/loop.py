@@ -357,11 +357,11 @@ class Loop:
         for request in ended:
             if request.emitted is not None:
                 request.emitted.end()
-        if is_much:
+        others = [request.emitted for request in (*self.scheduler.running, *self.scheduler.waiting) if request.emitted]
+        if is_much or not others:
             self._bytes_on_device = 0
-            for request in (*self.scheduler.running, *self.scheduler.waiting):
-                if request.emitted is not None:
-                    request.emitted.copy()
+            for emitted in others:
+                emitted.copy()
         if (is_much or ended) and self._prepared is not None and self._prepared.reader is not None:
             self._prepared.reader.begin_again()
 

@@ -21,13 +21,14 @@ class EmittedSteps:
     """Copies of what each step emits.
 
     Attributes:
+        kept: slices of a launch's tokens.
         count: how many steps there are.
     """
 
     def __init__(self, kept: Sequence[slice], names: Collection[int | str]) -> None:
         """Keep the tokens in these slices of a launch's, of the tensors with these ``names``."""
         self.count = 0
-        self._kept, self._names = kept, names
+        self.kept, self._names = kept, names
         self._emitted: Emitted | None = None
         self._copies: list[tuple[_Alike, list[Tensor]]] = []
         self._kinds: dict[tuple[int | str, ...], _Alike] = {}
@@ -48,7 +49,7 @@ class EmittedSteps:
                 alike.setdefault((tensor.dtype, tensor.shape[1:]), []).append(name)
         for names in (tuple(sorted(names, key=str)) for names in alike.values()):
             kind = self._kinds.setdefault(names, _Alike(names))
-            yield kind, [emitted[name][part] for name in names for part in self._kept]
+            yield kind, [emitted[name][part] for name in names for part in self.kept]
 
     def by_step(self) -> list[dict[int | str, Tensor]]:
         """Return what each step has emitted, ``[R, 1, *W]`` by name: views of the blocks."""

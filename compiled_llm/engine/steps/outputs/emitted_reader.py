@@ -21,6 +21,10 @@ class _Span(NamedTuple):
     tokens: slice
     first: int
 
+    def after(self, launches: int) -> int:
+        """Return the position after so many launches."""
+        return int(self.first + launches * (self.tokens.stop - self.tokens.start))
+
 
 class ArrivingEmitted(NamedTuple):
     """What one launch has emitted, whose tokens have not been read.
@@ -41,6 +45,13 @@ class ArrivingEmitted(NamedTuple):
         """Give it to requests that have not ended; return those that want what the launch has not emitted."""
         self.steps.read += 1
         return self._begin() if self.steps.read == 1 else {}
+
+    def goes_on(self, spans: Sequence[_Span], kept: Sequence[slice], keys: frozenset[int | str]) -> bool:
+        """Return whether a launch of these is of the same rows, and of the tokens that follow those of the last one."""
+        launches = self.steps.emitted.count
+        going_on = [(span.request, span.after(launches)) for span in self.spans]
+        wanted = [(span.request, span.first) for span in spans]
+        return (self.steps.emitted.kept, self.keys, going_on) == (kept, keys, wanted)
 
     def _begin(self) -> dict[Request, InvalidRequestError]:
         failed = {}
@@ -85,14 +96,14 @@ class EmittedReader:
         """Copy what is wanted of a launch, on the device; see ``Reader``."""
         launch = self._last
         if launch is None or spans is not self._spans or later != self._later + 1:
-            launch = self._begun(spans, emitted, later)
+            launch = self._of(spans, emitted, later)
         self._last, self._spans, self._later = launch, spans, later
         if launch.spans:
             launch.steps.emitted.keep(emitted)
             self._arriving.append(launch)
 
-    def _begun(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int) -> ArrivingEmitted:
-        """Return the first launch of other rows."""
+    def _of(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int) -> ArrivingEmitted:
+        """Return the last launch if this one goes on with it, as where rows got more pages; else the first of others."""
         found: list[_Span] = []
         kept: list[slice] = []  # of the packed tokens; requests next to each other have one
         at = count = 0
@@ -104,6 +115,8 @@ class EmittedReader:
                 count += size
             at += size
         keys = frozenset(self._keys.intersection(emitted))
+        if self._last is not None and self._last.goes_on(found, kept, keys):
+            return self._last
         nbytes = sum(count * emitted[key][:1].nbytes for key in keys)
         return ArrivingEmitted(KeptSteps(EmittedSteps(kept, keys), self._executor), found, keys, nbytes)
 
