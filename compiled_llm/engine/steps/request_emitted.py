@@ -102,8 +102,8 @@ class RequestEmitted:
         parts = self._parts[:]  # more may come meanwhile
         found: dict[tuple[int | str, ...], list[Tensor]] = {}
         for part in parts:
-            for keys, tensor in part.take(self.wanted.keys).items():
-                found.setdefault(keys, []).append(tensor)
+            for keys, tensors in part.take(self.wanted.keys).items():
+                found.setdefault(keys, []).extend(tensors)
         del self._parts[: len(parts) - 1]  # these have got all of their tokens
         self._copies += [_OnItsWay.of(keys, tensors) for keys, tensors in found.items()]
 
@@ -151,7 +151,7 @@ class _Kept:
         """The position after its last token that counts."""
         return self._first + self.steps.read * self._size
 
-    def take(self, keys: Collection[int | str]) -> dict[tuple[int | str, ...], Tensor]:
+    def take(self, keys: Collection[int | str]) -> dict[tuple[int | str, ...], list[Tensor]]:
         """Return that of the tokens that were not taken, as ``EmittedSteps.of``; nothing if there are none."""
         steps = self.steps.read
         first, computed_again = divmod(self._taken, self._size)
@@ -159,7 +159,7 @@ class _Kept:
         if first >= steps:
             return {}
         found = self.steps.emitted.of(keys, self._tokens, range(first, steps))
-        return {names: tensor[:, computed_again:] for names, tensor in found.items()}
+        return {names: [parts[0][:, computed_again:], *parts[1:]] for names, parts in found.items()}
 
 
 class _OnItsWay(NamedTuple):

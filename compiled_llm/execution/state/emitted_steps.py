@@ -63,17 +63,18 @@ class EmittedSteps:
                 step.update(zip(kind.names, tensors[number * size : (number + 1) * size], strict=True))
         return steps
 
-    def of(self, names: Collection[int | str], tokens: slice, steps: range) -> dict[tuple[int | str, ...], Tensor]:
+    def of(
+        self, names: Collection[int | str], tokens: slice, steps: range
+    ) -> dict[tuple[int | str, ...], list[Tensor]]:
         """Return what consecutive steps, at least one, have emitted under some names, of n of the R tokens.
 
-        By the names of tensors of one dtype and width, K of them, it is ``[K, steps * n, *W]``, tokens of one step
-        before those of the next.
+        By the names of tensors of one dtype and width, K of them, it is ``[K, steps * n, *W]``, in parts of some steps
+        each; tokens of one step before those of the next.
         """
         found = {}
         for kind in self._kinds.values():
             if wanted := tuple(name for name in kind.names if name in names):
-                blocks = list(kind.of(wanted, tokens, steps))
-                found[wanted] = (torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]).flatten(1, 2)
+                found[wanted] = [part.flatten(1, 2) for part in kind.of(wanted, tokens, steps)]
         return found
 
 
