@@ -47,11 +47,9 @@ _KEPT = 5
 # So many calls of forward that would have replayed a shape have taken as long as its capture does, for which they leave
 # no time as decode steps do.
 _SEEN = 8
-# The part of a device's memory that logits of all tokens of a prefill may take for good, where they are captured.
-_SCORES = 1 / 64
-
-_CAPTURED_STATES = 32 << 20
-"""Most bytes of hidden states that the CUDA graph of a prefill gives."""
+# The parts of a device's memory that logits, and hidden states, of all tokens of a prefill may take for good, where they
+# are captured.
+_SCORES, _STATES = 1 / 64, 1 / 256
 
 
 class Prefill:
@@ -79,7 +77,9 @@ class Prefill:
         self._page_watch = state.page_watch
         self._recurrent = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
-        self._most_scored = _tokens_scored(state)
+        model = state.facts.model
+        self._most_scored = _tokens_in(state, _SCORES, vocabulary_of(model) * model.dtype.itemsize)
+        self._most_with_states = _tokens_in(state, _STATES, self._bytes_of_states)
         self._anchors = self._find_anchors()
         self._table.anchors["prefill"] = [*self._anchors]
 
@@ -371,7 +371,7 @@ class Prefill:
 
     def _shape_for(self, queries: Sequence[int], lengths: Sequence[int], states: bool = False) -> StepKey | None:
         shape = self._shapes.smallest(sum(queries), len(queries))
-        if shape is None or (states and shape.tokens * self._bytes_of_states > _CAPTURED_STATES):
+        if shape is None or (states and shape.tokens > self._most_with_states):
             return None
         shape = shape._replace(states=states)
         # A variant that only this mixture of rows gains by is not captured; that of one row of as many tokens may be.
@@ -487,13 +487,11 @@ def _spans(extensions: Sequence[Extension], start: int, end: int) -> list[TokenS
     return spans
 
 
-def _tokens_scored(state: RunnerState) -> float:
-    """Return of how many tokens a captured prefill may give the logits."""
+def _tokens_in(state: RunnerState, part: float, nbytes: int) -> float:
+    """Return of how many tokens, of so many bytes each, this part of the device's memory can keep something."""
     if state.device.type != "cuda":
         return math.inf
-    model = state.facts.model
-    room = torch.cuda.get_device_properties(state.device).total_memory * _SCORES
-    return room / (vocabulary_of(model) * model.dtype.itemsize)
+    return torch.cuda.get_device_properties(state.device).total_memory * part / nbytes
 
 
 def _with_states(extension: Extension) -> Extension:
