@@ -47,8 +47,8 @@ _KEPT = 5
 # So many calls of forward that would have replayed a shape have taken as long as its capture does, for which they leave
 # no time as decode steps do.
 _SEEN = 8
-# The parts of a device's memory that logits, and hidden states, of all tokens of a prefill may take for good, where they
-# are captured.
+# Where prefills are captured, logits and hidden states of all of their tokens may each take such a part of a device's
+# memory for good.
 _SCORES, _STATES = 1 / 64, 1 / 256
 
 

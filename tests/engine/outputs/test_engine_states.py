@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation import steps
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.request_emitted import RequestEmitted
+from compiled_llm.engine.steps.request_emitted import KeptSteps, RequestEmitted
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from engine.test_engine import some_prompts
@@ -89,6 +89,15 @@ def test_tokens_that_are_computed_again_are_kept_once(plain, monkeypatch, seed):
             check(plain, output, [1, -1])
         assert engine.stats().preemptions > 0
     assert_account_is_empty(model)
+
+
+def test_steps_of_the_same_rows_are_one_part_also_after_these_got_more_pages(plain, monkeypatch, seed):
+    """Each part is put together by itself when a request ends, and here it gets pages every few tokens."""
+    begun = note_calls(monkeypatch, KeptSteps, "__init__", lambda *_: None)
+    with Engine(wrapped(2000, layers())) as engine:
+        for output in engine.generate(some_prompts(4, seed, longest=40), greedy(60), hidden_states=[1, -1]):
+            check(plain, output, [1, -1])
+    assert len(begun) <= 4, "of the prompts, of the answers, and of what is launched after their end"
 
 
 @pytest.mark.usefixtures("one_thread")

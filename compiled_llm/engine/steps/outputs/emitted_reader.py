@@ -103,7 +103,7 @@ class EmittedReader:
             self._arriving.append(launch)
 
     def _of(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int) -> ArrivingEmitted:
-        """Return the last launch if this one goes on with it, as where rows got more pages; else the first of others."""
+        """Return the last launch if this one goes on with it, as after rows got pages; else the first of others."""
         found: list[_Span] = []
         kept: list[slice] = []  # of the packed tokens; requests next to each other have one
         at = count = 0
