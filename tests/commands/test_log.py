@@ -112,6 +112,7 @@ def test_a_server_that_starts_says_over_http_what_it_says_on_stderr(
         assert any("(2 of 2)" in doing for doing in heard)
 
 
+@pytest.mark.whole
 def test_json_is_all_that_a_server_and_its_engine_process_write(model_folder: Path, tmp_path: Path) -> None:
     options = ["--port", "0", "--log-format", "json", *OPTIONS]
     file = tmp_path / "log"

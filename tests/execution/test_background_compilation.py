@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +248,7 @@ def test_it_stops_in_the_midst_of_compiling(monkeypatch: pytest.MonkeyPatch, cap
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(gate: Gate, seed: int) -> None:
+def sleep_meanwhile(gate: Gate, seed: int) -> None:
     model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
     with compiled_llm.Engine(model) as engine:
         engine.warmup([2])
@@ -257,20 +257,29 @@ def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(gate: Gate,
         engine.wake()
         torch.testing.assert_close(greedy(model, inputs, 4), greedy(plain(), inputs, 4))
         assert not is_eager(model)
-    again = eager_first()
-    gate.opened.clear()
-    gate.reached.clear()
-    again.compiled.warmup([2])
+
+
+def move_meanwhile(gate: Gate, seed: int) -> None:
+    model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
+    model.compiled.warmup([2])
     assert gate.reached.wait(60)
-    again.to(torch.float64)
-    compile_to_the_end(again, gate)
+    model.to(torch.float64)
+    compile_to_the_end(model, gate)
     expected = greedy(plain().to(torch.float64), inputs, 4)
-    torch.testing.assert_close(greedy(again, inputs, 4), expected)  # which begins to compile once more
-    assert is_eager(again)
-    compilation_of(again).wait()
-    torch.testing.assert_close(greedy(again, inputs, 4), expected)
-    assert not is_eager(again)
-    assert again.compiled.stats().recompiles == 0
+    torch.testing.assert_close(greedy(model, inputs, 4), expected)  # which begins to compile once more
+    assert is_eager(model)
+    compilation_of(model).wait()
+    torch.testing.assert_close(greedy(model, inputs, 4), expected)
+    assert not is_eager(model)
+    assert model.compiled.stats().recompiles == 0
+
+
+@pytest.mark.either("change")
+@pytest.mark.parametrize("change", [sleep_meanwhile, move_meanwhile])
+def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(
+    change: Callable[[Gate, int], None], gate: Gate, seed: int
+) -> None:
+    change(gate, seed)
 
 
 def test_an_engine_that_does_not_watch_its_model_changes_over_without_a_look(gate: Gate) -> None:

@@ -40,6 +40,7 @@ def generate_loop(model: PreTrainedModel) -> GenerateLoop:
     return model.compiled.generate_loop()
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(("make", "loops"), [(tiny_qwen3, 2), (tiny_llama, 1)])
 def test_random_schedule_gives_every_row_huggingfaces_logits(
     make: Callable[..., PreTrainedModel], loops: int, seed, whole

@@ -190,7 +190,7 @@ def test_a_module_swapped_after_wrap_is_named_and_wrapping_again_serves(monkeypa
         assert finding["pinned_by"] == "model.model.layers.0.mlp"
         assert "compiled_llm.unwrap(model), then wrap it again" in finding["advice"]
     compiled_llm.wrap(compiled_llm.unwrap(model), progress=False)
-    torch.testing.assert_close(greedy(model, inputs, 2), greedy(plant(planted.Swapped), inputs, 2))
+    torch.testing.assert_close(greedy(model, inputs, 1), greedy(plant(planted.Swapped), inputs, 1))
     assert model.compiled.explain().clean
 
 
@@ -373,7 +373,10 @@ def test_graphs_captured_again_for_no_known_reason_are_told_and_how_to_find_it(c
 
 @pytest.fixture
 def bandwidth(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Few steps are timed, too."""
     monkeypatch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
+    for name, few in (("_WARM", 1), ("_RUNS", 1), ("_RUN", 2), ("_PROFILED", 4), ("_STEPS", 11)):
+        monkeypatch.setattr(timings, name, few)
     return 1e9
 
 

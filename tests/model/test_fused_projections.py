@@ -117,6 +117,7 @@ FURTHER = ("Cohere", "Mixtral", "OPT", "Phi")
 OTHERS = ["Llama, two layers, all heads", *(pytest.param(name, marks=WHOLE) for name in ("GptOss", *FURTHER))]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("family", [*(pytest.param(name, marks=WHOLE) for name in ("Qwen3", BIASED)), *OTHERS])
 def test_tokens_equal_huggingface(family, products, request, seed):
     """Biases with Inductor; what it makes of the others is in the tests of decode's passes and of regions."""

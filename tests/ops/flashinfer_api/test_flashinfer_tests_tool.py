@@ -91,6 +91,7 @@ def test_the_device_alone_is_changed(tool: ModuleType) -> None:
     assert tool.on_device(source, "cpu") == changed
 
 
+@pytest.mark.whole
 def test_cases_are_drawn_run_and_counted(tool: ModuleType, checkout: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     command = [sys.executable, str(CHECKOUT / "tools" / "flashinfer_tests.py"), str(checkout)]

@@ -48,7 +48,7 @@ def inputs(lengths: tuple[int, ...] = (4, 9, 6)) -> dict[str, Tensor]:
 
 
 def generate(lengths: tuple[int, ...] = (4, 9, 6), **options: Any) -> Call:
-    options = {"max_new_tokens": 6, "do_sample": False, **options}
+    options = {"max_new_tokens": 5, "do_sample": False, **options}
 
     def call(model: PreTrainedModel) -> Any:
         torch.manual_seed(0)
