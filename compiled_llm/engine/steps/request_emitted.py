@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_llm.execution.state.emitted_steps import EmittedSteps
-from compiled_llm.execution.state.staging import Readback, Readbacks, joined_on_host
+from compiled_llm.execution.state.staging import Readback, Readbacks
 from compiled_llm.execution.threads.executor import Executor
 
 
@@ -70,6 +71,7 @@ class RequestEmitted:
         self._earlier = 0  # how many tokens have it without the last part
         self._parts: list[_Kept] = []
         self._copies: list[_OnItsWay] = []
+        self._joined: dict[tuple[int | str, ...], tuple[int, Tensor]] = {}  # so many copies in one, by their keys
         self._executor: Executor | None = None
 
     @property
@@ -129,8 +131,18 @@ class RequestEmitted:
 
     def _first(self, key: int | str, tokens: int, none: Tensor) -> Tensor:
         self.copy()
-        copies = [copy.result(key) for copy in self._copies[:] if key in copy.keys]
-        return (joined_on_host(copies) if copies else none)[:tokens]
+        copies = [copy for copy in self._copies[:] if key in copy.keys]
+        if not copies:
+            return none[:tokens]
+        if len({(copy.keys, copy.dtype, copy.shape[2:]) for copy in copies}) > 1:  # a hook's outputs have changed
+            own = [copy.result()[copy.keys.index(key)] for copy in copies]
+            return torch.cat(own)[:tokens]  # which promotes, or says what does not fit
+        keys = copies[0].keys
+        count, joined = self._joined.get(keys, (0, none))
+        if count < len(copies):
+            joined = joined_on_host([copy.result() for copy in copies])
+            self._joined[keys] = len(copies), joined
+        return joined[keys.index(key), :tokens]
 
 
 class _Kept:
@@ -183,6 +195,24 @@ class _OnItsWay(NamedTuple):
         whole = torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0].contiguous()
         return cls(keys, Readbacks.start_once(whole.view(-1).view(torch.uint8)), whole.dtype, whole.shape)
 
-    def result(self, key: int | str) -> Tensor:
-        """Return that of one key, in the memory of all of them."""
-        return self.readback.memory().view(self.dtype).view(self.shape)[self.keys.index(key)]
+    def result(self) -> Tensor:
+        """Return them, ``[K, tokens, ...]``."""
+        return self.readback.memory().view(self.dtype).view(self.shape)
+
+
+def joined_on_host(tensors: Sequence[Tensor]) -> Tensor:
+    """Return contiguous tensors of the host, ``[K, n, *W]`` of one dtype and width, as one; one alone as it is.
+
+    In one piece of memory from NumPy, which asks for huge pages: where those of a request's layers were joined one by
+    one, touching new memory took longer than to copy. ``torch.cat`` would also start threads for each, milliseconds on
+    many cores that others use, too.
+    """
+    first, *others = tensors
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    if not (others and nbytes):
+        return torch.cat([*tensors], dim=1) if others else first
+    parts = [tensor.reshape(len(first), -1).view(torch.uint8).numpy() for tensor in tensors]
+    whole = np.empty(nbytes, dtype=np.uint8)
+    np.concatenate(parts, axis=1, out=whole.reshape(len(first), -1))
+    tokens = sum(tensor.shape[1] for tensor in tensors)
+    return torch.from_numpy(whole).view(first.dtype).view(len(first), tokens, *first.shape[2:])

@@ -182,24 +182,3 @@ class Readbacks:
         readback = Readback(source)
         readback.start(source)
         return readback
-
-
-def joined_on_host(tensors: Sequence[Tensor]) -> Tensor:
-    """Return contiguous tensors of the host, ``[n, *W]`` each, one after the other; one alone in the memory it has.
-
-    ``torch.cat`` would start threads for every tensor of more than 32,768 numbers, which takes milliseconds where
-    there are many cores and other programs use them, too.
-    """
-    first, *others = tensors
-    if not others:
-        return first
-    if any(tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:] for tensor in others):
-        return torch.cat([*tensors])  # which promotes, or says what does not fit
-    whole = first.new_empty(sum(map(len, tensors)), *first.shape[1:])
-    np.concatenate([_as_bytes(tensor) for tensor in tensors], out=_as_bytes(whole))
-    return whole
-
-
-def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    numbers: NDArray[np.uint8] = tensor.view(-1).view(torch.uint8).numpy()
-    return numbers
