@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 
-from compiled_llm.compilation import backend as inductor
+from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.model import layer_probe
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    hypothesis.settings.register_profile("few", max_examples=25, deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("few", max_examples=15, deadline=None, print_blob=True)
     hypothesis.settings.register_profile("whole", max_examples=300, deadline=None, print_blob=True)
     hypothesis.settings.load_profile("whole" if config.getoption("whole") else "few")
     # Tracing and compiling make hundreds of thousands of objects that stay: looking through them took an eighth of it.
@@ -63,7 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest listens to all loggers that do not propagate: torch wrote each graph into its structured trace for that.
     logging.getLogger("torch.__trace").propagate = True
     config.add_cleanup(link_fast())
-    left_out = LeftOut(torch.cuda.is_available(), config.getoption("whole"), config.getoption("seed"))
+    left_out = LeftOut(
+        torch.cuda.is_available(), config.getoption("whole"), config.getoption("seed"), 2 if INTERPRETED else None
+    )
     config.pluginmanager.register(left_out)
     # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -274,6 +276,12 @@ def one_thread() -> Iterator[None]:
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs run as Dynamo and our passes leave them: enough where nothing depends on what Inductor makes of them."""
     monkeypatch.setattr(inductor, "compile_with_inductor", lambda module, inputs, options: module.forward)
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run as Python: enough for what is said and prepared of them, whatever is in their graphs."""
+    monkeypatch.setattr(programs, "compiled", lambda function, config, backend: function)
 
 
 @pytest.fixture(scope="session")

@@ -80,9 +80,11 @@ from support.left_out import LeftOut
 
 def pytest_addoption(parser):
     parser.addoption("--whole", action="store_true")
+    parser.addoption("--most", type=int)
 
 def pytest_configure(config):
-    config.pluginmanager.register(LeftOut(device=False, whole=config.getoption("--whole"), seed=7))
+    most = config.getoption("--most")
+    config.pluginmanager.register(LeftOut(device=False, whole=config.getoption("--whole"), seed=7, most=most))
 """
 
 
@@ -113,6 +115,11 @@ def test_what_is_left_out_is_counted_by_reason(workers: tuple[str, ...], run: Ca
             f"LEFT OUT ?{8 + 8 + 6 - passed}? were not drawn with --seed 7 and need --whole",
         ]
     )
+
+
+def test_there_may_be_so_many_cases_of_any_test(run: Callable[..., pytest.RunResult]) -> None:
+    run("--most", "2").assert_outcomes(passed=2 + 2 + 2, deselected=22)
+    run("--most", "2", "--whole").assert_outcomes(passed=12 + 8 + 6, deselected=2)
 
 
 def test_one_case_alone_is_drawn_and_run(run: Callable[..., pytest.RunResult]) -> None:

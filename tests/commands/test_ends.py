@@ -116,6 +116,7 @@ GENERATE = (COMMAND, "generate", "Hello world", "--max-new-tokens", "1000", "--m
 CHAT = (COMMAND, "chat", "--max-new-tokens", "100", "--mode", "eager")
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("command", "closed"),
     [

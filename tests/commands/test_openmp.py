@@ -82,6 +82,7 @@ def test_torch_is_imported_by_a_command_with_these_settings(tmp_path: Path) -> N
         "    def find_spec(self, name, path, target=None):\n"
         "        if name == 'torch':\n"
         "            print('spins', os.environ.get('GOMP_SPINCOUNT'), file=sys.__stderr__)\n"
+        "            sys.exit()\n"
         "sys.meta_path.insert(0, Finder())\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in openmp._WAITING}

@@ -78,6 +78,7 @@ def test_a_chat_over_http_goes_on(model_folder: Path, url: str) -> None:
     assert "no such message" in error
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("command", [("client", "Hi"), ("client", "Hi", "--chat"), ("chat",)])
 def test_neither_torch_nor_transformers_is_imported_for_it(command: tuple[str, ...], server: str) -> None:
     code = """

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compiled_llm.compilation.backend import Inductor
+from compiled_llm.compilation.options import decode_options
 from compiled_llm.compilation.passes.invariant import InvariantProducts, InvariantSums
+from compiled_llm.config import WrapConfig
 
 SUM = torch.ops.compiled_llm.invariant_sum.default
 LINEAR = torch.ops.compiled_llm.invariant_linear.default
@@ -98,3 +101,27 @@ def test_linear_layers_become_the_op(seed: int) -> None:
         torch.testing.assert_close(out, layers(rows))
     (graph,) = seen
     assert [node.target for node in graph.nodes if node.op == "call_function"] == [LINEAR] * 3
+
+
+@torch.no_grad()
+def test_compiled_numbers_are_those_of_a_row_alone_however_graphs_are_fused(seed: int) -> None:
+    """Prefill and decode are fused in other ways; whole models are compiled so in `test_invariant_engine.py`."""
+
+    def first(x: Tensor) -> Tensor:
+        return nn.functional.silu(x * 1.7 + 0.3)
+
+    def second(x: Tensor, gate: Tensor) -> Tensor:
+        return x + gate * 0.7 - x * gate
+
+    def compiled(function: Callable[..., Tensor], one_row: bool) -> Callable[..., Tensor]:
+        options = decode_options(
+            WrapConfig.from_options({"batch_invariant": True}), torch.device("cpu"), one_row=one_row
+        )
+        return torch.compile(function, backend=Inductor(options, layers_in_region=0), fullgraph=True)
+
+    rows = torch.randn(23, 100).bfloat16()
+    torch._dynamo.mark_dynamic(rows, 0)
+    together = compiled(lambda x: second(x, first(x)), one_row=False)(rows)
+    parts = compiled(first, one_row=True), compiled(second, one_row=True)
+    for row, out in zip(rows.split(1), together, strict=True):
+        assert torch.equal(parts[1](row, parts[0](row))[0], out)

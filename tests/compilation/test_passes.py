@@ -38,6 +38,7 @@ def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_products_with_weights_become_skinny_linear(rows, slow_mkl, seed):
     x, weight, bias = torch.randn(rows, 24), torch.randn(16, 24), torch.randn(16)

@@ -47,8 +47,8 @@ def test_equal_regions_of_several_layers_are_compiled_once(windows, regions, see
 @pytest.mark.parametrize(
     ("family", "recurrent"),
     [
-        ("Qwen3_5", "linear_attention"),
-        pytest.param("Lfm2", "conv", marks=pytest.mark.whole),  # convolutions alone
+        pytest.param("Qwen3_5", "linear_attention", marks=pytest.mark.whole),
+        ("Lfm2", "conv"),  # convolutions alone
     ],
 )
 def test_regions_begin_with_recurrent_layers_too(family, recurrent, seed, monkeypatch):

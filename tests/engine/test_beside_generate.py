@@ -83,6 +83,7 @@ def joined(model: Any, engine: Engine, tokens: int = SHORT) -> Any:
 # ---- a call in the engine's batch
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize(
     ("stop", "requests"),
     [("update", "end"), ("update", "wait"), ("update", "keep"), ("sleep", "park"), ("sleep", "end")],

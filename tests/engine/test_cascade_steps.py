@@ -100,6 +100,7 @@ def assert_cascade_changes_nothing(
         assert_same(output, expected)
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize(
     ("case", "late"), cases_read_early_and_late("many pages", "few pages", "mixed steps", "windows")
 )
@@ -132,6 +133,7 @@ UNPLANNED = ("GptOss", "Gemma3", "Qwen2Moe")
 """Kinds that each run has where decode is not planned; where it is, below, it has the others, and GptOss, too."""
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.whole] * (kind not in UNPLANNED)) for kind in KINDS if kind != "latents"],
@@ -141,6 +143,7 @@ def test_layers_of_each_kind_read_shared_pages_once(kind: str, seed: int) -> Non
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", MODES)
 def test_shared_pages_are_read_once_in_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES.get(mode, lambda _: None)(monkeypatch)
@@ -237,6 +240,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return note_calls(monkeypatch, Planner, "plan_cascade", members)
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("case", ["many pages", "few pages", "windows", "mixed steps", "fp8"])
 def test_planned_steps_read_shared_pages_once(
     case: str, planned: list[list[int]], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
@@ -258,6 +262,7 @@ def test_planned_steps_read_shared_pages_once(
     assert max(found[0] for found in planned if found[1]) >= 2, "the last run has what is in none"
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize(
     "kind",

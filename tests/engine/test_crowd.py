@@ -82,6 +82,7 @@ def expected_answers(windows: bool, requests: list[tuple[list[int], SamplingPara
     return answers
 
 
+@pytest.mark.either("windows")
 @pytest.mark.parametrize("windows", [False, True], ids=["whole attention", "sliding windows"])
 @pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.whole)])
 def test_a_crowd_gets_what_each_gets_alone(monkeypatch, one_thread, seed, count, windows):

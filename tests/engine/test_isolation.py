@@ -80,7 +80,7 @@ def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, st
     }[name]
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=5)
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES)
 def test_each_call_into_the_device_may_fail_once(monkeypatch, one_thread, place, kind):
@@ -256,6 +256,7 @@ BEFORE: dict[str, Callable[[Engine], Any]] = {
 }
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_forgotten_engine_ends_with_its_model(one_thread, before):
     def threads() -> list[threading.Thread]:

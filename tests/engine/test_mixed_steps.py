@@ -60,6 +60,7 @@ def ways(seed: int, whole: bool, request: pytest.FixtureRequest) -> Sequence[Mix
     return both if whole else (random.Random(f"{seed} {request.node.name}").choice(both),)
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize(
     ("case", "late"), cases_read_early_and_late("many pages", "few pages", "short steps", "windows")
 )
@@ -107,6 +108,7 @@ def assert_mixed_steps_change_nothing(
             assert_same(output, expected)
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_each_kind_run_in_mixed_steps(
     kind: str, ways: Sequence[Mixed], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +119,7 @@ def test_layers_of_each_kind_run_in_mixed_steps(
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", MODES)
 def test_mixed_steps_run_in_each_mode(
     mode: Mode, ways: Sequence[Mixed], seed: int, monkeypatch: pytest.MonkeyPatch

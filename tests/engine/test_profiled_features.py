@@ -20,7 +20,7 @@ from support.engine import tiny_engines
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread", "without_inductor")
+pytestmark = pytest.mark.usefixtures("one_thread", "untraced")
 
 
 def wrapped() -> PreTrainedModel:

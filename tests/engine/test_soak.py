@@ -19,7 +19,7 @@ from support.in_threads import start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
-FEW, MANY = 120, 6000
+FEW, MANY = 60, 6000
 PATIENCE = 500.0
 GROWTH = 32 * 2**20
 """Bytes that host memory may grow by in the last two thirds of many calls: what the allocator keeps in fragments."""

@@ -10,7 +10,10 @@ from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.device_thread import DeviceThread
 
 
-@pytest.fixture(scope="module", params=[CallingThread, DeviceThread])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.either("executor")) for kind in (CallingThread, DeviceThread)],
+)
 def executor(request: pytest.FixtureRequest) -> Iterator[type]:
     """What holds on the caller's own thread, and on one that cudagraph trees need."""
     with mock.patch.object(runner_lifecycle, "executor_for", lambda device, config: request.param(device)):

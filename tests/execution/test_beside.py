@@ -241,6 +241,7 @@ def test_a_step_without_its_graph_runs_in_the_next_larger_or_as_it_is_until_it_i
     assert not model.compiled.events.cold_starts
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize(("budget", "least"), [(3, 512), (8, 128), (None, 32)])
 def test_no_prompt_runs_in_far_more_tokens_than_its_own(
     budget: int | None, least: int, monkeypatch: pytest.MonkeyPatch, seed: int

@@ -50,6 +50,7 @@ def test_each_way_in_may_come_first_in_a_thread(use: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", [pytest.param("engine", marks=pytest.mark.whole), "a pool of 8"])
+@pytest.mark.whole
+@pytest.mark.parametrize("use", ["engine", "a pool of 8"])
 def test_so_it_is_on_a_cpu(use: str) -> None:
     first_use("eager", use, "cpu")

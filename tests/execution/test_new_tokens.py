@@ -42,6 +42,7 @@ def step_by_step(loop: GenerateLoop, tokens: Tensor) -> list[list[int]]:
     return [list(own) for own in zip(*columns, strict=True)]
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
     ("mode", "lengths", "new_tokens"),

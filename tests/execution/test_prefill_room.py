@@ -40,6 +40,7 @@ def drawn(count: int) -> list[Sizes]:
 @pytest.mark.parametrize(
     "sizes", [*SEEN_TO_FAIL, *EDGES, *(pytest.param(sizes, marks=pytest.mark.whole) for sizes in drawn(20))], ids=str
 )
+@pytest.mark.either("cuda_graph")
 @pytest.mark.parametrize("cuda_graph", [False, True], ids=["as they come", "captured"])
 def test_every_prefill_fits_and_gives_huggingfaces_tokens(
     sizes: Sizes, cuda_graph: bool, seed: int, monkeypatch

@@ -314,11 +314,10 @@ def ended(
     return dict(zip(chosen, zip(codes, said, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("ending", [*ENDINGS, "compiled"])
-def test_the_process_ends_cleanly_with_a_wrapped_model_alive(ending, executor, ended):
-    process = COMPILED if ending == "compiled" else (executor.__name__, "eager", ending)
-    if process not in ended:
-        pytest.skip("needs --whole")
+@pytest.mark.parametrize(
+    "process", [pytest.param(own, marks=[] if own in IN_EACH_RUN else pytest.mark.whole) for own in PROCESSES], ids=str
+)
+def test_the_process_ends_cleanly_with_a_wrapped_model_alive(process, ended):
     code, said = ended[process]
     assert code == 0, said
     assert "terminate called" not in said

@@ -148,7 +148,7 @@ def test_auto_prepares_up_to_eight_rows_on_a_cpu() -> None:
 # ---- refusals
 
 
-@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.usefixtures("untraced")
 def test_profiles_that_cannot_be_used_are_refused_and_the_next_call_works(tmp_path: Path, seed: int) -> None:
     path, model = tmp_path / "profile.json", wrapped("compile")
     with pytest.raises(RuntimeError, match="no step has run yet; save a profile after the first requests"):

@@ -206,6 +206,7 @@ def by_itself(name: str, seed: int) -> tuple[Tensor, int]:
     return tokens, pool.total - available[0]
 
 
+@pytest.mark.drawn(most=4)
 @pytest.mark.core
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, seed, watched):
@@ -223,6 +224,7 @@ def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, seed, watched):
     assert_account_is_empty(tight)
 
 
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_waits_for_one_that_leaves_too_few_pages(name, seed):
     """There are pages for one and a half; without a promise both would begin, and one run out midway."""
@@ -283,6 +285,7 @@ def test_beams_that_go_on_from_a_cache_are_promised_their_pages(plain, model, se
 # ---- copies of a prompt
 
 
+@pytest.mark.drawn(most=5)
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 21])
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 3}], ids=["fast loop", "processed loop"])
 def test_copies_of_a_prompt_share_its_pages(length, options, plain, model, watched, seed):
@@ -369,6 +372,7 @@ MODES = {
 }
 
 
+@pytest.mark.drawn(most=7)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_compile_nothing_anew(mode, compiled, plain, seed):

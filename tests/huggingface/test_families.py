@@ -27,12 +27,12 @@ def scores(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def test_tokens_equal_huggingface(family, mode, seed):
     model = make(family, FAMILIES[family], seed)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
-    expected, ids = greedy(model, inputs, 12), inputs["input_ids"][1:2]  # of a row without padding
+    expected, ids = greedy(model, inputs, 8), inputs["input_ids"][1:2]  # of a row without padding
     logits = scores(model, ids)
     assert len(set(expected[0, 19:].tolist())) > 3, "text that repeats one token shows little"
     compiled_llm.wrap(model, mode=mode, page_size=4, progress=False)
     for _ in range(2):
-        torch.testing.assert_close(greedy(model, inputs, 12), expected)
+        torch.testing.assert_close(greedy(model, inputs, 8), expected)
     torch.testing.assert_close(scores(model, ids), logits, rtol=1e-4, atol=1e-4)
     stats = model.compiled.stats()
     assert stats.generate_calls == {"fast loop": 2}

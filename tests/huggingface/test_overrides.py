@@ -205,6 +205,7 @@ def test_a_forward_that_the_user_compiles_is_traced_as_huggingfaces():
     assert model.compiled.stats().slow_paths == {"own_forward": 1, "forward: own_forward": 1}
 
 
+@pytest.mark.whole
 def test_what_dynamo_has_given_up_on_is_not_compiled_by_us():
     """Dynamo then tries each function that runs by itself, and ours cannot be compiled."""
     torch._dynamo.reset()

@@ -30,6 +30,7 @@ def inputs(seed: int) -> dict[str, Tensor]:
     return mixed_prompts([4, 9, 6], 100, seed)
 
 
+@pytest.mark.drawn(most=6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_alone_is_the_fast_loops(family, inputs, seed):
     plain, wrapped = pair(family, seed)
@@ -54,6 +55,7 @@ def test_a_forward_over_text_is_compiled(family, inputs, seed):
     assert wrapped.compiled.stats().forward_calls == {"compiled": 1}
 
 
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("family", SEEING)
 def test_images_are_computed_by_huggingfaces_forward_and_tokens_by_ours(family, seed):
     plain, wrapped = pair(family, seed)

@@ -110,6 +110,7 @@ def test_values_that_are_no_keys_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = {**WORDS, "num_hidden_layers": 1}

@@ -47,6 +47,7 @@ class SharingSchedule(Schedule):
         self.waiting[row], self.left[row] = prompt, new
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize(
     ("make", "config", "planned"),
     [
@@ -83,6 +84,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize(
     ("call", "mode"),
     [

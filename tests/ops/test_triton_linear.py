@@ -126,7 +126,7 @@ def constants_of(tiling: LinearTiling) -> dict[str, Any]:
 POINTERS = dict.fromkeys("xwy", "*bf16")
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -242,7 +242,7 @@ def sums_of(code: str) -> list[str]:
     return [layouts[name] for name in re.findall(r"\}\) : \(tensor<[\dx]+f32, (#\w+)>\) ->", code)]
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

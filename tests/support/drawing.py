@@ -1,6 +1,6 @@
 """Grids of cases, of which a run has a few: drawn by its seed, each value of each parameter among them.
 
-Of cases that are alike, as a kernel's compiled sizes, ``drawn(most=2)`` has so many at most, whatever is among them.
+Of cases that are alike, as a kernel's compiled sizes, ``drawn(most=2)`` has so many at most, those that differ first.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ BY_READING = [
 """Of fixtures that are called `reading`."""
 
 
-def not_drawn(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Return cases that a run leaves out of tests that are marked ``drawn``."""
+def not_drawn(items: Sequence[pytest.Item], seed: int, most: int | None = None) -> list[pytest.Item]:
+    """Return cases that a run leaves out of tests that are marked ``drawn``, and beyond ``most`` of any test."""
     grids: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("drawn"):
+        if isinstance(item, pytest.Function) and (
+            item.get_closest_marker("drawn") or (most and hasattr(item, "callspec"))
+        ):
             grids[item.nodeid.partition("[")[0]].append(item)
     found: list[pytest.Item] = []
     for name, cases in grids.items():
         cases.sort(key=lambda item: item.nodeid)
         mark = cases[0].get_closest_marker("drawn")
-        chosen = drawn([values_of(case) for case in cases], f"{seed} {name}", **({} if mark is None else mark.kwargs))
+        bounds = [bound for bound in (most, mark and mark.kwargs.get("most")) if bound]
+        chosen = drawn([values_of(case) for case in cases], f"{seed} {name}", min(bounds, default=None))
         found += [case for number, case in enumerate(cases) if number not in chosen]
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ class LeftOut:
     If nothing else is asked for, cases are skipped instead: the one who named them learns why they do not run.
     """
 
-    def __init__(self, device: bool, whole: bool, seed: int) -> None:
-        self.device, self.whole, self.seed = device, whole, seed
+    def __init__(self, device: bool, whole: bool, seed: int, most: int | None = None) -> None:
+        """``most``: so many cases of each test, with values of its parameters that differ; all if None."""
+        self.device, self.whole, self.seed, self.most = device, whole, seed, most
         self.counts: Counter[str] = Counter()
 
     @pytest.hookimpl(trylast=True)  # after `-k`: one case alone is drawn
@@ -42,9 +44,9 @@ class LeftOut:
             elif item.get_closest_marker("whole") and not self.whole:
                 found[item] = "need --whole"
         if not self.whole:
-            for undrawn in (not_drawn, other_ways):
+            reason = f"were not drawn with --seed {self.seed} and need --whole"
+            for undrawn in (partial(not_drawn, most=self.most), other_ways):
                 others = [item for item in items if item not in found]
-                reason = f"were not drawn with --seed {self.seed} and need --whole"
                 found.update(dict.fromkeys(undrawn(others, self.seed), reason))
         return found
 

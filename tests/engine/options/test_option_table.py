@@ -85,6 +85,7 @@ answers_before = functools.cache(answers_with)
 """Those of the first option alone, which several cells have."""
 
 
+@pytest.mark.drawn(most=7)
 @pytest.mark.parametrize("cell", cases(refused=False))
 def test_two_options_give_the_answers_of_the_first(cell: Cell, seed: int) -> None:
     expected = answers_before(cell.kind, seed, cell.first)
@@ -114,6 +115,6 @@ def test_the_page_of_compatibility_has_the_table() -> None:
     assert between[0] == table(), "run tests/support/engine/option_table.py from tests/"
 
 
-def test_each_pair_and_kind_runs_without_being_asked_for() -> None:
+def test_each_pair_and_kind_may_be_drawn() -> None:
     assert {cell[:2] for cell in USUAL} == {cell[:2] for cell in CELLS}
     assert {cell.kind for cell in USUAL} == {cell.kind for cell in CELLS}

@@ -198,6 +198,7 @@ def test_of_a_model_that_gives_none_the_request_alone_fails(plain, model, monkey
         assert other.result(60).token_ids == alone(plain, [5, 6, 7], 4)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_compiled_and_captured_steps_give_those_of_each_and_nothing_is_compiled_again(plain, monkeypatch, seed):
     let_a_cpu_capture(monkeypatch)

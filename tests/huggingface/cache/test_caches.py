@@ -85,6 +85,7 @@ QUESTION_MASKS = {
 }
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.core
 @pytest.mark.parametrize("loop", ["fast loop", "processed loop"])
 @pytest.mark.parametrize("mask", QUESTION_MASKS)

@@ -62,6 +62,7 @@ def assert_same_contents(ours: Any, theirs: Any) -> None:
 # ---- prompts padded on the right
 
 
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("eos", [None, EARLY], ids=["on", "early"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_prompts_padded_on_the_right(loop, eos, right):

@@ -120,7 +120,7 @@ ENDS: dict[str, Callable[[Any, list[int], Any], list[int]]] = {
 }
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("length", [5, 18])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("family", [*KINDS, "FalconH1", "KimiLinear"])

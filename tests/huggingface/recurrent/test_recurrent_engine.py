@@ -37,11 +37,11 @@ def tokens_of(outputs: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed steps"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_that_lose_their_pages_begin_again(
-    family: str, mixed: bool, reading: None, seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str, mixed: bool, reading: None, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts are cut into chunks beside running requests; some are cancelled; released states are NaN."""
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
@@ -49,7 +49,7 @@ def test_requests_that_lose_their_pages_begin_again(
     released = poison_released_states(model, monkeypatch)
     expected = of_rows_alone(family, prompts, 30)
     with Engine(model, max_num_seqs=8, mixed=mixed) as engine:
-        for _ in range(2):
+        for _ in range(2 if whole else 1):
             handles = []
             for prompt in prompts:
                 handles.append(engine.submit(prompt, greedy(30)))

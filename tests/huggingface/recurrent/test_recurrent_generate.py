@@ -71,6 +71,7 @@ def test_each_family_runs_in_16_bits(family: str, seed: int) -> None:
     assert set(model.compiled.stats().generate_calls) == {"fast loop"}
 
 
+@pytest.mark.either("mode")
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("mode", CAPTURES)
 def test_captured_steps_read_and_write_states(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,7 @@ def test_compiled_steps_give_the_same_tokens_of_states(family: str, seed: int) -
 
 @pytest.mark.parametrize("family", TWO)
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 16, 17, 32, 33])
-@pytest.mark.drawn
+@pytest.mark.drawn(most=4)
 def test_prompts_on_and_beside_pages_and_chunks(family: str, length: int, seed: int) -> None:
     prompts = prompts_of([length, length + 1, 1], seed)
     model = wrapped_family(family)

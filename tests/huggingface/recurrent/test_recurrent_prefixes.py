@@ -80,7 +80,7 @@ def test_prompts_that_begin_alike_begin_with_a_state(engine: Engine, seed: int) 
     assert asked(engine, [first, second]) == 48 + BASE, "the second's own last border is nearer than a cut is worth"
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=2)
 @pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("new", [27, 28, 29, 30])
 def test_an_answer_goes_on(engine: Engine, new: int, seed: int) -> None:

@@ -38,6 +38,7 @@ def with_states(count: int, one: int, **options: Any) -> Any:
     return wrapped_family(FAMILY, kv_memory=2 * count * one, max_batch_size=ROWS, **options)
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("count", [4, 5, 11, ALL, ALL + 40])
 def test_states_bound_how_many_requests_run(count: int, one: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, most = with_states(count, one), list[int]()

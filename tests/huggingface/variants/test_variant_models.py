@@ -56,9 +56,9 @@ def test_programs_are_one_graph_each_and_traced_once(kind: str, seed: int) -> No
 def test_rotary_embedding_of_queries_and_keys_is_the_ops(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, in decode steps."""
     let_passes_run_on_a_cpu(monkeypatch)
-    model = with_attention("inkling", seed)
+    model = with_attention("inkling", seed, num_hidden_layers=1)
     wrap_and_compare(model, seed, mode="compile", **variants_for("inkling"))
-    assert model.compiled.stats().patterns["rotary"] == 2
+    assert model.compiled.stats().patterns["rotary"] == 1
 
 
 @pytest.mark.slow
@@ -87,8 +87,8 @@ def test_planned_tokens_are_huggingfaces(kind: str, planned: list[str], seed: in
 @pytest.mark.usefixtures("without_inductor")
 def test_planned_programs_are_one_graph_each(planned: list[str], seed: int) -> None:
     """Beside layers that attend as usual, which have plans of their own."""
-    model = with_attention("alibi", seed, layers=(1, 2), num_hidden_layers=3)
-    wrap_and_compare(model, seed, mode="compile", **variants_for("alibi", [1, 2]))
+    model = with_attention("alibi", seed, layers=(1,))
+    wrap_and_compare(model, seed, mode="compile", **variants_for("alibi", [1]))
     assert planned
     groups = model.compiled.model_runner()._planner._groups
     assert [group.function for group in groups] == ["", registered("alibi").key]

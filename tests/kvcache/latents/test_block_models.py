@@ -125,6 +125,7 @@ def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", CAPTURES)
 def test_captured_steps_give_the_same_tokens(
     mode: Any, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch

@@ -105,6 +105,7 @@ BUILD: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("case", BUILD)
 def test_scores_take_no_more_than_the_account_says(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "MiniMaxM3" and not hasattr(transformers, "MiniMaxM3VLForCausalLM"):

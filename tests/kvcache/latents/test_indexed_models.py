@@ -119,6 +119,7 @@ def test_each_query_scores_its_own_rows_keys_alone(packed: bool, seed: int) -> N
 # ---- the same tokens
 
 
+@pytest.mark.drawn(most=3)
 @CASES
 def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
     check_tokens(*pair(seed, case), seed, ([5], LONG), 20)
@@ -145,6 +146,7 @@ def test_decode_by_plan_and_prefills_in_chunks(seed: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", CAPTURES)
 def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     CAPTURES[mode](monkeypatch)

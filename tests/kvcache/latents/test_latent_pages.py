@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
     """Alone and in batches, on and beside page boundaries of 4 tokens; some rows end early."""

@@ -199,6 +199,7 @@ def test_kernels_fit_registers(name: str, tmp_path: Any) -> None:
     assert made.metadata.shared <= 113 * 1024, "two programs fit into a multiprocessor"
 
 
+@pytest.mark.whole
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 def test_biases_and_float32_compile() -> None:

@@ -20,6 +20,7 @@ LENGTHS = [1, 3, 17, 63, 64, 65, 130, 200]
 OPTIONS = [{}, {"window_left": 5}, {"window_left": 70}, {"logits_soft_cap": 1.5, "window_left": 128}]
 
 
+@pytest.mark.drawn(most=6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_row_has_the_same_bits_in_any_batch(options, dtype, seed):

@@ -115,7 +115,7 @@ USUAL = [
     Cell("cascade", "check_pages", "recurrent and attending"),
     Cell("mixed", "check_pages", "recurrent layers alone"),
 ]
-"""Each pair and each kind; the others run with `--whole`."""
+"""Each pair and each kind, of which a run draws some; the others run with `--whole`."""
 
 
 def lines() -> Iterator[str]:

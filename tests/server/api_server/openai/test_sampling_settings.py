@@ -44,6 +44,7 @@ def model(one_thread: None) -> PreTrainedModel:
     return compiled_llm.wrap(twin, progress=False, **options)
 
 
+@pytest.mark.drawn(most=6)
 @pytest.mark.parametrize("name", GREEDY)
 def test_the_most_likely_tokens_are_huggingfaces(
     name: str, plain: PreTrainedModel, model: PreTrainedModel, engine: Engine, api_server: RunningServer
@@ -102,6 +103,7 @@ OF_TEXTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(most=8)
 @pytest.mark.parametrize("name", [*GREEDY, *(name for name in DRAWN if DRAWN[name].params), *OF_TEXTS])
 def test_each_endpoint_takes_each_setting(name: str, engine: Engine, api_server: RunningServer) -> None:
     """They give the text that the engine gives."""

@@ -89,6 +89,7 @@ ECHOES: list[dict[str, Any]] = [{"seed": 3, "echo": True}] + [
 ]
 
 
+@pytest.mark.drawn(most=6)
 @pytest.mark.parametrize("settings", [*SETTINGS, *ECHOES], ids=lambda given: str(given)[-70:])
 def test_chunks_of_a_completion_come_to_its_answer(
     spaced: RunningServer, interval: int, settings: dict[str, Any]
