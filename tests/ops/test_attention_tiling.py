@@ -63,15 +63,13 @@ def test_programs_are_as_large_as_fit(rows: int, group: int, shared_memory: int,
     assert tiling.share_equal is (rows < 50)
 
 
-def test_lists_of_few_rows_are_read_by_many_small_programs() -> None:
-    """As many as multiprocessors hold, each of 256 keys at least: the newest page is one more block of one of them."""
-    found = {rows: choose_listed(rows, 8, 4, 128, 2064, **H200) for rows in (1, 8, 12, 13, 64)}
-    assert [(tiling.block, tiling.stages, tiling.warps) for tiling in found.values()] == [(32, 7, 1)] * 3 + [
-        (64, 3, 2)
-    ] * 2
-    assert [tiling.programs / tiling.row_tile for tiling in found.values()] == [8, 8, 5, 4, 4]
+def test_lists_of_pages_are_read_by_as_many_small_programs_as_run_at_once() -> None:
+    """Each reads 128 keys at least; the newest page is one more block of one of them."""
+    found = {rows: choose_listed(rows, 8, 4, 128, 2064, **H200) for rows in (1, 4, 8, 12, 16, 32, 64, 256)}
+    assert {(tiling.block, tiling.stages, tiling.warps) for tiling in found.values()} == {(32, 7, 1)}
+    assert [tiling.programs / tiling.row_tile for tiling in found.values()] == [16, 16, 8, 5, 4, 2, 1, 1]
     assert (found[8].unsplit, found[8].min_share) == (9, 9)
-    assert choose_listed(8, 8, 4, 128, 300, **H200).programs == 1
+    assert choose_listed(8, 8, 4, 128, 200, **H200).programs == 1
     assert choose_listed(8, 8, 4, 64, 2064, **H200).block == 32
     assert choose_listed(8, 8, 4, 128, 2064, 132, 164 * 1024).warps > 1, "fewer programs have room"
     for sizes, more in (((8, 8, 4, 256), {}), ((8, 8, 17, 128), {}), ((8, 8, 4, 128), {"number_bytes": 1})):

@@ -60,16 +60,17 @@ DEEP, SHALLOW = 5, 3
 """Stages of the pipeline: two blocks and the page numbers of two more are being loaded at a time, or one block."""
 
 LISTED_BLOCK, LISTED_STAGES = 32, 7
-"""Of few rows that read lists of pages: keys in a block, and stages of a program, which is one warp.
+"""Of rows that read lists of pages: keys in a block, and stages of a program, which is one warp.
 
 Lists are read before page numbers, and those before keys, so that three loads wait for each other: a pipeline needs
-more stages to load as many keys ahead, and many small programs hide more of that than a large one. On an H200, 8 rows
-that read 2,048 of 16,384 keys took 23.5 microseconds, as long as rows without others, and 31 with large programs. More
-rows are read by SHALLOW programs of two warps: 64 rows took 191 on an H100, and 243 in DEEP ones.
+more stages to load as many keys ahead, and many small programs hide more of that than a large one. On an H200, rows
+that read 2,048 of 16,384 keys took 23.8 microseconds if there were 8, 40.7 if 16, 72.9 if 32 and 135 if 64, and 31, 50,
+95 and 139 with programs as for all pages; without other keys 23.6, 48, 82 and 128.
 """
 
-LISTED_PROGRAM, LISTED_RESIDENT, LISTED_SHARE = 56 * 1024, 4, 256
-"""Bytes of shared memory that such a program needs, how many a multiprocessor holds, and keys that each reads at least.
+LISTED_PROGRAM, LISTED_RESIDENT, LISTED_SHARE = 56 * 1024, 4, 128
+"""Bytes of shared memory that such a program needs, how many a multiprocessor holds, and keys that each reads at least:
+with 256, 2 rows took 18.4 microseconds in place of 14.2, and 4 took 18.8 in place of 15.8.
 """
 
 LARGEST_OF_WARP = 128
@@ -170,12 +171,14 @@ def choose_listed_tiling(
     number_bytes: int = 2,
     query_bytes: int = 2,
 ) -> AttentionTiling:
-    """Return how keys are shared if rows read lists of their pages: as ``choose_attention_tiling``, of as many keys."""
+    """Return how keys are shared if rows read lists of their pages; arguments as of ``choose_attention_tiling``.
+
+    All rows have lists of one length, so their keys are shared evenly, among as many programs as run at once.
+    """
     items = rows * kv_heads
     sizes = (rows, kv_heads, gqa, head_dim, max_keys, processors, shared_memory, number_bytes, query_bytes)
-    few = items <= MAX_LARGE * processors and shared_memory >= LISTED_RESIDENT * LISTED_PROGRAM
     small = number_bytes == query_bytes == 2 and gqa <= MAX_GQA and head_dim <= LARGEST_OF_WARP
-    if not (few and small):
+    if not small or shared_memory < LISTED_RESIDENT * LISTED_PROGRAM:
         return choose_attention_tiling(*sizes)._replace(stages=SHALLOW)
     blocks = -(-max_keys // LISTED_BLOCK)
     shares = max(1, min(LISTED_RESIDENT * processors // items, max_keys // LISTED_SHARE, MAX_SHARES))
