@@ -52,8 +52,6 @@ class Fault(NamedTuple):
 
 BREAKS = {
     "print": Fault(planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
-    "branch": Fault(planted.Branch, "graph break", "torch.where", planted.BothSides),
-    "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.ReadOnce),
     "hook with a lock": Fault(planted.hook_with_lock, "graph break", "Take the lock out", planted.hook_without_lock),
 }
 UNCAPTURABLE = {
@@ -68,8 +66,12 @@ CACHE = {
         planted.PythonCache, "recompile", "Fill the container in __init__", planted.PythonCacheOnlyRead
     ),
 }
+MORE_BREAKS = {
+    "branch": Fault(planted.Branch, "graph break", "torch.where", planted.BothSides),
+    "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.ReadOnce),
+}
 GROWING = {"growing": Fault(planted.Growing, "recompile", "Give it one shape", planted.OneShape)}
-GROUPS = (BREAKS, UNCAPTURABLE, CACHE, GROWING)
+GROUPS = (BREAKS, UNCAPTURABLE, CACHE, GROWING, MORE_BREAKS)
 FAULTS = {name: fault for group in GROUPS for name, fault in group.items()}
 
 
@@ -135,10 +137,12 @@ def the_finding(report: Report, thing: Any) -> dict[str, Any]:
 
 
 IN_WHOLE = [pytest.mark.whole]
-"""Growing shows in each run what is compiled again."""
+"""Growing shows in each run what is compiled again, and two breaks what follows from one."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=IN_WHOLE if name in CACHE else []) for name in FAULTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=IN_WHOLE if name in {**CACHE, **MORE_BREAKS} else []) for name in FAULTS]
+)
 def test_a_fault_is_named_by_its_line_and_advice(name, reports):
     fault = FAULTS[name]
     finding = the_finding(reports(name), fault.planted)
@@ -147,7 +151,11 @@ def test_a_fault_is_named_by_its_line_and_advice(name, reports):
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, id=", ".join(group), marks=IN_WHOLE if group is CACHE else []) for group in GROUPS]
+    "group",
+    [
+        pytest.param(group, id=", ".join(group), marks=IN_WHOLE if group in (CACHE, MORE_BREAKS) else [])
+        for group in GROUPS
+    ],
 )
 def test_nothing_but_the_faults_is_named(group, reports):
     report = reports(next(iter(group)))

@@ -123,6 +123,7 @@ def test_variants_change_tokens(seed: int) -> None:
     assert not torch.equal(greedy(model, inputs, 20), expected)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_only_some_layers_and_equal_layers_are_traced_once(seed: int) -> None:
     model = with_attention("alibi", seed, layers=(1, 2), num_hidden_layers=3)

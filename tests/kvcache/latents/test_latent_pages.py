@@ -111,7 +111,8 @@ def test_decode_by_plan_and_in_chunks(mode: Any, seed: int, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", [pytest.param("cuda-graphs", marks=pytest.mark.whole), "piecewise"])
+@pytest.mark.whole
+@pytest.mark.parametrize("mode", ["cuda-graphs", "piecewise"])
 def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph a step is captured in `test_latent_steps.py`, with the passes for a GPU."""
     CAPTURES[mode](monkeypatch)
