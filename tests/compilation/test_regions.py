@@ -76,9 +76,10 @@ def test_compiled_regions_of_other_families_fit_together(family, seed):
     wrap_and_compare(make(family, FAMILIES[family], seed), seed, fuse_projections=True)
 
 
-def test_compiled_regions_fit_together_and_what_was_compiled_once_is_not_even_lowered_again(seed, whole):
-    """A warm start: traced, but everything behind Dynamo comes out of caches. Decode, too, if all is asked for."""
-    new_tokens, regions = (12, 3 * PREFILL_AND_DECODE) if whole else (1, 3)
+@pytest.mark.whole
+def test_compiled_regions_fit_together_and_what_was_compiled_once_is_not_even_lowered_again(seed):
+    """A warm start: traced, but everything behind Dynamo comes out of caches."""
+    new_tokens, regions = 12, 3 * PREFILL_AND_DECODE
     counts = torch._dynamo.utils.counters["aot_autograd"]
     inputs = mixed_prompts([5, 19, 11], 128, seed)
     new = 1e-6 * (1 + random.SystemRandom().random())  # a constant of the kernels, which no cache has

@@ -53,6 +53,7 @@ def test_a_planted_fault_is_found(plant, monkeypatch: pytest.MonkeyPatch) -> Non
     assert first_difference(iter(range(CASES)), 6, "eager", Tally()) is not None
 
 
+@pytest.mark.whole
 def test_a_planted_fault_is_found_and_what_is_printed_shows_it_again(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     beams_keep_their_rows(monkeypatch)
     seed = first_difference(iter(range(CASES)), 6, "eager", Tally())
