@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from support.huggingface.families import FAMILIES, make
+from support.huggingface.families import FAMILIES, ROUTED, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
 
@@ -22,9 +22,12 @@ def scores(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.whole])])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.whole] * (family in ROUTED)) for family in FAMILIES]
+)
 @pytest.mark.core
 def test_tokens_equal_huggingface(family, mode, seed):
+    """In each run those with experts have tests of their own: `experts`."""
     model = make(family, FAMILIES[family], seed)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
     expected, ids = greedy(model, inputs, 8), inputs["input_ids"][1:2]  # of a row without padding

@@ -152,6 +152,9 @@ CONFIGS = {
 }
 CLASSES = {"GPT2LMHead": "GPT2LMHeadModel"}
 
+ROUTED = [family for family, options in FAMILIES.items() if any("experts_per" in name for name in options)]
+"""Those with experts."""
+
 
 def make(family: str, options: dict[str, Any], seed: int) -> PreTrainedModel:
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))
