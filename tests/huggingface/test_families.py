@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from support.huggingface.families import FAMILIES, ROUTED, make
+from support.huggingface.families import FAMILIES, MIXTURES, make
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
 
@@ -23,7 +23,7 @@ def scores(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.whole])])
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=[pytest.mark.whole] * (family in ROUTED)) for family in FAMILIES]
+    "family", [pytest.param(family, marks=[pytest.mark.whole] * (family in MIXTURES)) for family in FAMILIES]
 )
 @pytest.mark.core
 def test_tokens_equal_huggingface(family, mode, seed):

@@ -18,14 +18,14 @@ import compiled_llm
 from compiled_llm import Engine, SamplingParams
 from compiled_llm.model.layers import experts
 from support.engine.random_requests import CAPTURES
-from support.huggingface.families import FAMILIES, ROUTED, make
+from support.huggingface.families import FAMILIES, MIXTURES, make
 from support.huggingface.recurrent_families import RECURRENT, WITH_EXPERTS, recurrent_model
 from support.huggingface.recurrent_pairs import FEW, new_tokens_of, prompts_of
 from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FAMILIES_WITH_EXPERTS = [*ROUTED, *(family for family in WITH_EXPERTS if family in RECURRENT)]
+FAMILIES_WITH_EXPERTS = [*MIXTURES, *(family for family in WITH_EXPERTS if family in RECURRENT)]
 LENGTHS = [5, 1, 16, 37]
 FUSED = {"fused_experts"}
 WITH_GATES_OF_THEIR_OWN = {"GptOss": {"experts_linear"}}

@@ -152,7 +152,7 @@ CONFIGS = {
 }
 CLASSES = {"GPT2LMHead": "GPT2LMHeadModel"}
 
-ROUTED = [family for family, options in FAMILIES.items() if any("experts_per" in name for name in options)]
+MIXTURES = [family for family, options in FAMILIES.items() if any("experts_per" in name for name in options)]
 """Those with experts."""
 
 
