@@ -38,8 +38,12 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def crowd() -> list[tuple[list[int], SamplingParams]]:
-    """Requests that begin alike, whose answers have more tokens than there are pages for: some lose theirs."""
-    return [([*range(3, 35), last], greedy(20, logprobs=2)) for last in range(40, 46)]
+    """Requests that begin alike, whose answers have more tokens than there are pages for: some lose theirs.
+
+    The last one's prompt is in chunks, beside those whose turn came before.
+    """
+    alike = [([*range(3, 35), last], greedy(20, logprobs=2)) for last in range(40, 46)]
+    return [*alike, ([*range(34, 2, -1)] * 2 + [46], greedy(4, logprobs=2))]
 
 
 def cases(refused: bool) -> list[Any]:

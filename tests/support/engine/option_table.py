@@ -51,8 +51,8 @@ REFUSED_TOGETHER = {
     ("batch_invariant", "mixed"): "mixed=True with a model that is wrapped with batch_invariant=True",
 }
 REFUSED_KINDS = {
-    ("batch_invariant", "GptOss"): "batch_invariant=True: GptOssForCausalLM multiplies by bmm",
-    ("batch_invariant", "Qwen2Moe"): "batch_invariant=True: Qwen2MoeForCausalLM multiplies by bmm",
+    ("batch_invariant", "GptOss"): "batch_invariant=True: GptOssForCausalLM multiplies by fused_experts",
+    ("batch_invariant", "Qwen2Moe"): "batch_invariant=True: Qwen2MoeForCausalLM multiplies by fused_experts",
     ("batch_invariant", "values that are no keys"): "batch_invariant=True: .* attention layer 0: its keys have",
     ("batch_invariant", "latents"): "batch_invariant=True: attention layer 0 keeps latents",
     ("batch_invariant", "chosen tokens"): "batch_invariant=True: attention layer 0 keeps latents",
