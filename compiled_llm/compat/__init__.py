@@ -65,6 +65,7 @@ takes so long | torch tells how far it is |
 Inductor needs less before it looks for one |
 | ``torch.cuda._is_in_bad_fork`` | refusing calls in a forked process, where CUDA never works | torch says it publicly |
 | ``_C._profiler._ExperimentalConfig`` | profiling all threads | ``torch.profiler.profile`` takes it by name |
+| ``autograd.profiler._is_profiler_enabled`` | calling ops by the names that a profile has | torch says it publicly |
 
 Public in spite of the underscore, and used anywhere: ``torch._dynamo.config``, ``mark_dynamic``,
 ``mark_static_address`` and ``reset``, which torch's manual teaches; ``torch._ops.OpOverload``, the type of an op; and

@@ -163,6 +163,7 @@ class DecodeInputs(NamedTuple):
         states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
             without recurrent layers.
         hidden_states: as of ``PrefillInputs``.
+        shares_places: whether layers attend together where they find their rows: the step runs uncompiled on a CPU.
     """
 
     slots: Tensor
@@ -177,6 +178,7 @@ class DecodeInputs(NamedTuple):
     page_check: PageCheck | None = None
     states: tuple[Tensor, Tensor] | None = None
     hidden_states: bool = False
+    shares_places: bool = False
 
     @property
     def reads_shared_pages_once(self) -> bool:

@@ -181,6 +181,11 @@ class Programs:
             return 1
         return layers_in_equal_regions(self._layers, _LAYERS_IN_REGION_ON_CPU) if self._device.type == "cpu" else 0
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether they run uncompiled, until others take over or for good."""
+        return self.eager or self._config.mode == "eager"
+
     def prefill(self, arguments: Arguments) -> StepOutputs:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
         return self.prepared(arguments)()
@@ -270,8 +275,7 @@ class Programs:
 
     def _adapted(self, arguments: Arguments) -> PreTrainedModel:
         """Return the model, or what stands in for it if adapters or hooks act: Dynamo then traces all its layers."""
-        interpreted = self.eager or self._config.mode == "eager"
-        model = arguments.model if interpreted else self._adapters.of(arguments.model)
+        model = arguments.model if self.interpreted else self._adapters.of(arguments.model)
         standing: PreTrainedModel = hooked_model(model, self._hooks) if self._hooks else model
         return standing
 

@@ -30,6 +30,7 @@ from compiled_llm.model.attention import (
 from compiled_llm.model.facts import Forward
 from compiled_llm.model.layers.recurrent import StateRows
 from compiled_llm.model.layers.unpaged import UnpagedRows
+from compiled_llm_ops.attention.decode import SharedPlaces
 
 
 def prefill_step(
@@ -179,7 +180,10 @@ def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, 
         ops = inputs.ops
         assert ops is not None, "decode steps are planned, or have ops"
         of_rows = (inputs.starts, inputs.lengths)
-        return tuple(NewestTokens(*of_rows, indices, ops, new, inputs.cascade) for indices in inputs.indices)
+        newest = tuple(NewestTokens(*of_rows, indices, ops, new, inputs.cascade) for indices in inputs.indices)
+        if not inputs.shares_places or torch.compiler.is_compiling():  # as where a step is explained
+            return newest
+        return tuple(each._replace(shared=SharedPlaces()) for each in newest)
     each = planned.qo_indptr
     rows, at = each[:-1], inputs.lengths - 1
     if planned.runs is not None:

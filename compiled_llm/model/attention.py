@@ -40,6 +40,7 @@ from compiled_llm_ops import (
     ragged_attention,
     ragged_attention_lse,
 )
+from compiled_llm_ops.attention.decode import SharedPlaces
 from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, PageTable
 from compiled_llm_ops.protocol import DecodeOps
 
@@ -324,6 +325,7 @@ class NewestTokens(NamedTuple):
         cascade: pages that rows share are read once; None if each row reads all of its own. Only with q = 1.
         visible: ``[B, K, n]`` int32, which of its pages each row reads, -1 for none; None for all. Only with q = 1.
         variant: by which a layer attends, each row to all of its own; None in others.
+        shared: by which all layers attend in place of ``ops``, in a step that runs uncompiled on a CPU; None in others.
     """
 
     starts: Tensor
@@ -334,6 +336,7 @@ class NewestTokens(NamedTuple):
     cascade: CascadeBatch | None = None
     visible: Tensor | None = None
     variant: AppliedVariant | None = None
+    shared: SharedPlaces | None = None
 
     def attend(
         self,
@@ -360,6 +363,8 @@ class NewestTokens(NamedTuple):
                 saturated=scales.saturated,
                 visible=self.visible,
             )
+            if self.shared is not None:
+                return self.shared.attend(arguments, wants_lse)
         else:
             assert self.ops.cascade is not None, "wrap has refused other backends"
             assert self.ops.cascade_lse is not None, "it belongs to the other"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,18 +40,19 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
         return both[..., :head_dim], both[..., head_dim:]
     _, _, kv_heads, page_size, padded = pages.shape
     # Whole [S, D'] pieces, in the order they are wanted in: one copy instead of two.
-    heads = torch.arange(2 * kv_heads, dtype=numbers.dtype, device=numbers.device).view(
-        2, *[1] * (numbers.dim() - 1), kv_heads, 1
-    )
-    pieces = (numbers * (2 * kv_heads)).unsqueeze(-2) + heads
-    gathered = as_bytes(pages).view(-1, page_size * padded).index_select(0, pieces.view(-1))
+    heads = np.arange(2 * kv_heads, dtype=np.int32).reshape(2, *[1] * (numbers.dim() - 1), kv_heads, 1)
+    (first,) = as_arrays(numbers)
+    first = first[..., None, :] * (2 * kv_heads)
+    pieces = first + (torch.from_numpy(heads).to(numbers.device) if numbers.is_cuda else heads)
+    chosen = torch.as_tensor(pieces.reshape(-1))
+    gathered = as_bytes(pages).view(-1, page_size * padded).index_select(0, chosen)
     if gathered.dtype != pages.dtype:
         gathered = gathered.view(pages.dtype)
     gathered = gathered.view(*pieces.shape[:-1], -1, padded)
     if head_dim != padded or dtype != pages.dtype:
         gathered = gathered[..., :head_dim].to(dtype)
-    keys, values = gathered.unbind()
-    return keys, values
+    return gathered[0], gathered[1]
+
 
 
 def _rows(query: Tensor, pages: Tensor, table: PageTable) -> Iterator[tuple[slice, Tensor, Tensor]]:

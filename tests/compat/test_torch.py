@@ -366,4 +366,6 @@ def test_stages_are_named_by_functions_that_exist():
 def test_profiler_takes_what_makes_it_watch_all_threads():
     with profile(experimental_config=profiler.profiling_all_threads(True)) as profiled:
         torch.zeros(3) + 1
+        assert profiler.is_profiling()
+    assert not profiler.is_profiling()
     assert any("add" in event.name for event in profiled.events())

@@ -32,7 +32,13 @@ from compiled_llm_ops import (
     skinny_linear,
     top_logprobs,
 )
-from compiled_llm_ops.contracts import AppendPagedKv, check_capability, check_fp8 as check_fp8_arguments
+from compiled_llm_ops.attention.decode import SharedPlaces
+from compiled_llm_ops.contracts import (
+    AppendPagedKv,
+    DecodeAttention,
+    check_capability,
+    check_fp8 as check_fp8_arguments,
+)
 from support.ops.cascade_rows import turned
 from support.ops.fp8_pages import KINDS, LARGEST, Fp8Batch
 from support.ops.op_cases import (
@@ -114,6 +120,23 @@ def test_soft_cap_is_honoured(mix, soft_cap, window_left, seed):
 def test_any_batch_equals_dense_attention(rows, page_size, group, window_left, seed):
     lengths, queries = [length for length, _ in rows], [min(pair) for pair in rows]
     check(Batch(lengths, queries, page_size=page_size, group=group, seed=seed).filled(), window_left=window_left)
+
+
+@pytest.mark.parametrize("window_left", [-1, 2])
+def test_new_rows_of_one_length_attend_together(window_left, seed):
+    check(Batch([6, 6, 9, 9, 9, 10], [6, 6, 9, 9, 3, 3], group=2, seed=seed).filled(), window_left=window_left)
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 9], [9, 10, 12], [3, 40]], ids=str)
+def test_layers_attend_where_the_first_of_them_has_found_the_rows(lengths, seed):
+    batch = Batch(lengths, [1] * len(lengths), group=2, seed=seed).filled()
+    places = SharedPlaces()
+    for window_left in (-1, 4, -1, 0):
+        arguments = DecodeAttention(*batch.decode_arguments()[:-1], batch.scale, window_left)
+        out, lse = places.attend(arguments, wants_lse=False)
+        assert lse is None
+        torch.testing.assert_close(out, batch.expected(batch.scale, window_left, 0.0), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(arguments.pages, batch.pages, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 1.5])

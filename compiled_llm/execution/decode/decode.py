@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from compiled_llm.compat.torch.dynamo import graph_count
+from compiled_llm.compat.torch.profiler import is_profiling
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import DecodeInputs
@@ -30,6 +31,7 @@ from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops.attention.cascade.tables import SharedRun
+from compiled_llm_ops.protocol import own_decode_ops
 
 logger = logging.getLogger("compiled_llm.uploads")
 
@@ -63,6 +65,8 @@ class Decode:
         self._graph_manager = graph_manager
         self.dispatcher = dispatcher
         self._table = state.step_table
+        ops = state.decode_buffers.ops
+        self._plain = state.device.type == "cpu" and ops is not None and ops.attend is own_decode_ops().attend
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._cascade: CascadeTable | None = None
         self._planned_cascade: PlannedCascadeTable | None = None
@@ -390,6 +394,8 @@ class Decode:
 
     def _inputs(self, step: StepKey) -> DecodeInputs:
         inputs = self._state.decode_buffers.of(step)
+        if self._plain and self._graph_manager.programs.interpreted and not is_profiling():  # a profile names ops
+            inputs = inputs._replace(shares_places=True)
         if self._state.page_watch is not None:
             inputs = inputs._replace(page_check=self._state.page_watch.inputs)
         if step.cascade and self._planned_cascade is not None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from compiled_llm_ops.attention.lse import define_with_lse
 from compiled_llm_ops.attention.preparation import check_preparation, prepared
@@ -177,67 +177,120 @@ def _check_visible(op: str, visible: Tensor, args: DecodeAttention) -> None:
 # ---- CPU: in plain PyTorch
 
 
-def append(args: DecodeAttention) -> None:
+class RowPlaces:
+    """Where the rows of a step have their tokens: the same in all layers that follow the same page numbers.
+
+    Attributes:
+        pages: ``[T]`` int64, the page of each new token.
+        slots: ``[T]`` int64, its place in that page.
+        lengths: tokens of each row, the new ones included.
+        longest: the most of them.
+    """
+
+    def __init__(self, args: DecodeAttention) -> None:
+        page_size, new = args.pages.shape[-2], args.new_tokens
+        starts, lengths, indices = as_arrays(args.starts, args.lengths, args.indices)
+        starts, lengths = starts[:, None], lengths[:, None]
+        pages, slots = np.divmod(lengths + np.arange(-new, 0), page_size)
+        written = indices[starts + pages].astype(np.int64)  # PyTorch indexes by 64 bits in less time
+        self.pages, self.slots = torch.from_numpy(written.ravel()), torch.from_numpy(slots.ravel())
+        self.lengths: list[int] = args.lengths.tolist()
+        self.longest = max(self.lengths)
+        self._visible: dict[int, Tensor | None] = {}
+        self._page_size, self._starts, self._indices, self._last = page_size, starts, indices, pages[:, -1:]
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """``[B, n]``, the numbers of each row's pages, and again that of its last; n for the longest row."""
+        own = np.minimum(np.arange(-(-self.longest // self._page_size)), self._last)
+        return torch.from_numpy(self._indices[self._starts + own])
+
+    @property
+    def uneven(self) -> bool:
+        """Whether to pad all rows to the longest would more than double their tokens."""
+        return len(self.lengths) * self.longest > 2 * sum(self.lengths)
+
+    def visible(self, window_left: int) -> Tensor | None:
+        """Return ``[B, 1, 1, L]`` bool, which tokens the newest one of a row sees; None if it sees all."""
+        if window_left not in self._visible:
+            self._visible[window_left] = self._find_visible(window_left)
+        return self._visible[window_left]
+
+    def _find_visible(self, window_left: int) -> Tensor | None:
+        if len(self.lengths) == 1 or (window_left < 0 and min(self.lengths) == self.longest):
+            return None
+        position, length = np.arange(self.longest), np.array(self.lengths)[:, None]
+        seen = position < length
+        if window_left >= 0:
+            seen &= position >= length - 1 - window_left
+        return torch.from_numpy(seen)[:, None, None, :]
+
+
+class SharedPlaces:
+    """Attends in all layers of one step that runs uncompiled on a CPU: the first to attend finds the places for all.
+
+    The ops find them in each layer, and check their arguments: for few rows that takes longer than to attend.
+    """
+
+    def __init__(self) -> None:
+        self._places: RowPlaces | None = None
+
+    def attend(self, args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Return what ``decode_attention`` and ``decode_attention_lse`` do, of arguments that fit."""
+        if self._places is None:
+            self._places = RowPlaces(args)
+        return attend_on_cpu(args, wants_lse, self._places)
+
+
+def append(args: DecodeAttention, places: RowPlaces) -> None:
     """Write the new keys and values; arguments are not checked."""
-    key, page_size, new = prepared(args.key, args.key_norm, args), args.pages.shape[-2], args.new_tokens
-    starts, lengths, indices = as_arrays(args.starts, args.lengths, args.indices)
-    positions = (lengths[:, None] - new + np.arange(new, dtype=np.int32)).ravel()
-    page = indices[starts.repeat(new) + positions // page_size]
-    store(args, torch.from_numpy(page), torch.from_numpy(positions % page_size), key)
+    store(args, places.pages, places.slots, prepared(args.key, args.key_norm, args))
 
 
-def attend_on_cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Write the new keys and values, then attend; arguments are not checked."""
-    append(args)
+def attend_on_cpu(
+    args: DecodeAttention, wants_lse: bool, places: RowPlaces | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Write the new keys and values, then attend; arguments are not checked. ``places`` are found if None."""
+    places = places or RowPlaces(args)
+    append(args, places)
     query = prepared(args.query, args.query_norm, args)
-    lengths, page_size = args.lengths.tolist(), args.pages.shape[-2]
-    own = [
-        args.indices[start : start - (-length // page_size)]
-        for start, length in zip(args.starts.tolist(), lengths, strict=True)
-    ]
-    uneven = len(lengths) * max(lengths) > 2 * sum(lengths)
     scales = args.key_scale, args.value_scale
     if args.visible is not None:
-        out, lse = attend_to_listed(query, args, args.visible, own)
+        out, lse = attend_to_listed(query, args, args.visible, _pages_of_rows(args))
         return out, lse if wants_lse else None
-    if wants_lse or args.logits_soft_cap > 0 or args.new_tokens > 1 or uneven or scales != (None, None):
+    if wants_lse or args.logits_soft_cap > 0 or args.new_tokens > 1 or scales != (None, None) or places.uneven:
         how = (args.scale, args.window_left, args.logits_soft_cap)
-        table = _as_table(own, args.lengths, args.new_tokens, page_size)
-        return attend_row_by_row(query, args.pages, table, *how, wants_lse, *scales)
-    return _attend(query, args.pages, own, lengths, args.scale, args.window_left), None
+        return attend_row_by_row(query, args.pages, _as_table(args), *how, wants_lse, *scales)
+    return _attend(query, args, places), None
 
 
-def _as_table(own: list[Tensor], lengths: Tensor, new_tokens: int, page_size: int) -> PageTable:
-    """Return the table of rows with so many queries each, whose page numbers are ``own``."""
+def _pages_of_rows(args: DecodeAttention) -> list[Tensor]:
+    """Return the numbers of each row's pages."""
+    counts = [-(-length // args.pages.shape[-2]) for length in args.lengths.tolist()]
+    return [args.indices[start : start + count] for start, count in zip(args.starts.tolist(), counts, strict=True)]
+
+
+def _as_table(args: DecodeAttention) -> PageTable:
+    """Return the page table of the rows, which has no other pages than theirs."""
+    own = _pages_of_rows(args)
     counts = torch.tensor([0, *map(len, own)], dtype=torch.int32, device="cpu")
-    qo_indptr = torch.arange(len(own) + 1, dtype=torch.int32, device="cpu") * new_tokens
-    return PageTable(qo_indptr, counts.cumsum(0).int(), torch.cat(own), (lengths - 1) % page_size + 1)
+    qo_indptr = torch.arange(len(own) + 1, dtype=torch.int32, device="cpu") * args.new_tokens
+    last_page_len = (args.lengths - 1) % args.pages.shape[-2] + 1
+    return PageTable(qo_indptr, counts.cumsum(0).int(), torch.cat(own), last_page_len)
 
 
-def _attend(
-    query: Tensor, pages: Tensor, own: list[Tensor], lengths: list[int], scale: float, window_left: int
-) -> Tensor:
-    """Attend with one query a row over the pages ``own``, all rows padded to the longest."""
+def _attend(query: Tensor, args: DecodeAttention, places: RowPlaces) -> Tensor:
+    """Attend with one query a row over its pages, all rows padded to the longest."""
     rows, heads, head_dim = query.shape
-    kv_heads = pages.shape[-3]
-    longest = max(lengths)
-    keys, values = gather(pages, pad_sequence(own, batch_first=True), head_dim, query.dtype)
-    first = 0
-    visible = None
-    if rows > 1 and (window_left >= 0 or min(lengths) < longest):
-        position, length = torch.arange(longest, device="cpu"), torch.tensor(lengths, device="cpu")[:, None]
-        visible = position < length
-        if window_left >= 0:
-            visible &= position >= length - 1 - window_left
-        visible = visible[:, None, None, :]
-    elif window_left >= 0:
-        first = max(0, longest - 1 - window_left)
+    kv_heads, longest = args.pages.shape[-3], places.longest
+    keys, values = gather(args.pages, places.numbers, head_dim, query.dtype)
+    first = max(0, longest - 1 - args.window_left) if rows == 1 and args.window_left >= 0 else 0
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
         query.view(rows, kv_heads, heads // kv_heads, head_dim),  # the query heads of a kv head as if they were queries
         keys[..., first:longest, :],
         values[..., first:longest, :],
-        attn_mask=visible,
-        scale=scale,
+        attn_mask=places.visible(args.window_left),
+        scale=args.scale,
     )
     return out.reshape(rows, heads, -1)
 

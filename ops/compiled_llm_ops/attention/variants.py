@@ -358,7 +358,7 @@ def _check_decode(args: DecodeAttentionVariant, wants_lse: bool) -> Variant:
 
 def _decode_on_cpu(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     variant, plain = _check_decode(args, wants_lse), args.without_variant
-    decode.append(plain)
+    decode.append(plain, decode.RowPlaces(plain))
     query = prepared(args.query, args.query_norm, plain)
     page_size, new = args.pages.shape[-2], plain.new_tokens
     rows = [
