@@ -82,12 +82,14 @@ class Arguments(NamedTuple):
 class PreparedCall(NamedTuple):
     """A call of a program, independent of all other calls: any thread may make it, within ``paged``.
 
-    ``function`` is the source of ``program``; ``arguments`` are by name, in order.
+    ``function`` is the source of ``program``; ``arguments`` are by name, in order; ``code`` is the compiled code of the
+    program if its guards were just checked, which runs in its place.
     """
 
     program: Callable[..., Any]
     function: Callable[..., Any]
     arguments: dict[str, Any]
+    code: Callable[..., Any] | None = None
 
     @property
     def interpreted(self) -> bool:
@@ -98,9 +100,9 @@ class PreparedCall(NamedTuple):
         """Whether it would compile nothing."""
         return self.interpreted or is_compiled_for(self.function, self.arguments)
 
-    def __call__(self) -> StepOutputs:
-        outputs: StepOutputs = self.program(*self.arguments.values())
-        return outputs
+    def __call__(self) -> Any:
+        """Return ``StepOutputs``, or what else the program returns."""
+        return (self.code or self.program)(*self.arguments.values())
 
 
 class Programs:
@@ -112,6 +114,7 @@ class Programs:
         cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
         in_trees: whether cudagraph trees capture decode steps and replay them.
         compiling: notices when a graph is compiled, its code being in no cache.
+        decoded_by: the compiled code of the last decode step; None if the call had to check its guards.
     """
 
     outlines_layers = True
@@ -144,6 +147,7 @@ class Programs:
         self._adapters = ActiveAdapters(self._version)
         self._passes: list[Pass] = []
         self._warned = self._captures_outputs = False
+        self.decoded_by: Callable[..., Any] | None = None
         self.in_trees = config.uses_trees_on(device.type)
         self.eager = config.eager_first_on(device.type)
         self._artifacts, self._compilers = artifacts, compilers
@@ -188,28 +192,30 @@ class Programs:
 
     def prefill(self, arguments: Arguments) -> StepOutputs:
         """Run ``prefill_step``; T, B, L and C are symbolic and must be at least 2."""
-        return self.prepared(arguments)()
+        outputs: StepOutputs = self.prepared(arguments)()
+        return outputs
 
     def unpaged(self, arguments: Arguments) -> Tensor:
         """Run ``unpaged_step`` and return its logits; T, B and L are symbolic, and T and L must be at least 2."""
-        call = self.prepared(arguments)
-        logits: Tensor = call.program(*call.arguments.values())
+        logits: Tensor = self.prepared(arguments)()
         return logits
 
     def decode(self, arguments: Arguments, code: Callable[..., Any] | None = None) -> StepOutputs:
         """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed.
 
-        If ``code`` is given, by ``decode_code``, that runs, and no guards are checked.
+        If ``code`` is given, by ``decode_code`` or as ``decoded_by``, that runs, and no guards are checked.
         """
         if self.in_trees:
             torch.compiler.cudagraph_mark_step_begin()
         call = self.prepared(arguments)
-        return (call if code is None else call._replace(program=code))()
+        self.decoded_by = code or call.code
+        outputs: StepOutputs = call._replace(code=self.decoded_by)()
+        return outputs
 
     def decode_code(self, arguments: Arguments) -> Callable[..., Any] | None:
         """Return the compiled code of a step that has just run, for further ones as long as nothing changes."""
         call = self.prepared(arguments)
-        return None if self.in_trees or call.interpreted else compiled_code(call.function, call.arguments)
+        return None if call.interpreted else compiled_code(call.function, call.arguments)
 
     def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
         """Return a call of the program that serves these arguments, for now.
@@ -224,7 +230,7 @@ class Programs:
         call = self._call(name, arguments._replace(model=prepared.model))
         if not (prepared.code or call.interpreted or isinstance(arguments.inputs, DecodeInputs)):
             _mark_symbolic(arguments)
-        return call if prepared.code is None else call._replace(program=prepared.code)
+        return call._replace(code=prepared.code)
 
     def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been looked at."""

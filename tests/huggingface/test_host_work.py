@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.compilation import programs
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.tracing import outline
 from compiled_llm.execution.threads import interrupts
@@ -28,7 +29,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def count(name: str) -> Any:
         return lambda *_, **__: counts.__setitem__(name, counts[name] + 1)
 
-    note_calls(monkeypatch, outline, "compiled_code", count("guards"))
+    for module in (outline, programs):
+        note_calls(monkeypatch, module, "compiled_code", count("guards"))
     note_calls(monkeypatch, Bounded, "__call__", count("through Dynamo"))
     note_calls(monkeypatch, sampling, "_sample_rows", count("sampled by the table"))
     note_calls(monkeypatch, interrupts, "set_handler", count("handlers of signals"))
@@ -59,4 +61,5 @@ def test_repeated_steps_check_no_guards(counts: dict[str, int], seed: int) -> No
         model.generate(text, do_sample=False, max_new_tokens=new)
         found |= counts
     assert few == many
+    assert many["guards"] == 2, "of the prefill, and of the decode step that is made"
     assert many["sampled by the table"] == 0

@@ -364,7 +364,8 @@ class Decode:
     def launch(self, rows: int, step: StepKey, wanted: StepKey) -> DecodeLaunch:
         """Return how a step of ``rows`` rows in the buffers is launched again; arguments as in ``run``."""
         graph = self._table.get(step)
-        code = functools.cache(functools.partial(self._code, step))  # found once the step is launched again
+        ran = self._graph_manager.programs.decoded_by
+        code = functools.cache(functools.partial(self._code, step, ran))  # found once the step is launched again
         return DecodeLaunch(
             graph,
             program=lambda: self._launch(step, code()),
@@ -384,11 +385,16 @@ class Decode:
         with graph_manager.paged():
             return graph_manager.programs.decode(graph_manager.arguments(self._inputs(step)), code)
 
-    def _code(self, step: StepKey) -> Callable[..., Any] | None:
-        """Return the code of a step that has run in this look at the model, if no CUDA graph is captured of it."""
+    def _code(self, step: StepKey, ran: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Return the code of a step that has run in this look at the model, if no CUDA graph is captured of it.
+
+        ``ran`` is the code that ran, if that is known.
+        """
         graph_manager = self._graph_manager
-        if self._cuda_graphs.ours:
+        if self._cuda_graphs.ours or graph_manager.programs.in_trees:
             return None
+        if ran is not None:
+            return ran
         with graph_manager.paged():
             return graph_manager.programs.decode_code(graph_manager.arguments(self._inputs(step)))
 

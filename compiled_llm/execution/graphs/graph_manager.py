@@ -331,4 +331,5 @@ def _find_guards(guards: Guards, call: PreparedCall, paged: _Paged) -> None:
 def _launch(call: PreparedCall, paged: _Paged, first: Callable[[], None]) -> StepOutputs:
     with paged():
         first()
-        return call()
+        outputs: StepOutputs = call()
+        return outputs
