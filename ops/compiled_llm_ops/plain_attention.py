@@ -54,17 +54,27 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
     return gathered[0], gathered[1]
 
 
+def _rows(query: Tensor, pages: Tensor, table: PageTable, batched: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield each row's queries as a slice, and its keys and values ``[1, K, L, D]`` gathered from its pages.
 
-def _rows(query: Tensor, pages: Tensor, table: PageTable) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield each row's queries as a slice, and its keys and values ``[K, L, D]`` gathered from its pages."""
+    If ``batched``, rows next to each other come as one batch, if all of their tokens are new ones, and as many.
+    """
     page_size, head_dim = pages.shape[-2], query.shape[2]
     starts, ends = table.qo_indptr.tolist(), table.indptr.tolist()
-    for row, last in enumerate(table.last_page_len.tolist()):
-        if starts[row] == starts[row + 1]:
-            continue
-        keys, values = gather(pages, table.indices[ends[row] : ends[row + 1]], head_dim, query.dtype)
-        length = (ends[row + 1] - ends[row] - 1) * page_size + last
-        yield slice(starts[row], starts[row + 1]), keys[:, :length], values[:, :length]
+    queries = [stop - start for start, stop in itertools.pairwise(starts)]
+    counts = [end - first for first, end in itertools.pairwise(ends)]
+    lengths = [(count - 1) * page_size + last for count, last in zip(counts, table.last_page_len.tolist(), strict=True)]
+
+    def batch_of(row: int) -> tuple[int, int]:
+        return queries[row], -1 if batched and queries[row] == lengths[row] else row
+
+    for (new, _), run in itertools.groupby(range(len(lengths)), batch_of):
+        if new:
+            rows = [*run]
+            first, end, length = rows[0], rows[-1] + 1, lengths[rows[0]]
+            numbers = table.indices[ends[first] : ends[end]].reshape(len(rows), -1)
+            keys, values = gather(pages, numbers, head_dim, query.dtype)
+            yield slice(starts[first], starts[end]), keys[:, :, :length], values[:, :, :length]
 
 
 def _visible(queries: int, length: int, window_left: int, device: torch.device) -> Tensor | None:
@@ -77,21 +87,21 @@ def _visible(queries: int, length: int, window_left: int, device: torch.device) 
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window_left: int) -> Tensor:
-    """``[Q, H, D]``, D that of the values, from ``query`` ``[Q, H, D]`` and ``keys``, ``values`` ``[K, L, D]``."""
-    queries, heads, _ = query.shape
-    kv_heads, length, _ = keys.shape
+    """``[B * Q, H, D]``, D that of the values, from ``query`` likewise, and ``keys``, ``values`` ``[B, K, L, D]``."""
+    batch, kv_heads, length, _ = keys.shape
+    queries, group = query.shape[0] // batch, query.shape[1] // kv_heads
     whole = queries == length and window_left < 0
     # A group of heads is a batch of its own, over keys and values that are not repeated in memory.
-    group = heads // kv_heads
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1).unflatten(0, (kv_heads, group)),
-        keys[:, None].expand(-1, group, -1, -1),
-        values[:, None].expand(-1, group, -1, -1),
+        query.unflatten(0, (batch, queries)).unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(0, 1),
+        keys.flatten(0, 1)[:, None].expand(-1, group, -1, -1),
+        values.flatten(0, 1)[:, None].expand(-1, group, -1, -1),
         attn_mask=None if whole else _visible(queries, length, window_left, query.device),
         is_causal=whole,
         scale=scale,
     )
-    return out.flatten(0, 1).transpose(0, 1)
+    packed: Tensor = out.unflatten(0, (batch, kv_heads)).permute(0, 3, 1, 2, 4)
+    return packed.flatten(2, 3).flatten(0, 1)
 
 
 def attend_lse(
@@ -146,15 +156,16 @@ def attend_row_by_row(
     """
     out = query.new_empty((*query.shape[:2], value_size(query, pages))) if into is None else into
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if wants_lse else None
-    for tokens, stored_keys, stored_values in _rows(query, pages, table):
+    apart = wants_lse or logits_soft_cap > 0 or not causal
+    for tokens, stored_keys, stored_values in _rows(query, pages, table, batched=not apart):
         own, keys, values = query[tokens], scaled(stored_keys, key_scale), scaled(stored_values, value_scale)
         if keys.dtype != values.dtype or keys.dtype != own.dtype:
             own, keys, values = own.float(), keys.float(), values.float()
-        if wants_lse or logits_soft_cap > 0 or not causal:
+        if apart:
             visible = None
             if causal:
-                visible = _visible(tokens.stop - tokens.start, keys.shape[1], window_left, query.device)
-            out[tokens], own_lse = attend_lse(own, keys, values, scale, visible, logits_soft_cap)
+                visible = _visible(tokens.stop - tokens.start, keys.shape[2], window_left, query.device)
+            out[tokens], own_lse = attend_lse(own, keys[0], values[0], scale, visible, logits_soft_cap)
             if lse is not None:
                 lse[tokens] = own_lse
         else:
@@ -192,7 +203,7 @@ def attend_to_listed(
 
 
 def scaled(stored: Tensor, scale: Tensor | None) -> Tensor:
-    """Return what numbers of fp8 ``[K, L, D]``, as they are stored, stand for: in float32 if there is a ``scale``."""
+    """Return what numbers of fp8 ``[..., K, L, D]``, as they are stored, stand for: float32 if there is a ``scale``."""
     return stored if scale is None else stored.float() * scale[:, None, None]
 
 
