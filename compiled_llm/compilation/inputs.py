@@ -85,12 +85,14 @@ class UnpagedInputs(NamedTuple):
         positions: ``[1, T]`` int64, rotary positions.
         keep: ``[L]`` int64, the tokens whose logits are returned.
         qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+        ends: its numbers, if the forward runs uncompiled on a CPU; empty if not.
     """
 
     ids: Tensor
     positions: Tensor
     keep: Tensor
     qo_indptr: Tensor
+    ends: tuple[int, ...] = ()
 
     @property
     def hidden_states(self) -> bool:

@@ -91,7 +91,8 @@ def unpaged_step(
         ``[L, V]`` logits in the model's dtype.
     """
     groups = 1 + max(spec.group for spec in specs)
-    batch = PagedBatch(pages, specs, (UnpagedRows(inputs.qo_indptr),) * groups)
+    ends = () if torch.compiler.is_compiling() else inputs.ends
+    batch = PagedBatch(pages, specs, (UnpagedRows(inputs.qo_indptr, ends),) * groups)
     out = forward(
         model,
         input_ids=inputs.ids,

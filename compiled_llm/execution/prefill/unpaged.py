@@ -130,7 +130,9 @@ class Unpaged:
         graph_manager = self._graph_manager
         ends = np.zeros(len(shown) + 1, dtype=np.int32)
         shown.sum(axis=1).cumsum(out=ends[1:])
-        inputs = UnpagedInputs(*map(torch.from_numpy, (ids[None], positions[None], keep, ends)))
+        packed, at, kept, begins = map(torch.from_numpy, (ids[None], positions[None], keep, ends))
+        known = tuple(ends.tolist()) if graph_manager.programs.interpreted else ()
+        inputs = UnpagedInputs(packed, at, kept, begins, known)
         sizes = ((2, len(ids), spec.kv_heads, spec.head_dim) for spec in self._specs)
         layers = [torch.empty(size, dtype=self._state.dtype, device=self._state.device) for size in sizes]
         arguments = graph_manager.arguments(inputs)._replace(pages=layers)

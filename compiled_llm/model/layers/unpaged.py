@@ -10,6 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from compiled_llm_ops import ragged_attention, ragged_attention_lse
+from compiled_llm_ops.attention.latent.ragged import attend_on_cpu
+from compiled_llm_ops.contracts import RaggedAttention
 
 
 class UnpagedRows(NamedTuple):
@@ -17,9 +19,11 @@ class UnpagedRows(NamedTuple):
 
     Attributes:
         qo_indptr: ``[B + 1]`` int32.
+        ends: its numbers, in a forward that runs uncompiled on a CPU, where no layer asks for them; empty in others.
     """
 
     qo_indptr: Tensor
+    ends: tuple[int, ...] = ()
 
     @property
     def new_tokens(self) -> int:
@@ -37,6 +41,9 @@ class UnpagedRows(NamedTuple):
         query, key, value = states
         memory[0].copy_(key)
         memory[1].copy_(value)
+        if self.ends:
+            arguments = RaggedAttention(query, key, value, self.qo_indptr, scale)
+            return attend_on_cpu(arguments, self.ends, wants_lse)
         if wants_lse:
             return ragged_attention_lse(query, key, value, self.qo_indptr, scale)
         return ragged_attention(query, key, value, self.qo_indptr, scale), None

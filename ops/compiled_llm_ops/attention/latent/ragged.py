@@ -86,10 +86,14 @@ def _check(args: RaggedAttention) -> None:
 
 def _cpu(args: RaggedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
-    ends = args.qo_indptr.tolist()
+    return attend_on_cpu(args, args.qo_indptr.tolist(), wants_lse)
+
+
+def attend_on_cpu(args: RaggedAttention, ends: Sequence[int], wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return what the op does, of arguments that are not checked; ``ends`` are the numbers of ``qo_indptr``."""
     lse = _lse_of_rows(args, ends) if wants_lse else None
     length = ends[-1] // max(1, len(ends) - 1)
-    if length and ends == [*range(0, len(args.query) + 1, length)]:  # rows of one length are a batch
+    if length and [*ends] == [*range(0, len(args.query) + 1, length)]:  # rows of one length are a batch
         query, key, value = [states.view(-1, length, *states.shape[1:]) for states in args[:3]]
         return _attend(query, key, value, args.scale).flatten(0, 1), lse
     out = args.query.new_zeros(_sizes(args))
