@@ -85,7 +85,7 @@ def test_few_of_many_logits_are_not_computed_for_all(seed, monkeypatch):
 
 
 def test_no_more_is_captured_than_logits_may_take(seed, monkeypatch):
-    monkeypatch.setattr(prefill, "_tokens_scored", lambda state: 32)
+    monkeypatch.setattr(prefill, "_tokens_in", lambda state, part, nbytes: 32)
     model = uncompiled(monkeypatch)
     for lengths in ([20], [60]) * CALLS:
         logits_of(model, mixed_prompts(lengths, 128, seed))

@@ -79,7 +79,9 @@ class Prefill:
         self._table.when_dropped.append(planner.forget)
         model = state.facts.model
         self._most_scored = _tokens_in(state, _SCORES, vocabulary_of(model) * model.dtype.itemsize)
-        self._most_with_states = _tokens_in(state, _STATES, self._bytes_of_states)
+        width = model.config.get_text_config(decoder=True).hidden_size
+        states = (len(state.facts.layers) + 1) * width * model.dtype.itemsize
+        self._most_with_states = _tokens_in(state, _STATES, states)
         self._anchors = self._find_anchors()
         self._table.anchors["prefill"] = [*self._anchors]
 
@@ -152,11 +154,6 @@ class Prefill:
     def _null_embeddings(self, tokens: int) -> Tensor:
         dtype = self._state.facts.model.dtype
         return torch.zeros(tokens, self._width, dtype=dtype, device=self._state.device)
-
-    @property
-    def _bytes_of_states(self) -> int:
-        """Size of a token's hidden states, in bytes."""
-        return (len(self._state.facts.layers) + 1) * self._width * self._state.facts.model.dtype.itemsize
 
     @property
     def _width(self) -> int:
