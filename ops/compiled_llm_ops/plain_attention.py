@@ -44,7 +44,7 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
     (first,) = as_arrays(numbers)
     first = first[..., None, :] * (2 * kv_heads)
     pieces = first + (torch.from_numpy(heads).to(numbers.device) if numbers.is_cuda else heads)
-    chosen = torch.as_tensor(pieces.reshape(-1))
+    chosen = torch.as_tensor(pieces.reshape(-1), device=numbers.device)
     gathered = as_bytes(pages).view(-1, page_size * padded).index_select(0, chosen)
     if gathered.dtype != pages.dtype:
         gathered = gathered.view(pages.dtype)

@@ -42,7 +42,7 @@ def test_a_replay_computes_what_a_launch_does_with_what_there_is_by_then(seed: i
 
 def test_attention_is_called_at_each_replay_and_not_by_the_capture(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     calls: list[list[int]] = []
-    monkeypatch.setattr(decode, "append", lambda args: calls.append(args.lengths.tolist()))
+    monkeypatch.setattr(decode, "append", lambda args, _: calls.append(args.lengths.tolist()))
     layers = TwoLayers(seed)
     graph, _ = captured(layers.step)
     assert calls == []

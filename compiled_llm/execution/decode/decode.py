@@ -66,7 +66,8 @@ class Decode:
         self.dispatcher = dispatcher
         self._table = state.step_table
         ops = state.decode_buffers.ops
-        self._plain = state.device.type == "cpu" and ops is not None and ops.attend is own_decode_ops().attend
+        plain = state.device.type == "cpu" and ops is not None and ops.attend is own_decode_ops().attend
+        self._plain = plain and not graph_manager.cuda_graphs.ours  # a replay repeats ops, and nothing between them
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._cascade: CascadeTable | None = None
         self._planned_cascade: PlannedCascadeTable | None = None
