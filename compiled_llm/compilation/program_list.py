@@ -114,7 +114,7 @@ PROGRAMS: tuple[Program, ...] = (*_WITHOUT_STATES, *map(_with_states, _WITHOUT_S
 
 def program_for(inputs: ProgramInputs) -> Program:
     """Return the program that runs a step with these inputs."""
-    if _UNPAGED.serves(inputs):  # in calls that are short
+    if _UNPAGED.serves(inputs):  # first: its calls are short, and looking through all others takes a part of them
         return _UNPAGED
     states = inputs.hidden_states
     return next(program for program in PROGRAMS if program.states is states and program.serves(inputs))

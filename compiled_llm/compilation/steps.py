@@ -182,7 +182,7 @@ def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, 
         assert ops is not None, "decode steps are planned, or have ops"
         of_rows = (inputs.starts, inputs.lengths)
         newest = tuple(NewestTokens(*of_rows, indices, ops, new, inputs.cascade) for indices in inputs.indices)
-        if not inputs.shares_places or torch.compiler.is_compiling():  # as where a step is explained
+        if not inputs.shares_places or torch.compiler.is_compiling():  # explain traces steps that run uncompiled
             return newest
         return tuple(each._replace(shared=SharedPlaces()) for each in newest)
     each = planned.qo_indptr

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,10 +39,9 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
         return both[..., :head_dim], both[..., head_dim:]
     _, _, kv_heads, page_size, padded = pages.shape
     # Whole [S, D'] pieces, in the order they are wanted in: one copy instead of two.
-    heads = np.arange(2 * kv_heads, dtype=np.int32).reshape(2, *[1] * (numbers.dim() - 1), kv_heads, 1)
-    (first,) = as_arrays(numbers)
-    first = first[..., None, :] * (2 * kv_heads)
-    pieces = first + (torch.from_numpy(heads).to(numbers.device) if numbers.is_cuda else heads)
+    heads = torch.arange(2 * kv_heads, dtype=numbers.dtype, device=numbers.device)
+    pages_of, heads_of = as_arrays(numbers, heads.view(2, *[1] * (numbers.dim() - 1), kv_heads, 1))
+    pieces = pages_of[..., None, :] * (2 * kv_heads) + heads_of
     chosen = torch.as_tensor(pieces.reshape(-1), device=numbers.device)
     gathered = as_bytes(pages).view(-1, page_size * padded).index_select(0, chosen)
     if gathered.dtype != pages.dtype:

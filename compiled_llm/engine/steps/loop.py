@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from compiled_llm.engine.steps.outputs.logprobs import Arriving, ArrivingPrompt,
 from compiled_llm.engine.steps.outputs.scored_prompts import run_scored
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.request_emitted import RequestEmitted
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension
@@ -357,13 +359,19 @@ class Loop:
         for request in ended:
             if request.emitted is not None:
                 request.emitted.end()
-        others = [request.emitted for request in (*self.scheduler.running, *self.scheduler.waiting) if request.emitted]
-        if is_much or not others:
+        if is_much:
             self._bytes_on_device = 0
-            for emitted in others:
+            for emitted in self._wanting():
                 emitted.copy()
+        elif ended and next(self._wanting(), None) is None:  # all that was on the device has left it
+            self._bytes_on_device = 0
         if (is_much or ended) and self._prepared is not None and self._prepared.reader is not None:
             self._prepared.reader.begin_again()
+
+    def _wanting(self) -> Iterator[RequestEmitted]:
+        """Yield what is kept for requests that have not ended, of those that run first."""
+        requests = itertools.chain(self.scheduler.running, self.scheduler.waiting)
+        return (request.emitted for request in requests if request.emitted is not None)
 
     def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
         """End requests alone, and return them."""
