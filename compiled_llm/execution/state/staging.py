@@ -68,10 +68,10 @@ class Staging:
         self._lent_event.record()
 
     def upload(self, pairs: Sequence[tuple[NDArray[Any], Tensor]]) -> None:
-        """Copy each array into the beginning of its device tensor (1-D, same dtype), in stream order."""
+        """Copy arrays (1-D, of any strides) into the beginnings of device tensors (same dtype), in stream order."""
         if not self._events:
             for array, target in pairs:
-                target[: len(array)].copy_(torch.from_numpy(array))
+                target[: len(array)].numpy()[:] = array
             return
         self._current = (self._current + 1) % _AREAS
         self._events[self._current].synchronize()
@@ -79,7 +79,7 @@ class Staging:
         start = 0
         for array, target in pairs:
             end = start + array.nbytes
-            area.bytes[start:end] = array.view(np.uint8)
+            area.bytes[start:end].view(array.dtype)[:] = array  # a view of the array itself would need adjacent items
             target[: len(array)].copy_(area.memory[start:end].view(target.dtype), non_blocking=True)
             start += _aligned(array.nbytes)
         self._events[self._current].record()
@@ -87,11 +87,11 @@ class Staging:
     def to_device(self, arrays: Sequence[NDArray[Any]], targets: Sequence[Tensor] = ()) -> list[Tensor]:
         """Return device tensors with the arrays' contents: ``targets``, and new ones for the other arrays."""
         if not (self._events or targets):
-            return [torch.from_numpy(array).clone() for array in arrays]
+            return [torch.from_numpy(array.copy()) for array in arrays]
         tensors = [
             *targets,
             *(
-                torch.empty(len(array), dtype=torch.from_numpy(array[:0]).dtype, device=self._device)
+                torch.empty(len(array), dtype=torch.from_numpy(array[:0].copy()).dtype, device=self._device)
                 for array in arrays[len(targets) :]
             ),
         ]
