@@ -47,8 +47,12 @@ TEMPLATE = """
 </s>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if think %}<think>
+{% elif enable_thinking is false %}<think>
+
+</think>
+
 {% endif %}{% endif %}"""
-"""As Qwen's, and it can begin to think: ``chat_template_kwargs={"think": true}``."""
+"""As Qwen's, and it can begin to think, or not: ``chat_template_kwargs={"think": true}``, ``enable_thinking``."""
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

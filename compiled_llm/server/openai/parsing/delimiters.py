@@ -44,26 +44,26 @@ class Delimiters:
         ends_text = found is not None and found.end() == len(text) and len(found.group().strip()) > 1
         return found if ends_text else None
 
-    def last_opening(self, name: str, text: str) -> str:
-        """Return a text from the last beginning of a part on; empty if there is none."""
-        pattern = self._patterns.get(f"{name} open")
-        places = [] if pattern is None else [found.start() for found in pattern.finditer(text)]
-        return text[places[-1] :] if places else ""
-
     def are_far_from(self, text: str) -> bool:
         """Whether no delimiter stands in a text, and none begins at its end."""
         return self._are_known and self._hard.search(text) is None and not text.endswith(self._soft)
 
 
 def _patterns(fields: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield patterns of beginnings and ends by the names of both; of several literals the longest is tried first."""
+    """Yield patterns of beginnings and ends by the names of both."""
     for part, field in fields.items():
         for name in ("open", "close"):
-            given = field.get(name, [])
-            literals = sorted([given] if isinstance(given, str) else given, key=len, reverse=True)
-            pattern = field.get(f"{name}_pattern") or "|".join(map(regex.escape, literals))
-            if pattern:
-                yield f"{part} {name}", regex.compile(pattern, regex.DOTALL)
+            pattern = pattern_of(field, name)
+            if pattern is not None:
+                yield f"{part} {name}", pattern
+
+
+def pattern_of(field: Mapping[str, Any], name: str) -> Any:
+    """Return a pattern that a response template has by a name; of several literals the longest is tried first."""
+    given = field.get(name, [])
+    literals = sorted([given] if isinstance(given, str) else given, key=len, reverse=True)
+    pattern = field.get(f"{name}_pattern") or "|".join(map(regex.escape, literals))
+    return regex.compile(pattern, regex.DOTALL) if pattern else None
 
 
 def _looks_around(pattern: Any) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, CallPiece, Parts
 from compiled_llm.server.openai.parsing.call_text import CallText
 from compiled_llm.server.openai.parsing.delimiters import Delimiters
+from compiled_llm.server.openai.parsing.fed_text import FedText
 
 _PIECES = re.compile(r"(?=[<\[{\n])|(?<=[>\]}\n])")
 
@@ -25,12 +26,12 @@ class ParsedReader:
     """Reads an answer by HuggingFace's parser; text that it cannot read is content.
 
     Args:
-        parser: of ``tokenizer.get_response_parser``.
+        parser: of ``tokenizer.get_response_parser``, which has seen nothing.
         fields: of the response template.
         delimiters: of these fields.
         several_calls: whether calls after the first one are told of.
         begin_call: for calls that are read as they come, whose texts the parser leaves as they are.
-        prompt: that the parser has seen.
+        prompt: the part of it that may have begun the answer.
         finds_calls: whether the parser looks for calls.
     """
 
@@ -50,26 +51,23 @@ class ParsedReader:
         self._call: _PartialCall | None = None
         self._max_calls = None if several_calls else 1
         self._calls = 0
-        self._untold = ""  # was fed, and has become no part yet
+        self._fed = FedText(prompt)
         self._later = ""  # was not fed yet
         self._delimiters = delimiters
         self._implicit = CONTENT if _is_implicit(fields.get(CONTENT)) else None
         self._part: str | None = self._implicit
         self._cuts_call = False  # whether the end has cut a call
         self._texts = {name: _Trimmed(_strips(fields.get(name, {}))) for name in (CONTENT, *REASONING)}
-        self._has_fed = False
-        self._prompt = self._delimiters.last_opening(CALLS, prompt)
-        self._begun = self._begin(parser.initial_events)
+        self._begun = self._begin(prompt)
 
-    def _begin(self, events: Sequence[Mapping[str, Any]]) -> list[CallPiece]:
+    def _begin(self, prompt: str) -> list[CallPiece]:
         """Read what the prompt has begun, and return a call that has not ended, to be told of."""
         parts = Parts()
-        for event in events:
-            self._take(event, parts)
-        found = self._delimiters.find(CALLS, "open", self._prompt)
-        if found is None or found.end() < len(self._prompt):
-            self._prompt = ""  # otherwise the parser may say only later that a call has begun there
-        return [piece for piece in parts.pieces if self._call is not None and piece.id == self._call.id]
+        self._take_all(lambda: self._parser.feed(prompt), parts)
+        call = self._call
+        if call is not None and self._delimiters.find(CALLS, "close", self._fed.text):
+            call.is_told = False  # it has ended, and the parser waits for all of its end
+        return [piece for piece in parts.pieces if call is not None and call.is_told and piece.id == call.id]
 
     def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
         """Return the new parts in the next piece of text.
@@ -88,39 +86,32 @@ class ParsedReader:
         return parts
 
     def _feed(self, piece: str, parts: Parts) -> None:
-        if self._part in self._texts and self._holds_nothing and self._delimiters.are_far_from(piece):
+        if self._part in self._texts and not self._fed.text and self._delimiters.are_far_from(piece):
             self._add(self._part, piece, parts)  # the parser would find nothing in it, and takes longer
             return
         self._later += piece
-        if len(self._later) * _LOOKS >= len(self._untold) - _SHORT:
+        if len(self._later) * _LOOKS >= len(self._fed.text) - _SHORT:
             self._feed_later(parts)
 
     def _feed_later(self, parts: Parts) -> None:
         """Feed the text that waits; the parser looks again at all that it does not understand yet."""
         piece, self._later = self._later, ""
-        self._has_fed |= bool(piece)
-        self._untold += piece
+        self._fed.add(piece)
         if self._parser is not None:
             self._take_all(lambda: self._parser.feed(piece), parts)
         else:
             self._tell_rest(parts)
 
-    @property
-    def _holds_nothing(self) -> bool:
-        """Whether no text waits in the parser to be understood; at first the prompt's end may."""
-        return self._has_fed and not self._untold
-
     def _cut(self, parts: Parts) -> None:
         """Finish without the part that there was no room for."""
-        found = self._delimiters.begun_opening(CALLS, self._untold) if self._part == self._implicit else None
+        found = self._delimiters.begun_opening(CALLS, self._fed.text) if self._part == self._implicit else None
         if found is None or not self._finds_calls:
             self._cuts_call = self._part == CALLS
             self._finish(parts)
             return
-        self._untold = self._untold[: found.start()]
-        self._tell_rest(parts)
+        self._tell_content(self._fed.take(found.start()), parts)
         if self._begin_call is not None and not found.partial:
-            call = _PartialCall(found.group(), self._begin_call(found.group(), found.groupdict()))
+            call = _PartialCall(self._fed.take(), self._begin_call(found.group(), found.groupdict()))
             call.text.cut()
             self._tell(call, "", parts)
 
@@ -137,8 +128,7 @@ class ParsedReader:
             self._tell_rest(parts)
 
     def _tell_rest(self, parts: Parts) -> None:
-        self._tell_content(self._untold, parts)
-        self._untold = ""
+        self._tell_content(self._fed.take(), parts)
 
     def _tell_content(self, text: str, parts: Parts) -> None:
         if not self._cuts_call:
@@ -157,40 +147,44 @@ class ParsedReader:
         self._part = name
         if name == CALLS and self._begin_call is None:
             return  # it stays untold until it is read, since it may be none
-        found = self._delimiters.find(name, "open", self._untold)
-        if found is not None:
-            self._untold = self._untold[found.end() :]
+        found = self._delimiters.find(name, "open", self._fed.text)
+        assert found is not None or name == self._implicit, "the parser has found it"
+        if found is None or name == self._implicit:
+            return
+        self._fed.take(found.start())
+        opening = self._fed.take(len(found.group()))
         if name == CALLS and self._begin_call is not None:
-            found = found or self._delimiters.find(name, "open", self._prompt)
-            opening = "" if found is None else found.group()
-            self._call = _PartialCall(opening, self._begin_call(opening, {} if found is None else found.groupdict()))
+            self._call = _PartialCall(opening, self._begin_call(found.group(), found.groupdict()))
 
     def _take_text(self, name: str, text: str, parts: Parts) -> None:
-        if name in self._texts:
-            self._untold = self._untold.partition(text)[2]
-            self._add(name, text, parts)
-        elif self._call is not None:
-            self._untold = self._untold.partition(text)[2]
-            self._tell(self._call, self._call.read(text), parts)
+        if name not in self._texts and self._call is None:
+            return  # of a call that is read once it is whole
+        self._fed.take(max(self._fed.text.find(text), 0))  # after an end of the part that needs no beginning
+        own = self._fed.take(len(text))
+        if self._call is None:
+            self._texts[name].follow(text[: len(text) - len(own)])
+            self._add(name, own, parts)
+        else:
+            self._tell(self._call, self._call.read(text, own), parts)
 
     def _close(self, name: str, value: Any, parts: Parts) -> None:
         self._part = self._implicit
         if name == self._implicit:
             return  # it ends where another part begins
-        found = self._delimiters.find(name, "close", self._untold)
-        closing, self._untold = ("", "") if found is None else (found.group(), self._untold[found.end() :])
+        found = self._delimiters.find(name, "close", self._fed.text)
+        closing = self._fed.take(None if found is None else found.end())
         if name != CALLS:
             return
         if self._call is None:
             self._tell_whole(value, parts)
         else:
-            self._end_call(self._call, closing, parts)
+            self._end_call(self._call, found is not None, closing, parts)
 
-    def _end_call(self, call: _PartialCall, closing: str, parts: Parts) -> None:
-        new = call.text.end(bool(closing))
-        if self._cuts_call and not closing:
+    def _end_call(self, call: _PartialCall, closed: bool, closing: str, parts: Parts) -> None:
+        new = call.text.end(closed)
+        if self._cuts_call and not closed:
             call.text.cut()
-        self._tell(call, new, parts, finished=bool(closing))
+        self._tell(call, new, parts, finished=closed)
         if call.text.name is None:
             self._tell_content(call.raw + closing, parts)
         self._call = None
@@ -207,7 +201,8 @@ class ParsedReader:
         begins = call.number is None and call.text.name is not None
         if begins:
             self._calls, call.number = self._calls + 1, self._calls
-        if call.number is not None and self._is_told(call.number) and (begins or new or finished):
+        is_told = call.is_told and call.number is not None and self._is_told(call.number)
+        if is_told and (begins or new or finished):
             parts.call(CallPiece(call.id, call.text.name if begins else None, new, finished))
 
     def _tell_whole(self, value: Any, parts: Parts) -> None:
@@ -221,17 +216,18 @@ class ParsedReader:
 
 
 class _PartialCall:
-    """A call that is being read, and all of its text: if it is no call, that is content."""
+    """A call that is being read, and all of its text that is the answer's: if it is no call, that is content."""
 
     def __init__(self, opening: str, text: CallText) -> None:
         self.id = _new_id()
         self.text = text
         self.raw = opening
         self.number: int | None = None  # in the answer; None before it is certain
+        self.is_told = True
 
-    def read(self, text: str) -> str:
+    def read(self, text: str, own: str) -> str:
         if self.text.name is None:
-            self.raw += text
+            self.raw += own
         return self.text.read(text)
 
 
@@ -252,6 +248,10 @@ class _Trimmed:
         self._begun = self._begun or bool(kept)
         self._space = text[len(kept) :]
         return kept
+
+    def follow(self, prompt: str) -> None:
+        """Note that it goes on after a text that is not told."""
+        self._begun = self._begun or bool(prompt.strip())
 
 
 def _is_implicit(spec: Mapping[str, Any] | None) -> bool:

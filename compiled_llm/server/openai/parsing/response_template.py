@@ -10,7 +10,7 @@ from typing import Any
 from compiled_llm.compat.response_templates import known_response_template
 from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING
 from compiled_llm.server.openai.parsing.call_style import Begun, call_style_of, text_of_calls
-from compiled_llm.server.openai.parsing.delimiters import Delimiters
+from compiled_llm.server.openai.parsing.delimiters import Delimiters, pattern_of
 from compiled_llm.server.openai.parsing.parsed_reader import BeginCall, ParsedReader
 
 logger = logging.getLogger("compiled_llm.server")
@@ -40,6 +40,7 @@ class ResponseTemplate:
         self._without_calls = {**spec, "fields": {name: fields[name] for name in fields if name != CALLS}}
         self.has_calls = CALLS in fields
         self._delimiters = Delimiters(fields)
+        self._anchor = pattern_of(spec, "start_anchor")
         self._whole_parser(None)
 
     def reader(self, prompt: str, tools: Sequence[dict[str, Any]] | None, several_calls: bool = True) -> ParsedReader:
@@ -51,8 +52,15 @@ class ResponseTemplate:
             several_calls: whether calls after the first one are told of.
         """
         fields, begin_call = self._with_calls["fields"], self._begin_call(tools or ())
-        parser = self._parser(prompt, tools)
-        return ParsedReader(parser, fields, self._delimiters, several_calls, begin_call, prompt, bool(tools))
+        begun = self._after_anchor(prompt)
+        return ParsedReader(
+            self._parser(tools), fields, self._delimiters, several_calls, begin_call, begun, bool(tools)
+        )
+
+    def _after_anchor(self, prompt: str) -> str:
+        """Return the part of a prompt that may have begun the answer: as HuggingFace's parser, all if there is none."""
+        end = max((found.end() for found in self._anchor.finditer(prompt)), default=0)
+        return prompt[end:]
 
     def _begin_call(self, tools: Sequence[dict[str, Any]]) -> BeginCall | None:
         """Return a function that begins to read calls; None if they are read once they are whole."""
@@ -63,9 +71,9 @@ class ResponseTemplate:
             Begun(captures, tools, lambda text: self._arguments(opening + text, tools))
         )
 
-    def _parser(self, prompt: str, tools: Sequence[dict[str, Any]] | None) -> Any:
+    def _parser(self, tools: Sequence[dict[str, Any]] | None) -> Any:
         spec = self._read_with_calls if tools else self._without_calls
-        return self._tokenizer.get_response_parser(spec, prefix=prompt, tools=tools)
+        return self._tokenizer.get_response_parser(spec, prefix="", tools=tools)
 
     def _arguments(self, call: str, tools: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
         parser = self._whole_parser(tools)
@@ -80,7 +88,7 @@ class ResponseTemplate:
     def begun(self, prompt: str) -> str | None:
         """Return the text that ends the thinking that a prompt begins; None if it begins none."""
         open_part = None
-        for event in self._parser(prompt, None).initial_events:
+        for event in self._parser(None).feed(self._after_anchor(prompt)):
             if event["type"] == "region_open":
                 open_part = event["field"]
             elif event["type"] == "region_close":

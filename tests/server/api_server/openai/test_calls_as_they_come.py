@@ -18,14 +18,8 @@ from compiled_llm.server.openai.parsing.delimiters import Delimiters
 from compiled_llm.server.openai.parsing.parsed_reader import ParsedReader
 from compiled_llm.server.openai.parsing.response_template import ResponseTemplate
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
-from support.server.scripted import RESPONSES, tool_tokenizer
-
-TYPES = {"days": "integer", "share": "number", "now": "boolean", "where": "object", "all": "array", "text": "string"}
-PROPERTIES = {**{name: {"type": kind} for name, kind in TYPES.items()}, "maybe": {"type": ["string", "null"]}}
-TOOLS = [
-    {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": PROPERTIES}}},
-    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
-]
+from support.server.response_templates import PROPERTIES, SPECS, TOOLS
+from support.server.scripted import tool_tokenizer
 
 
 class Told(NamedTuple):
@@ -49,38 +43,6 @@ def read_in_pieces(reader: ParsedReader, pieces: Iterable[str], cut: bool = Fals
     )
 
 
-def with_calls(calls: dict[str, Any]) -> dict[str, Any]:
-    return {**RESPONSES, "fields": {**RESPONSES["fields"], "tool_calls": {"repeats": True, **calls}}}  # type: ignore[dict-item]
-
-
-def function(name: str, arguments: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-NAMED = with_calls(
-    {
-        "open_pattern": r"<call:(?P<name>\w+)>",
-        "close_pattern": r"</call>\s*",  # which is certain only once something else follows
-        "content": "json",
-        "transform": function("{name}", "{content}"),
-    }
-)
-MEMBERS = with_calls(
-    {
-        "open": ["[CALL]", "[CALL"],
-        "close": "[END]",
-        "content": "json",
-        "transform": function("{content.tool}", "{content.with}"),
-    }
-)
-SPECS = {
-    "hermes": RESPONSES,
-    "qwen3": known_response_template("qwen3") or {},
-    "qwen3_5": known_response_template("qwen3_5") or {},
-    "gemma4": known_response_template("gemma4") or {},
-    "named": NAMED,
-    "members": MEMBERS,
-}
 OBJECTS = {
     "hermes": '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>',
     "qwen3": '<tool_call>{{"parameters": {1} , "name":"{0}", "x": [1, "]"]}}</tool_call>',
@@ -312,7 +274,7 @@ def test_what_may_become_something_is_not_read_again_for_each_piece(text: str, m
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     reading = reader.reader("<|im_start|>assistant\n", [tool])
     feed, begin = reading._parser.feed, JsonCall._begin_member
-    monkeypatch.setattr(reading._parser, "feed", lambda piece: (looked.append(len(reading._untold)), feed(piece))[1])
+    monkeypatch.setattr(reading._parser, "feed", lambda piece: (looked.append(len(reading._fed.text)), feed(piece))[1])
     monkeypatch.setattr(JsonCall, "_begin_member", lambda call: (looked.append(len(call._rest)), begin(call))[1])
     reading.read(text, finished=False)
     for _ in range(LONG // 4):
