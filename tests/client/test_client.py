@@ -432,6 +432,8 @@ def test_a_process_that_reads_nothing_for_long_is_asked_no_more(path: Path, monk
             handles[0].cancel()  # what is small is taken
             deaf.listens.set()
             assert await said([handles[-1]]) == {REFUSED}
+            while client._session.line._send_queue._frames:  # the thread that has sent the last one has not said so yet
+                await asyncio.sleep(0.01)
             assert await said([client.submit([3])]) == {REFUSED}, "the next one is taken"
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE))

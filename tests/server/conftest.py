@@ -10,11 +10,20 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
+from compiled_llm.server.engine_process import engine_server
 from support.engine.text_tokenizers import byte_level
 from support.parity import assert_account_is_empty
 from support.server.engine_processes import Loop, engine_in_thread
 from support.server.running_servers import chat_tokenizer
 from support.tiny_models import tiny_qwen3
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _heartbeats_come_between_any_two_messages() -> Iterator[None]:
+    """As they do on a machine that is busy enough, so that no test passes by being quicker than they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_server, "_BEAT_SECONDS", 0.002)
+        yield
 
 
 @pytest.fixture

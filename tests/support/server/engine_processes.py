@@ -16,7 +16,7 @@ from typing import Any
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.frames import Frames, frame_of
-from compiled_llm.protocol.messages import FromEngine, Hello, Problem, Ready, Welcome
+from compiled_llm.protocol.messages import Beat, FromEngine, Hello, Problem, Ready, Welcome
 from compiled_llm.server.engine_process.engine_server import EngineServer
 from compiled_llm.server.engine_process.facts import ready_of
 from compiled_llm.server.engine_process.kept_profile import KeptProfile
@@ -143,11 +143,14 @@ class Bytes:
             self.socket.sendall(message if isinstance(message, bytes) else frame_of(message))
 
     def receive(self) -> FromEngine | None:
-        """The next message; None at the end of the connection."""
+        """The next message; None at the end of the connection.
+
+        Heartbeats are passed over: they come between any two messages, after seconds that a busy machine may take.
+        """
         while not self._messages:
             if not (data := self.socket.recv(2**16)):
                 return None
-            self._messages += self._frames.feed(data)
+            self._messages += (message for message in self._frames.feed(data) if not isinstance(message, Beat))
         return self._messages.pop(0)
 
     def greet(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import threading
@@ -53,7 +54,9 @@ class RunningServer:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
-        self._thread = threading.Thread(target=self.server.run, args=([self._socket],), daemon=True)
+        self.loop = asyncio.new_event_loop()
+        serve = self.server.serve([self._socket])
+        self._thread = threading.Thread(target=self.loop.run_until_complete, args=(serve,), daemon=True)
         self._thread.start()
 
     def post(self, path: str, **body: Any) -> Any:
@@ -75,6 +78,7 @@ class RunningServer:
     def close(self) -> None:
         self.server.should_exit = True
         self._thread.join(PATIENCE)
+        self.loop.close()
         self._socket.close()
         self.http.close()
 

@@ -18,6 +18,7 @@ from compiled_llm.server.openai.common import engine_link
 from compiled_llm.server.openai.common.engine_link import EngineLink
 from compiled_llm.server.openai.tokenizer import vocabulary
 from support.server.engine_processes import PATIENCE, Loop, engine_that_names_its_tokenizer, until
+from support.server.passing_time import Clock
 from support.server.running_servers import running_server
 
 
@@ -122,7 +123,6 @@ class Hanging:
 @pytest.fixture
 def hanging(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     monkeypatch.setattr(engine_server, "_BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(engine_link, "_SILENT_SECONDS", 1.0)
     with engine_that_names_its_tokenizer(engine) as loop:
         hanging = Hanging(loop, engine)
         yield hanging
@@ -133,13 +133,15 @@ LONG = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
 
 
 def test_a_process_that_hangs_is_not_ready_and_its_requests_are_told(hanging: Hanging, engine: Engine) -> None:
-    message = "the process that runs the model has said nothing for 1 s: it is stopped or blocked"
+    message = "the process that runs the model has said nothing for 30 s: it is stopped or blocked"
     before = engine.stats().finished
     with running_server(hanging.loop.server._path) as api_server:
+        clock = Clock(api_server)
         with api_server.http.stream("POST", "/v1/completions", json={**LONG, "n": 16, "stream": True}) as response:
             events = (line for line in response.iter_lines() if line)
             next(events)
             hanging.hang()
+            clock.until(lambda: not api_server.api_server.is_ready)
             *_, last = events
         assert message in last
         assert api_server.http.get("/ready").json()["doing"] == message
@@ -147,7 +149,7 @@ def test_a_process_that_hangs_is_not_ready_and_its_requests_are_told(hanging: Ha
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         assert api_server.http.get("/health").status_code == 200
         hanging.go_on()
-        until(lambda: api_server.http.get("/ready").status_code == 200)
+        clock.until(lambda: api_server.http.get("/ready").status_code == 200)
         assert api_server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
         until(lambda: engine.stats().finished >= before + 17)  # what was given up has ended, too
 
@@ -155,11 +157,13 @@ def test_a_process_that_hangs_is_not_ready_and_its_requests_are_told(hanging: Ha
 def test_a_process_that_is_busy_does_not_hang(hanging: Hanging) -> None:
     """Neither its event loop nor its engine's thread has to have a turn."""
     with running_server(hanging.loop.server._path) as api_server:
+        clock, link = Clock(api_server), api_server.api_server.link
         busy = threading.Event()
         hanging.loop._loop.call_soon_threadsafe(busy.wait)
-        waiting = threading.Event()
-        threading.Timer(2.5, waiting.set).start()
-        while not waiting.is_set():
+        for _ in range(15):  # each is a sixth of the time after which it would hang
+            heard = link.model.client.heard
+            until(lambda heard=heard: link.model.client.heard > heard)  # type: ignore[misc]
+            clock.add()
             assert api_server.http.get("/ready").status_code == 200
         busy.set()
         assert api_server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
