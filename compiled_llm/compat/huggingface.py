@@ -49,6 +49,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import LoadStateDictConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictConfig
 from transformers.utils import output_capturing
 
 from compiled_llm.compat.forks import lock
@@ -251,6 +252,22 @@ def attention_implementation(config: PretrainedConfig) -> str | None:
     """Return the name of the attention implementation that a config's files ask for."""
     name: str | None = config._attn_implementation_internal
     return name
+
+
+def attention_function_of_user(config: PretrainedConfig) -> str | None:
+    """Return the name in a config of an attention function that is neither HuggingFace's nor a kernel of its hub.
+
+    A name like ``owner/kernels`` is one of the hub.
+    """
+    name = attention_implementation(config)
+    if name is None or "/" in name:
+        return None
+    function: Any = ALL_ATTENTION_FUNCTIONS.get(name)  # None for "eager", which each model has of its own
+    while isinstance(function, functools.partial):
+        function = function.func
+    defined = getattr(function, "__globals__", None) or {"__name__": type(function).__module__}
+    known = function is None or defined["__name__"].partition(".")[0] in ("transformers", "compiled_llm")
+    return None if known else name
 
 
 def captures_outputs(hook: object) -> bool:

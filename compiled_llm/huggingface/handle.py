@@ -83,7 +83,7 @@ class CompiledModel(Runtime):
 
     def obstacle(self, placement: Placement | None = None) -> Reason | None:
         """Return why our loops cannot run the model now, or None; ``placement`` if that was just asked for."""
-        return model_obstacle(self.facts.model, self.facts.version, self.overrides, placement)
+        return model_obstacle(self.facts.model, self.facts, self.overrides, placement)
 
     def new_cache(self, placement: Placement | None = None) -> PagedCache:
         """Return an empty cache; ``placement`` as ``model_runner`` takes it."""

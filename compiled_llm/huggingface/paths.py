@@ -47,7 +47,7 @@ def original_path(choice: CacheChoice, placement: Placement) -> Reason | None:
 
     ``placement`` is the model's at this moment.
     """
-    reasons = forward_reasons(choice.model, choice.runtime.facts.version, placement)
+    reasons = forward_reasons(choice.model, choice.runtime.facts, placement)
     served = "output_hidden_states" if choice.config.output_hidden_states else None
     of_model = next((reason for reason in reasons if reason.id != served), None)
     return of_model or next(_reasons_of_call(choice, placement), None) or choice.obstacle() or _overridden(choice)

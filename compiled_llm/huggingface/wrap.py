@@ -17,7 +17,7 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, forget_inner_calls, note_inner_calls, wrapped_class
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
-from compiled_llm.model.checks import check_layers, check_model, check_placement, settled
+from compiled_llm.model.checks import check_attention, check_layers, check_model, check_placement, settled
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layer_probe import probe_layers
 from compiled_llm.model.layers.experts import experts_of
@@ -70,6 +70,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         return model
     checked = check_model(model)
     check_placement(checked, config)
+    check_attention(checked, config)
     check_weights(checked, config)
     if config.uses_trees_on(checked.device.type):
         prepare_cudagraph_trees()

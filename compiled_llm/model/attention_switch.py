@@ -6,12 +6,13 @@ that does not pass through us (inner modules, other models of the same config, t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from compiled_llm.compat import huggingface
 from compiled_llm.compat.huggingface import implementations_read
 from compiled_llm.model.attention import NAME
 from compiled_llm.model.layers.experts import experts_name, experts_of, log_others
@@ -25,6 +26,21 @@ def attention_configs(model: nn.Module) -> list[PretrainedConfig]:
     """
     configs = (vars(module).get("config") for module in model.modules())
     return list({id(config): config for config in configs if isinstance(config, PretrainedConfig)}.values())
+
+
+def attention_function_of_user(model: PreTrainedModel) -> str | None:
+    """Return the name of an attention function of the user's that the language model calls; None if it calls none."""
+    return _first_of_user(_of_language(attention_configs(model), model))
+
+
+def _of_language(configs: Sequence[PretrainedConfig], model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Return the configs of the language model; HuggingFace's own forward runs the towers beside it."""
+    kind = model.config.get_text_config(decoder=True).model_type
+    return [config for config in configs if config.model_type == kind]
+
+
+def _first_of_user(configs: Sequence[PretrainedConfig]) -> str | None:
+    return next(filter(None, map(huggingface.attention_function_of_user, configs)), None)
 
 
 def paged_attention_in(model: nn.Module) -> AbstractContextManager[None]:
@@ -44,11 +60,16 @@ class AttentionSwitch:
         self.find_configs(model)
         self._weights = WeightsLock()
 
-    def find_configs(self, model: nn.Module) -> None:
+    def find_configs(self, model: PreTrainedModel) -> None:
         self._configs = attention_configs(model)
+        self._of_language = _of_language(self._configs, model)
         before, self.experts = self.experts, experts_of(model)
         if self.experts != before:
             log_others(model, self.experts)
+
+    def function_of_user(self) -> str | None:
+        """Return the name of an attention function of the user's that the model calls now; None if it calls none."""
+        return _first_of_user(self._of_language)
 
     def paged(self) -> AbstractContextManager[None]:
         return implementations_read(self._configs, NAME, experts_name(self.experts))

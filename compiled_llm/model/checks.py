@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerationMixin
 from compiled_llm.compat.torch.inductor import cpp_compilers, default_inductor_cache
 from compiled_llm.compat.torch.modes import cuda_is_lost
 from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
+from compiled_llm.model.attention_switch import attention_function_of_user
 from compiled_llm.model.inputs import in_training
 from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.layers.recurrent import Place, StateSpec
@@ -68,6 +69,16 @@ def _no_model(given: object) -> str:
             "compiled_llm.wrap(model.get_base_model())"
         )
     return f"a {type(given).__name__}; give a transformers PreTrainedModel"
+
+
+def check_attention(model: PreTrainedModel, config: WrapConfig) -> None:
+    """Raise UnsupportedModelError if the model calls an attention function of its user's, and no variants are given."""
+    if config.variants is None and (name := attention_function_of_user(model)) is not None:
+        raise UnsupportedModelError(
+            f"wrap: attn_implementation={name!r} is an attention function of your own, in whose place softmax "
+            "attention would run; register what it computes as a variant (compiled_llm_ops.register_variant, "
+            "wrap(variants=...)), or, if it is softmax attention, call model.set_attn_implementation('sdpa') first"
+        )
 
 
 def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:

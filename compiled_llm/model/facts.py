@@ -131,6 +131,13 @@ class ModelFacts:
         recurring = with_states(with_variants(reading, self.layers), self.states, self.cache_argument)
         return with_hooks(recurring, self.hooks)
 
+    def replaced_attention(self) -> str | None:
+        """Return the name of an attention function of the user's in whose place ours would run, or None.
+
+        With variants it is known what its user thinks of that.
+        """
+        return None if any(layer.variant for layer in self.layers) else self.attention.function_of_user()
+
     @cached_property
     def cache_argument(self) -> str:
         """The name under which ``forward`` takes a cache."""

@@ -8,6 +8,7 @@ SlowPath = Literal[
     "asleep",
     "assisted_generation",
     "attention_mask_shape",
+    "attn_implementation",
     "autocast",
     "beam_sample",
     "beam_search",
@@ -75,6 +76,10 @@ WORDINGS: dict[SlowPath, Wording] = {
     "attention_mask_shape": Wording(
         "the attention_mask is not [batch, tokens]",
         "Give the mask that the tokenizer makes.",
+    ),
+    "attn_implementation": Wording(
+        "the model attends by a function that you registered ({})",
+        "Call model.set_attn_implementation('sdpa') if it is softmax attention, or wrap the model with variants.",
     ),
     "autocast": Wording(
         "torch.autocast is on, under which some operations of the model compute in another type",

@@ -81,7 +81,7 @@ def _obstacles(
     paged = isinstance(cache, PagedCache)
     if compiled.asleep:
         yield Reason("asleep")
-    yield from inner_reasons(compiled.facts.version, placement)
+    yield from inner_reasons(compiled.facts, placement)
     for name in UNSERVED_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)

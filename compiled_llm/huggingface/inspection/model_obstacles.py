@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.torch.modes import observer_of_operations
 from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
 from compiled_llm.huggingface.inspection.overrides import Overrides, forward_of_object, own_forward
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.traced_hooks import TracedHooks
 from compiled_llm.model.version.model_version import ModelVersion, Placement
 from compiled_llm.model.version.module_tree import has_hooks
@@ -17,25 +18,30 @@ UNSERVED_OUTPUTS: tuple[SlowPath, ...] = ("output_attentions", "output_router_lo
 """Outputs of layers that only HuggingFace's own forward gives; the model computes them if its config says so."""
 
 
-def forward_reasons(model: PreTrainedModel, version: ModelVersion, placement: Placement | None) -> Iterator[Reason]:
+def forward_reasons(model: PreTrainedModel, facts: ModelFacts, placement: Placement | None) -> Iterator[Reason]:
     """Yield why the original forward has to run; ``placement`` if the version was just asked for it."""
     if (own := own_forward(model)) is not None:
         yield Reason("own_forward", own)
-    yield from inner_reasons(version, placement)
+    yield from inner_reasons(facts, placement)
     for name in ("output_hidden_states", *UNSERVED_OUTPUTS):
         if getattr(model.config, name, False):
             yield Reason(name)
 
 
-def inner_reasons(version: ModelVersion, placement: Placement | None = None) -> Iterator[Reason]:
-    """Yield why HuggingFace's own modules have to run: hooks look into them, they mix tokens, or they train."""
+def inner_reasons(facts: ModelFacts, placement: Placement | None = None) -> Iterator[Reason]:
+    """Yield why HuggingFace's own modules have to run: hooks look into them, they mix tokens, or they train.
+
+    Or they attend by a function of the user's.
+    """
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
-    hooked, mixing, training = version.obstacles(placement)
+    hooked, mixing, training = facts.version.obstacles(placement)
     if hooked is not None:
         yield Reason("inner_hooks", hooked)
     if mixing is not None:
         yield Reason("mixed_tokens", mixing)
+    if (name := facts.replaced_attention()) is not None:
+        yield Reason("attn_implementation", name)
     if training is not None:
         yield Reason("gradient_checkpointing" if training.checkpoints else "training", str(training))
 
@@ -57,10 +63,10 @@ def passed_over(model: PreTrainedModel, version: ModelVersion) -> list[str]:
 
 
 def model_obstacle(
-    model: PreTrainedModel, version: ModelVersion, overrides: Overrides, placement: Placement | None
+    model: PreTrainedModel, facts: ModelFacts, overrides: Overrides, placement: Placement | None
 ) -> Reason | None:
     """Return why our loops cannot run the model now, or None; ``placement`` as for ``forward_reasons``."""
-    for reason in forward_reasons(model, version, placement):
+    for reason in forward_reasons(model, facts, placement):
         return reason
     if names := overrides.of(model):
         return Reason("overrides", ", ".join(names))

@@ -63,7 +63,7 @@ class ModelVersion:
         self,
         model: PreTrainedModel,
         layers: int,
-        walked: Callable[[nn.Module], None] = lambda model: None,
+        walked: Callable[[PreTrainedModel], None] = lambda model: None,
         held: Callable[[], list[Tensor]] = list,
     ) -> None:
         """Remember each part when it is first asked for.
