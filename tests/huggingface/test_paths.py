@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_llm.execution.reporting.slow_paths import WORDINGS, Reason, SlowPath
 from compiled_llm.huggingface import wrap
+from support.gpu import needs_cuda
 from support.huggingface.generate_features import BETWEEN, FEATURES, PAGE, Feature, line, pair, paths_of, reasons
 from support.parity import assert_account_is_empty
 
@@ -48,9 +49,21 @@ def unwrapped(call: Any, plain: Any) -> Any:
 @pytest.mark.core
 @pytest.mark.parametrize("name", CASES)
 def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str, caplog: Any) -> None:
+    assert_the_page_is_right(CASES[name], caplog)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("mode", ["eager", "cuda-graphs"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_feature_takes_the_path_on_the_page_on_a_gpu(name: str, mode: str, caplog: Any) -> None:
+    """In float32, so that tokens are comparable: uncompiled, and in the default mode, whose steps are captured."""
+    assert_the_page_is_right(CASES[name], caplog, device="cuda", mode=mode)
+
+
+def assert_the_page_is_right(feature: Feature, caplog: Any, **where: str) -> None:
     caplog.set_level(logging.DEBUG, "compiled_llm.generate")
-    feature = CASES[name]
-    plain, wrapped = pair(feature)
+    plain, wrapped = pair(feature, **where)
     taken: list[set[str]] = []
     for call in feature.calls:
         theirs = None if feature.draws or feature.refused else unwrapped(call, plain)

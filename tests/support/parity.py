@@ -33,7 +33,7 @@ def greedy(model: PreTrainedModel, inputs: dict[str, Tensor], new_tokens: int, *
 def next_turn(inputs: dict[str, Any], out: Any, words: Tensor) -> dict[str, Any]:
     """What goes on with a conversation: the text so far and more words, their mask, and the cache of the answer."""
     ids, mask = torch.cat([out.sequences, words], dim=1), inputs["attention_mask"]
-    more = torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=mask.dtype)
+    more = mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])
     return {"input_ids": ids, "attention_mask": torch.cat([mask, more], dim=1), "past_key_values": out.past_key_values}
 
 

@@ -57,11 +57,11 @@ class LaterLength(MaxLengthCriteria):
     """Ends rows three tokens later than the length says."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full(input_ids.shape[:1], input_ids.shape[1] >= self.max_length + 3)
+        return input_ids.new_full(input_ids.shape[:1], input_ids.shape[1] >= self.max_length + 3, dtype=torch.bool)
 
 
 class SecondEos(EosTokenCriteria):
     """Ends rows that have two of the tokens after nine columns."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.isin(input_ids[:, 9:], self.eos_token_id).sum(1) >= 2
+        return torch.isin(input_ids[:, 9:], self.eos_token_id.to(input_ids.device)).sum(1) >= 2

@@ -47,13 +47,18 @@ def inputs(lengths: tuple[int, ...] = (4, 9, 6)) -> dict[str, Tensor]:
     return mixed_prompts(list(lengths), 128, 0)
 
 
+def on_device(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
+    """The same where the model is; an assistant, too."""
+    return {name: value.to(model.device) if hasattr(value, "to") else value for name, value in given.items()}
+
+
 def generate(lengths: tuple[int, ...] = (4, 9, 6), **options: Any) -> Call:
     options = {"max_new_tokens": 5, "do_sample": False, **options}
 
     def call(model: PreTrainedModel) -> Any:
         torch.manual_seed(0)
         given = {name: value() if getattr(value, "fresh", False) else value for name, value in options.items()}
-        return model.generate(**{**inputs(lengths), **given})
+        return model.generate(**on_device(model, {**inputs(lengths), **given}))
 
     return call
 
@@ -95,7 +100,7 @@ def drawn(**options: Any) -> list[Call]:
 def forward(**options: Any) -> Call:
     def call(model: PreTrainedModel) -> Any:
         with torch.no_grad():
-            return model(**{**inputs(), "use_cache": False, **options})
+            return model(**on_device(model, {**inputs(), "use_cache": False, **options}))
 
     return call
 
@@ -133,23 +138,23 @@ def from_a_folder(model: PreTrainedModel) -> Any:
             "    return model.generate(**kwargs)\n"
         )
         (Path(folder) / "config.json").write_text("{}")
-        return model.generate(**inputs(), custom_generate=folder, trust_remote_code=True, num_words=5)
+        return model.generate(**on_device(model, inputs()), custom_generate=folder, trust_remote_code=True, num_words=5)
 
 
 def healed(model: PreTrainedModel) -> Any:
     words = tokenizer()
-    ids = words(["xyabc", "zzabe"], return_tensors="pt").input_ids
+    ids = words(["xyabc", "zzabe"], return_tensors="pt").input_ids.to(model.device)
     return model.generate(ids, token_healing=True, tokenizer=words, max_new_tokens=8, do_sample=False)
 
 
 def of_embeddings(lengths: tuple[int, ...] = (4, 9, 6), **options: Any) -> Call:
     def call(model: PreTrainedModel) -> Any:
-        given = inputs(lengths)
+        given = on_device(model, inputs(lengths))
         embeddings = model.get_input_embeddings()(given["input_ids"]).detach()
         return model.generate(
             inputs_embeds=embeddings,
             attention_mask=given["attention_mask"],
-            **{"max_new_tokens": 9, "do_sample": False, **options},
+            **on_device(model, {"max_new_tokens": 9, "do_sample": False, **options}),
         )
 
     return call
@@ -157,24 +162,24 @@ def of_embeddings(lengths: tuple[int, ...] = (4, 9, 6), **options: Any) -> Call:
 
 def embedded_turns(model: PreTrainedModel) -> Any:
     """Two turns of embeddings; the second has those of the whole text, and the cache of the first."""
-    text, cache = inputs((6, 6))["input_ids"], None
+    text, cache = inputs((6, 6))["input_ids"].to(model.device), None
     for _ in range(2):
         embeddings, options = model.get_input_embeddings()(text).detach(), {"max_new_tokens": 5, "do_sample": False}
         out: Any = model.generate(
             inputs_embeds=embeddings, past_key_values=cache, return_dict_in_generate=True, **options
         )
-        text, cache = torch.cat([text, out.sequences, torch.tensor([[7, 8]] * 2)], dim=1), out.past_key_values
+        text, cache = torch.cat([text, out.sequences, text.new_tensor([[7, 8]] * 2)], dim=1), out.past_key_values
     return text
 
 
 def compiled_by_the_user(model: PreTrainedModel) -> Any:
     torch._dynamo.reset()
     with torch.no_grad():
-        return torch.compile(model, backend="eager")(**inputs(), use_cache=False)
+        return torch.compile(model, backend="eager")(**on_device(model, inputs()), use_cache=False)
 
 
 def embedded_forward(model: PreTrainedModel) -> Any:
-    given = inputs()
+    given = on_device(model, inputs())
     with torch.no_grad():
         embeddings = model.get_input_embeddings()(given["input_ids"])
         return model(inputs_embeds=embeddings, attention_mask=given["attention_mask"], use_cache=False)
@@ -182,20 +187,20 @@ def embedded_forward(model: PreTrainedModel) -> Any:
 
 def going_on(model: PreTrainedModel) -> Any:
     """The last of three turns; each hands on the cache of the one before."""
-    given: dict[str, Any] = dict(inputs())
+    given = on_device(model, inputs())
     for _ in range(3):
         out = model.generate(**given, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
-        given = next_turn(given, out, torch.tensor([[7, 8]] * 3))
+        given = next_turn(given, out, out.sequences.new_tensor([[7, 8]] * 3))
     return out.sequences
 
 
 def going_on_over_theirs(model: PreTrainedModel) -> Any:
     """Two turns over a cache of HuggingFace's; prompts are whole, so that no masked tokens are new."""
-    cache, ids = dynamic_cache(), inputs((6, 6))["input_ids"]
+    cache, ids = dynamic_cache(), inputs((6, 6))["input_ids"].to(model.device)
     for _ in range(2):
         out = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
-        ids = torch.cat([out, torch.tensor([[7, 8]] * 2)], dim=1)
-    return torch.cat([out, torch.tensor([[cache.get_seq_length()]] * 2)], dim=1)
+        ids = torch.cat([out, out.new_tensor([[7, 8]] * 2)], dim=1)
+    return torch.cat([out, out.new_tensor([[int(cache.get_seq_length())]] * 2)], dim=1)
 
 
 def dynamic_cache() -> Any:
@@ -259,14 +264,22 @@ def in_a_thread(model: PreTrainedModel) -> Any:
     return in_thread(lambda: generate()(model))
 
 
+def under_autocast(call: Call) -> Call:
+    def run(model: PreTrainedModel) -> Any:
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            return call(model)
+
+    return run
+
+
 def under_another_device(model: PreTrainedModel) -> Any:
-    given = inputs()
+    given = on_device(model, inputs())
     with torch.device("meta"):
         return model.generate(**given, max_new_tokens=9, do_sample=False)
 
 
 def under_gradients(model: PreTrainedModel) -> Any:
-    given = inputs((6, 6))  # labels that follow masked tokens are a reason of their own
+    given = on_device(model, inputs((6, 6)))  # labels that follow masked tokens are a reason of their own
     loss = model(**given, labels=given["input_ids"]).loss
     model.zero_grad()
     loss.backward()
@@ -283,15 +296,16 @@ def over_a_paged_cache(**options: Any) -> Call:
 
 
 def a_step_over_a_cache(model: PreTrainedModel) -> Any:
+    given = on_device(model, inputs())
     with torch.no_grad():
-        cache = model(**inputs()).past_key_values
-        mask = torch.cat([inputs()["attention_mask"], torch.ones(3, 2, dtype=torch.long)], dim=1)
-        return model(torch.tensor([[5, 6]] * 3), mask, past_key_values=cache, logits_to_keep=1).logits
+        cache = model(**given).past_key_values
+        mask = torch.nn.functional.pad(given["attention_mask"], (0, 2), value=1)
+        return model(mask.new_tensor([[5, 6]] * 3), mask, past_key_values=cache, logits_to_keep=1).logits
 
 
 def steps_over_theirs(model: PreTrainedModel) -> Any:
     """A prompt and two tokens, one after the other, over caches that begin empty and filled."""
-    ids, logits = torch.tensor([[5, 6, 7, 8, 9]] * 2), []
+    ids, logits = torch.tensor([[5, 6, 7, 8, 9]] * 2, device=model.device), []
     with torch.no_grad():
         for given in (DynamicCache(), DynamicCache(config=model.config), None):
             cache = model(ids, past_key_values=given).past_key_values

@@ -52,6 +52,7 @@ from support.huggingface.feature_calls import (
     inputs,
     inside,
     of_embeddings,
+    on_device,
     over_a_paged_cache,
     own_greedy,
     paths_taken,
@@ -61,6 +62,7 @@ from support.huggingface.feature_calls import (
     steps_over_theirs,
     two_thirds,
     under_another_device,
+    under_autocast,
     under_gradients,
     with_holes,
     with_hook,
@@ -374,7 +376,7 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature(
             "`torch.autocast` that changes an operation of the model",
-            [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), generate())],
+            [under_autocast(generate())],
         ),
         Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), generate())]),
         Feature(
@@ -449,7 +451,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("training mode, if one does: dropout", [in_training_mode(forward())], model=DROPOUT, draws=True),
         Feature(
             "`torch.autocast` that changes an operation of the model",
-            [inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16), forward())],
+            [under_autocast(forward())],
         ),
         Feature("hooks on inner modules", [with_hook(lambda model: model.model, forward())]),
         Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), forward())]),
@@ -460,17 +462,20 @@ FEATURES: dict[str, list[Feature]] = {
             "more tokens than the model has positions",
             [forward(input_ids=torch.ones(1, 1030, dtype=torch.long), attention_mask=None)],
         ),
-        Feature("the module inside, called by itself: `model.model(...)`", [lambda model: model.model(**inputs())]),
+        Feature(
+            "the module inside, called by itself: `model.model(...)`",
+            [lambda model: model.model(**on_device(model, inputs()))],
+        ),
         Feature("`torch.compile` or `torch.export` around the model, once for each graph", [compiled_by_the_user]),
     ],
 }
 
 
-def pair(feature: Feature) -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair(feature: Feature, device: str = "cpu", **options: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The unwrapped and the wrapped model that a feature is run on."""
     overrides: dict[str, Any] = {"eos_token_id": None, **feature.model}
-    twins = [vision.make(feature.family) if feature.family else tiny_qwen3(**overrides) for _ in range(2)]
-    return twins[0], compiled_llm.wrap(twins[1], progress=False, **OPTIONS)
+    plain, model = ((vision.make(feature.family) if feature.family else tiny_qwen3(**overrides)) for _ in range(2))
+    return plain.to(device), compiled_llm.wrap(model.to(device), progress=False, **{**OPTIONS, **options})
 
 
 def paths_of(feature: Feature, call: Call, model: PreTrainedModel) -> tuple[set[str], Any]:

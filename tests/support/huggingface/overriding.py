@@ -25,7 +25,7 @@ def a_position_further(inputs: Any) -> Any:
 
 
 def biased(output: Any) -> Any:
-    output.logits = output.logits + BIAS
+    output.logits = output.logits + BIAS.to(output.logits.device)
     return output
 
 
