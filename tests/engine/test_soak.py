@@ -14,7 +14,8 @@ import torch
 
 import compiled_llm
 from compiled_llm import Engine
-from support.engine.soak import Soak
+from support.engine.soak import FAMILY, Soak
+from support.huggingface.vision import make
 from support.in_threads import start
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
@@ -94,13 +95,14 @@ def test_memory_stays_flat_and_every_page_comes_back(calls: int, mode: Any, tmp_
     on_gpu = mode == "cuda-graphs"
     plain = tiny_qwen3(eos_token_id=None, head_dim=64 if on_gpu else 16)
     plain.save_pretrained(tmp_path)
+    both = plain, make(FAMILY, head_dim=64 if on_gpu else 16)
     if on_gpu:
-        plain = plain.to("cuda", torch.bfloat16)
+        both = both[0].to("cuda", torch.bfloat16), both[1].to("cuda", torch.bfloat16)
     options = {"kv_memory": "4096 tokens", "page_size": 16, "max_batch_size": 8, "progress": False}
-    model = compiled_llm.wrap(plain, mode=mode, **options)
+    model, seeing = (compiled_llm.wrap(each, mode=mode, **options) for each in both)
     prompt = {name: tensor.to(model.device) for name, tensor in mixed_prompts([27], 128, seed).items()}
     expected, threads = greedy(model, prompt, 12), threading.active_count()
-    soak = Soak(model, tmp_path)
+    soak = Soak(model, tmp_path, seeing)
     soak.sleep_through_calls(seed)
     start(lambda: soak.run(calls // 3, seed)).result(PATIENCE)
     before, captures = memory(soak.engines[0]), model.compiled.cuda_graphs.captures
@@ -112,6 +114,7 @@ def test_memory_stays_flat_and_every_page_comes_back(calls: int, mode: Any, tmp_
     assert greedy(model, prompt, 12).equal(expected)
     soak.engines[0].reset_prefix_cache()
     assert_account_is_empty(model)
+    assert_account_is_empty(seeing)
     soak.close()
     assert threading.active_count() <= threads + 1  # of those that wait for the next use, one is kept
     if calls == MANY:

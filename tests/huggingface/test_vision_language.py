@@ -107,3 +107,16 @@ def test_text_alone_compiles_whole(inputs, seed):
     stats = wrapped.compiled.stats()
     assert stats.generate_calls == {"fast loop": 2}
     assert stats.recompiles == 0
+
+
+def test_a_cache_of_a_call_before_another_with_images_is_refused_in_one_sentence(seed):
+    """HuggingFace's positions of the second turn are by the offsets of the last call, whose rows are others."""
+    plain, wrapped = pair("Qwen3VL", seed)
+    text = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    first = greedy(wrapped, text, 5, return_dict_in_generate=True)
+    greedy(wrapped, with_images("Qwen3VL", seed), 4)
+    with pytest.raises(ValueError, match=r"position_ids: 3 rows for input_ids of 1; .* rope_deltas"):
+        greedy(wrapped, next_turn(text, first, torch.tensor([[7, 7]])), 5)
+    torch.testing.assert_close(greedy(wrapped, text, 5), greedy(plain, text, 5))
+    first.past_key_values.close()
+    assert_account_is_empty(wrapped)

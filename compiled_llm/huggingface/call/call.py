@@ -255,7 +255,12 @@ def _has_own_positions(call: PagedCall) -> bool:
     flat = one_a_token(call.copies.of(call.position_ids), call.runtime.facts.model.config)
     if flat is None:
         return True
-    positions = flat.expand(len(call.input_ids), -1).numpy()
+    if len(flat) not in (1, rows := len(call.input_ids)):
+        raise ValueError(
+            f"position_ids: {len(flat)} rows for input_ids of {rows}; pass one row, or as many as there are prompts. A "
+            "model that sees images makes them by the rope_deltas of its last call: go on with that call's cache alone"
+        )
+    positions = flat.expand(rows, -1).numpy()
     shift = call.last - positions.shape[1]
     starts = [row.position - row.length for row in call.cache.generate_loop.rows] or [0] * len(positions)
     for row, start, update in zip(positions, starts, call.updates, strict=True):

@@ -9,17 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from compiled_llm import Engine, RequestError, SamplingParams
 from compiled_llm.engine.thread.handle import RequestHandle
 from support.engine.thread_search import ERRORS, Planted, Streamer
+from support.huggingface.vision import with_images
 
 THREADS = 8
+FAMILY = "Qwen3VL"
+"""Of the model that sees images."""
 VOCABULARY = 128
 SELDOM = 0.01
 """How often a call stops the whole model: sleep, new weights, a pause."""
@@ -28,8 +32,11 @@ SELDOM = 0.01
 class Soak:
     """The calls, by name; each is given a source of chance, and raises if its answer is not what it should be."""
 
-    def __init__(self, model: PreTrainedModel, weights: Path, max_num_seqs: int = 4) -> None:
+    def __init__(
+        self, model: PreTrainedModel, weights: Path, seeing: PreTrainedModel | None = None, max_num_seqs: int = 4
+    ) -> None:
         self.model: Any = model
+        self.seeing: Any = seeing
         self.weights = weights
         self.engines = [
             Engine(model, max_num_seqs=max_num_seqs),
@@ -40,7 +47,8 @@ class Soak:
         # The same threads throughout: on CUDA, torch keeps several MiB of host memory for each that has ever generated.
         self._pool = ThreadPoolExecutor(THREADS)
         self._often: list[Callable[[random.Random], None]] = [
-            *(self.greedy, self.sampled, self.streamed, self.forward),
+            *(self.greedy, self.sampled, self.streamed, self.forward, self.embedded, self.cached),
+            *([self.pictured] if seeing is not None else []),
             *(self.answers, self.penalised, self.logprobs, self.abandoned, self.failing),
         ]
         self._seldom = [self.sleep, self.update, self.pause, self.forget]
@@ -61,6 +69,33 @@ class Soak:
         ids = torch.tensor([prompt(chance, length) for _ in range(rows)], device=self.model.device)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)
         assert out.shape == (rows, length + new)
+
+    def pictured(self, chance: random.Random) -> None:
+        """Three rows, two of which have images."""
+        given = {name: value.to(self.seeing.device) for name, value in with_images(FAMILY, chance.randrange(9)).items()}
+        out = self.seeing.generate(**given, max_new_tokens=chance.randint(1, 12), do_sample=False)
+        assert len(out) == len(given["input_ids"])
+
+    def embedded(self, chance: random.Random) -> None:
+        ids = torch.tensor([prompt(chance, chance.randint(1, 40))], device=self.model.device)
+        embeddings, new = self.model.get_input_embeddings()(ids).detach(), chance.randint(1, 12)
+        assert self.model.generate(inputs_embeds=embeddings, max_new_tokens=new, do_sample=False).shape == (1, new)
+
+    def cached(self, chance: random.Random) -> None:
+        """Two turns over a cache of the caller's, or over the one that the first turn makes."""
+        text_config, ids = self.model.config.get_text_config(), [prompt(chance, chance.randint(1, 20))]
+        make = chance.choice([DynamicCache, partial(StaticCache, max_cache_len=64), None])
+        cache, text = make and make(config=text_config), torch.tensor(ids, device=self.model.device)
+        for _ in range(2):
+            out = self.model.generate(
+                text,
+                attention_mask=torch.ones_like(text),
+                past_key_values=cache,
+                max_new_tokens=5,
+                do_sample=False,
+                return_dict_in_generate=True,
+            )
+            text, cache = torch.nn.functional.pad(out.sequences, (0, 2), value=7), out.past_key_values
 
     def forward(self, chance: random.Random) -> None:
         ids = torch.tensor([prompt(chance, chance.randint(1, 30))], device=self.model.device)

@@ -114,9 +114,12 @@ SEEING = ["Gemma3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v", "Llava", "Mistr
 """Those that tests show images, too."""
 
 
-def make(family: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny model with random weights."""
-    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+def make(family: str, seed: int = 0, **text: Any) -> PreTrainedModel:
+    """A tiny model with random weights; ``text`` overrides settings of the part that reads text."""
+    settings = FAMILIES[family]
+    config = getattr(transformers, f"{family}Config")(
+        **{**settings, "text_config": {**settings["text_config"], **text}}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()

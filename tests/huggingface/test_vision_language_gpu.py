@@ -1,0 +1,73 @@
+"""Images on a GPU, in bfloat16: answers after HuggingFace's prefill have logits as exact as HuggingFace's own."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+import compiled_llm
+from support.execution.twins import on_device, rms, twins_of
+from support.gpu import needs_cuda
+from support.huggingface.vision import IMAGE, make, with_images
+from support.parity import assert_account_is_empty, greedy
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+
+FAMILIES = ["Gemma3", "Qwen3VL", "Llava"]
+NEW = 40
+ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+
+
+def of_an_answer(model: PreTrainedModel, given: dict[str, Tensor], sequences: Tensor) -> Tensor:
+    """`[NEW, B, V]`: HuggingFace's logits of an answer, by one forward over images and the whole text."""
+    types = {name: pad(given[name], (0, NEW)) for name in given if name.endswith("token_type_ids")}
+    pixels = {name: given[name] for name in given if name.startswith(("pixel", "image"))}
+    mask = pad(given["attention_mask"], (0, NEW), value=1)
+    with torch.no_grad():
+        logits = model(input_ids=sequences, attention_mask=mask, use_cache=False, **types, **pixels).logits
+    return logits[:, -NEW - 1 : -1].transpose(0, 1).float()
+
+
+@pytest.mark.parametrize("mode", ["cuda-graphs", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_to_images_have_logits_as_exact_as_huggingfaces(family: str, mode: str, seed: int) -> None:
+    """Prompts with one image, none and two, at once and again, and with one row."""
+    twins = twins_of(make(family, seed, head_dim=64, eos_token_id=None).to("cuda", torch.bfloat16), mode=mode)
+    for given in (with_images(family, seed), with_images(family, seed + 1), with_images(family, seed)):
+        given = on_device(given)
+        out = greedy(twins.wrapped, given, NEW, suppress_tokens=list(range(IMAGE, 128)), **ASKED)
+        exact, plain = (of_an_answer(model, given, out.sequences) for model in (twins.exact, twins.plain))
+        ours, theirs = (
+            float(rms(logits - exact).square().mean().sqrt()) for logits in (torch.stack(out.logits).float(), plain)
+        )
+        assert ours <= 1.1 * theirs, f"RMS error {ours:.3e}, HuggingFace's {theirs:.3e}"
+        assert exact.std() > 10 * theirs
+    stats = twins.wrapped.compiled.stats()
+    assert stats.generate_calls == {"fast loop": 3}
+    assert (stats.recompiles, stats.graph_breaks) == (0, 0)
+    assert_account_is_empty(twins.wrapped)
+    compiled_llm.unwrap(twins.wrapped)
+    gc.collect()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_picture_in_a_second_turn(family: str, seed: int) -> None:
+    """Over the cache of a first turn that had images, in float32: the same tokens."""
+    plain, wrapped = (make(family, seed, head_dim=64, eos_token_id=None).to("cuda") for _ in range(2))
+    wrapped = compiled_llm.wrap(wrapped, max_batch_size=4, page_size=16, kv_memory="2000 tokens", progress=False)
+    given, answers = on_device(with_images(family, seed)), []
+    for model in (plain, wrapped):
+        first = greedy(model, given, 9, return_dict_in_generate=True)
+        text = pad(first.sequences, (0, 3), value=7)
+        mask = pad(given["attention_mask"], (0, 12), value=1)
+        answers.append(
+            greedy(model, {"input_ids": text, "attention_mask": mask}, 9, past_key_values=first.past_key_values)
+        )
+    torch.testing.assert_close(*answers)
+    compiled_llm.unwrap(wrapped)
