@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +32,11 @@ def checked_prompt(model_runner: ModelRunner, prompt: ArrayLike, max_new_tokens:
             f"has {model_runner.max_positions}"
         )
     return ids.astype(np.int64).reshape(-1), stored
+
+
+def whole_limit(limit: float) -> int:
+    """Return a limit of HuggingFace's as a number of tokens: a text ends at the first length that is not below it."""
+    return math.ceil(min(limit, sys.maxsize))
 
 
 def pages_needed(model_runner: ModelRunner, prompts: Sequence[int], max_new: int, shared: Sequence[int] = ()) -> int:

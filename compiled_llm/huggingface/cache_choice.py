@@ -12,13 +12,14 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from compiled_llm.compat.huggingface import mask_width
+from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.hidden_columns import differing_window
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.reading import READABLE, readable
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, made
-from compiled_llm.huggingface.call.other_inputs import sees, without_what_says_nothing
+from compiled_llm.huggingface.call.other_inputs import are_whole, sees, without_what_says_nothing
 from compiled_llm.huggingface.forward.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
 from compiled_llm.huggingface.handle import CompiledModel
@@ -67,7 +68,7 @@ class CacheChoice:
             return self.max_columns
         if self.config.max_new_tokens is None:
             return self.max_columns + int(self.users.get_seq_length())
-        return max(self.max_columns, self._width + int(self.config.max_new_tokens) - 1)
+        return max(self.max_columns, self._width + whole_limit(self.config.max_new_tokens) - 1)
 
     @property
     def _width(self) -> int:
@@ -99,6 +100,11 @@ class CacheChoice:
         """Return why HuggingFace's own cache and forward have to serve the call, or None."""
         if self._hides_in_window():
             return Reason("hidden_in_window")
+        positions = copies().of(self.inputs.get("position_ids"))
+        if positions is not None and not are_whole(positions):
+            return Reason("fractional_positions")
+        if not isinstance(self.inputs.get("logits_to_keep", 0), int):
+            return Reason("logits_to_keep", "not a number")
         if self.config.cache_implementation not in (None, "dynamic", "static", self._own):
             return Reason("cache_implementation")
         if self.others and not (sees(self.model) and OF_PREFILLS.issuperset(self.others)):

@@ -16,6 +16,7 @@ from compiled_llm.compat.huggingface import is_huggingfaces, reads_chosen_implem
 from compiled_llm.compat.known_functions import caller_of_inside
 from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.batch.continuous_batching import manager_for
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
@@ -170,7 +171,14 @@ class WrappedModel:
             raise ValueError(f"generate: use_cache=False, and {argument} is a PagedCache; leave one of them out")
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         choice = CacheChoice(
-            self.compiled, model, generation_config, model_kwargs, cache, generation_mode, rows, max_cache_length
+            self.compiled,
+            model,
+            generation_config,
+            model_kwargs,
+            cache,
+            generation_mode,
+            rows,
+            whole_limit(max_cache_length),
         )
         placement = self.compiled.facts.version.placement
         reason = original_path(choice, placement)

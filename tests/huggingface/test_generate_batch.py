@@ -105,6 +105,11 @@ def test_generate_batch_returns_what_it_returns_over_a_bare_model(plain, wrapped
     assert wrapped.compiled.stats().forward_calls == {}
 
 
+def test_a_limit_that_is_not_whole_ends_at_the_first_number_of_tokens_above_it(plain, wrapped):
+    found = tokens(wrapped.generate_batch(PROMPTS, config(max_new_tokens=4.5), sizes()))
+    assert list(found.values()) == [alone(plain, prompt, 5) for prompt in PROMPTS]
+
+
 def test_children_have_huggingfaces_ids_in_huggingfaces_order(plain, wrapped):
     sampled = config(do_sample=True, num_return_sequences=3)
     bare, ours = (

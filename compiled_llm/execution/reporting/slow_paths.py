@@ -16,6 +16,7 @@ SlowPath = Literal[
     "cannot_run",
     "custom_generate",
     "draft_layers",
+    "fractional_positions",
     "fused_head",
     "generation_mode",
     "gradient_checkpointing",
@@ -28,6 +29,7 @@ SlowPath = Literal[
     "kept_manager",
     "labels_masked",
     "labels_with_logits_to_keep",
+    "logits_to_keep",
     "loss_function",
     "max_batch_size",
     "mixed_tokens",
@@ -74,7 +76,7 @@ WORDINGS: dict[SlowPath, Wording] = {
         "faster.",
     ),
     "attention_mask_shape": Wording(
-        "the attention_mask is not [batch, tokens]",
+        "the attention_mask is not [batch, tokens], with a column for each token of the cache and of the call",
         "Give the mask that the tokenizer makes.",
     ),
     "attn_implementation": Wording(
@@ -108,6 +110,10 @@ WORDINGS: dict[SlowPath, Wording] = {
     "draft_layers": Wording(
         "some of the layers draft (assistant_early_exit)",
         "Leave assistant_early_exit out unless drafts are worth it: the fast loop may be faster.",
+    ),
+    "fractional_positions": Wording(
+        "position_ids are not whole numbers",
+        "Round them, or leave them out: they are counted from the mask.",
     ),
     "fused_head": Wording(
         "the module inside was called by itself, as {} does",
@@ -149,6 +155,10 @@ WORDINGS: dict[SlowPath, Wording] = {
     ),
     "labels_masked": Wording("labels follow masked tokens", "Set labels that follow masked tokens to -100."),
     "labels_with_logits_to_keep": Wording("labels are given together with logits_to_keep", "Leave logits_to_keep out."),
+    "logits_to_keep": Wording(
+        "logits_to_keep is {}",
+        "Give model(...) a number, a slice or a list of columns, and generate a number, or leave it out.",
+    ),
     "loss_function": Wording(
         "the model computes a loss of its own",
         "Leave labels out, and compute the loss from the logits.",

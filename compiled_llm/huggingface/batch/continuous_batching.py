@@ -23,6 +23,7 @@ from compiled_llm.compat.continuous_batching import (
     listed,
 )
 from compiled_llm.engine.engine import Engine
+from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.batch.batch_answers import BatchAnswers
 from compiled_llm.huggingface.batch.batch_settings import BatchSettings, end_tokens, logger, seeds
@@ -265,10 +266,11 @@ class EngineManager(ManagerParts):
 
     def _params(self, state: RequestState, settings: BatchSettings) -> SamplingParams:
         self._processors.check_kwargs(state.logit_processor_kwargs)
+        limit = state.max_new_tokens
         return settings.params(
             state.logit_processor_kwargs,
             next(self._seeds),
-            max_tokens=state.max_new_tokens,
+            max_tokens=None if limit is None else whole_limit(limit),
             ignore_eos=True,
             stop_token_ids=tuple(end_tokens(state.eos_token_id)),
             n=self.num_return_sequences,

@@ -109,11 +109,16 @@ def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor
     return positions
 
 
-def kept_columns(logits_to_keep: int | Tensor, new: int) -> NDArray[np.int64]:
-    """Return the columns of the new tokens whose logits the call asks for, cut as HuggingFace cuts hidden states."""
-    if isinstance(logits_to_keep, Tensor):
-        return np.asarray(np.arange(new)[on_host(logits_to_keep)], dtype=np.int64)
-    return np.arange(new)[slice(-logits_to_keep, None)]
+def kept_columns(logits_to_keep: Any, new: int) -> NDArray[np.int64]:
+    """Return the columns of the new tokens whose logits the call asks for, cut as HuggingFace cuts hidden states.
+
+    ``logits_to_keep`` is HuggingFace's: 0 for all, n for the last n, or a slice or list of columns.
+    """
+    if isinstance(logits_to_keep, int):
+        return np.arange(new)[slice(-logits_to_keep, None)]
+    kept = logits_to_keep.cpu() if isinstance(logits_to_keep, Tensor) else logits_to_keep
+    columns: NDArray[np.int64] = torch.arange(new, device="cpu")[kept, ...].numpy()
+    return columns
 
 
 def ascend(columns: NDArray[np.int64]) -> bool:

@@ -278,7 +278,7 @@ class PagedCache(Cache):
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
-        logits_to_keep: int | Tensor,
+        logits_to_keep: Any,
         embeddings: Tensor | None = None,
         counts_unmasked: bool = False,
         wanted: WantedOutputs = NOTHING_WANTED,
@@ -290,7 +290,7 @@ class PagedCache(Cache):
             attention_mask: ``[B, C + Q]``, or ``[B, Q]`` for the new tokens alone; masked tokens are not stored, and
                 stored ones that it hides are forgotten. None hides nothing new.
             position_ids: ``[B, Q]`` or ``[1, Q]`` rotary positions; columns are counted if None.
-            logits_to_keep: HuggingFace's: 0 for all, n for the last n, or indices into Q.
+            logits_to_keep: HuggingFace's: 0 for all, n for the last n, or a slice or list of columns.
             embeddings: ``[B, Q, hidden]`` in place of ids.
             counts_unmasked: without ``position_ids``, count the tokens that are not masked.
             wanted: what the call asks for besides logits.

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from compiled_llm.compat.huggingface import is_users_own, mask_width, prefill
-from compiled_llm.execution.limits import pages_needed
+from compiled_llm.execution.limits import pages_needed, whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
 from compiled_llm.huggingface.cache.emitted_columns import StepEmitted
@@ -148,7 +148,8 @@ class PagedCall(LoopArguments):
         """
         limits = [entry for entry in self.criteria if isinstance(entry, MaxLengthCriteria)]
         plain = [entry.max_length for entry in limits if type(entry) is MaxLengthCriteria]
-        return max(1, min(plain or [entry.max_length for entry in limits]) - self.input_ids.shape[1])
+        limit = whole_limit(min(plain or [entry.max_length for entry in limits]))
+        return max(1, limit - self.input_ids.shape[1])
 
     @property
     def lengths(self) -> list[int]:

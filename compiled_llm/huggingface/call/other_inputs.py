@@ -50,6 +50,11 @@ def one_a_token(position_ids: Tensor, config: PretrainedConfig) -> Tensor | None
     return rotated[0] if bool((rotated == rotated[:1]).all()) else None
 
 
+def are_whole(position_ids: Tensor) -> bool:
+    """Whether positions are whole numbers, as those of rows in pages are."""
+    return not position_ids.is_floating_point() or bool((position_ids == position_ids.long()).all())
+
+
 def _axes(config: PretrainedConfig) -> int:
     """Return how many axes rotary positions have; 0, which takes all axes, if the config does not say."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}

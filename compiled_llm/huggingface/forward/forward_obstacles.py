@@ -9,15 +9,16 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import current_call
-from compiled_llm.huggingface.call.other_inputs import one_a_token, without_what_says_nothing
+from compiled_llm.huggingface.call.other_inputs import are_whole, one_a_token, without_what_says_nothing
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import UNSERVED_OUTPUTS, inner_reasons
@@ -93,10 +94,15 @@ def _obstacles(
         yield Reason("model_inputs", ", ".join(sorted(telling)))
     if cache is not None and not paged and (type(cache) is not DynamicCache or compiled.facts.states):
         yield Reason("past_key_values", type(cache).__name__)
-    if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)):
+    if not (mask is None or _covers_text(mask, arguments, cache)):
         yield Reason("attention_mask_shape")
-    if "position_ids" in arguments and one_a_token(arguments["position_ids"], model.config) is None:
-        yield Reason("position_ids_shape")
+    if (positions := arguments.get("position_ids")) is not None:
+        if one_a_token(positions, model.config) is None:
+            yield Reason("position_ids_shape")
+        elif not are_whole(positions):
+            yield Reason("fractional_positions")
+    if not _names_columns(arguments.get("logits_to_keep", 0)):
+        yield Reason("logits_to_keep", "neither a number nor a row of columns")
     if _packs_sequences(model, arguments):
         yield Reason("packed_sequences")
     if "position_ids" not in arguments and compiled.facts.default_positions == "own":
@@ -112,6 +118,20 @@ def _obstacles(
     yield from _input_obstacles(model, arguments)
     if cache is not None:
         yield from _cache_obstacles(model, cache, arguments)
+
+
+def _covers_text(mask: Any, arguments: Mapping[str, Any], cache: Cache | None) -> bool:
+    """Whether a mask has a column for each token; for pages that hold tokens, for the last ones."""
+    if not (isinstance(mask, Tensor) and mask.dim() == 2):
+        return False
+    rows, tokens = tokens_in(arguments)
+    known = 0 if cache is None else int(cache.get_seq_length())
+    return len(mask) == rows and ((known > 0 and isinstance(cache, PagedCache)) or mask.shape[1] == known + tokens)
+
+
+def _names_columns(logits_to_keep: Any) -> bool:
+    """Whether these are columns, the same ones of each row."""
+    return isinstance(logits_to_keep, (int, slice)) or np.ndim(logits_to_keep) == 1
 
 
 def keeps_cache(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
@@ -140,7 +160,7 @@ def _label_obstacles(original: Callable[..., Any], arguments: Mapping[str, Any])
     elif NUM_ITEMS in arguments and not _hands_on_to_loss(original):
         yield Reason("model_inputs", NUM_ITEMS)
     keep = arguments.get("logits_to_keep", 0)
-    if isinstance(keep, Tensor) or keep:
+    if not isinstance(keep, int) or keep:
         yield Reason("labels_with_logits_to_keep")
     if mask is not None and isinstance(labels, Tensor) and labels.dim() == 2:
         hidden = (mask[:, -labels.shape[1] :] == 0)[:, :-1].to(labels.device)
@@ -172,11 +192,9 @@ def _input_obstacles(model: PreTrainedModel, arguments: Mapping[str, Any]) -> It
 
 def _cache_obstacles(model: PreTrainedModel, cache: DynamicCache, arguments: Mapping[str, Any]) -> Iterator[Reason]:
     """Yield what keeps pages from standing in for a user's cache; its layers are looked at later."""
-    (rows, tokens), known = tokens_in(arguments), int(cache.get_seq_length())
+    tokens, known = tokens_in(arguments)[1], int(cache.get_seq_length())
     mask = arguments.get("attention_mask")
-    if mask is not None and mask.shape != (rows, known + tokens):
-        yield Reason("attention_mask_shape")
-    elif mask is not None and bool((mask[:, known:] == 0).any()):
+    if mask is not None and bool((mask[:, known:] == 0).any()):
         yield Reason("prefill", "the cache has to hold masked tokens too")
     if known + tokens > cast(CompiledModel, model.compiled).facts.max_positions:
         yield Reason("out_of_positions")

@@ -434,6 +434,13 @@ OVER_A_FILLED_ONE: dict[str, tuple[Refused, type[Exception], str]] = {
         ValueError,
         "attention_mask: 12 columns are more than the 9 of the cache and 1 new",
     ),
+    "positions that are not whole": (
+        lambda model, cache, inputs: model(
+            inputs["input_ids"][:, :1], past_key_values=cache, position_ids=torch.full((3, 1), 8.5)
+        ),
+        ValueError,
+        "position_ids are not whole numbers.*pass a DynamicCache",
+    ),
 }
 
 

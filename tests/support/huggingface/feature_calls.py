@@ -295,12 +295,35 @@ def over_a_paged_cache(**options: Any) -> Call:
     return run
 
 
-def a_step_over_a_cache(model: PreTrainedModel) -> Any:
-    given = on_device(model, inputs())
-    with torch.no_grad():
-        cache = model(**given).past_key_values
-        mask = torch.nn.functional.pad(given["attention_mask"], (0, 2), value=1)
-        return model(mask.new_tensor([[5, 6]] * 3), mask, past_key_values=cache, logits_to_keep=1).logits
+def a_step_over_a_cache(logits_to_keep: Any) -> Call:
+    def run(model: PreTrainedModel) -> Any:
+        given = on_device(model, inputs())
+        with torch.no_grad():
+            cache = model(**given).past_key_values
+            mask = torch.nn.functional.pad(given["attention_mask"], (0, 2), value=1)
+            ids = mask.new_tensor([[5, 6]] * 3)
+            return model(ids, mask, past_key_values=cache, logits_to_keep=logits_to_keep).logits
+
+    return run
+
+
+def a_step_over_theirs(**options: Any) -> Call:
+    """Two tokens over a cache of HuggingFace's that its own forward has filled."""
+
+    def run(model: PreTrainedModel) -> Any:
+        own, ids = tiny_qwen3().to(model.device), torch.tensor([[7, 8, 9]] * 3)
+        with torch.no_grad():
+            cache = own(**on_device(model, {"input_ids": ids})).past_key_values
+        return forward(input_ids=ids[:, 1:], attention_mask=None, past_key_values=cache, **options)(model)
+
+    return run
+
+
+def padded_lookup(model: PreTrainedModel) -> Any:
+    given = on_device(model, inputs((6, 9)))
+    embeddings = model.get_input_embeddings()(given["input_ids"][:1]).detach()
+    mask, options = given["attention_mask"][:1], {"max_new_tokens": 5, "do_sample": False}
+    return model.generate(inputs_embeds=embeddings, attention_mask=mask, prompt_lookup_num_tokens=3, **options)
 
 
 def steps_over_theirs(model: PreTrainedModel) -> Any:

@@ -29,6 +29,7 @@ from support.huggingface.callbacks import Halve, LaterLength, SecondEos, Silent,
 from support.huggingface.feature_calls import (
     Call,
     a_step_over_a_cache,
+    a_step_over_theirs,
     assistant,
     batched,
     by_a_grammar,
@@ -55,6 +56,7 @@ from support.huggingface.feature_calls import (
     on_device,
     over_a_paged_cache,
     own_greedy,
+    padded_lookup,
     paths_taken,
     right_padded,
     score_of,
@@ -104,6 +106,7 @@ class Feature(NamedTuple):
 
 LABELS_FIRST_UNMASKED = inputs()["input_ids"].masked_fill(inputs()["attention_mask"] == 0, -100)
 POSITIONS = torch.arange(2, 20, 2)[None], torch.arange(9) + torch.tensor([[0], [3], [40]])
+HALVES = torch.arange(9)[None] / 2
 EARLY = {"eos_token_id": list(range(64))}
 SEVERAL = {"return_dict_in_generate": True}
 
@@ -240,6 +243,7 @@ FEATURES: dict[str, list[Feature]] = {
             "`max_new_tokens`, `max_length`, `max_time`, `eos_token_id`, `generation_config`",
             [
                 generate(max_new_tokens=1),
+                generate(max_new_tokens=4.5),
                 generate(max_new_tokens=None, max_length=17),
                 generate(max_time=0.0),
                 generate(**EARLY),
@@ -313,6 +317,10 @@ FEATURES: dict[str, list[Feature]] = {
             [generate(position_ids=positions.expand(3, -1), **SEVERAL) for positions in POSITIONS],
         ),
         Feature(
+            "`position_ids` that are not whole numbers",
+            [generate(position_ids=HALVES.expand(3, -1), **SEVERAL), generate(position_ids=HALVES.expand(3, -1))],
+        ),
+        Feature(
             "`inputs_embeds`: the compiled forward computes the prompts",
             [
                 of_embeddings(),
@@ -327,6 +335,7 @@ FEATURES: dict[str, list[Feature]] = {
             "`inputs_embeds` with beams, or with padding and `repetition_penalty`",
             [of_embeddings(num_beams=2), of_embeddings(repetition_penalty=1.4)],
         ),
+        Feature("`inputs_embeds` of a padded prompt with `prompt_lookup_num_tokens`", [padded_lookup]),
         Feature("a new or closed `PagedCache`", [over_a_paged_cache()]),
         Feature("a `PagedCache` that holds tokens: chats in several turns", [going_on]),
         Feature(
@@ -355,6 +364,7 @@ FEATURES: dict[str, list[Feature]] = {
             ],
         ),
         Feature("`use_cache=False`", each(use_cache=False)),
+        Feature("`logits_to_keep` that names columns", each(logits_to_keep=torch.tensor([0]))),
     ],
     "Surroundings": [
         Feature("`generate_batch`, also with `return_logprobs`", [batched(), batched(return_logprobs=True)]),
@@ -415,8 +425,26 @@ FEATURES: dict[str, list[Feature]] = {
             [
                 forward(position_ids=torch.arange(9)[None] * 2),
                 forward(logits_to_keep=2),
-                forward(logits_to_keep=torch.tensor([8, 3])),
+                *(forward(logits_to_keep=kept) for kept in (torch.tensor([8, 3]), [8, 3], (3, 8), slice(2, 7, 2))),
                 forward(return_dict=False),
+                a_step_over_a_cache([1, 0]),
+                a_step_over_a_cache(slice(1)),
+            ],
+        ),
+        Feature(
+            "`logits_to_keep` of other columns in each row",
+            [forward(logits_to_keep=torch.tensor([[8, 3], [7, 8], [6, 6]]))],
+        ),
+        Feature(
+            "`position_ids` that are not whole numbers",
+            [forward(position_ids=HALVES, use_cache=cached) for cached in (True, False)]
+            + [a_step_over_theirs(position_ids=HALVES[:, 7:])],
+        ),
+        Feature(
+            "masks that are narrower or wider than the text",
+            [
+                forward(attention_mask=torch.ones(3, width).index_fill(1, torch.tensor([0]), 0), use_cache=True)
+                for width in (7, 11)
             ],
         ),
         Feature(
@@ -428,7 +456,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("`labels` that follow masked tokens", [forward(labels=LABELS_FIRST_UNMASKED)]),
         Feature(
             "`use_cache`: the result holds a `PagedCache`, which goes on",
-            [forward(use_cache=True), a_step_over_a_cache],
+            [forward(use_cache=True), a_step_over_a_cache(1)],
         ),
         Feature(
             "a `DynamicCache`, empty or filled, which stays yours: steps of a loop of your own",
