@@ -58,7 +58,7 @@ def test_a_feature_takes_the_path_on_the_page_with_huggingfaces_result(name: str
 @pytest.mark.parametrize("name", CASES)
 def test_a_feature_takes_the_path_on_the_page_on_a_gpu(name: str, mode: str, caplog: Any) -> None:
     """In float32, so that tokens are comparable: uncompiled, and in the default mode, whose steps are captured."""
-    assert_the_page_is_right(CASES[name], caplog, device="cuda", mode=mode)
+    assert_the_page_is_right(CASES[name], caplog, device="cuda", mode=mode, backend="triton")
 
 
 def assert_the_page_is_right(feature: Feature, caplog: Any, **where: str) -> None:

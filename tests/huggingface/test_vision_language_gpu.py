@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 import compiled_llm
-from support.execution.twins import on_device, rms, twins_of
+from support.execution.twins import OPTIONS, on_device, rms, twins_of
 from support.gpu import needs_cuda
 from support.huggingface.vision import IMAGE, make, with_images
 from support.parity import assert_account_is_empty, greedy
@@ -60,7 +60,7 @@ def test_answers_to_images_have_logits_as_exact_as_huggingfaces(family: str, mod
 def test_a_picture_in_a_second_turn(family: str, seed: int) -> None:
     """Over the cache of a first turn that had images, in float32: the same tokens."""
     plain, wrapped = (make(family, seed, head_dim=64, eos_token_id=None).to("cuda") for _ in range(2))
-    wrapped = compiled_llm.wrap(wrapped, max_batch_size=4, page_size=16, kv_memory="2000 tokens", progress=False)
+    wrapped = compiled_llm.wrap(wrapped, **{**OPTIONS, "backend": "triton", "progress": False})
     given, answers = on_device(with_images(family, seed)), []
     for model in (plain, wrapped):
         first = greedy(model, given, 9, return_dict_in_generate=True)
