@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ def main() -> None:
     # By default Python looks for cycles whenever 700 objects are new, and now and then in all there are. Imports and
     # traces make millions that stay: that is a tenth of a start.
     gc.set_threshold(10_000)
+    _let_output_say_all()
     try:
         _set_up_threads()
         _run()
@@ -44,6 +46,12 @@ def _run() -> None:
         print("error: this command needs typer: pip install '.[demo]' in the checkout", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     app()
+
+
+def _let_output_say_all() -> None:
+    """Spell out what a terminal or pipe in ASCII or Latin-1 cannot show, as stderr does, since models say anything."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # else there is none, or it takes any text
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _set_up_threads() -> None:

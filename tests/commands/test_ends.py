@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.commands.terminal import terminal
 from support.server.engine_processes import COMMAND
 
 PLANTED = """
@@ -35,8 +37,9 @@ main()
 """
 
 
-def ended(does: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PLANTED.format(does)], capture_output=True, text=True, timeout=120)
+def ended(does: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, "-c", PLANTED.format(does)], {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_nothing_is_taken_apart_and_what_was_registered_and_written_is_not_lost() -> None:
@@ -62,6 +65,22 @@ def test_the_exit_code_is_that_of_the_command(does: str, code: int) -> None:
     assert done.stdout == "thread registered"
     assert ("Traceback" in done.stderr) is ("ZeroDivision" in does)
     assert ("so it is" in done.stderr) is ("so it is" in does)
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"Z\xfcrich \U0001f916"), ("utf-8", "Zürich 🤖")])
+def test_a_text_that_stdout_has_no_characters_for_is_spelled_out(encoding: str, shown: str) -> None:
+    """In another encoding a model's answer would end in an error."""
+    written = r"Z\xfcrich \U0001f916"
+    done = ended(f'print("{written}", end=" ")', PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{shown} thread registered", "")
+
+
+def test_in_a_terminal_of_ascii_too() -> None:
+    does = r'print("Z\xfcrich \U0001f916", end=" ")'
+    command = [sys.executable, "-c", PLANTED.format(does)]
+    with terminal(command, LC_ALL="POSIX", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0") as shown:
+        assert shown.ended() == 0
+        assert shown.shown == r"Z\xfcrich \U0001f916 thread registered"
 
 
 TORCH_THAT_DROPS_CTRL_C = """
