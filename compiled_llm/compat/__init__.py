@@ -61,6 +61,7 @@ takes so long | torch tells how far it is |
 | ``async_compile.maybe_warm_pool`` | building the first kernels in several processes | any backend starts them early |
 | ``codecache._precompile_header`` | loading C++ kernels without a compiler | Inductor looks for a kernel first |
 | ``exc.CppCompileError`` | telling a kernel that is missing | the same |
+| ``cpp_builder.run_compile_cmd`` | compilers that Ctrl-C does not end | Inductor keeps it from those of other threads |
 | ``codecache.torch_key``, ``triton_compat.triton_key``, ``cpu_vec_isa.pick_vec_isa`` | finding graphs sooner | \
 Inductor needs less before it looks for one |
 | ``torch.cuda._is_in_bad_fork`` | refusing calls in a forked process, where CUDA never works | torch says it publicly |
@@ -83,6 +84,7 @@ compiled | torch < 2.13 is dropped |
 | what a forked process begins with (``os.register_at_fork``), where our locks are free (``RLock._at_fork_reinit``) | \
 the import | threads survive a fork |
 | ``VecISA._avx_py_load`` | the first graph that is compiled | torch's probes leave out the current folder |
+| ``cpp_builder.run_compile_cmd`` | the first graph that is compiled | Inductor keeps Ctrl-C from its compilers |
 | ``TORCHINDUCTOR_CACHE_DIR``, ``TRITON_CACHE_DIR`` and on a CPU ``PATH``, while a graph is taken from artifacts | \
 each such graph | Inductor takes its cache as an option, and looks there without a compiler |
 | ``codecache._precompile_header``, while a graph is taken from artifacts | each such graph | Inductor looks for a \

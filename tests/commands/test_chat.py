@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -281,5 +284,43 @@ def test_commands_are_completed_and_earlier_questions_come_back() -> None:
         chat.type(UP + UP + "\n")  # before the command
         chat.until("cut after 3 tokens")
         chat.until(">")
+        chat.type(CTRL_D)
+        assert chat.ended() == 0
+
+
+# ---- while it compiles
+
+
+def compilers_of(group: int) -> list[str]:
+    """The process ids of C++ compilers in a process group."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            name, fields = (folder / "stat").read_text().rsplit(")", 1)
+            if name.endswith("(cc1plus") and int(fields.split()[2]) == group:
+                found.append(folder.name)
+    return found
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("compilers", ["1", "2"])  # in the thread that compiles, or in Inductor's pool
+def test_ctrl_c_ends_no_compile_in_the_background(model_folder: Path, tmp_path: Path, compilers: str) -> None:
+    begin = (
+        "import logging, sys, torch; from compiled_llm.commands.app import app; "
+        f"logging.basicConfig(level=logging.INFO); torch.get_num_threads = lambda: {compilers} + 1; app()"
+    )
+    command = [sys.executable, "-c", begin, "chat", str(model_folder), "--max-new-tokens", "20"]
+    with terminal(command, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)) as chat:
+        chat.until("compiling in the background")
+        chat.until("> ")
+        until(lambda: compilers_of(chat.process.pid))
+        os.killpg(chat.process.pid, signal.SIGINT)  # as a terminal does
+        chat.until("Ctrl-C again, or Ctrl-D, ends the chat")
+        chat.until("compiled in the background", patience=500)
+        assert "has failed" not in chat.shown
+        chat.type("Hi\n")
+        chat.until("cut after 20 tokens")
+        chat.until("> ")
+        time.sleep(0.2)
         chat.type(CTRL_D)
         assert chat.ended() == 0

@@ -192,11 +192,11 @@ def test_what_inductor_tries_vector_instructions_with_is_built_once_in_a_new_cac
     names = set(cpu_vec_isa.x86_isa_checker())
     wanted = [isa for isa in cpu_vec_isa.supported_vec_isa_list if names.issuperset(str(isa).split())]
     for said, built_for in ((None, wanted), (True, []), (False, [])):  # TORCHINDUCTOR_VEC_ISA_OK
-        monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", said)
-        assert [isa for isa, code in build() if code == VecISA._avx_code] == [str(isa) for isa in built_for]
-    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", None)
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": said}):
+            assert [isa for isa, code in build() if code == VecISA._avx_code] == [str(isa) for isa in built_for]
     (tmp_path / "locks").mkdir()
-    assert build() == []
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": None}):
+        assert build() == []
 
 
 def test_inductor_knows_every_option_that_is_passed_to_it():

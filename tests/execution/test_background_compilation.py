@@ -211,17 +211,21 @@ def test_a_request_that_is_preempted_goes_on_in_the_mode_that_it_began_in(
 
 
 def test_a_failure_is_said_once_and_answers_go_on(gate: Gate, caplog: pytest.LogCaptureFixture, seed: int) -> None:
-    gate.error = ValueError("planted")
+    gate.error = ValueError("planted\nwith all that a compiler has said")
     model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)
     expected = greedy(plain(), inputs, 4)
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.DEBUG, "compiled_llm.graphs"):
         model.compiled.warmup(1)
         compile_to_the_end(model, gate)
         for _ in range(2):
             torch.testing.assert_close(greedy(model, inputs, 4), expected)
             compilation_of(model).wait()  # it does not try again by itself
-    (said,) = [record.getMessage() for record in caplog.records if "background has failed" in record.getMessage()]
-    assert "planted" in said
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert said.endswith("ValueError: planted")
+    (all_of_it,) = [record for record in caplog.records if record.exc_info]
+    assert all_of_it.levelname == "DEBUG"
+    assert all_of_it.exc_info is not None
+    assert str(gate.error) in str(all_of_it.exc_info[1])
     assert is_eager(model)
     assert gate.times == 1
     gate.error = None

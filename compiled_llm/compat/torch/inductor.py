@@ -20,7 +20,9 @@ from torch._inductor.custom_graph_pass import (
 from torch._logging._internal import LazyString
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.compat.signals import interrupts_blocked
 from compiled_llm.compat.torch.autotuning import time_kernels_in_graphs
+from compiled_llm.compat.torch.compilers import compile_to_the_end, compilers_uninterrupted
 from compiled_llm.compat.torch.dynamo import drop
 from compiled_llm.env import replaced
 
@@ -59,7 +61,9 @@ def compile_with_inductor(
     describe_ops_for_readers_only()
     time_kernels_in_graphs()
     keep_probes_from_current_folder()
-    return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
+    compile_to_the_end()
+    with compilers_uninterrupted():
+        return cast(Callable[..., Any], torch._inductor.compile(module, list(inputs), dict(options)))
 
 
 @functools.cache
@@ -149,7 +153,7 @@ def build_probes_early() -> None:
     """Begin to build, on a thread, Inductor's test programs for vector instructions, if its cache is new.
 
     Inductor builds these programs one after the other, while nothing else runs, in the midst of compiling. The thread
-    only puts them where Inductor looks for them. Its own findings are ignored, since Ctrl-C ends a compiler.
+    only puts them where Inductor looks for them; its own findings are ignored.
     It can end once Inductor ships these programs, or builds them in parallel with other work.
     """
     if (inductor_cache() / "locks").exists():
@@ -160,7 +164,8 @@ def build_probes_early() -> None:
     common = ["_avx_code"] if config.cpp.vec_isa_ok is None else []  # else it is said: TORCHINDUCTOR_VEC_ISA_OK
 
     def build() -> None:
-        with suppress(Exception):  # no thread waits for it, and Inductor says what is wrong when it needs them
+        # No thread waits for it, and Inductor says what is wrong when it needs them.
+        with suppress(Exception), compilers_uninterrupted():
             names = set(cpu_vec_isa.x86_isa_checker())
             for isa in cpu_vec_isa.supported_vec_isa_list:
                 if names.issuperset(str(isa).split()):
@@ -208,7 +213,8 @@ def start_processes_early() -> None:
     """
     from torch._inductor.async_compile import maybe_warm_pool
 
-    maybe_warm_pool()
+    with interrupts_blocked():  # until they ignore Ctrl-C themselves, which would leave Inductor a pool that is closed
+        maybe_warm_pool()
 
 
 def try_vector_instructions_early(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> None:
@@ -222,7 +228,7 @@ def try_vector_instructions_early(folder: Path, variables: Mapping[str, str] = _
     keep_probes_from_current_folder()
 
     def try_them() -> None:
-        with suppress(Exception), inductor_cache_at(folder, variables):  # as above
+        with suppress(Exception), compilers_uninterrupted(), inductor_cache_at(folder, variables):  # as above
             cpu_vec_isa.pick_vec_isa()
 
     threading.Thread(target=try_them, name="compiled_llm vector instructions", daemon=True).start()

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from compiled_llm.compat.forks import HomeProcess, lock
+from compiled_llm.compat.torch.dynamo import reason_of
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
@@ -131,10 +132,12 @@ class BackgroundCompilation:
         except BaseException as error:  # any: the model may be anything. What runs uncompiled goes on
             self._failed = True
             if not self._stopped:
+                reason = reason_of(error, BaseException) or error
                 logger.error(
                     "compiled_llm: compiling in the background has failed, and answers stay uncompiled: %s: %s",
-                    *(type(error).__name__, error),
+                    *(type(reason).__name__, str(reason).partition("\n")[0]),  # a compiler may have said a lot
                 )
+                logger.debug("compiled_llm: why compiling in the background has failed", exc_info=error)
 
     def _compile(self) -> bool:
         """Compile all that is asked for by the end of it; False if it needs room for other rows by then."""

@@ -34,9 +34,9 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
-    def until(self, text: str) -> str:
+    def until(self, text: str, patience: float = PATIENCE) -> str:
         """Wait until a text is shown that was not waited for yet, and return what came before it."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
         while (found := self.shown.find(text, self._seen)) < 0:
             assert time.monotonic() < deadline, self.shown
             assert self._read(), f"it has ended: {self.shown}"
