@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_a_file_that_is_missing_and_a_variable_that_is_wrong_are_named(
     done = invoke("serve", "demo", "--config", str(tmp_path / "none"))
     assert done.stderr == f"error: --config {tmp_path / 'none'}: cannot be read: No such file or directory\n"
     for variable, value, said in (
-        ("COMPILED_LLM_SERVE_PORT", "tcp://10.0.0.1:80", "COMPILED_LLM_SERVE_PORT tcp://10.0.0.1:80: "),
+        ("COMPILED_LLM_SERVE_PORT", "http://10.0.0.1:80", "COMPILED_LLM_SERVE_PORT http://10.0.0.1:80: "),
         ("COMPILED_LLM_SERVE_MODE", "fast", "COMPILED_LLM_SERVE_MODE fast: choose one of "),
         (
             "COMPILED_LLM_SERVE_PROT",
@@ -116,3 +117,51 @@ def test_a_file_that_is_missing_and_a_variable_that_is_wrong_are_named(
             patch.setenv(variable, value)
             done = invoke("serve", "demo")
             assert (done.exit_code, done.stderr.startswith(f"error: {said}"), served) == (2, True, []), done.stderr
+
+
+KUBERNETES = {
+    "{}_SERVICE_HOST": "10.0.0.11",
+    "{}_SERVICE_PORT": "8000",
+    "{}_SERVICE_PORT_HTTP": "8000",
+    "{}_PORT": "tcp://10.0.0.11:8000",
+    "{}_PORT_8000_TCP": "tcp://10.0.0.11:8000",
+    "{}_PORT_8000_TCP_PROTO": "tcp",
+    "{}_PORT_8000_TCP_PORT": "8000",
+    "{}_PORT_8000_TCP_ADDR": "10.0.0.11",
+}
+"""By Kubernetes' documentation, "Accessing the Service": of each service, in all containers that start after it."""
+
+
+@pytest.mark.parametrize("service", ["COMPILED_LLM_SERVE", "COMPILED_LLM_SERVE_BIG_MODEL"])
+def test_variables_that_kubernetes_makes_of_a_service_are_no_options(
+    service: str, monkeypatch: pytest.MonkeyPatch, served: list[Any]
+) -> None:
+    for name, value in KUBERNETES.items():
+        monkeypatch.setenv(name.format(service), value)
+    monkeypatch.setenv("COMPILED_LLM_SERVE_MAX_NUM_SEQS", "32")
+    done = invoke("serve", "demo")
+    said = f"not read as options, since Kubernetes gives them of a service: {service}_PORT and 7 more"
+    assert (done.exit_code, done.stderr) == (0, f"compiled_llm: {said}\n")
+    http, arguments = served
+    assert http.port is None
+    assert "--max-num-seqs=32" in arguments
+    assert invoke("serve", "demo", "--quiet").stderr == ""
+
+
+def test_what_is_said_before_a_json_log_begins_is_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: list[Any]
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1\nlog-format: json\n")
+    monkeypatch.setenv("COMPILED_LLM_SERVE_PORT", "tcp://10.0.0.11:8000")
+    done = invoke("serve", "demo", "--config", str(file), "--port", "3", "--max-num-seqs", "0")
+    records = [json.loads(line) for line in done.stderr.splitlines()]
+    assert all(record.pop("time") for record in records)
+    assert records == [
+        {"level": "info", "message": f"the command line goes before {file}: port"},
+        {
+            "level": "info",
+            "message": "not read as options, since Kubernetes gives them of a service: COMPILED_LLM_SERVE_PORT",
+        },
+        {"level": "error", "message": "error: --max-num-seqs 0: must be at least 1"},
+    ]

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ from support.server.under_load import OPTIONS
 
 @pytest.fixture
 def log() -> Iterator[logging.Logger]:
-    """The server's, as it was before; uvicorn's, too."""
-    loggers = [logging.getLogger(name) for name in ("compiled_llm.server", "uvicorn")]
+    """The server's, as it was before; uvicorn's and the root, too."""
+    loggers = [logging.getLogger(name) for name in ("compiled_llm.server", "uvicorn", None)]
     before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
     yield loggers[0]
     for logger, state in zip(loggers, before, strict=True):
@@ -74,6 +75,31 @@ def test_a_log_moves_no_cursor_and_turns_no_text(log: logging.Logger, capsys: py
     record = json.loads(as_json)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", record.pop("time"))
     assert record == {"level": "info", "message": f"{evil} GET / 200", "id": evil}
+
+
+def test_json_is_all_that_anything_in_the_process_says(
+    log: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", sys.stderr)  # and put it back
+    show_log("info", "json")
+    log.info("compiled_llm: ready")
+    other = logging.getLogger("a.package")
+    other.warning("a header\nof a client")
+    other.info("details")
+    own = logging.getLogger("a.package.with.a.handler")
+    own.propagate = False
+    own.addHandler(logging.StreamHandler())
+    own.warning("two\nlines")
+    print("half", end=" ", file=sys.stderr)
+    print("a line", file=sys.stderr, flush=True)
+    records = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(record["level"], record["message"]) for record in records] == [
+        ("info", "ready"),
+        ("warning", "a header\nof a client"),
+        ("warning", "two"),
+        ("warning", "lines"),
+        ("warning", "half a line"),
+    ]
 
 
 def test_what_is_less_than_the_level_is_left_out(log: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +14,14 @@ import typer
 from compiled_llm.commands.serve.vllm_options import instead_of
 
 PREFIX = "COMPILED_LLM_SERVE_"
-"""Of environment variables. Kubernetes makes some by the name of a service, as ``COMPILED_LLM_PORT``."""
+"""Of environment variables."""
+
+_ADDRESS = r"(tcp|udp|sctp)://.*"
+_OF_KUBERNETES = re.compile(
+    rf"{PREFIX}(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)=.*|{PREFIX}(.+_)?PORT={_ADDRESS}",
+    re.DOTALL,
+)
+"""What Kubernetes gives all containers of a service that is called ``compiled-llm-serve``, or begins so."""
 
 _NOT_GIVEN_SO = ("config", "help", "same_model")
 
@@ -44,7 +52,9 @@ def from_file(context: typer.Context, file: Path) -> dict[str, GivenOption]:
 
 def from_environ(context: typer.Context, environ: Mapping[str, str] = os.environ) -> dict[str, GivenOption]:
     """Return the options of environment variables, as ``from_file``; an empty one counts as unset."""
+    not_ours = of_kubernetes(environ)
     given = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value}
+    given = {name: value for name, value in given.items() if name not in not_ours}
     names = {variable: variable.removeprefix(PREFIX).lower() for variable in given}
     several = {param.name for param in context.command.params if getattr(param, "multiple", False)}
     return {
@@ -53,6 +63,11 @@ def from_environ(context: typer.Context, environ: Mapping[str, str] = os.environ
         for name in [names[variable]]
         for texts in [value.split(",") if name in several else value]
     }
+
+
+def of_kubernetes(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the variables that look like options, and are the address of a service of Kubernetes'."""
+    return sorted(name for name, value in environ.items() if _OF_KUBERNETES.fullmatch(f"{name}={value}"))
 
 
 def _in_file(name: str) -> str:

@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperCommand
 
 from compiled_llm.commands.errors import as_typed, readable_errors
-from compiled_llm.commands.serve.given_options import GivenOption, from_environ, from_file
+from compiled_llm.commands.serve.given_options import GivenOption, from_environ, from_file, of_kubernetes
+from compiled_llm.commands.serve.log import LogFormat, write_json_lines
 from compiled_llm.commands.serve.vllm_options import check_none_of_vllm
 
 _OF_FILE = "compiled_llm.commands.serve.config"
@@ -34,7 +35,11 @@ class ServeCommand(TyperCommand):
         rest = super().parse_args(ctx, list(args))
         if ctx.params["same_model"] is not None and not _was_typed(ctx, "model"):
             ctx.params["model"] = None  # that of a file or of the environment, which the command line goes before
-        _tell_of_overridden(ctx)
+        if ctx.params["log_format"] == LogFormat.json:
+            write_json_lines()
+        if not ctx.params["quiet"]:
+            _tell_of_overridden(ctx)
+            _tell_of_kubernetes(ctx)
         return rest
 
 
@@ -81,9 +86,16 @@ def _dashed(argument: str) -> str:
 
 def _tell_of_overridden(context: typer.Context) -> None:
     typed = {name for name in context.meta.get(_OF_FILE, ()) if _was_typed(context, *_ALSO.get(name, ()), name)}
-    if typed and not context.params["quiet"]:
+    if typed:
         names = ", ".join(sorted(name.replace("_", "-") for name in typed))
         typer.echo(f"compiled_llm: the command line goes before {context.params['config']}: {names}", err=True)
+
+
+def _tell_of_kubernetes(context: typer.Context) -> None:
+    found = [] if context.params["leashed"] else of_kubernetes()
+    if found:
+        names = found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
+        typer.echo(f"compiled_llm: not read as options, since Kubernetes gives them of a service: {names}", err=True)
 
 
 def _was_typed(context: typer.Context, *names: str) -> bool:
