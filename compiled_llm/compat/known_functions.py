@@ -61,7 +61,7 @@ _AUTOCAST = "49f0c5ec5ba16e7d6f17da688125dd7e89b77357b2732e5fb2433fc27f744508"
 _STOPS_AT_TEXT = "4c5b41ffedda777f04f1545c3c5a616e83e27fae78708bb318a85aed28390d08"
 
 KNOWN = {
-    _REQUIRES_GRAD: Known("transformers", ">=5.17,<=5.23", "PreTrainedModel.enable_input_require_grads"),
+    _REQUIRES_GRAD: Known("transformers", ">=5.17,<5.25", "PreTrainedModel.enable_input_require_grads"),
     _REQUIRES_GRAD_OF_PEFT: Known("peft", ">=0.18,<0.22", "make_inputs_require_grad"),
     _FUSED_HEAD_15: Known("trl", "==1.15.*", "add_fused_lm_head", "original_forward", calls_inside=True),
     _FUSED_HEAD_16: Known("trl", "==1.16.*", "add_fused_lm_head", "original_forward", calls_inside=True),

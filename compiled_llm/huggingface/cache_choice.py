@@ -52,7 +52,7 @@ class CacheChoice:
     @cached_property
     def others(self) -> list[str]:
         """The names of inputs that the model reads besides tokens, mask, positions and cache."""
-        known = _KNOWN_INPUTS | {self.runtime.facts.cache_argument} | ignored_inputs(type(self.model).forward)
+        known = _KNOWN_INPUTS | {self.runtime.facts.generate_argument} | ignored_inputs(type(self.model).forward)
         given = without_what_says_nothing(self.model, self.inputs, copies())
         return [name for name, value in given.items() if name not in known and value is not None]
 
@@ -128,7 +128,7 @@ class CacheChoice:
         # HuggingFace's own would forget what the windows of layers have left, and rows may be cropped later.
         indexed = any(layer.chooses for layer in self.runtime.facts.layers)
         own = DynamicCache(config=self.model.config) if indexed else DynamicCache()
-        original = self.inputs["past_key_values"] if self.returned else own
+        original = self.inputs[self.runtime.facts.generate_argument] if self.returned else own
         cache = made(StandIn(self.runtime.model_runner(), original, self.returned, self.prefill))
         if known := int(original.get_seq_length()):
             mask = self.inputs.get("attention_mask")

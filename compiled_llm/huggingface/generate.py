@@ -33,6 +33,7 @@ from transformers.generation.streamers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from compiled_llm.compat.cache_names import output_field
 from compiled_llm.compat.huggingface import pad_token
 from compiled_llm.compat.known_functions import reads_tokens_alone
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
@@ -144,7 +145,7 @@ def check_hooks(call: PagedCall) -> None:
     if has_hooks(facts.model) or facts.version.obstacles().hooked:
         raise RuntimeError(
             "generate: forward hooks were registered while it was running, and its compiled steps cannot call them; "
-            "register them before the call, or pass a DynamicCache as past_key_values"
+            f"register them before the call, or pass a DynamicCache as {facts.generate_argument}"
         )
 
 
@@ -308,7 +309,7 @@ class Sequences:
             scores=self.step_scores.scores(ids),  # type: ignore[arg-type]
             logits=self.step_scores.logits(self.generated),  # type: ignore[arg-type]
             hidden_states=tuple(step.hidden_states for step in emitted) if self._gives_states else None,  # type: ignore[arg-type]
-            past_key_values=self._call.cache,
+            **{output_field(GenerateDecoderOnlyOutput): self._call.cache},
         )
         if names := emitted[0].by_name if emitted else ():
             output["emitted"] = {name: tuple(step.by_name[name] for step in emitted) for name in names}

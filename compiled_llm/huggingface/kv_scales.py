@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.config import KVScales
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from compiled_llm_ops.contracts import FP8_LARGEST
@@ -49,7 +50,8 @@ def kv_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int] | Tensor])
             ids = torch.as_tensor(prompt, device=model.device)
             if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
                 raise ValueError(f"kv_scales: prompts[{number}] must be token ids of one text; got {prompt!r:.80}")
-            kind.forward(model, input_ids=ids[None].long(), past_key_values=_Watched(model, largest), use_cache=True)
+            watched = {cache_argument(kind.forward): _Watched(model, largest)}
+            kind.forward(model, input_ids=ids[None].long(), use_cache=True, **watched)
     return KVScales(*(largest.scales(part) for part in (0, 1)))
 
 

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils.generic import ModelOutput
 
+from compiled_llm.compat.cache_names import output_field
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.reporting.slow_paths import Reason
@@ -114,7 +115,7 @@ def _with_original(call: PagedCall, result: Any) -> Any:
         return result
     original = call.cache.write_back()
     if isinstance(result, ModelOutput):
-        result["past_key_values"] = original
+        result[output_field(type(result))] = original
     return result
 
 

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
+from compiled_llm.compat.cache_names import gives_cache, taking_old_names
 from compiled_llm.compat.huggingface import is_huggingfaces, reads_chosen_implementations
 from compiled_llm.compat.known_functions import caller_of_inside
 from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
@@ -69,7 +70,7 @@ class WrappedModel:
             input_ids = inputs if inputs is not None else kwargs.get("input_ids")
             if has_tokens(input_ids, kwargs.get("inputs_embeds")):
                 read, mask = call.copies.of(input_ids), call.copies.of(kwargs.get("attention_mask"))
-                check_prompt(model, read, mask, kwargs.get(self.compiled.facts.cache_argument) is not None)
+                check_prompt(model, read, mask, gives_cache(kwargs))
             token = current_call.set(call)
             try:
                 result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -165,7 +166,7 @@ class WrappedModel:
         batch_size: int,
         max_cache_length: int,
     ) -> Any:
-        model, argument = cast(PreTrainedModel, self), self.compiled.facts.cache_argument
+        model, argument = cast(PreTrainedModel, self), self.compiled.facts.generate_argument
         cache = model_kwargs.get(argument)
         if generation_config.use_cache is False and isinstance(cache, PagedCache):
             raise ValueError(f"generate: use_cache=False, and {argument} is a PagedCache; leave one of them out")
@@ -273,6 +274,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return run_forward(base.forward, self, args, kwargs)
 
+        forward = taking_old_names(forward, base.forward)
         forward.__signature__ = MethodSignature.of(base.forward)  # type: ignore[attr-defined]
 
         prepare: Any = base.prepare_inputs_for_generation  # type: ignore[attr-defined]
@@ -281,6 +283,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
             return cast(Any, base).prepare_inputs_for_generation(self, *args, **kwargs)  # it may be replaced
 
+        prepare_inputs_for_generation = taking_old_names(prepare_inputs_for_generation, prepare)
         prepare_inputs_for_generation.__signature__ = MethodSignature.of(prepare)  # type: ignore[attr-defined]
 
         def reduce_ex(self: Any, protocol: int) -> Any:
@@ -300,6 +303,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
             "forward": forward,
+            "generate": taking_old_names(WrappedModel.generate, cast(Any, base).generate),
             "prepare_inputs_for_generation": prepare_inputs_for_generation,
             "__reduce_ex__": reduce_ex,
             "__setstate__": setstate,

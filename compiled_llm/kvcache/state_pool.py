@@ -84,7 +84,7 @@ class StatePool:
             if entries > self.available:
                 raise OutOfStatesError(
                     f"{entries} states of rows are needed and {self.available} of {self.total} are available; "
-                    "drop or close() caches that you keep (past_key_values of outputs), whose rows hold a state each, "
+                    "drop or close() caches that you keep (those of outputs), whose rows hold a state each, "
                     "or wrap with a larger max_batch_size or kv_memory"
                 )
             self._reserved += entries

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.model.attention import NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
-from compiled_llm.model.layer_probe import Layer, cache_argument, index_places
+from compiled_llm.model.layer_probe import Layer, index_places
 from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
@@ -127,8 +128,9 @@ class ModelFacts:
     def forward(self) -> Forward:
         """The ``forward`` that the class defines now, taking pages, with the hooks that there are now."""
         windowed = with_windows(self.model_class.forward, self.layers)
-        reading = with_blocks(with_latents(windowed, self.layers), self.layers)
-        recurring = with_states(with_variants(reading, self.layers), self.states, self.cache_argument)
+        argument = self.cache_argument
+        reading = with_blocks(with_latents(windowed, self.layers, argument), self.layers, argument)
+        recurring = with_states(with_variants(reading, self.layers), self.states, argument)
         return with_hooks(recurring, self.hooks)
 
     def replaced_attention(self) -> str | None:
@@ -142,6 +144,11 @@ class ModelFacts:
     def cache_argument(self) -> str:
         """The name under which ``forward`` takes a cache."""
         return cache_argument(self.model_class.forward)
+
+    @cached_property
+    def generate_argument(self) -> str:
+        """The name under which ``generate`` keeps the cache among the model's inputs."""
+        return generate_argument(self.model_class.forward)
 
     @cached_property
     def hands_cache_back(self) -> bool:
@@ -209,7 +216,7 @@ def with_variants(forward: Forward, layers: Sequence[Layer]) -> Forward:
     return varied
 
 
-def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
+def with_latents(forward: Forward, layers: Sequence[Layer], argument: str) -> Forward:
     """Return a ``forward`` whose layers hand over latents, in place of a cache; mostly ``forward`` itself."""
     expansions = [layer.expansion for layer in layers]
     if not any(expansions):
@@ -222,10 +229,10 @@ def with_latents(forward: Forward, layers: Sequence[Layer]) -> Forward:
             latents, inputs = Latents(expansions, rows, pages), {**inputs, "attention_mask": rows.mask()}
         else:
             latents = Latents(expansions)
-        if isinstance(states := inputs.pop("past_key_values", None), RecurrentStates):
+        if isinstance(states := inputs.pop(argument, None), RecurrentStates):
             states.latents = latents
         cache = latents if states is None else states
-        return forward(model, paged_batch=paged_batch._replace(latents=latents), past_key_values=cache, **inputs)
+        return forward(model, paged_batch=paged_batch._replace(latents=latents), **{argument: cache}, **inputs)
 
     return handing_over
 
@@ -244,7 +251,7 @@ def with_states(forward: Forward, specs: Mapping[Place, StateSpec], argument: st
     return recurring
 
 
-def with_blocks(forward: Forward, layers: Sequence[Layer]) -> Forward:
+def with_blocks(forward: Forward, layers: Sequence[Layer], argument: str) -> Forward:
     """Return a ``forward`` whose layers keep index keys and choose blocks by them; mostly ``forward`` itself."""
     if not any(layer.block_size is not None for layer in layers):
         return forward
@@ -253,7 +260,7 @@ def with_blocks(forward: Forward, layers: Sequence[Layer]) -> Forward:
         rows, pages = _indexed(model, paged_batch, layers)
         cache = BlockChoices(rows, len(layers), pages)
         inputs["attention_mask"] = {"full_attention": None}  # or a mask would be made by the lengths of this cache
-        return forward(model, paged_batch=paged_batch._replace(indexed=rows), past_key_values=cache, **inputs)
+        return forward(model, paged_batch=paged_batch._replace(indexed=rows), **{argument: cache}, **inputs)
 
     return choosing
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation, state_beside_keys
 from compiled_llm.compat.recurrent_forwards import StatesNotFoundError
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
@@ -259,11 +260,6 @@ def _in_order(name: str, attending: Mapping[int, Layer], recurrent: Set[int], ex
             "attention of their own (Falcon, BLOOM, MPT, GPT-J, ...) cannot be wrapped"
         )
     return [layers[number] for number in range(expected)]
-
-
-def cache_argument(forward: Callable[..., Any]) -> str:
-    """Return the name under which a model's ``forward`` takes a cache."""
-    return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def _check_states(model: PreTrainedModel) -> None:

@@ -34,6 +34,7 @@ import compiled_llm
 from compiled_llm.compat import huggingface as compat
 from compiled_llm.huggingface.wrapped_model import WrappedModel
 from support.huggingface import vision
+from support.huggingface.cache_name import CACHE
 from support.huggingface.families import CLASSES, FAMILIES, make
 from support.huggingface.recurrent_families import ALL_RECURRENT, recurrent_model
 from support.in_threads import in_thread
@@ -104,7 +105,7 @@ def test_the_loops_get_what_they_need_by_name(model, watched):
     for name in ("_sample", "_beam_search", "_assisted_decoding"):
         calls = watched(name)
         generate(model, **CALLS.get(name, {}))
-        wanted = {"input_ids", "logits_processor", "stopping_criteria", "generation_config", "past_key_values"}
+        wanted = {"input_ids", "logits_processor", "stopping_criteria", "generation_config", CACHE}
         assert wanted <= calls[0].keys(), name
 
 
@@ -296,9 +297,9 @@ def test_a_users_cache_is_told_from_one_that_generate_made(model, watched):
     calls = watched("_sample")
     cache = DynamicCache(config=model.config)
     assert not compat.is_users_own(cache)
-    generate(model, past_key_values=cache)
+    generate(model, **{CACHE: cache})
     generate(model)
-    assert [compat.is_users_own(call["past_key_values"]) for call in calls] == [True, False]
+    assert [compat.is_users_own(call[CACHE]) for call in calls] == [True, False]
 
 
 def test_a_prefill_gives_the_logits_that_first_tokens_are_chosen_from(model, watched):
@@ -306,11 +307,11 @@ def test_a_prefill_gives_the_logits_that_first_tokens_are_chosen_from(model, wat
     tokens = generate(model)
     (call,) = calls
     cache = DynamicCache(config=model.config)
-    inputs = {**call["model_kwargs"], "past_key_values": cache, "attention_mask": None, "position_ids": None}
+    inputs = {**call["model_kwargs"], CACHE: cache, "attention_mask": None, "position_ids": None}
     with torch.no_grad():
         output = compat.prefill(model, call["input_ids"], call["generation_config"], inputs)
     assert output.logits[:, -1].argmax(-1).tolist() == tokens[:, IDS.shape[1]].tolist()
-    assert output.past_key_values is cache
+    assert output[CACHE] is cache
     assert cache.get_seq_length() == IDS.shape[1]
 
 

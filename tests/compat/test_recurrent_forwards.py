@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 
+from compiled_llm.compat.cache_names import NAMES
 from compiled_llm.compat.recurrent_forwards import FUNCTIONS, keeps_states
 from compiled_llm.model.layers.recurrent import RecurrentStates
 from support.huggingface.recurrent_families import RECURRENT, recurrent_model
@@ -48,9 +49,7 @@ def test_caches_are_asked_nothing_else(layers: list[type]) -> None:
         asked = {
             node.attr
             for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in ("cache_params", "past_key_values")
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in NAMES
         }
         assert asked
         assert asked - HARMLESS <= {*dir(RecurrentStates)}, layer

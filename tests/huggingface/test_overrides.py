@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM as Qwen3
 
 import compiled_llm
 from support.execution.model_changes import hook_by_accelerate
+from support.huggingface.cache_name import CACHE
 from support.huggingface.overriding import biased, prefer_tokens, shift_ids, shifted, skip_positions
 from support.huggingface.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -114,7 +115,7 @@ def test_a_mask_that_pages_do_not_take_goes_on_in_huggingfaces_forward():
 
         def prepare(input_ids: Tensor, **kwargs: Any) -> Any:
             inputs = original(input_ids, **kwargs)
-            seen, new = inputs["past_key_values"].get_seq_length(), inputs["input_ids"].shape[1]
+            seen, new = inputs[CACHE].get_seq_length(), inputs["input_ids"].shape[1]
             if seen > 12:
                 mask = torch.ones(len(input_ids), 1, new, seen + new, dtype=torch.bool)
                 mask[..., :9] = (
@@ -151,7 +152,7 @@ def test_more_tokens_than_generate_was_given_pages_for(seed):
 
         def prepare(input_ids: Tensor, **kwargs: Any) -> Any:
             inputs = original(input_ids, **kwargs)
-            if not inputs["past_key_values"].get_seq_length():
+            if not inputs[CACHE].get_seq_length():
                 ids = torch.cat([torch.arange(3, 43)[None].expand(len(input_ids), -1), inputs["input_ids"]], dim=1)
                 return {**inputs, "input_ids": ids, "attention_mask": None, "position_ids": None}
             return {**inputs, "attention_mask": None, "position_ids": None}

@@ -15,6 +15,7 @@ from torch import Tensor
 from compiled_llm.execution.reporting.slow_paths import WORDINGS, Reason, SlowPath
 from compiled_llm.huggingface import wrap
 from support.gpu import needs_cuda
+from support.huggingface.cache_name import CACHE
 from support.huggingface.generate_features import BETWEEN, FEATURES, PAGE, Feature, line, pair, paths_of, reasons
 from support.parity import assert_account_is_empty
 
@@ -26,7 +27,7 @@ def comparable(result: Any) -> Any:
     """A result without what is of another kind for a wrapped model, and without what masked tokens have."""
     if isinstance(result, (Tensor, tuple)):
         return result
-    left_out = ["past_key_values", *(["logits"] if isinstance(result.get("logits"), Tensor) else [])]  # of a forward
+    left_out = [CACHE, *(["logits"] if isinstance(result.get("logits"), Tensor) else [])]  # of a forward
     return {name: value for name, value in result.items() if name not in left_out}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 import compiled_llm
-from compiled_llm.model.layer_probe import cache_argument
+from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.model.probes.cache_probe import hands_cache_back
 from compiled_llm.model.version.module_tree import ModuleTree
 from support.huggingface.families import FAMILIES, make

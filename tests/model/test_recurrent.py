@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.compat.recurrent_forwards import FUNCTIONS, StatesNotFoundError, keeps_states, with_packed_rows
 from compiled_llm.model.layers.recurrent import RecurrentStates, StateMemory, StateProbe, StateRows
 from support.huggingface.dense_rows import NAME, DenseRows
@@ -46,13 +47,12 @@ class Packed:
         self._model, self._dense = model, DenseRows()
         if attends:
             model.set_attn_implementation(NAME)
-        names = inspect.signature(model.forward).parameters
-        self._cache = "past_key_values" if "past_key_values" in names else "cache_params"
+        self._cache, self._attends = cache_argument(model.forward), attends
 
     @torch.no_grad()
     def run(self, ids: Tensor, positions: Tensor, cache: RecurrentStates) -> Tensor:
         own: dict[str, Any] = {self._cache: cache}
-        if self._cache == "past_key_values":
+        if self._attends:
             own |= {"position_ids": positions, "dense": (self._dense, cache.rows)}
         logits: Tensor = self._model(input_ids=ids, use_cache=True, **own).logits
         return logits.flatten(0, 1)

@@ -64,7 +64,7 @@ class Starvation:
             return
         logger.warning(
             "compiled_llm: the engine's next request has waited %.0f s: it needs %d pages, and %d of %d are available; "
-            "drop caches that you keep (past_key_values of outputs), do not wait for it in a callback of generate, or "
+            "drop caches that you keep (those of outputs), do not wait for it in a callback of generate, or "
             "wrap with a larger kv_memory",
             *(seconds, needed, pool.available, pool.total),
         )

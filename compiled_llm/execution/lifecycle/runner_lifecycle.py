@@ -244,7 +244,7 @@ class ModelRunnerLifecycle:
             gc.collect()  # of caches that are no longer reachable
         if used := self._used_pages:
             raise RuntimeError(
-                f"{call}: caches hold {used} pages of the model (past_key_values of earlier outputs); drop them or "
+                f"{call}: caches hold {used} pages of the model (those of earlier outputs); drop them or "
                 f"close() them, and call {call} again"
             )
 

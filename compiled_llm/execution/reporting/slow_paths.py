@@ -217,7 +217,7 @@ WORDINGS: dict[SlowPath, Wording] = {
         "position_ids pack several sequences into a row",
         "Give each sequence a row of its own.",
     ),
-    "past_key_values": Wording("past_key_values is a {}", "Pass no cache, or one of model.compiled.new_cache()."),
+    "past_key_values": Wording("the cache is a {}", "Pass no cache, or one of model.compiled.new_cache()."),
     "position_ids": Wording(
         "position_ids do not count each row's unmasked tokens",
         "Leave position_ids out: they are counted from the mask.",

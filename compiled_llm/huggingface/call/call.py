@@ -92,7 +92,7 @@ class PagedCall(LoopArguments):
         ValueError if the cache does not fit the rows or their mask, or hidden tokens lie in a sliding window.
         """
         inputs = arguments.kwargs
-        cache, mask = inputs.get(runtime.facts.cache_argument), inputs.get("attention_mask")
+        cache, mask = inputs.get(runtime.facts.generate_argument), inputs.get("attention_mask")
         if not isinstance(cache, PagedCache):
             return None
         batch, tokens = inputs.get("inputs_embeds", arguments.input_ids).shape[:2]

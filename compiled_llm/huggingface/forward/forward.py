@@ -19,6 +19,7 @@ from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
+from compiled_llm.compat.cache_names import output_field
 from compiled_llm.compat.torch.dynamo import dynamo_watches
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
@@ -112,7 +113,7 @@ def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: 
         return output
     shown = np.ones((rows, columns), dtype=bool) if mask is None else copies().of(mask).numpy() != 0
     cache.end_prefill(shown, (on_host(last.expand(rows, 1))[:, 0] + 1).tolist())
-    output[self.compiled.facts.cache_argument] = cache
+    output[output_field(type(output))] = cache
     return output
 
 
@@ -211,7 +212,8 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         items = {NUM_ITEMS: arguments[NUM_ITEMS]} if NUM_ITEMS in arguments else {}
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **items)
-    output = _output_class(original)(loss=loss, logits=logits, **{argument: returned})
+    kind = _output_class(original)
+    output = kind(loss=loss, logits=logits, **{output_field(kind): returned})
     emitted.put_into(output)
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
@@ -246,7 +248,7 @@ def _pages_of(runtime: CompiledModel, cache: DynamicCache, arguments: Mapping[st
 
 
 @functools.lru_cache(maxsize=16)  # of classes that may come and go
-def _output_class(original: Callable[..., Any]) -> Callable[..., Any]:
+def _output_class(original: Callable[..., Any]) -> type[ModelOutput]:
     """Return the output class in the signature of the model's own forward."""
     returned = inspect.unwrap(original).__annotations__.get("return")
     classes = (kind for kind in get_args(returned) or (returned,) if isinstance(kind, type))
@@ -283,7 +285,7 @@ def _checked_forward(
     if embeddings is None:
         check_ids(arguments.get("input_ids"))
     if not cache.model_runner.is_of(model):
-        raise _foreign()
+        raise _foreign(runtime.facts.cache_argument)
     return cache.forward(
         arguments.get("input_ids"),
         arguments.get("attention_mask"),
@@ -298,12 +300,12 @@ def _checked_forward(
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
     """Raise ValueError, at the beginning of a call, unless a cache lies in the present pages of this model."""
     if cache.model_runner is not runtime.model_runner():
-        raise _foreign()
+        raise _foreign(runtime.facts.cache_argument)
 
 
-def _foreign() -> ValueError:
+def _foreign(argument: str) -> ValueError:
     return ValueError(
-        "past_key_values: this PagedCache belongs to another model, or to this one before it was moved, converted, "
+        f"{argument}: this PagedCache belongs to another model, or to this one before it was moved, converted, "
         "hooked, put to sleep or given more positions; begin with model.compiled.new_cache(), or with none"
     )
 

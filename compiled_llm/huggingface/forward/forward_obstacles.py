@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
@@ -44,6 +45,9 @@ _HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer", "streamer"})
 def by_name(original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's arguments by name, without those that are None."""
     arguments = {**dict(zip(_parameters(original)[1:], args, strict=False)), **kwargs}
+    own, of_generate = _cache_names(original)
+    if own != of_generate and of_generate in arguments:  # a model written for an older version
+        arguments[own] = arguments.pop(of_generate)
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -61,6 +65,11 @@ def _known_inputs(original: Callable[..., Any], cache_argument: str) -> frozense
 @functools.lru_cache(maxsize=16)  # of classes that may come and go
 def _parameters(original: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(original).parameters)
+
+
+@functools.lru_cache(maxsize=16)  # of classes that may come and go
+def _cache_names(original: Callable[..., Any]) -> tuple[str, str]:
+    return cache_argument(original), generate_argument(original)
 
 
 def forward_obstacle(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from compiled_llm.compat.cache_names import cache_in
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 
 
@@ -24,5 +25,5 @@ def hands_cache_back(
     cache, ids = DynamicCache(config=model.config), torch.zeros(1, 1, dtype=torch.long, device=model.device)
     with suppress(Exception), torch.no_grad():
         output = forward(without_layers, input_ids=ids, use_cache=False, return_dict=True, **{argument: cache})
-        return output.get(argument) is cache
+        return cache_in(output) is cache
     return True

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
+from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.compat.huggingface import index_keys
 from compiled_llm.compat.torch.tensors import fake_linear
 from compiled_llm.model.inputs import vocabulary_of
@@ -66,7 +67,7 @@ def _with_choices(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer
     if not blocks:
         return [*layers]
     cache = DynamicCache(config=model.config)
-    trial_forward(model, fake=False, use_cache=True, past_key_values=cache)
+    _forward_over(model, cache)
     found = [*layers]
     for number in blocks:
         keys = index_keys(cache.layers[number])
@@ -77,6 +78,11 @@ def _with_choices(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer
             )
         found[number] = layers[number]._replace(index_size=keys.shape[-1])
     return found
+
+
+def _forward_over(model: PreTrainedModel, cache: DynamicCache, fake: bool = False, **inputs: Any) -> None:
+    """Run a trial forward that fills a cache."""
+    trial_forward(model, fake, use_cache=True, **{cache_argument(type(model).forward): cache}, **inputs)
 
 
 class _WatchedCache(DynamicCache):
@@ -114,7 +120,7 @@ class _Expansions(TorchFunctionMode):
     def of(cls, model: PreTrainedModel, layers: Sequence[Layer], fake: bool) -> list[Layer]:
         watch = cls(model, layers)
         with observed(model, watch), watch:
-            trial_forward(model, fake, use_cache=True, past_key_values=watch._cache)
+            _forward_over(model, watch._cache, fake)
         return watch.found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +194,7 @@ class _ExpansionCheck:
         checked = cls(model, layer)
         with observed(model, checked), suppress(_Compared):
             ids = torch.arange(2, 6, device=model.device)[None] % vocabulary_of(model)  # padding may be zeros
-            trial_forward(model, fake=False, input_ids=ids, use_cache=True, past_key_values=checked.cache)
+            _forward_over(model, checked.cache, input_ids=ids)
 
     def mask(self, arguments: dict[str, Any]) -> None: ...
 

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from compiled_llm.compat.cache_names import RECURRENT_NAMES
+
 CHECKPOINTING = "gradient_checkpointing"
 """HuggingFace's flag of layers that use no cache in training mode, and compute again what gradients need."""
 
@@ -33,7 +35,7 @@ _PLAIN = (
 """What a condition may consist of: to find out whether it holds must call nothing."""
 
 
-_TOLD = frozenset({"cache_params is None", "self.config.use_cache"})
+_TOLD = frozenset({*(f"{name} is None" for name in RECURRENT_NAMES), "self.config.use_cache"})
 """What HuggingFace's recurrent models ask before they keep no states in training mode; our calls say that they do."""
 
 

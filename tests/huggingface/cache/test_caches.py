@@ -19,6 +19,7 @@ import compiled_llm
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.huggingface.cache.cache_columns import row_updates, with_only_kept, with_updates
 from compiled_llm.kvcache.errors import OutOfPagesError
+from support.huggingface.cache_name import CACHE
 from support.huggingface.callbacks import Raising
 from support.huggingface.pairs import OPTIONS, pair
 from support.noting import note_calls
@@ -368,7 +369,7 @@ OVER_AN_EMPTY_ONE: dict[str, tuple[Refused, type[Exception], str]] = {
     "use_cache=False": (
         generate(use_cache=False),
         ValueError,
-        "use_cache=False, and past_key_values is a PagedCache; leave one",
+        f"use_cache=False, and {CACHE} is a PagedCache; leave one",
     ),
     "router logits of a forward": (
         forward(output_router_logits=True),

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import compiled_llm
+from support.huggingface.cache_name import CACHE
 from support.huggingface.families import FAMILIES, make
 from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy
@@ -263,7 +264,7 @@ def test_what_a_call_asks_besides_logits(ids):
             for model, cache in zip(models, caches, strict=True)
         ]
         assert list(outs[1]) == list(outs[0])
-        pairs = [(outs[1][name], outs[0][name]) for name in outs[0] if name != "past_key_values"]
+        pairs = [(outs[1][name], outs[0][name]) for name in outs[0] if name != CACHE]
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, **CLOSE)
         assert outs[1].past_key_values is caches[1]

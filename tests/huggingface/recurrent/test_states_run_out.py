@@ -20,7 +20,7 @@ from support.parity import assert_account_is_empty
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 FAMILY = "Qwen3_5"
-WAY_OUT = r"close\(\) caches that you keep \(past_key_values of outputs\).* or wrap with a larger max_batch_size"
+WAY_OUT = r"close\(\) caches that you keep \(those of outputs\).* or wrap with a larger max_batch_size"
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from transformers import (
     StaticCache,
 )
 
+from support.huggingface.cache_name import CACHE
 from support.in_threads import in_thread
 from support.parity import mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
@@ -115,7 +116,7 @@ def two_thirds(batch: int, ids: Tensor) -> list[int]:
 
 def own_greedy(model: Any, input_ids: Tensor, generation_config: Any = None, **kwargs: Any) -> Tensor:
     """Take the most likely token, five times."""
-    kwargs = {name: kwargs[name] for name in ("attention_mask", "past_key_values") if kwargs.get(name) is not None}
+    kwargs = {name: kwargs[name] for name in ("attention_mask", CACHE) if kwargs.get(name) is not None}
     new = input_ids
     for _ in range(5):
         out = model(input_ids=new, use_cache=True, **kwargs)
@@ -123,7 +124,7 @@ def own_greedy(model: Any, input_ids: Tensor, generation_config: Any = None, **k
         input_ids = torch.cat([input_ids, new], dim=1)
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = torch.cat([kwargs["attention_mask"], torch.ones_like(new)], dim=1)
-        kwargs["past_key_values"] = out.past_key_values
+        kwargs[CACHE] = out[CACHE]
     return input_ids
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from support.huggingface.cache_name import CACHE
+
 BIAS = torch.linspace(0, 6, 128)
 Undo = Callable[[], None]
 INPUTS, KWARGS = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
@@ -67,7 +69,7 @@ def embed_prompt(model: PreTrainedModel) -> Undo:
     """The prompt comes as embeddings, as PEFT's learned prompts do."""
 
     def embedded(inputs: Any) -> Any:
-        if (cache := inputs.get("past_key_values")) is not None and cache.get_seq_length():
+        if (cache := inputs.get(CACHE)) is not None and cache.get_seq_length():
             return inputs
         embeddings: Tensor = model.get_input_embeddings()(inputs["input_ids"]).roll(1, dims=-1)
         return {**inputs, "input_ids": None, "inputs_embeds": embeddings}
