@@ -39,6 +39,7 @@ def _named_in(names: Collection[str], otherwise: str) -> str:
 
 _OF_GENERATE = _named_in(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters, NAMES[0])
 """What ``generate`` of this version calls it, for all models but Mamba's before 5.24."""
+_OF_OUTPUTS = _named_in([field.name for field in dataclasses.fields(CausalLMOutputWithPast)], _OF_GENERATE)
 
 
 def cache_argument(forward: Callable[..., Any]) -> str:
@@ -51,16 +52,9 @@ def generate_argument(forward: Callable[..., Any]) -> str:
     return _OF_GENERATE if NAMES[0] == _OF_GENERATE else cache_argument(forward)
 
 
-@functools.lru_cache(maxsize=64)  # of classes that may come and go
 def output_field(output: type[ModelOutput]) -> str:
     """Return the name under which outputs of a class have the cache."""
-    return _named_in([field.name for field in dataclasses.fields(output)], output_field_of_models())
-
-
-@functools.cache
-def output_field_of_models() -> str:
-    """Return the name under which HuggingFace's own outputs have it."""
-    return _named_in([field.name for field in dataclasses.fields(CausalLMOutputWithPast)], _OF_GENERATE)
+    return _named_in(getattr(output, "__dataclass_fields__", ()), _OF_OUTPUTS)
 
 
 def cache_in(output: ModelOutput) -> Cache | None:

@@ -303,13 +303,14 @@ class Sequences:
         if not self._call.config.return_dict_in_generate:
             return self.result()
         ids = self.result()
+        cache: dict[str, Any] = {output_field(GenerateDecoderOnlyOutput): self._call.cache}
         emitted = [] if self.step_states is None else self.step_states.read_steps(self.generated)
         output = GenerateDecoderOnlyOutput(
             sequences=ids,  # type: ignore[arg-type]
             scores=self.step_scores.scores(ids),  # type: ignore[arg-type]
             logits=self.step_scores.logits(self.generated),  # type: ignore[arg-type]
             hidden_states=tuple(step.hidden_states for step in emitted) if self._gives_states else None,  # type: ignore[arg-type]
-            **{output_field(GenerateDecoderOnlyOutput): self._call.cache},
+            **cache,
         )
         if names := emitted[0].by_name if emitted else ():
             output["emitted"] = {name: tuple(step.by_name[name] for step in emitted) for name in names}

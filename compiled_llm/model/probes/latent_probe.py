@@ -82,7 +82,7 @@ def _with_choices(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer
 
 def _forward_over(model: PreTrainedModel, cache: DynamicCache, fake: bool = False, **inputs: Any) -> None:
     """Run a trial forward that fills a cache."""
-    trial_forward(model, fake, use_cache=True, **{cache_argument(type(model).forward): cache}, **inputs)
+    trial_forward(model, fake, lambda: {cache_argument(type(model).forward): cache}, use_cache=True, **inputs)
 
 
 class _WatchedCache(DynamicCache):
