@@ -150,6 +150,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another model": (config(model_type="llama"), "of a llama, and the model is a qwen3"),
     "quantised": (config(quantization_config={"quant_method": "fp8"}), "in the folder are quantised"),
     "config": (lambda folder: (folder / "config.json").write_text("{"), "config.json' cannot be read as JSON"),
+    "another rotary embedding": (
+        config(rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        r"has rope_parameters=\{.*500000.0.*\}, and the model \{.*10000.0.*\}: the model would compute something else",
+    ),
+    "other attention": (
+        config(rms_norm_eps=1e-3, sliding_window=7, use_sliding_window=True, vocab_size=3, hidden_act="relu"),
+        "has hidden_act='relu', and the model 'silu'; rms_norm_eps=0.001, .*; sliding_window=7, .*; and 2 more: ",
+    ),
+    "wrong config": (config(hidden_size="many"), "config.json is no Qwen3Config: "),
     "list": (lambda folder: (folder / "config.json").write_text("[]"), "it is no object"),
     "index": (index("[" * 100_000), "index.json' cannot be read as JSON"),
     "no map": (index('{"weight_map": [1]}'), "has no weight_map"),
@@ -174,6 +183,45 @@ def test_a_folder_of_something_else_is_refused(damage: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=f"^update_weights: .*{message}"):
         NewWeights(model, folder)
     assert_equal(model, before)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^update_weights: '/a+…' cannot be read: File name too long"):
+        NewWeights(tiny_qwen3(0), Path("/" + "a" * 5000))
+
+    def locked(_: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", locked)
+    with pytest.raises(ValueError, match="cannot be read: Permission denied"):
+        NewWeights(tiny_qwen3(0), tmp_path)
+
+
+OF_A_TRAINER = {
+    "attention_dropout": 0.1,
+    "architectures": ["Other"],
+    "eos_token_id": 7,
+    "use_cache": False,
+    "dtype": "bfloat16",
+    "transformers_version": "4.50.0",
+    "of_a_later_version": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [OF_A_TRAINER, {"rope_parameters": None, "rope_theta": 10000, "rope_scaling": None}]
+)
+def test_a_config_that_computes_the_same_is_the_models(changes: dict[str, Any], tmp_path: Path) -> None:
+    """What trainers write otherwise, and the names of older versions."""
+    model, other = tiny_qwen3(0), tiny_qwen3(1)
+    folder = saved(other, tmp_path)
+    config(**changes)(folder)
+    file = folder / "config.json"
+    file.write_text(
+        json.dumps({name: value for name, value in json.loads(file.read_text()).items() if value is not None})
+    )
+    NewWeights(model, folder).write()
+    assert_equal(model, state(other))
 
 
 def test_an_expert_that_is_missing_is_refused(tmp_path: Path) -> None:

@@ -191,6 +191,7 @@ WRONG: list[tuple[str, bytes, int, str]] = [
     ("/update_weights", b'{"folder": "/", "wait": true}', 400, "unknown field `wait`"),
     ("/update_weights", b'{"folder": "\\u0000"}', 400, "folder="),
     ("/update_weights", b'{"folder": "/\\u0000"}', 400, "there is no folder"),
+    ("/update_weights", b'{"folder": "/%s"}' % (b"a" * 5000), 400, "aaa…' cannot be read: File name too long"),
     ("/sleep", b"{", 400, "truncated"),
     ("/sleep", b"[]", 400, "Expected `object`"),
     ("/sleep", b"\xff", 400, "malformed"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.huggingface import Misfits, load_checkpoint
+from compiled_llm.model.weights.config_of_weights import check_config
 from compiled_llm.model.weights.fused_weights import finish
 from compiled_llm.model.weights.weights_folder import StoredTensor, read_config, stored_tensors
 
@@ -36,7 +37,7 @@ class NewWeights:
         """
         self._model = model
         self._own = own = _own_tensors(model)
-        _check_config(model, read_config(folder))
+        check_config(model, read_config(folder))
         stored = stored_tensors(folder)
         _check_dtypes(stored, own)
         stand_in = _stand_in(own)
@@ -77,17 +78,6 @@ def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _refuse_quantised(why: str) -> None:
     raise ValueError(f"update_weights: the model is quantised ({why}), and files have other weights; load it again")
-
-
-def _check_config(model: PreTrainedModel, config: Mapping[str, Any]) -> None:
-    kind = config.get("model_type", model.config.model_type)
-    if kind != model.config.model_type:
-        raise ValueError(
-            f"update_weights: the folder's config.json is of a {kind}, and the model is a {model.config.model_type}; "
-            "give weights of the same model"
-        )
-    if config.get("quantization_config") is not None:
-        raise ValueError("update_weights: the weights in the folder are quantised; give weights as they are trained")
 
 
 def _check_dtypes(stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_BYTES = 2**26
 """Of a file of JSON; the index of a model with a million tensors has less."""
+_LONGEST_SHOWN = 200
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _ADAPTER = "adapter_model.safetensors"
 
@@ -38,8 +39,6 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     ValueError if it is no folder of weights, or a file is missing, damaged or no safetensors.
     """
-    if not folder.is_dir():
-        raise ValueError(f"update_weights: there is no folder {str(folder)!r}; give one with weights in safetensors")
     if (folder / _WHOLE).is_file():
         return _stored(folder / _WHOLE)
     if (folder / _INDEX).is_file():
@@ -48,9 +47,26 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Return the config in a folder, empty if there is none; ValueError if it cannot be read."""
+    """Return the config in a folder, empty if there is none; ValueError if there is no folder, or it cannot be read."""
+    _check_folder(folder)
     path = folder / "config.json"
     return _json(path) if path.is_file() else {}
+
+
+def _check_folder(folder: Path) -> None:
+    """Check that a folder can be looked into; ValueError if it is none, or the system refuses its name."""
+    try:
+        if folder.is_dir():
+            next(folder.iterdir(), None)
+            return
+    except OSError as error:
+        raise ValueError(f"update_weights: {_shown(folder)} cannot be read: {error.strerror}; give another") from error
+    raise ValueError(f"update_weights: there is no folder {_shown(folder)}; give one with weights in safetensors")
+
+
+def _shown(folder: Path) -> str:
+    name = str(folder)
+    return repr(name if len(name) <= _LONGEST_SHOWN else f"{name[:_LONGEST_SHOWN]}…")
 
 
 def _way_out(folder: Path) -> str:
