@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
@@ -21,6 +23,7 @@ from transformers import (
     WatermarkingConfig,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.utils import output_capturing
 
 import compiled_llm
 from compiled_llm.execution.reporting.slow_paths import WORDINGS
@@ -104,6 +107,10 @@ class Feature(NamedTuple):
     because: str = ""
 
 
+CHOSEN = [0, -1] if hasattr(output_capturing, "selected_hidden_states") else True
+"""Of hidden states. Transformers 5.17 counts them from the first layer's output on, and none from the end."""
+SKIPS_PROMPTS = "prompt_ignore_length" in inspect.getsource(GenerationMixin._get_logits_processor)
+"""Whether ``repetition_penalty`` knows where an answer to embeddings begins: those of transformers 5.17 do not."""
 LABELS_FIRST_UNMASKED = inputs()["input_ids"].masked_fill(inputs()["attention_mask"] == 0, -100)
 POSITIONS = torch.arange(2, 20, 2)[None], torch.arange(9) + torch.tensor([[0], [3], [40]])
 HALVES = torch.arange(9)[None] / 2
@@ -333,7 +340,7 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature(
             "`inputs_embeds` with beams, or with padding and `repetition_penalty`",
-            [of_embeddings(num_beams=2), of_embeddings(repetition_penalty=1.4)],
+            [of_embeddings(num_beams=2), *([of_embeddings(repetition_penalty=1.4)] if SKIPS_PROMPTS else [])],
         ),
         Feature("`inputs_embeds` of a padded prompt with `prompt_lookup_num_tokens`", [padded_lookup]),
         Feature("a new or closed `PagedCache`", [over_a_paged_cache()]),
@@ -471,7 +478,7 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature(
             "`output_hidden_states`, all or chosen ones",
-            [forward(output_hidden_states=asked, attention_mask=None) for asked in (True, [0, -1])],
+            [forward(output_hidden_states=asked, attention_mask=None) for asked in (True, CHOSEN)],
         ),
         Feature("`output_attentions`", [forward(output_attentions=True)], model={"attn_implementation": "eager"}),
         Feature("under gradients: training, adapters", [under_gradients]),
