@@ -82,7 +82,7 @@ class ModelCheck:
     def _check_no_obstacle(self) -> Placement:
         """Return the model's placement: to find it, all modules are walked."""
         self._check_device()
-        placement = self._runtime.facts.version.placement
+        placement = self._runtime.placement()
         if (reason := self.obstacle(placement)) is not None:
             raise RuntimeError(reason)
         return placement

@@ -15,17 +15,14 @@ from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, forget_inner_calls, note_inner_calls, wrapped_class
-from compiled_llm.model.attention import BATCH_ARGUMENT
-from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.checks import check_attention, check_layers, check_model, check_placement, settled
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.layer_probe import probe_layers
 from compiled_llm.model.layers.experts import experts_of
 from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
-from compiled_llm.model.probes.mask_probe import check_patterns
+from compiled_llm.model.probes.layers_of import layers_of
 from compiled_llm.model.probes.position_probe import default_positions
 from compiled_llm.model.refusals import leading_to_explain
-from compiled_llm.model.weights.foreign_weights import changes_in_first_call, check_weights
+from compiled_llm.model.weights.foreign_weights import check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder
 from compiled_llm.model.weights.invariance import check_invariance
 
@@ -75,10 +72,8 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     if config.uses_trees_on(checked.device.type):
         prepare_cudagraph_trees()
     with leading_to_explain():
-        with paged_attention_in(checked), LinearRecorder() as recorder:
-            fake = not changes_in_first_call(checked)
-            layers, states = probe_layers(checked, BATCH_ARGUMENT, fake, config.variants or {})
-        layers = check_patterns(checked, layers)
+        recorder = LinearRecorder()
+        layers, states = layers_of(checked, config.variants or {}, recorder)
     config = settled(config, layers, checked)
     check_layers(checked, layers, config, states)
     if config.batch_invariant:

@@ -181,7 +181,7 @@ class WrappedModel:
             rows,
             whole_limit(max_cache_length),
         )
-        placement = self.compiled.facts.version.placement
+        placement = self.compiled.placement()
         reason = original_path(choice, placement)
         if (theirs := reason or choice.prefill) is not None:
             check_hooks_run("generate", self.compiled.facts.hooks, theirs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, cast
@@ -21,9 +21,12 @@ from compiled_llm.model.layer_probe import Layer, index_places
 from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
+from compiled_llm.model.layers.variants import VariantLayers
 from compiled_llm.model.probes.autocast_probe import AutocastProbe
 from compiled_llm.model.probes.cache_probe import hands_cache_back
-from compiled_llm.model.probes.position_probe import DefaultPositions
+from compiled_llm.model.probes.layers_of import as_if_unwrapped, layers_of
+from compiled_llm.model.probes.position_probe import DefaultPositions, default_positions
+from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.sizes import MaxPositions, max_positions_of
 from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
@@ -34,13 +37,13 @@ from compiled_llm_ops.kernels.latent.latent_tiling import missing_expanded
 Forward = Callable[..., Any]
 """A model class's own ``forward``."""
 
-Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions, Mapping[Place, StateSpec]]
+Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions, Mapping[Place, StateSpec], bool]
 """The arguments of ``ModelFacts.of`` after a model and its forward."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The properties of a model; it keeps no model alive.
+    """The properties of a model, as they were when its probes ran; it keeps no model alive.
 
     Attributes:
         reference: to the model.
@@ -50,6 +53,7 @@ class ModelFacts:
         default_positions: how it numbers tokens without ``position_ids``.
         states: what recurrent layers keep of a row.
         hooks: the traced hooks on its modules; a copy of the model begins without.
+        refused: why the model, as it is since its probes ran again, cannot run over pages; None if it can.
     """
 
     reference: weakref.ref[PreTrainedModel]
@@ -61,6 +65,8 @@ class ModelFacts:
     default_positions: DefaultPositions = "columns"
     states: Mapping[Place, StateSpec] = field(default_factory=dict)
     hooks: TracedHooks = field(default_factory=TracedHooks)
+    refused: UnsupportedModelError | None = None
+    _probed: int = 0
     _positions: MaxPositions = field(default_factory=MaxPositions)
 
     @classmethod
@@ -72,7 +78,9 @@ class ModelFacts:
         fused_groups: Sequence[FusedGroup] = (),
         default_positions: DefaultPositions = "columns",
         states: Mapping[Place, StateSpec] = MappingProxyType({}),
+        hold: bool = True,
     ) -> ModelFacts:
+        """Return what was learnt of a model; unless it is known to ``hold``, the probes run again before it is used."""
         switch = AttentionSwitch(model)
         hooks = TracedHooks()
         version = ModelVersion(model, len(layers), walked=switch.find_configs, held=hooks.tensors)
@@ -86,12 +94,31 @@ class ModelFacts:
             default_positions,
             states,
             hooks,
+            _probed=version.probed if hold else 0,
         )
 
     @property
     def learnt(self) -> Learnt:
         """The part that a copy of the model, or one read from a file, need not learn again."""
-        return self.layers, self.fused_groups, self.default_positions, self.states
+        return self.layers, self.fused_groups, self.default_positions, self.states, self.hold
+
+    @property
+    def hold(self) -> bool:
+        """Whether the model's probes would find the same, as far as what they read tells; at no cost worth a look."""
+        return self.version.probed == self._probed
+
+    def learnt_again(self, variants: VariantLayers) -> ModelFacts:
+        """Return the facts of the model as it is now, by its probes; what is the same stays the same objects."""
+        probed, model = self.version.probed, self.model
+        try:
+            with self.attention.original(), as_if_unwrapped(model, self.model_class) as unwrapped:
+                layers, states = layers_of(unwrapped, variants)
+                positions = default_positions(unwrapped)
+        except UnsupportedModelError as error:
+            return replace(self, refused=error, _probed=probed)
+        same = (tuple(layers), states) == (self.layers, self.states)
+        kept = (self.layers, self.states) if same else (tuple(layers), states)
+        return replace(self, layers=kept[0], states=kept[1], default_positions=positions, refused=None, _probed=probed)
 
     @property
     def max_positions(self) -> int:

@@ -81,6 +81,11 @@ class BackgroundCompilation:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
+    def learn(self, facts: ModelFacts) -> None:
+        """Compile for other facts of the model from now on."""
+        with self._lock:
+            self._facts, self._compiled = facts, None
+
     def begin(self, steps: Iterable[StepKey], rows: int) -> None:
         """Begin to compile prefill and decode steps, with room for so many rows; those of earlier calls, too."""
         with self._lock:
@@ -141,13 +146,12 @@ class BackgroundCompilation:
 
     def _compile(self) -> bool:
         """Compile all that is asked for by the end of it; False if it needs room for other rows by then."""
-        began, made_for, rows = time.monotonic(), self._facts.version.placement, self._rows
+        began, facts, rows = time.monotonic(), self._facts, self._rows
+        made_for = facts.version.placement
         thread, memory = CallingThread(self._facts.model.device, awaited=False), _PAGES * self._config.page_size
         config = replace(self._config, eager_first=False, progress=False, kv_memory=f"{memory} tokens")
-        programs = Programs(
-            config, self._facts, self._facts.model.device, compilers=max(1, torch.get_num_threads() - 1)
-        )
-        model_runner = thread.call(ModelRunner, self._facts, config, thread, Events(), programs, max_rows=rows)
+        programs = Programs(config, facts, facts.model.device, compilers=max(1, torch.get_num_threads() - 1))
+        model_runner = thread.call(ModelRunner, facts, config, thread, Events(), programs, max_rows=rows)
         thread.call(model_runner.prefill.make_ready)
         steps: list[StepKey] = []
         while missing := [step for step in self._wanted if step not in steps]:
@@ -157,7 +161,7 @@ class BackgroundCompilation:
         programs.drop_tensors()
         seconds = time.monotonic() - began
         with self._lock:
-            if rows != self._rows or len(steps) < len(self._wanted):
+            if rows != self._rows or facts is not self._facts or len(steps) < len(self._wanted):
                 return False
             self._compiled, self._thread = _Compiled(programs, made_for, steps, time.monotonic()), None
         logger.info("compiled_llm: compiled in the background, in %.0f s; new answers use it from now on", seconds)

@@ -24,6 +24,7 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.memory import reserved_bytes
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.version.model_version import Placement
 from compiled_llm.model.weights.host_weights import HostWeights
 
@@ -84,6 +85,32 @@ class ModelRunnerLifecycle:
         """Have room for so many rows; a runner that has less is made again when it is next needed."""
         self._max_rows = max(self._max_rows, rows)
 
+    @property
+    def facts(self) -> ModelFacts:
+        """Those of the model at the last ``placement``."""
+        return self._facts
+
+    def placement(self) -> Placement:
+        """Return the model's placement at this moment, for which the ``facts`` hold: probes run again if need be."""
+        placement = self._facts.version.placement  # first: it finds other modules
+        if self._weights is None and not self._facts.hold:
+            with self._allocation:
+                self._learn()
+        return placement
+
+    def _learn(self) -> None:
+        """Run the model's probes again, unless another thread has; a model runner of other facts is made again."""
+        before = self._facts
+        if before.hold:
+            return
+        if self.present is not None:
+            self.present.thread.call(self.present.settle)  # probes wait for the device
+        self._facts = before.learnt_again(self._config.variants or {})
+        if self._facts.layers is not before.layers:
+            self._made_for, self._kept = (), None
+            if self.compiling is not None:
+                self.compiling.learn(self._facts)
+
     def current(self, placement: Placement | None = None) -> ModelRunner:
         """Return the model runner; made at the first call, and again if the model was moved, converted or hooked.
 
@@ -98,8 +125,11 @@ class ModelRunnerLifecycle:
         return self._current(placement)
 
     def _current(self, placement: Placement | None = None) -> ModelRunner:
+        made_for = placement or self.placement()
+        if (refused := self._facts.refused) is not None:
+            raise UnsupportedModelError(str(refused), refused.cause)
         with self._allocation:
-            model_runner, made_for = self.present, placement or self._facts.version.placement
+            model_runner = self.present
             if model_runner is None or not self._still_fits(model_runner, made_for):
                 if model_runner is not None:
                     self._events.started_again()
@@ -118,7 +148,7 @@ class ModelRunnerLifecycle:
         """Return whether ``model_runner`` is that of the model as it is now, as for ``current``; makes none."""
         if model_runner is not self.present:
             return False
-        return self._still_fits(model_runner, placement or self._facts.version.placement)
+        return self._still_fits(model_runner, placement or self.placement())
 
     def _still_fits(self, model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> bool:
         return (

@@ -56,7 +56,6 @@ class Runtime:
         Raises:
             ValueError: the artifacts cannot be used.
         """
-        self.facts = facts
         self.config = config
         self.home = HomeProcess()
         self.counters = Counters()
@@ -184,6 +183,15 @@ class Runtime:
         return {} if self._model_runner is None else self._model_runner.graph_manager.programs.graph_counts()
 
     # ---- used by the parts of the package that run on a wrapped model
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is known of the model since the last ``placement``."""
+        return self.runner_lifecycle.facts
+
+    def placement(self) -> Placement:
+        """Return the model's placement at this moment, as ``ModelRunnerLifecycle.placement``."""
+        return self.runner_lifecycle.placement()
 
     def check_sizes(self, name: str, sizes: Iterable[int]) -> None:
         """Check that the batch sizes of the argument ``name`` are whole numbers between 1 and ``max_batch_size``."""

@@ -69,7 +69,7 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     with _in_progress(runtime):
         if isinstance(cache, PagedCache):
             return _run_over(cache, original, self, arguments)
-        placement = runtime.facts.version.placement  # once: to find it, all modules are walked
+        placement = runtime.placement()  # once: to find it, all modules are walked
         reason = original_reason() or forward_obstacle(original, self, arguments, placement)
         reason = reason or fitting(runtime, arguments, placement)
         if reason is None:
@@ -122,7 +122,7 @@ def _run_over(cache: PagedCache, original: Any, self: Any, arguments: Mapping[st
     runtime, call = self.compiled, current_call.get()
     check_ready(runtime.facts.version)
     replaceable = call is not None and any(made is cache for made in call.caches)
-    reason = forward_obstacle(original, self, arguments, runtime.facts.version.placement)
+    reason = forward_obstacle(original, self, arguments, runtime.placement())
     if reason is None:
         if call is None:  # a call of generate goes on as it began
             check_belongs(runtime, cache)
@@ -306,7 +306,8 @@ def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:
 def _foreign(argument: str) -> ValueError:
     return ValueError(
         f"{argument}: this PagedCache belongs to another model, or to this one before it was moved, converted, "
-        "hooked, put to sleep or given more positions; begin with model.compiled.new_cache(), or with none"
+        "hooked, put to sleep or given more positions or other windows; begin with model.compiled.new_cache(), or with "
+        "none"
     )
 
 

@@ -31,7 +31,7 @@ def forward_reasons(model: PreTrainedModel, facts: ModelFacts, placement: Placem
 def inner_reasons(facts: ModelFacts, placement: Placement | None = None) -> Iterator[Reason]:
     """Yield why HuggingFace's own modules have to run: hooks look into them, they mix tokens, or they train.
 
-    Or they attend by a function of the user's.
+    Or they attend by a function of the user's, or see other tokens than pages can serve.
     """
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
@@ -40,6 +40,8 @@ def inner_reasons(facts: ModelFacts, placement: Placement | None = None) -> Iter
         yield Reason("inner_hooks", hooked)
     if mixing is not None:
         yield Reason("mixed_tokens", mixing)
+    if facts.refused is not None:
+        yield Reason("cannot_run", str(facts.refused))
     if (name := facts.replaced_attention()) is not None:
         yield Reason("attn_implementation", name)
     if training is not None:

@@ -27,15 +27,19 @@ class Contents:
     and those in attributes and containers.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, values: Iterable[Any]) -> None:
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Collection[Any]] = []
-        names = ((vars(module), name) for module in modules for name in names_read(module))
-        found = self._find(held[name] for held, name in names if name not in WRITTEN_BY_GENERATE)
-        registered = (held.values() for module in modules for held in (module._parameters, module._buffers))
-        tensors = [tensor for tensor in chain(found, *registered) if tensor is not None]
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._tensors = [tensor for tensor in self._find(values) if not tensor.is_inference()]
         self._known, self._versions = self._now(), self._versions_now()
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module]) -> Contents:
+        """Return those of the attributes of modules, and their tensors."""
+        names = ((vars(module), name) for module in modules for name in names_read(module))
+        held = (attributes[name] for attributes, name in names if name not in WRITTEN_BY_GENERATE)
+        registered = (held.values() for module in modules for held in (module._parameters, module._buffers))
+        return cls(chain(held, *registered))
 
     def valid(self) -> bool:
         """Whether containers hold the same objects, and no tensor was written to."""

@@ -11,11 +11,13 @@ gets another number, and is remembered as it is now. Whoever relies on a part ke
 | ``code`` | ``forward`` of all classes; methods and torch's functions, if traced | ``GraphManager.check_model`` |
 | ``values`` | these; other modules' attributes, containers, writes to tensors | ``ModelRunner.forget_changed`` |
 | ``placement`` | device, dtype, the hooks of inner modules | ``ModelRunnerLifecycle.current`` |
+| ``probed`` | configs, attributes of attention and what is around it | ``ModelRunnerLifecycle.placement`` |
 
 The first drops CUDA graphs, and lays weights that are multiplied as one out again. The second traces all layers, also
 those that an equal one stood for. The third compiles all programs again, the fourth forgets the keys and values of
-earlier texts. The last makes another model runner; it is no part of a look, but compared whenever it is asked for, by
-any thread: that is before a path is chosen, together with the ``obstacles`` to ours.
+earlier texts. The fifth makes another model runner, the last runs the probes of ``wrap`` again; these are no part of a
+look, but compared whenever they are asked for, by any thread: that is before a path is chosen, together with the
+``obstacles`` to ours.
 
 A look begins when a decode step is made (not when it is repeated), at each prefill, after code of the user's has run
 (a streamer, a criterion, a processor), and every 0.1 s while an engine runs. Writes through ``.data`` or into tensors
@@ -40,6 +42,7 @@ from compiled_llm.model.version.code import Code, Place, places_of
 from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.module_tree import Hooks, ModuleTree, Obstacles
+from compiled_llm.model.version.probed_state import ProbedState, said
 from compiled_llm.model.version.tensors import Tensors
 from compiled_llm.model.version.training import Difference
 
@@ -81,7 +84,8 @@ class ModelVersion:
         self._lock = lock()  # a runner may be made while the loop of another one runs
         self._numbers = itertools.count(1)
         self._code = Code()
-        self._tensors = self._layers = self._rest = self._functions = self._remembered_at = 0
+        self._said: tuple[str, ...] = ()
+        self._tensors = self._layers = self._rest = self._functions = self._remembered_at = self._probed = 0
 
     def look(self) -> None:
         """Begin a look: all is compared again when it is next asked for."""
@@ -116,7 +120,7 @@ class ModelVersion:
             self._compare_code()
             number = max(self._tensors, self._layers, self._rest, self._functions)
             if number != self._remembered_at:  # attributes may hold other containers and tensors now
-                self._known.tensors, self._known.contents = Tensors(self._modules()), Contents(self._modules())
+                self._known.tensors, self._known.contents = Tensors(self._modules()), Contents.of(self._modules())
                 self._remembered_at = number
             return number
 
@@ -174,6 +178,17 @@ class ModelVersion:
         return {*map(type, self._modules())}
 
     # ---- at any moment, from any thread
+
+    @property
+    def probed(self) -> int:
+        """Another number whenever the probes of ``wrap`` may find something else in the model."""
+        model, known = self._require_model(), self._known
+        with self._lock:
+            if known.probed is None or not known.probed.valid():
+                known.probed, now = ProbedState(model), said(model)
+                if now != self._said:
+                    self._said, self._probed = now, next(self._numbers)
+            return self._probed
 
     @property
     def placement(self) -> Placement:
@@ -240,7 +255,7 @@ class ModelVersion:
         if known.has_its_rest(type(model)) and writes == known.writes:
             return
         assert known.others is not None, "modules have been compared"
-        known.others, known.contents = ModuleState(known.others.modules, root=model), Contents(self._modules())
+        known.others, known.contents = ModuleState(known.others.modules, root=model), Contents.of(self._modules())
         known.kind, known.writes, self._rest = type(model), writes, next(self._numbers)
 
     def _compare_code(self) -> None:
@@ -256,6 +271,7 @@ class ModelVersion:
             self._walked(model)
             known.tree = ModuleTree(model, self._layer_count)
             self._code.watch(places_of(self.classes()))
+            known.probed = None
             if known.layers is not None and known.layers.modules != known.tree.layers:
                 known.layers = None
             known.let_go()
@@ -283,6 +299,7 @@ class _Remembered:
     others: ModuleState | None = None
     tensors: Tensors | None = None
     contents: Contents | None = None
+    probed: ProbedState | None = None
     kind: type | None = None
     held: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
@@ -305,5 +322,5 @@ class _Remembered:
         self.compared.clear()
 
     def forget(self) -> None:
-        self.tree = self.layers = None
+        self.tree = self.layers = self.probed = None
         self.let_go()

@@ -14,7 +14,7 @@ from compiled_llm.model.version.training import CHECKPOINTING
 _CHECKPOINTING = (CHECKPOINTING, "_gradient_checkpointing_func")
 # The last one says whether HuggingFace has initialized a module's weights; no forward reads it. From flags of training
 # nothing follows in calls that our programs serve.
-_UNREAD = frozenset(vars(nn.Module())) | {*_CHECKPOINTING, "_is_hf_initialized"}
+UNREAD = frozenset(vars(nn.Module())) | {*_CHECKPOINTING, "_is_hf_initialized"}
 _UNREAD_BY_LINEAR = frozenset({"in_features", "out_features"})
 _HOLDERS = ("_modules", "_parameters", "_buffers")
 
@@ -55,7 +55,7 @@ class ModuleState:
 
     def _now(self) -> list[Any]:
         values = map(dict.get, self._owners, self._names)
-        lengths = *map(len, self._attributes), *map(_read_length, self._checkpointing)
+        lengths = *map(len, self._attributes), *map(read_length, self._checkpointing)
         return [*map(type, self.modules), *map(vars, self.modules), *lengths, *values]
 
     def _tensor_names_now(self) -> list[str]:
@@ -64,10 +64,10 @@ class ModuleState:
 
 def names_read(module: nn.Module) -> list[str]:
     """Return the names of the attributes that a module's code may read."""
-    unread = _UNREAD | _UNREAD_BY_LINEAR if type(module) is nn.Linear else _UNREAD
+    unread = UNREAD | _UNREAD_BY_LINEAR if type(module) is nn.Linear else UNREAD
     return [name for name in vars(module) if name not in unread]
 
 
-def _read_length(attributes: dict[str, Any]) -> int:
+def read_length(attributes: dict[str, Any]) -> int:
     """Return how many attributes a module has, without those that begin to exist once gradients are checkpointed."""
     return len(attributes) - sum(name in attributes for name in _CHECKPOINTING)

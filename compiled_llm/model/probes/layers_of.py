@@ -1,0 +1,40 @@
+"""Runs the probes that tell a model's layers: when it is wrapped, and when what they read has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from transformers import PreTrainedModel
+
+from compiled_llm.model.attention import BATCH_ARGUMENT
+from compiled_llm.model.attention_switch import paged_attention_in
+from compiled_llm.model.layer_probe import Probed, probe_layers
+from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
+from compiled_llm.model.layers.variants import VariantLayers
+from compiled_llm.model.probes.mask_probe import check_patterns
+from compiled_llm.model.shallow_copies import shallow_copy
+from compiled_llm.model.weights.foreign_weights import changes_in_first_call
+
+
+def layers_of(
+    model: PreTrainedModel, variants: VariantLayers, watch: AbstractContextManager[object] | None = None
+) -> Probed:
+    """Return the layers of a model that is not wrapped; UnsupportedModelError if it cannot run over pages.
+
+    ``watch`` is entered for the first trial forward.
+    """
+    with paged_attention_in(model), watch or nullcontext():
+        fake = not changes_in_first_call(model)
+        layers, states = probe_layers(model, BATCH_ARGUMENT, fake, variants)
+    return Probed(check_patterns(model, layers), states)
+
+
+@contextmanager
+def as_if_unwrapped(model: PreTrainedModel, model_class: type[PreTrainedModel]) -> Iterator[PreTrainedModel]:
+    """Yield a model of its own class with the modules of a wrapped one, which are as they were for the block."""
+    as_they_were(model)
+    try:
+        yield shallow_copy(model, model_class)
+    finally:
+        let_layers_pack(model)

@@ -1,0 +1,85 @@
+"""What the probes of ``wrap`` read of a model: its configs, and the attributes of what attends and what calls that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
+from compiled_llm.model.version.contents import Contents
+from compiled_llm.model.version.module_state import UNREAD, read_length
+from compiled_llm.model.version.module_tree import same
+
+_CONTAINERS = (list, tuple, dict)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, *_CONTAINERS)
+_UNPROBED = frozenset(
+    {
+        *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "_output_attentions"),
+        *("output_router_logits", "_attn_implementation_internal", "_experts_implementation_internal"),
+        *("_name_or_path", "transformers_version", *WRITTEN_BY_GENERATE),
+    }
+)
+"""Attributes that trainers and calls change, and that say nothing of what a token sees."""
+
+
+class ProbedState:
+    """That state, remembered as it is now; it keeps no model alive that is not among its modules."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._attributes = [vars(module) for _, module in _asked(model)]
+        read = [(held, name) for held in self._attributes for name, value in held.items() if _is_read(name, value)]
+        self._owners, self._names = [owner for owner, _ in read], [name for _, name in read]
+        self._known, self._known_configs = self._now(), self._configs_now()
+        lists = (owner[name] for owner, name in read if isinstance(owner[name], _CONTAINERS))
+        self._contents = Contents([*_configs(model), *lists])
+
+    def valid(self) -> bool:
+        """Whether all of it is as it was, as far as a quick comparison tells; ``said`` tells whether that matters."""
+        plain = _equal(self._known, self._now()) and same(self._known_configs, self._configs_now())
+        return plain and self._contents.valid()
+
+    def _now(self) -> list[Any]:
+        return [*map(read_length, self._attributes), *map(dict.get, self._owners, self._names)]
+
+    def _configs_now(self) -> list[Any]:
+        return list(map(dict.get, self._attributes, repeat("config")))
+
+
+def said(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return what the probes read, in words that are the same if their answers are."""
+    configs = (f"{type(config).__name__}: {_plain(vars(config))}" for config in _configs(model))
+    modules = (f"{name} {type(module).__name__}: {_plain(vars(module))}" for name, module in _asked(model))
+    return (*configs, *modules)
+
+
+def _equal(before: list[Any], now: list[Any]) -> bool:
+    try:
+        return before == now
+    except RuntimeError:  # a number has become a tensor
+        return False
+
+
+def _is_read(name: str, value: Any) -> bool:
+    return isinstance(value, _PLAIN) and name not in UNREAD and name not in _UNPROBED
+
+
+def _plain(attributes: dict[str, Any]) -> str:
+    return repr(sorted((name, value) for name, value in attributes.items() if _is_read(name, value)))
+
+
+def _asked(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that say which layer they are, those around them, and the models that these are in."""
+    for name, module in model.named_modules():
+        around = any("layer_idx" in vars(inner) for inner in module._modules.values() if inner is not None)
+        if around or "layer_idx" in vars(module) or isinstance(module, PreTrainedModel):
+            yield name, module
+
+
+def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    held = [vars(module).get("config") for _, module in _asked(model)]
+    return list({id(config): config for config in held if isinstance(config, PretrainedConfig)}.values())
