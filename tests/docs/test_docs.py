@@ -3,10 +3,10 @@
 All blocks of a page share one namespace and run in order, on the CPU and in `mode="eager"` unless they name a mode,
 whose graphs run as Dynamo leaves them.
 They find nothing but what the line at the top of the page makes if it is pasted, `model` and `tokenizer`; pages without
-that line load a model themselves. The model that they name, and the demo model, is a tiny one here. What a line prints
-is compared where the line says so: `print(x)  # -> 3`. A block that cannot run here has a line before it:
-`<!-- skip: the reason -->`; `ALLOWED_SKIPS` says how many there may be. If the reason is `needs PACKAGE`, the block
-runs where that is installed (`tox -e quantised`).
+that line load a model themselves. The model that they name, and the demo model, is a tiny one here; with `--whole`,
+pages that name the demo model run with that one, too. What a line prints is compared where the line says so:
+`print(x)  # -> 3`. A block that cannot run here has a line before it: `<!-- skip: the reason -->`; `ALLOWED_SKIPS` says
+how many there may be. If the reason is `needs PACKAGE`, the block runs where that is installed (`tox -e quantised`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ CHAT = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 WITH_CODE = [page for page in PAGES if blocks_of(page)]
+WITH_DEMO = [page for page in WITH_CODE if re.search(r"^[^#\n]*compiled_llm\.demo\(\)", page.read_text(), re.MULTILINE)]
 
 
 @pytest.fixture(scope="session")
@@ -53,13 +54,20 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def model_folder(request: pytest.FixtureRequest) -> Path:
+    """What pages find as the demo model, by the name of a fixture."""
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
+@pytest.fixture
 def namespace(
-    page: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Any]]:
     """What the blocks of a page find: what its top says, once it is pasted."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / HUB_ID).parent.mkdir()
-    (tmp_path / HUB_ID).symlink_to(tiny_folder)  # from_pretrained takes a folder of that name before it asks the hub
+    (tmp_path / HUB_ID).symlink_to(model_folder)  # from_pretrained takes a folder of that name before it asks the hub
     if GGUF.name in page.read_text():
         (tmp_path / GGUF).parent.mkdir()
         write_gguf(tmp_path / GGUF, tiny_llama(eos_token_id=None))
@@ -70,11 +78,11 @@ def namespace(
         *(compiled_llm, "wrap"),
         lambda model, artifacts=None, **options: wrap(model, **{"mode": "eager", **options}),
     )
-    monkeypatch.setattr(compiled_llm, "demo", lambda: loaded(tiny_folder))
+    monkeypatch.setattr(compiled_llm, "demo", lambda: loaded(model_folder))
     found = {"__name__": "__main__"}
     exec(beginning_of(page), found)
     threads = torch.get_num_threads()
-    with served(tiny_folder, monkeypatch) if "compiled-llm serve" in page.read_text() else nullcontext():
+    with served(model_folder, monkeypatch) if "compiled-llm serve" in page.read_text() else nullcontext():
         yield found
     torch.set_num_threads(threads)
 
@@ -102,7 +110,17 @@ def loaded(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("page", WITH_CODE, ids=short)
+@pytest.mark.parametrize(
+    ("page", "model_folder"),
+    [
+        *(pytest.param(page, "tiny_folder", id=short(page)) for page in WITH_CODE),
+        *(
+            pytest.param(page, "demo_model_dir", id=f"{short(page)}-demo", marks=pytest.mark.whole)
+            for page in WITH_DEMO
+        ),
+    ],
+    indirect=["model_folder"],
+)
 def test_python_of_a_page_runs_and_prints_what_it_says(page: Path, namespace: dict[str, Any]) -> None:
     for block in blocks_of(page):
         if block.skip is not None and not has_what_it_needs(block.skip):
