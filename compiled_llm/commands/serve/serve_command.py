@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,10 @@ import typer
 from typer.core import TyperCommand
 
 from compiled_llm.commands.errors import as_typed, readable_errors
+from compiled_llm.commands.printable import printable
 from compiled_llm.commands.serve.given_options import GivenOption, from_environ, from_file, of_kubernetes
 from compiled_llm.commands.serve.log import LogFormat, write_json_lines
-from compiled_llm.commands.serve.vllm_options import check_none_of_vllm
+from compiled_llm.commands.serve.vllm_line import VllmLine, read_line
 
 _OF_FILE = "compiled_llm.commands.serve.config"
 _PLACES = "compiled_llm.commands.serve.places"
@@ -27,9 +29,10 @@ class ServeCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # a shell asks how the line may go on
             return super().parse_args(ctx, args)
+        line = read_line(args)
+        _refuse(line)
         with readable_errors():
-            check_none_of_vllm(args)
-            args = [_dashed(argument) for argument in args]
+            args = [_dashed(argument) for argument in line.ours]
             if "--leashed" not in args:  # an engine process has all that it needs from its API server
                 _take(ctx, from_environ(ctx))
         rest = super().parse_args(ctx, list(args))
@@ -38,6 +41,7 @@ class ServeCommand(TyperCommand):
         if ctx.params["log_format"] == LogFormat.json:
             write_json_lines()
         if not ctx.params["quiet"]:
+            _tell_of_vllm(line)
             _tell_of_overridden(ctx)
             _tell_of_kubernetes(ctx)
         return rest
@@ -82,6 +86,21 @@ def _dashed(argument: str) -> str:
     """Return ``--max-model-len=8`` for ``--max_model_len=8``, as vLLM takes it."""
     name, equals, value = argument.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if argument.startswith("--") else argument
+
+
+def _refuse(line: VllmLine) -> None:
+    """Refuse all options of vLLM at once, with the line that a user may want."""
+    if not line.refused:
+        return
+    for sentence in line.refused:
+        typer.secho(f"error: {printable(sentence)}", fg="red", err=True)
+    typer.echo(f"here the line is: compiled-llm serve {printable(shlex.join(line.ours))}".rstrip(), err=True)
+    raise typer.Exit(2)
+
+
+def _tell_of_vllm(line: VllmLine) -> None:
+    if line.always:
+        typer.echo(f"compiled_llm: options of vLLM that say what always holds: {', '.join(line.always)}", err=True)
 
 
 def _tell_of_overridden(context: typer.Context) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 _ONE_GPU = "a model runs on one GPU here; start a server for each GPU, with CUDA_VISIBLE_DEVICES"
 _RESPONSE_TEMPLATE = "leave it out: the tokenizer's response template says how calls and thinking are found in answers"
 _TEXT_ALONE = "models are served for text alone, without images, sound or video"
@@ -133,13 +131,6 @@ VLLM_OPTIONS: dict[str, str] = {
     "--additional-config --fail-on-environ-validation": "it is about vLLM's own code; leave it out",
 }
 """Options by their names there, with spaces between; each sentence stands on the documentation's page, too."""
-
-
-def check_none_of_vllm(arguments: Sequence[str]) -> None:
-    """Raise ValueError if there is one of vLLM's options among the arguments of a command line."""
-    for given in (argument.partition("=")[0] for argument in arguments):
-        if given.startswith("-") and (said := instead_of(given)) is not None:
-            raise ValueError(f"{given} is an option of vLLM: {said}")
 
 
 def instead_of(option: str) -> str | None:
