@@ -38,12 +38,15 @@ class Form(NamedTuple):
 
 
 _QWEN = ("<think>", "</think>")
-_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[END]", "</call>", "</call", '"}}</tool_call>')
+_ENDS = ("</tool_call>", "[END]", "</call>", "</calls>")
+_MARKS = ("<think>", "</think>", "<tool_call>", *_ENDS, *(f'"}}}}{end}' for end in _ENDS))
+
 FORMS = {
     "hermes": Form(_QWEN, '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', True, _MARKS),
-    "qwen3": Form(_QWEN, '<tool_call>{{"arguments": {1}, "x": "</tool_c>", "name":"{0}"}}</tool_call>', True, _MARKS),
+    "qwen3": Form(_QWEN, '<tool_call>{{"arguments": {1}, "": "</tool_call>", "name":"{0}"}}</tool_call>', True, _MARKS),
     "named": Form(_QWEN, "<call:{}> {}\n</call>", False, _MARKS),
     "members": Form(_QWEN, '[CALL]{{"tool": "{}", "with":\n{}}}[END]', False, _MARKS),
+    "listed": Form(_QWEN, '<calls>[{{"name": "{}", "arguments": {}}}]</calls>', False, _MARKS),
     "qwen3_5": Form(_QWEN, "<tool_call>\n<function={}>\n{}</function>\n</tool_call>", True, _MARKS),
     "gemma4": Form(
         ("<|channel>thought\n", "<channel|>"),
@@ -166,6 +169,8 @@ def _arguments(style: str, function: str, draw: random.Random) -> tuple[str, str
     names = draw.sample(["text", "where", "all", "days"], k=draw.randrange(4)) if function == "look" else []
     found = {name: _value(name, FORMS[style].marks, draw) for name in names}
     plain = json.dumps(found, ensure_ascii=draw.random() < 0.5, indent=draw.choice([None, 1]))
+    if style == "listed":
+        return plain, json.dumps(found, ensure_ascii=False)
     if style == "gemma4":
         return _of_gemma(found), json.dumps(found, ensure_ascii=False)
     if style == "qwen3_5":
@@ -178,7 +183,7 @@ def _arguments(style: str, function: str, draw: random.Random) -> tuple[str, str
 
 
 def _value(name: str, marks: tuple[str, ...], draw: random.Random) -> Any:
-    text = "".join(draw.choices(["a", " ", "\n", '"', "\\", "é", "<", "]", "}"], k=draw.randrange(6)))
+    text = "".join(draw.choices([*marks, "a", " ", "\n", '"', "\\", "é", "<", "]", "}"], k=draw.randrange(6)))
     return {"text": text, "where": {"a": text, "b": 1}, "all": [text, 1, None], "days": draw.randrange(9)}[name]
 
 

@@ -39,6 +39,16 @@ MEMBERS = with_calls(
         "transform": function("{content.tool}", "{content.with}"),
     }
 )
+LISTED = with_calls(
+    {
+        "open": "<calls>",
+        "close": "</calls>",
+        "content": "json",
+        "transform": function("{name}", "{arguments}"),
+        "transform_each": True,
+        "repeats": False,
+    }
+)
 SPECS = {
     "hermes": RESPONSES,
     "qwen3": known_response_template("qwen3") or {},
@@ -46,4 +56,5 @@ SPECS = {
     "gemma4": known_response_template("gemma4") or {},
     "named": NAMED,
     "members": MEMBERS,
+    "listed": LISTED,
 }

@@ -60,7 +60,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
             tokens,
             params,
             form,
-            [Reading(prompt.reader(), body.include_reasoning is not False) for _ in range(body.answers)],
+            [Reading(prompt.reader(form), body.include_reasoning is not False) for _ in range(body.answers)],
         )
 
     tokens, params, form, readings = await in_thread_if_long(prepared, len(await request.body()))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.openai.fields.tools import Offer
 from compiled_llm.server.openai.parsing.parsed_reader import ParsedReader
 from compiled_llm.server.openai.parsing.response_template import ResponseTemplate
@@ -25,11 +26,11 @@ class ChatPrompt:
     def template(self) -> ResponseTemplate | None:
         return self.vocabulary.response_template
 
-    def reader(self) -> ParsedReader | None:
-        """Return a reader of one answer; None if all of it is content."""
+    def reader(self, form: Form | None) -> ParsedReader | None:
+        """Return a reader of one answer, which may have a form; None if all of it is content."""
         if self.template is None:
             return None
-        return self.template.reader(self.text, self.offer.plain(), self.offer.several)
+        return self.template.reader(self.text, self.offer.plain(), self.offer.several, are_held=form is not None)
 
 
 def chat_prompt(

@@ -21,11 +21,13 @@ class Begun(NamedTuple):
         captures: that the template has found before its text.
         tools: that may be called, as chat templates read them.
         read: returns the arguments of the call with a text as HuggingFace's parser reads them, all at once.
+        is_held: whether the call is held to its form.
     """
 
     captures: Mapping[str, str]
     tools: Sequence[Mapping[str, Any]]
     read: Callable[[str], Mapping[str, Any]]
+    is_held: bool
 
     def properties(self, name: str) -> Mapping[str, Any]:
         """Return a function's parameters as JSON schemas; none of an unknown function."""
@@ -77,6 +79,6 @@ def _xml_arguments(capture: str, field: Mapping[str, Any]) -> CallStyle | None:
 
     def made(begun: Begun) -> CallText:
         name = begun.captures[capture]
-        return XmlArguments(name, tags, begun.properties(name), begun.read)
+        return XmlArguments(name, tags, begun.properties(name), begun.read, begun.is_held)
 
     return made

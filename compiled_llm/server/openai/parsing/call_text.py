@@ -22,6 +22,11 @@ class CallText(Protocol):
 
     name: str | None
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether its text so far ends in a string: no call ends there."""
+        ...
+
     def read(self, text: str) -> str:
         """Return the new part of the arguments; empty before there is a name."""
         ...
@@ -40,14 +45,20 @@ class JsonCall:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name: str | None = None
+        self._value = JsonValue()
         self._name_key, self._argument_keys = name, arguments
         self._called: str | None = None
         self._new: str | None = None  # of the arguments; None before them
         self._rest, self._before, self._finished = "", _FIRST, False
         self._member: _ObjectMember | None = None
 
+    @property
+    def is_in_string(self) -> bool:
+        return self._value.hides
+
     def read(self, text: str) -> str:
         """As of ``CallText``; arguments wait for the name."""
+        self._value.take(text)
         self._rest = "" if self._finished else self._rest + text
         while self._rest and not self._finished and self._step():
             pass
@@ -113,6 +124,10 @@ class JsonArguments:
         self.name: str | None = None
         self._called = name
         self._member: _ObjectMember | None = None
+
+    @property
+    def is_in_string(self) -> bool:
+        return self._member is not None and self._member.hides
 
     def read(self, text: str) -> str:
         if self._member is None:

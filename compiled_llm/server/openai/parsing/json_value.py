@@ -5,26 +5,34 @@ from __future__ import annotations
 import re
 
 _SCALAR_ENDS = re.compile(r"[\s,\]}]")
-_IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
+_IN_STRING, _OUTSIDE = re.compile(r'["\\\x00-\x1f]'), re.compile(r'["{}\[\]]')
 
 
 class JsonValue:
-    """Finds the end of a value by its strings and brackets alone: other text is not looked at."""
+    """Finds the end of a value, and its strings, by quotes and brackets alone: other text is not looked at."""
 
     def __init__(self) -> None:
         self.finished = False
         self._begun = self._is_scalar = self._in_string = self._escaped = False
+        self._has_control = False
         self._depth = 0
 
+    @property
+    def hides(self) -> bool:
+        """Whether it stands in a string, where text means nothing; one with a raw line break is no string of JSON."""
+        return self._in_string and not self._has_control
+
     def take(self, text: str) -> int:
-        """Return how many characters of the next piece, which is not empty, belong to the value."""
+        """Return how many characters of the next piece belong to the value, blanks before it included."""
+        place = 0
         if not self._begun:
-            self._begun, self._is_scalar = True, text[0] not in '{["'
-        if self._is_scalar:
-            end = _SCALAR_ENDS.search(text)
+            place = len(text) - len(text.lstrip())
+            self._begun = place < len(text)
+            self._is_scalar = self._begun and text[place] not in '{["'
+        if self._is_scalar and not self.finished:
+            end = _SCALAR_ENDS.search(text, place)
             self.finished = end is not None
             return len(text) if end is None else end.start()
-        place = 0
         while place < len(text) and not self.finished:
             place = self._next(text, place)
         return place
@@ -44,7 +52,9 @@ class JsonValue:
                 self._in_string = not self._in_string
             case "{" | "[":
                 self._depth += 1
-            case _:
+            case "}" | "]":
                 self._depth -= 1
+            case _:
+                self._has_control = True
         self.finished = self._depth == 0 and not self._in_string
         return found.end()

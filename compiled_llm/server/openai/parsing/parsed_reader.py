@@ -11,9 +11,10 @@ from typing import Any
 from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, CallPiece, Parts
 from compiled_llm.server.openai.parsing.call_text import CallText
 from compiled_llm.server.openai.parsing.delimiters import Delimiters
-from compiled_llm.server.openai.parsing.fed_text import FedText
+from compiled_llm.server.openai.parsing.string_seals import StringSeals
+from compiled_llm.server.openai.parsing.untold_text import UntoldText
 
-_PIECES = re.compile(r"(?=[<\[{\n])|(?<=[>\]}\n])")
+_PIECES = re.compile(r"(?=[<\[{\n])|(?<=[>\]}\n\"])")
 
 _LOOKS, _SHORT = 8, 1024
 """How often a text that has become no part is looked at while it doubles, and how long it is to be for that."""
@@ -51,8 +52,9 @@ class ParsedReader:
         self._call: _PartialCall | None = None
         self._max_calls = None if several_calls else 1
         self._calls = 0
-        self._fed = FedText(prompt)
-        self._later = ""  # was not fed yet
+        self._untold, self._unseen = UntoldText(), 0  # characters that came since the parser was fed
+        self._seals = StringSeals(fields.get(CALLS, {}) if begin_call is None else {})
+        self._to_seal: int | None = None  # where strings of a call are looked for next; None outside of one
         self._delimiters = delimiters
         self._implicit = CONTENT if _is_implicit(fields.get(CONTENT)) else None
         self._part: str | None = self._implicit
@@ -63,9 +65,11 @@ class ParsedReader:
     def _begin(self, prompt: str) -> list[CallPiece]:
         """Read what the prompt has begun, and return a call that has not ended, to be told of."""
         parts = Parts()
-        self._take_all(lambda: self._parser.feed(prompt), parts)
+        self._feed_all(prompt, parts)
+        self._feed_waiting(parts)
+        self._untold.end_prompt()
         call = self._call
-        if call is not None and self._delimiters.find(CALLS, "close", self._fed.text):
+        if call is not None and self._delimiters.find(CALLS, "close", self._untold.text):
             call.is_told = False  # it has ended, and the parser waits for all of its end
         return [piece for piece in parts.pieces if call is not None and call.is_told and piece.id == call.id]
 
@@ -78,25 +82,53 @@ class ParsedReader:
             cut: whether the answer was cut at its last piece: a call that has not ended is no content.
         """
         parts, self._begun = Parts(pieces=self._begun), []
-        for piece in [text] if self._delimiters.are_far_from(text) else _PIECES.split(text):
-            self._feed(piece, parts)
+        self._feed_all(text, parts)
         if finished:
-            self._feed_later(parts)
+            self._feed_waiting(parts)
+            self._parse(self._untold.feed(), parts)  # a string that never ends hides nothing
             (self._cut if cut else self._finish)(parts)
         return parts
 
-    def _feed(self, piece: str, parts: Parts) -> None:
-        if self._part in self._texts and not self._fed.text and self._delimiters.are_far_from(piece):
-            self._add(self._part, piece, parts)  # the parser would find nothing in it, and takes longer
+    def _feed_all(self, text: str, parts: Parts) -> None:
+        is_far = self._delimiters.are_far_from
+        if is_far(text):
+            self._feed(text, True, parts)
             return
-        self._later += piece
-        if len(self._later) * _LOOKS >= len(self._fed.text) - _SHORT:
-            self._feed_later(parts)
+        for piece in _PIECES.split(text):
+            self._feed(piece, is_far(piece), parts)
 
-    def _feed_later(self, parts: Parts) -> None:
+    def _feed(self, piece: str, is_far: bool, parts: Parts) -> None:
+        untold = self._untold
+        if not untold.text and self._passes_over(is_far):
+            self._tell_text(self._part, piece, "" if untold.in_prompt else piece, parts)
+            return
+        untold.text += piece
+        self._unseen += len(piece)
+        if self._unseen * _LOOKS >= len(untold.text) - self._unseen - _SHORT:
+            self._feed_waiting(parts)
+
+    def _passes_over(self, is_far: bool) -> bool:
+        """Whether a piece is kept from the parser, which would find nothing in it and is slow, or must find nothing."""
+        if self._call is None:
+            return is_far and self._part in self._texts
+        return is_far or self._call.text.is_in_string
+
+    def _feed_waiting(self, parts: Parts) -> None:
         """Feed the text that waits; the parser looks again at all that it does not understand yet."""
-        piece, self._later = self._later, ""
-        self._fed.add(piece)
+        self._unseen, untold = 0, self._untold
+        while untold.num_fed < len(untold.text):
+            piece = untold.feed() if self._to_seal is None else self._feed_sealed(self._to_seal)
+            if not piece:
+                return
+            self._parse(piece, parts)
+
+    def _feed_sealed(self, begin: int) -> str:
+        """Return the text of a call that the parser sees next; ``begin`` says from where on strings are looked for."""
+        piece, ends = self._seals.sealed(self._untold.text[begin:])
+        self._to_seal = None if ends else begin + len(piece)
+        return self._untold.feed_as(piece[self._untold.num_fed - begin :])
+
+    def _parse(self, piece: str, parts: Parts) -> None:
         if self._parser is not None:
             self._take_all(lambda: self._parser.feed(piece), parts)
         else:
@@ -104,14 +136,14 @@ class ParsedReader:
 
     def _cut(self, parts: Parts) -> None:
         """Finish without the part that there was no room for."""
-        found = self._delimiters.begun_opening(CALLS, self._fed.text) if self._part == self._implicit else None
+        found = self._delimiters.begun_opening(CALLS, self._untold.text) if self._part == self._implicit else None
         if found is None or not self._finds_calls:
             self._cuts_call = self._part == CALLS
             self._finish(parts)
             return
-        self._tell_content(self._fed.take(found.start()), parts)
+        self._tell_content(self._untold.take(found.start()), parts)
         if self._begin_call is not None and not found.partial:
-            call = _PartialCall(self._fed.take(), self._begin_call(found.group(), found.groupdict()))
+            call = _PartialCall(self._untold.take(), self._begin_call(found.group(), found.groupdict()))
             call.text.cut()
             self._tell(call, "", parts)
 
@@ -124,11 +156,11 @@ class ParsedReader:
             for event in events():
                 self._take(event, parts)
         except Exception:  # templates fail in many ways on a text that the model should not have written
-            self._parser, self._part = None, CONTENT
+            self._parser, self._part, self._to_seal = None, CONTENT, None
             self._tell_rest(parts)
 
     def _tell_rest(self, parts: Parts) -> None:
-        self._tell_content(self._fed.take(), parts)
+        self._tell_content(self._seals.opened(self._untold.take()), parts)
 
     def _tell_content(self, text: str, parts: Parts) -> None:
         if not self._cuts_call:
@@ -145,34 +177,38 @@ class ParsedReader:
 
     def _open(self, name: str) -> None:
         self._part = name
-        if name == CALLS and self._begin_call is None:
-            return  # it stays untold until it is read, since it may be none
-        found = self._delimiters.find(name, "open", self._fed.text)
-        assert found is not None or name == self._implicit, "the parser has found it"
-        if found is None or name == self._implicit:
+        if name == self._implicit:
             return
-        self._fed.take(found.start())
-        opening = self._fed.take(len(found.group()))
+        found = self._delimiters.find(name, "open", self._untold.text)
+        assert found is not None, "the parser has found it"
+        if name == CALLS and self._begin_call is None:
+            self._to_seal = found.end()
+            return  # it stays untold until it is read, since it may be none
+        self._untold.take(found.start())
+        opening = self._untold.take(len(found.group()))
         if name == CALLS and self._begin_call is not None:
             self._call = _PartialCall(opening, self._begin_call(found.group(), found.groupdict()))
 
     def _take_text(self, name: str, text: str, parts: Parts) -> None:
         if name not in self._texts and self._call is None:
             return  # of a call that is read once it is whole
-        self._fed.take(max(self._fed.text.find(text), 0))  # after an end of the part that needs no beginning
-        own = self._fed.take(len(text))
-        if self._call is None:
-            self._texts[name].follow(text[: len(text) - len(own)])
-            self._add(name, own, parts)
-        else:
+        self._tell_text(name, text, self._untold.take_text(text), parts)
+
+    def _tell_text(self, name: str, text: str, own: str, parts: Parts) -> None:
+        """Tell of a part's text, of which the end is the answer's own, and the rest the prompt's."""
+        if self._call is not None:
             self._tell(self._call, self._call.read(text, own), parts)
+        else:
+            if len(own) < len(text):
+                self._texts[name].follow(text[: len(text) - len(own)])
+            self._add(name, own, parts)
 
     def _close(self, name: str, value: Any, parts: Parts) -> None:
-        self._part = self._implicit
+        self._part, self._to_seal = self._implicit, None
         if name == self._implicit:
             return  # it ends where another part begins
-        found = self._delimiters.find(name, "close", self._fed.text)
-        closing = self._fed.take(None if found is None else found.end())
+        found = self._delimiters.find(name, "close", self._untold.text)
+        closing = self._untold.take(None if found is None else found.end())
         if name != CALLS:
             return
         if self._call is None:
@@ -208,7 +244,7 @@ class ParsedReader:
     def _tell_whole(self, value: Any, parts: Parts) -> None:
         for call in [_call(entry) for entry in (value if isinstance(value, list) else [value])]:
             if self._is_told(self._calls):
-                parts.call(call)
+                parts.call(call._replace(arguments=self._seals.opened(call.arguments)))
             self._calls += 1
 
     def _is_told(self, number: int) -> bool:

@@ -43,15 +43,22 @@ class ResponseTemplate:
         self._anchor = pattern_of(spec, "start_anchor")
         self._whole_parser(None)
 
-    def reader(self, prompt: str, tools: Sequence[dict[str, Any]] | None, several_calls: bool = True) -> ParsedReader:
+    def reader(
+        self,
+        prompt: str,
+        tools: Sequence[dict[str, Any]] | None,
+        several_calls: bool = True,
+        are_held: bool = False,
+    ) -> ParsedReader:
         """Return a reader of one answer.
 
         Args:
             prompt: as the model sees it, which may have begun to answer.
             tools: as chat templates read them; None if there are none: then nothing is a call.
             several_calls: whether calls after the first one are told of.
+            are_held: whether calls are held to their form.
         """
-        fields, begin_call = self._with_calls["fields"], self._begin_call(tools or ())
+        fields, begin_call = self._with_calls["fields"], self._begin_call(tools or (), are_held)
         begun = self._after_anchor(prompt)
         return ParsedReader(
             self._parser(tools), fields, self._delimiters, several_calls, begin_call, begun, bool(tools)
@@ -62,13 +69,13 @@ class ResponseTemplate:
         end = max((found.end() for found in self._anchor.finditer(prompt)), default=0)
         return prompt[end:]
 
-    def _begin_call(self, tools: Sequence[dict[str, Any]]) -> BeginCall | None:
+    def _begin_call(self, tools: Sequence[dict[str, Any]], are_held: bool) -> BeginCall | None:
         """Return a function that begins to read calls; None if they are read once they are whole."""
         style = self._style
         if style is None:
             return None
         return lambda opening, captures: style(
-            Begun(captures, tools, lambda text: self._arguments(opening + text, tools))
+            Begun(captures, tools, lambda text: self._arguments(opening + text, tools), are_held)
         )
 
     def _parser(self, tools: Sequence[dict[str, Any]] | None) -> Any:

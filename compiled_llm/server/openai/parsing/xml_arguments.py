@@ -10,6 +10,8 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]  # as transformers' parser: both need the same blanks
 
+from compiled_llm.server.openai.parsing.json_value import JsonValue
+
 _CHARACTER = r"[^\\()\[\]{}*+?.|^$]"
 _LITERAL = rf"(?:{_CHARACTER}|\\s\*)*{_CHARACTER}"
 _KEY = r"\(\?P<key>(?:\[\^[^\]]+\]|\\w)\+\)"
@@ -64,16 +66,27 @@ class XmlArguments:
         tags: of its arguments.
         properties: its parameters, as JSON schemas.
         read: returns arguments by their tags, with the types of the schemas.
+        are_closed: whether each value certainly ends with its tag; otherwise the call's end may end one, too.
     """
 
     def __init__(
-        self, name: str, tags: XmlTags, properties: Mapping[str, Any], read: Callable[[str], Mapping[str, Any]]
+        self,
+        name: str,
+        tags: XmlTags,
+        properties: Mapping[str, Any],
+        read: Callable[[str], Mapping[str, Any]],
+        are_closed: bool = False,
     ) -> None:
         self.name: str | None = name
         self._tags, self._properties, self._read = tags, properties, read
         self._rest = self._tag = ""
         self._key: str | None = None
         self._count = 0
+        self._are_closed = are_closed
+
+    @property
+    def is_in_string(self) -> bool:
+        return self._key is not None and (self._are_closed or self._json.hides)
 
     def read(self, text: str) -> str:
         self._rest += text
@@ -101,6 +114,7 @@ class XmlArguments:
         self._key, self._tag, self._rest = key, found.group(), self._rest[found.end() :]
         self._count += 1
         self._is_begun = False
+        self._json, self._looked = JsonValue(), 0
         before = "{" if self._count == 1 else ", "
         return f"{before}{_json(key)}: " + ('"' if self._is_text(key) else "")
 
@@ -108,15 +122,28 @@ class XmlArguments:
         """Return the new part of a value; None if there is none."""
         if not self._is_begun:
             self._rest = self._rest.lstrip(self._tags.spaces_before)
-        text, end, rest = self._rest.partition(self._tags.end)
-        if end:
-            self._key, self._rest = None, rest
+        end = self._end(key)
+        if end >= 0:
+            text, self._rest = self._rest[:end], self._rest[end + len(self._tags.end) :]
+            self._key = None
             text = text.rstrip(self._tags.spaces_after)
             return _json(text)[1:] if self._is_text(key) else self._typed(key, text)
-        if not self._is_text(key) or not (text := self._tags.sure(text)):
+        if not self._is_text(key) or not (text := self._tags.sure(self._rest)):
             return None
         self._is_begun, self._rest = True, self._rest[len(text) :]
         return _json(text)[1:-1]
+
+    def _end(self, key: str) -> int:
+        """Return where the end of a value begins: in no string of an object or array; -1 if it is not there yet."""
+        if self._is_text(key) or not self._rest.startswith(("{", "[")):
+            return self._rest.find(self._tags.end)
+        while self._looked < len(self._rest):
+            end = self._rest.find(self._tags.end, max(self._looked - len(self._tags.end) + 1, 0))
+            begin, self._looked = self._looked, len(self._rest) if end < 0 else end + len(self._tags.end)
+            self._json.take(self._rest[begin : self._looked])
+            if end >= 0 and not self._json.hides:
+                return end
+        return -1
 
     def _is_text(self, key: str) -> bool:
         """Whether the value of an argument is the model's text as it is."""
@@ -128,10 +155,20 @@ class XmlArguments:
 
     def _typed(self, key: str, text: str) -> str:
         try:
-            return _json(self._read(self._tag + text + self._tags.end)[key])
+            value = self._read(self._tag + _without(self._tags.end[0], text) + self._tags.end)[key]
         except Exception:  # of HuggingFace's parser, on a text of the model's
-            return _json(text)
+            value = text
+        return _json(text if isinstance(value, str) else value)
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _without(character: str, text: str) -> str:
+    """Return a text so that it has no such character if it is JSON: what stands in its strings would end the call."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text.replace(character, f"\\u{ord(character):04x}")

@@ -49,7 +49,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
         prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, add_generation_prompt=True)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
         form = answer_form(body.form, prompt, body.max_blanks)
-        return tokens, with_form(params, form, prompt), form, Reading(prompt.reader())
+        return tokens, with_form(params, form, prompt), form, Reading(prompt.reader(form))
 
     tokens, params, form, reading = await in_thread_if_long(prepared, len(await request.body()))
     answers = await api_server.submit(request, [tokens], params, "input", body, form)

@@ -262,6 +262,56 @@ def test_a_call_that_the_prompt_has_begun(style: str) -> None:
         assert told == Told("", "", [("look", '{"text": "a"}', True)]), text[:end]
 
 
+SAID = "</tool_call> [END] </call> <tool_call|> </calls>"
+"""What ends a call, unless it stands in a string."""
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("style", OBJECTS)
+def test_what_stands_in_a_string_ends_no_call(style: str, size: int) -> None:
+    given = json.dumps({"text": f'"{SAID}\n', SAID: 1})
+    text = OBJECTS[style].format("look", given) + "\n" + OBJECTS[style].format("time", "{}")
+    pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
+    assert read(style, pieces) == Told("", "", [("look", given, True), ("time", "{}", True)])
+
+
+@pytest.mark.parametrize("style", ["hermes", "members", "named"])
+def test_a_string_with_a_line_break_in_it_is_none_and_hides_nothing(style: str) -> None:
+    given = '{"text": "never closed}\n'
+    text = OBJECTS[style].format("look", given) + " b"
+    told = read(style, list(text))
+    assert told == read(style, [text])
+    assert told.content == "b"
+    ((name, arguments, ended),) = told.calls
+    assert (name, ended) == ("look", True)
+    assert arguments.startswith(given)
+
+
+IN_TAGS = "<tool_call><function=look>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call> b"
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("end", ["</parameter>", "</function></tool_call>", "</function>\\n</tool_call> "])
+def test_what_stands_in_a_string_of_a_tags_json_ends_nothing(end: str, size: int) -> None:
+    for key, value in (("where", f'{{"a": "{end}", "{end}": 1}}'), ("all", f'["\\"{end}", 2]')):
+        text = IN_TAGS.format(key, value)
+        told = read("qwen3_5", [text[begin : begin + size] for begin in range(0, len(text), size)])
+        ((name, arguments, ended),) = told.calls
+        assert (name, json.loads(arguments), ended, told.content) == ("look", {key: json.loads(value)}, True, "b")
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_tags_text_ends_with_its_tag_if_calls_are_held_to_a_form(size: int) -> None:
+    value = "say </function>\n</tool_call> and <tool_call>"
+    text = IN_TAGS.format("text", value)
+    reader = template("qwen3_5").reader("", TOOLS, are_held=True)
+    told = read_in_pieces(reader, [text[begin : begin + size] for begin in range(0, len(text), size)])
+    ((_, arguments, ended),) = told.calls
+    assert (json.loads(arguments), ended, told.content) == ({"text": value}, True, "b")
+    forgotten = "<tool_call><function=look><parameter=text>a</function></tool_call> b"
+    assert read("qwen3_5", [forgotten]) == Told("", "b", [("look", '{"text": "a"}', True)])
+
+
 LONG = 2**14
 
 
@@ -274,7 +324,9 @@ def test_what_may_become_something_is_not_read_again_for_each_piece(text: str, m
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     reading = reader.reader("<|im_start|>assistant\n", [tool])
     feed, begin = reading._parser.feed, JsonCall._begin_member
-    monkeypatch.setattr(reading._parser, "feed", lambda piece: (looked.append(len(reading._fed.text)), feed(piece))[1])
+    monkeypatch.setattr(
+        reading._parser, "feed", lambda piece: (looked.append(len(reading._untold.text)), feed(piece))[1]
+    )
     monkeypatch.setattr(JsonCall, "_begin_member", lambda call: (looked.append(len(call._rest)), begin(call))[1])
     reading.read(text, finished=False)
     for _ in range(LONG // 4):
