@@ -18,7 +18,7 @@ from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
 from compiled_llm.client.transport.connection import Line
 from compiled_llm.client.transport.session import ClientSession
-from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Reply, StatsReply, Submit
+from compiled_llm.protocol.messages import AskStats, Cancel, Ready, Reply, StatsReply, Submit, Uncompiled
 from compiled_llm.requests.listeners import Listeners, tell
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.prompts import with_params
@@ -116,6 +116,12 @@ class BaseClient(ABC):
     def doing(self) -> str:
         """The work of the engine process: loading or compiling before it takes requests, then ``"ready"``."""
         return self._session.doing
+
+    @property
+    def uncompiled(self) -> Uncompiled | None:
+        """Why answers run uncompiled: ``"compiling"`` until that is done, or ``"failed"``; None if they do not."""
+        ready = self._session.ready
+        return None if ready is None else ready.uncompiled
 
     @property
     def progress(self) -> tuple[int, int] | None:

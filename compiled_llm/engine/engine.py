@@ -29,7 +29,7 @@ from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
-from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.specs import token_numbers
@@ -441,6 +441,12 @@ class Engine:
     def lost(self) -> DeviceLostError | None:
         """Why nothing more runs on the device in this process, which has to be started again; None while it does."""
         return self._engine_thread.check.lost
+
+    @property
+    def uncompiled(self) -> Uncompiled | None:
+        """Why new answers run uncompiled, as in ``stats()``, from any thread and at once."""
+        model_runner = self._engine_thread.check.present
+        return None if model_runner is None else model_runner.uncompiled
 
     @property
     def closed(self) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from compiled_llm.engine.steps.latencies import Latency
 from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.kvcache.pool import PageAccount
 from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StateAccount
+from compiled_llm.requests.histogram import NO_WAITS, Histogram
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,12 @@ class EngineStats:
         queue_seconds: how long requests waited until they first ran; of the latest 1,000, or None if there were none.
         first_token_seconds: how long they waited for their first token (time to first token); likewise.
         inter_token_seconds: from one token of a request to its next (inter-token latency); of the latest 1,000 steps.
-        pages: the page account, shared with ``generate`` and caches; None before the first request.
+        queue_histogram: all that are counted in ``queue_seconds``, not only the latest, by their length.
+        first_token_histogram: likewise.
+        inter_token_histogram: likewise.
+        uncompiled: why answers run uncompiled: ``"compiling"`` until what was asked for is compiled in the background,
+            or ``"failed"``, which the log has a reason of; None if they do not, or ``mode`` says so.
+        pages: the page account, shared with ``generate`` and caches; None before memory is allocated, and asleep.
         states: the same of the states of recurrent layers; None also without such layers.
     """
 
@@ -49,6 +56,10 @@ class EngineStats:
     queue_seconds: Latency | None = None
     first_token_seconds: Latency | None = None
     inter_token_seconds: Latency | None = None
+    queue_histogram: Histogram = NO_WAITS
+    first_token_histogram: Histogram = NO_WAITS
+    inter_token_histogram: Histogram = NO_WAITS
+    uncompiled: Uncompiled | None = None
     pages: PageAccount | None = None
     states: StateAccount | None = None
 
@@ -58,17 +69,19 @@ class EngineStats:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
-def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStats:
+def stats_of(loop: Loop | None, waiting: int, before: EngineStats, present: ModelRunner | None = None) -> EngineStats:
     """Return the statistics of a loop, None for none, added to those of ``before``.
 
     Args:
         loop: of the engine.
         waiting: how many requests wait.
         before: counted on earlier model runners.
+        present: the model runner that there is without a loop, if any.
     """
     if loop is None:
-        return replace(before, running=0, waiting=waiting, pages=None, states=None)
-    scheduler, model_runner = loop.scheduler, loop.model_runner
+        room = {"pages": None, "states": None} if present is None else _stats_of_runner(present)
+        return replace(before, running=0, waiting=waiting, **room)
+    scheduler, latencies = loop.scheduler, loop.scheduler.latencies
     return EngineStats(
         running=len(scheduler.running),
         waiting=waiting,
@@ -79,14 +92,24 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats) -> EngineStat
         prompt_tokens=before.prompt_tokens + scheduler.prompt_tokens,
         cached_tokens=before.cached_tokens + scheduler.cached_tokens,
         new_tokens=before.new_tokens + scheduler.new_tokens,
-        cold_starts=len(model_runner.events.cold_starts),
-        cuda_graphs=model_runner.graph_manager.captured,
-        queue_seconds=scheduler.latencies.queue.latency() or before.queue_seconds,
-        first_token_seconds=scheduler.latencies.first_token.latency() or before.first_token_seconds,
-        inter_token_seconds=scheduler.latencies.inter_token.latency() or before.inter_token_seconds,
-        pages=model_runner.pool.account(),
-        states=None if model_runner.pool.states is None else model_runner.pool.states.account(),
+        queue_seconds=latencies.queue.latency() or before.queue_seconds,
+        first_token_seconds=latencies.first_token.latency() or before.first_token_seconds,
+        inter_token_seconds=latencies.inter_token.latency() or before.inter_token_seconds,
+        queue_histogram=before.queue_histogram.plus(latencies.queue.histogram()),
+        first_token_histogram=before.first_token_histogram.plus(latencies.first_token.histogram()),
+        inter_token_histogram=before.inter_token_histogram.plus(latencies.inter_token.histogram()),
+        **_stats_of_runner(loop.model_runner),
     )
+
+
+def _stats_of_runner(model_runner: ModelRunner) -> dict[str, Any]:
+    return {
+        "cold_starts": len(model_runner.events.cold_starts),
+        "cuda_graphs": model_runner.graph_manager.captured,
+        "uncompiled": model_runner.uncompiled,
+        "pages": model_runner.pool.account(),
+        "states": None if model_runner.pool.states is None else model_runner.pool.states.account(),
+    }
 
 
 _LENGTHS = (256, 1_024, 4_096, 16_384, 65_536)

@@ -52,6 +52,11 @@ class ModelCheck:
             return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
         return None
 
+    @property
+    def present(self) -> ModelRunner | None:
+        """The model runner that there is, without a look at the model; None before the first use, and asleep."""
+        return self._runtime.runner_lifecycle.present
+
     def check_awake(self) -> None:
         """Raise RuntimeError if the model is asleep."""
         if self._runtime.asleep:
@@ -77,7 +82,7 @@ class ModelCheck:
         if self._watching or self._seen is None or self._runtime.asleep:
             return None
         seen = self._seen()
-        return seen if seen is self._runtime.runner_lifecycle.present else None
+        return seen if seen is self.present else None
 
     def _check_no_obstacle(self) -> Placement:
         """Return the model's placement: to find it, all modules are walked."""

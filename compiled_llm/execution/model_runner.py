@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -57,8 +57,17 @@ from compiled_llm_ops import build_sampling
 _NOTHING: Mapping[Row, Tensor] = {}
 
 
+Uncompiled = Literal["compiling", "failed"]
+"""Why answers run uncompiled: what they need is being compiled, or that has failed."""
+
+
 class CompilingPrograms(Protocol):
     """Compiles a model's programs while the same ones answer uncompiled."""
+
+    @property
+    def uncompiled(self) -> Uncompiled | None:
+        """Why new answers run uncompiled; None if nothing was asked for, or all is there."""
+        ...
 
     @property
     def admits_until(self) -> float:
@@ -444,6 +453,11 @@ class ModelRunner:
     @property
     def vocabulary(self) -> int:
         return vocabulary_of(self._facts.model)
+
+    @property
+    def uncompiled(self) -> Uncompiled | None:
+        """Why new answers run uncompiled; None if they do not, or ``mode`` says so."""
+        return self.compiling.uncompiled if self.compiling is not None and self.graph_manager.eager else None
 
     def memory(self) -> dict[str, int]:
         """Return what each part takes of the device's memory, in bytes."""

@@ -84,6 +84,9 @@ FromClient = Hello | Submit | Cancel | AskStats | AskTokens | AskText
 
 # ---- from the engine process
 
+Uncompiled = Literal["compiling", "failed"]
+"""Why answers run uncompiled."""
+
 
 class Welcome(Struct, tag="welcome", frozen=True):
     """The answer to ``Hello``: versions of the protocol and of the package, and the engine process's id."""
@@ -121,6 +124,7 @@ class Ready(Struct, tag="ready", frozen=True):
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
         model_type: of the model's configuration.
         sampling: settings of ``SamplingParams`` for requests that leave them out, which clients add.
+        uncompiled: why answers run uncompiled, as in ``EngineStats``; the message is sent again when that changes.
     """
 
     model: str
@@ -134,6 +138,7 @@ class Ready(Struct, tag="ready", frozen=True):
     model_type: str = ""
     chat_template: str | None = None
     sampling: dict[str, int | float] = {}
+    uncompiled: Uncompiled | None = None
 
 
 class Ended(Struct, array_like=True, frozen=True, gc=False):
@@ -224,6 +229,13 @@ class Percentiles(Struct, frozen=True):
     p99: float
 
 
+class HistogramCounts(Struct, frozen=True):
+    """Waits by their length, as ``Histogram``: counts for each of ``BUCKETS`` and for longer ones, and all seconds."""
+
+    counts: list[int]
+    seconds: float
+
+
 class PageCounts(Struct, frozen=True):
     """The account of pages, or of states of recurrent layers; ``used + free + cached`` is ``total``."""
 
@@ -259,6 +271,10 @@ class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     cuda_graphs: int = 0
     mixed_steps: int = 0
     states: PageCounts | None = None
+    queue_histogram: HistogramCounts | None = None
+    first_token_histogram: HistogramCounts | None = None
+    inter_token_histogram: HistogramCounts | None = None
+    uncompiled: Uncompiled | None = None
 
 
 class TokensReply(Struct, tag="tokens", frozen=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import compiled_llm
 from compiled_llm.engine.steps.latencies import WINDOW, Latencies, Latency, Waits
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.kvcache.pool import PageAccount
+from compiled_llm.requests.histogram import BUCKETS, Histogram
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import wrapped
 from support.tiny_models import tiny_qwen3
@@ -40,6 +43,20 @@ def test_the_latest_waits_count_alone():
     for _ in range(WINDOW):
         waits.add({1.0: 1})
     assert waits.latency() == Latency(1.0, 1.0)
+
+
+def test_a_histogram_counts_all_waits_and_has_those_of_others_added(seed):
+    draw, waits = random.Random(seed), Waits()
+    seconds = [draw.choice([0.0, 0.001, 0.0011, 600.0, 600.1, 4000.0, draw.expovariate(1)]) for _ in range(2 * WINDOW)]
+    for wait in seconds:
+        waits.add({wait: 2})
+    counts, total = waits.histogram()
+    bounds = [-math.inf, *BUCKETS, math.inf]
+    assert list(counts) == [2 * sum(low < wait <= high for wait in seconds) for low, high in pairwise(bounds)]
+    assert total == pytest.approx(2 * sum(seconds))
+    both = waits.histogram().plus(Histogram())
+    assert both == waits.histogram()
+    assert both.plus(both) == (tuple(2 * count for count in counts), 2 * total)
 
 
 def test_a_request_waits_in_the_queue_for_its_first_token_and_between_tokens():
@@ -73,6 +90,32 @@ def test_stats_of_an_engine():
     assert stats.prefix_cache_hit_rate == stats.cached_tokens / stats.prompt_tokens == 32 / 68
     assert stats.cold_starts == len(model.compiled.model_runner().events.cold_starts) > 0
     assert stats.pages == PageAccount(total=25, used=0, free=23, cached=2)
+    for histogram, count in (
+        (stats.queue_histogram, 2),
+        (stats.first_token_histogram, 2),
+        (stats.inter_token_histogram, 14),
+    ):
+        assert sum(histogram.counts) == count
+        assert histogram.seconds > 0
+
+
+def test_histograms_go_on_after_sleep_and_pages_are_known_without_a_request():
+    model = wrapped(400, tiny_qwen3(num_hidden_layers=1), page_size=16)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with compiled_llm.Engine(model, max_num_seqs=4) as engine:
+        assert engine.stats().pages is None
+        engine.describe()  # as a server does, before it is ready
+        assert engine.stats().pages == PageAccount(total=25, used=0, free=25, cached=0)
+        engine.generate([3, 4, 5], params)
+        before = engine.stats()
+        engine.sleep()
+        assert engine.stats().first_token_histogram == before.first_token_histogram
+        assert engine.stats().pages is None
+        engine.wake()
+        engine.generate([3, 4, 5], params)
+        after = engine.stats()
+    assert sum(after.first_token_histogram.counts) == 2
+    assert sum(after.inter_token_histogram.counts) == 4
 
 
 def test_a_description_says_how_many_requests_fit():

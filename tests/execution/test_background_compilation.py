@@ -108,6 +108,23 @@ def test_answers_are_the_same_before_and_after_compiled_programs_take_over(gate:
     assert gate.times == 3
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_says_that_it_answers_uncompiled_until_new_answers_do_not(gate: Gate, fails: bool) -> None:
+    gate.error = RuntimeError("no compiler") if fails else None
+    with compiled_llm.Engine(eager_first(), max_num_seqs=2) as engine:
+        assert engine.uncompiled is engine.stats().uncompiled is None, "nothing was asked for"
+        engine.warmup([1])
+        assert engine.uncompiled == engine.stats().uncompiled == "compiling"
+        engine.generate([[3, 4, 5]], SETTINGS)
+        assert engine.uncompiled == "compiling"
+        compile_to_the_end(engine._model, gate)
+        expected = "failed" if fails else None
+        assert engine.uncompiled == engine.stats().uncompiled == expected
+        engine.generate([[3, 4, 5]], SETTINGS)
+        assert engine.uncompiled == engine.stats().uncompiled == expected
+        assert is_eager(engine._model) == fails
+
+
 def test_without_the_option_warmup_waits(gate: Gate) -> None:
     gate.opened.set()
     model = compiled_llm.wrap(plain(), **OPTIONS)

@@ -1,4 +1,4 @@
-"""How long requests have waited lately, counted when asked for, not at each step."""
+"""How long requests have waited: lately, sorted when asked for, not at each step, and all of them by their length."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.requests.histogram import BUCKETS, Histogram, bucket
 
 WINDOW = 1000
 """How many requests, or steps, count as lately."""
@@ -22,17 +23,26 @@ class Latency(NamedTuple):
 
 
 class Waits:
-    """The latest waits of one kind; one thread adds some, any may ask."""
+    """The waits of one kind; one thread adds some, any may ask."""
 
     def __init__(self) -> None:
         self._latest: deque[Mapping[float, int]] = deque(maxlen=WINDOW)
+        self._counts = [0] * (len(BUCKETS) + 1)
+        self._seconds = 0.0
 
     def add(self, counts: Mapping[float, int]) -> None:
         """Add waits of a request or a step: seconds, and how many there are of that length."""
         self._latest.append(counts)
+        for seconds, count in counts.items():
+            self._counts[bucket(seconds)] += count
+            self._seconds += seconds * count
+
+    def histogram(self) -> Histogram:
+        """Return all of them by their length."""
+        return Histogram(tuple(self._counts), self._seconds)
 
     def latency(self) -> Latency | None:
-        """Return their percentiles, or None if there are none."""
+        """Return percentiles of the latest ones, or None if there are none."""
         counts = Counter[float]()
         for some in tuple(self._latest):  # a copy that is made in one go, since the loop goes on
             counts.update(some)

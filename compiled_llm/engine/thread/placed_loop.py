@@ -60,4 +60,4 @@ class PlacedLoop:
         self.loop = None
 
     def stats(self, waiting: int) -> EngineStats:
-        return stats_of(self.loop, waiting, self._past)
+        return stats_of(self.loop, waiting, self._past, self._check.present)

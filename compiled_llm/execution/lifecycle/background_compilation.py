@@ -27,7 +27,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.graphs.graph_manager import GraphManager
-from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.model.facts import ModelFacts
@@ -85,6 +85,13 @@ class BackgroundCompilation:
         """Compile for other facts of the model from now on."""
         with self._lock:
             self._facts, self._compiled = facts, None
+
+    @property
+    def uncompiled(self) -> Uncompiled | None:
+        """Why new answers run uncompiled, before it has taken over; None if nothing was asked for, or all is there."""
+        if self._failed:
+            return "failed"
+        return "compiling" if self._wanted and self._compiled is None else None
 
     def begin(self, steps: Iterable[StepKey], rows: int) -> None:
         """Begin to compile prefill and decode steps, with room for so many rows; those of earlier calls, too."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.protocol.messages import (
@@ -24,6 +25,7 @@ from compiled_llm.protocol.messages import (
     Ready,
     Refused,
     Submit,
+    Uncompiled,
     Welcome,
 )
 from compiled_llm.server.defaults import MAX_UNSENT
@@ -42,6 +44,11 @@ LAST_WORDS = 2.0
 """Seconds that clients have to take what is sent at the end."""
 _BEAT_SECONDS = 5.0
 """Between two times that clients are told that this process runs."""
+_HOW_ANSWERS_RUN: dict[Uncompiled | None, str] = {
+    "compiling": "answers run uncompiled, until they are compiled in the background",
+    "failed": "answers stay uncompiled: compiling has failed",
+    None: "new answers run compiled from now on",
+}
 
 
 class EngineServer:
@@ -108,6 +115,12 @@ class EngineServer:
         while not self._over.wait(_BEAT_SECONDS):
             for connection in tuple(self._connections):
                 connection.beat()
+            self._look_how_answers_run()
+
+    def _look_how_answers_run(self) -> None:
+        engine, ready = self._engine, self._ready
+        if engine is not None and ready is not None and engine.uncompiled != ready.uncompiled:
+            self._call(self._tell_how_answers_run, engine.uncompiled)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None, "the engine process has not started"
@@ -126,8 +139,20 @@ class EngineServer:
         self._tell_all(preparing)
 
     def _begin_taking(self, engine: Engine, ready: Ready) -> None:
-        self._engine, self._ready = engine, ready
-        self._tell_all(ready)
+        self._engine, self._ready = engine, replace(ready, uncompiled=engine.uncompiled)
+        if engine.uncompiled is not None:
+            self._log_how_answers_run()
+        self._tell_all(self._ready)
+
+    def _tell_how_answers_run(self, uncompiled: Uncompiled | None) -> None:
+        if self._ready is not None and self._ready.uncompiled != uncompiled:  # it may sleep by now
+            self._ready = replace(self._ready, uncompiled=uncompiled)
+            self._log_how_answers_run()
+            self._tell_all(self._ready)
+
+    def _log_how_answers_run(self) -> None:
+        assert self._ready is not None, "it is told once the engine is ready"
+        logger.info("compiled_llm: %s", _HOW_ANSWERS_RUN[self._ready.uncompiled])
 
     def _tell_all(self, message: Struct) -> None:
         for connection in self._connections:

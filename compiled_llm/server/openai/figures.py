@@ -1,5 +1,12 @@
 """An engine process's figures as Prometheus knows them: fields of its ``Stats``, and their meanings."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from compiled_llm.requests.histogram import BUCKETS
+
 GAUGES = {
     "running": "Requests that run",
     "waiting": "Requests that wait",
@@ -16,11 +23,17 @@ COUNTERS = {
     "new_tokens": "Tokens of answers",
     "cold_starts": "Steps that compiled or captured something",
 }
-WAITS = {
-    "queue_seconds": "Until a request first runs, of recent requests",
-    "first_token_seconds": "Until its first token, of recent requests",
-    "inter_token_seconds": "Between two tokens, of recent requests",
+HISTOGRAMS = {
+    "request_queue_time_seconds": ("queue_histogram", "Until a request first runs"),
+    "time_to_first_token_seconds": ("first_token_histogram", "Until its first token"),
+    "inter_token_latency_seconds": ("inter_token_histogram", "Between two tokens of a request"),
 }
-QUANTILES = {"0.5": "p50", "0.99": "p99"}
+"""With the names of vLLM's, and our fields."""
+UNCOMPILED = "1 while answers run uncompiled: until they are compiled in the background, or if that has failed"
 PAGES = "Pages of the key-value cache"
 STATES = ("used", "free", "cached")
+
+
+def cumulative(counts: Sequence[int]) -> Iterator[tuple[str, int]]:
+    """Yield the label ``le`` of each bucket of a histogram, and how many waits were at most so long."""
+    yield from zip([*map(str, BUCKETS), "+Inf"], accumulate(counts), strict=True)

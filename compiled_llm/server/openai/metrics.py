@@ -8,15 +8,16 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from compiled_llm.client import EngineProcessError
 from compiled_llm.protocol.messages import StatsReply
+from compiled_llm.requests.histogram import BUCKETS
 from compiled_llm.server.openai.common.api_server import api_server_of
-from compiled_llm.server.openai.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
+from compiled_llm.server.openai.figures import COUNTERS, GAUGES, HISTOGRAMS, PAGES, STATES, UNCOMPILED, cumulative
 
 router = APIRouter()
 
@@ -39,7 +40,11 @@ class ApiServerMetrics:
             "compiled_llm_http_requests", "Requests that were answered", names, registry=self.registry
         )
         self._seconds = Histogram(
-            "compiled_llm_http_seconds", "Until a response had gone out", ["path"], registry=self.registry
+            "compiled_llm_http_seconds",
+            "Until a response had gone out",
+            ["path"],
+            registry=self.registry,
+            buckets=BUCKETS,
         )
         self.open = Gauge(
             "compiled_llm_http_open",
@@ -72,17 +77,13 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"compiled_llm_{name}", text, getattr(self._stats, name))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"compiled_llm_{name}", text, getattr(self._stats, name))
-        for name, text in WAITS.items():
-            yield self._waits(name, text)
+        yield GaugeMetricFamily("compiled_llm_uncompiled", UNCOMPILED, int(self._stats.uncompiled is not None))
+        for name, (field, text) in HISTOGRAMS.items():
+            if (found := getattr(self._stats, field)) is not None:
+                buckets = list(cumulative(found.counts))
+                yield HistogramMetricFamily(f"compiled_llm_{name}", text, buckets, found.seconds)
         if self._stats.pages is not None:
             yield self._pages()
-
-    def _waits(self, name: str, text: str) -> Metric:
-        family = GaugeMetricFamily(f"compiled_llm_{name}", text, labels=["quantile"])
-        if (found := getattr(self._stats, name)) is not None:
-            for quantile, field in QUANTILES.items():
-                family.add_metric([quantile], getattr(found, field))
-        return family
 
     def _pages(self) -> Metric:
         family = GaugeMetricFamily("compiled_llm_pages", PAGES, labels=["state"])

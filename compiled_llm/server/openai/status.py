@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from compiled_llm.compat.own_version import OWN_VERSION
+from compiled_llm.protocol.messages import Uncompiled
 from compiled_llm.server.http.api_error import ApiError
 from compiled_llm.server.openai.common.api_server import ApiServer, api_server_of
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
@@ -26,12 +27,14 @@ class ReadyStatus(BaseModel):
     """Whether requests are answered, and the step before they are.
 
     Attributes:
+        uncompiled: why answers run uncompiled, and slowly, if they do: until they are compiled, or for good.
         step: which of ``steps`` it is, if they are counted.
         seconds: since when none are answered.
     """
 
     ready: bool
     doing: str
+    uncompiled: Uncompiled | None = None
     step: int | None = None
     steps: int | None = None
     seconds: float | None = None
@@ -72,7 +75,8 @@ async def ready(request: Request) -> JSONResponse:
     """Say whether requests are answered; with status 503, the step before."""
     api_server = api_server_of(request)
     if api_server.is_ready:
-        return JSONResponse({"ready": True, "doing": api_server.doing})
+        known = ReadyStatus(ready=True, doing=api_server.doing, uncompiled=api_server.link.model.client.uncompiled)
+        return JSONResponse(known.model_dump(exclude_none=True))
     found = ReadyStatus(ready=False, doing=api_server.doing, seconds=round(api_server.link.unready_seconds, 1))
     if (progress := api_server.link.progress) is not None:
         found.step, found.steps = progress

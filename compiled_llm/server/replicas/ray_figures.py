@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.serve.metrics import Counter, Gauge
 
 from compiled_llm.protocol.messages import StatsReply
-from compiled_llm.server.openai.figures import COUNTERS, GAUGES, PAGES, QUANTILES, STATES, WAITS
+from compiled_llm.server.openai.figures import COUNTERS, GAUGES, HISTOGRAMS, PAGES, STATES, UNCOMPILED, cumulative
 
 
 class ReplicaFigures:
@@ -17,7 +17,13 @@ class ReplicaFigures:
     def __init__(self) -> None:
         self._gauges = {name: Gauge(f"compiled_llm_{name}", text) for name, text in GAUGES.items()}
         self._counters = {name: Counter(f"compiled_llm_{name}_total", text) for name, text in COUNTERS.items()}
-        self._waits = {name: Gauge(f"compiled_llm_{name}", text, ("quantile",)) for name, text in WAITS.items()}
+        self._uncompiled = Gauge("compiled_llm_uncompiled", UNCOMPILED)
+        # As gauges, by the names of a histogram: Ray's own takes waits one by one, and not how many there were.
+        self._buckets = {
+            field: Gauge(f"compiled_llm_{name}_bucket", text, ("le",)) for name, (field, text) in HISTOGRAMS.items()
+        }
+        self._sums = {field: Gauge(f"compiled_llm_{name}_sum", text) for name, (field, text) in HISTOGRAMS.items()}
+        self._counts = {field: Gauge(f"compiled_llm_{name}_count", text) for name, (field, text) in HISTOGRAMS.items()}
         self._pages = Gauge("compiled_llm_pages", PAGES, ("state",))
         self._counted = dict.fromkeys(COUNTERS, 0)
 
@@ -29,10 +35,13 @@ class ReplicaFigures:
             new, self._counted[name] = getattr(stats, name) - self._counted[name], getattr(stats, name)
             if new:
                 counter.inc(new)
-        for name, gauge in self._waits.items():
-            if (found := getattr(stats, name)) is not None:
-                for quantile, field in QUANTILES.items():
-                    gauge.set(getattr(found, field), {"quantile": quantile})
+        self._uncompiled.set(int(stats.uncompiled is not None))
+        for field in self._buckets:
+            if (found := getattr(stats, field)) is not None:
+                for bound, count in cumulative(found.counts):
+                    self._buckets[field].set(count, {"le": bound})
+                self._sums[field].set(found.seconds)
+                self._counts[field].set(sum(found.counts))
         for state in STATES if stats.pages is not None else ():
             self._pages.set(getattr(stats.pages, state), {"state": state})
 

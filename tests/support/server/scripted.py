@@ -99,12 +99,14 @@ class Script:
         reason: why an answer ends.
         allowed: released by a test for each step that may come; None if all may.
         asked: the requests.
+        answered: how many answers were said to their end.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.text, self.at_once, self.reason = "", 3, "stop"
         self.allowed: threading.Semaphore | None = None
         self.asked: list[Submit] = []
+        self.answered = 0
         self.tokenizer = tokenizer
 
     @property
@@ -128,6 +130,7 @@ class Script:
             yield StepUpdates([Update(asked.request, index, new) for index in answers])
         yield StepUpdates([Update(asked.request, index, [], None, ended) for index in answers])
         yield StepUpdates([], [Summary(asked.request, 0, 0.0, 0.0, 0.0)])
+        self.answered += 1
 
 
 @contextmanager

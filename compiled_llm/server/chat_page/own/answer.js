@@ -102,7 +102,7 @@ export class ShownAnswer {
     this.close(error);
   }
 
-  close(...before) {
+  close(error) {
     this.busy = false;
     const follows = scrolledDown();
     this.draw();
@@ -110,7 +110,8 @@ export class ShownAnswer {
     copying.setAttribute("aria-label", "Copy answer");
     const actions = element("div", "", "actions");
     actions.append(...(this.turn.answer ? [copying] : []), ...this.actions);
-    this.below.replaceChildren(...before, actions, ...(this.turn.note ? [element("p", this.turn.note, "note")] : []));
+    const note = error || !this.turn.note ? [] : [element("p", this.turn.note, "note")];
+    this.below.replaceChildren(...(error ? [error] : []), actions, ...note);
     if (follows) scrollDown();
   }
 }

@@ -8,6 +8,9 @@ import { firstWrong, keepSettings, settings, systemPrompt } from "./settings.js"
 import { isStarting, started } from "./state.js";
 import { whenKeptChanges } from "./storage.js";
 
+const EVERY = 2000; // milliseconds after which more of an answer is kept
+const UNFINISHED = "not finished"; // said of what is kept of an answer that has failed, or whose page was left
+
 let chat = newChat();
 let running = null; // what ends the answer that is under way
 let edited = null; // the turn whose question is in the field again
@@ -27,10 +30,11 @@ export function messages(turn) {
 
 async function answer(turn) {
   const asked = chat;
-  Object.assign(turn, { answer: "", thought: "", note: "" });
+  Object.assign(turn, { answer: "", thought: "", note: UNFINISHED });
   const shown = new ShownAnswer(turn, actions(turn));
   const stopping = new AbortController();
   setRunning(stopping);
+  const keeping = keepWhile(asked, turn);
   try {
     const body = { messages: messages(turn), ...settings(), stream: true, stream_options: { include_usage: true } };
     const headers = { "Content-Type": "application/json" };
@@ -41,15 +45,32 @@ async function answer(turn) {
     for await (const chunk of events(await checked(await ask("/v1/chat/completions", options)))) {
       if (chunk.error) throw new Refused(chunk.error.message);
       shown.take(chunk);
+      keeping.nowAndThen();
     }
     shown.end();
   } catch (error) {
     if (stopping.signal.aborted) shown.end("stopped");
     else shown.fail(error instanceof Refused ? error.message : "the server does not answer");
   } finally {
+    keeping.end();
     if (running === stopping) setRunning(null);
     if (asked.turns.includes(turn)) keepAndList(asked);
   }
+}
+
+// Keep a chat while an answer is under way: from its beginning, now and then, and when the page is left.
+function keepWhile(asked, turn) {
+  const over = new AbortController();
+  let last = performance.now();
+  const soFar = () => {
+    last = performance.now();
+    if (asked.turns.includes(turn)) keep(asked);
+  };
+  soFar();
+  listChats();
+  addEventListener("pagehide", soFar, { signal: over.signal });
+  document.addEventListener("visibilitychange", soFar, { signal: over.signal });
+  return { nowAndThen: () => performance.now() - last > EVERY && soFar(), end: () => over.abort() };
 }
 
 // ---- turns on the page

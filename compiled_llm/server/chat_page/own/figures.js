@@ -6,6 +6,7 @@ import { ask, asksForKey, checked, Refused } from "./server.js";
 const EVERY = 2000; // milliseconds
 const KEPT = 60; // figures of the chart
 const speeds = [];
+const histograms = {}; // those of the last looks, by name
 let before = null; // the figures of last time, and when that was
 
 // {"compiled_llm_pages{state=\"free\"}": 12, ...}
@@ -15,9 +16,10 @@ function figuresIn(text) {
 }
 
 function showFigures(figures) {
-  for (const [id, name] of [["first", "first_token"], ["inter", "inter_token"], ["queue", "queue"]]) {
-    show(`${id}-50`, seconds(figures[`compiled_llm_${name}_seconds{quantile="0.5"}`]));
-    show(`${id}-99`, seconds(figures[`compiled_llm_${name}_seconds{quantile="0.99"}`]));
+  for (const [id, name] of [["first", "time_to_first_token"], ["inter", "inter_token_latency"], ["queue", "request_queue_time"]]) {
+    const recent = recentBuckets(figures, `compiled_llm_${name}_seconds_bucket`);
+    show(`${id}-50`, seconds(quantile(recent, 0.5)));
+    show(`${id}-99`, seconds(quantile(recent, 0.99)));
   }
   show("running", count(figures.compiled_llm_running));
   show("waiting", count(figures.compiled_llm_waiting));
@@ -28,6 +30,29 @@ function showFigures(figures) {
   show("hits", prompts ? `${Math.round((100 * figures.compiled_llm_cached_tokens_total) / prompts)} %` : "–");
   showPages(figures);
   showSpeed(figures.compiled_llm_new_tokens_total);
+}
+
+// [[bound, how many were at most so long], ...] of the time that the chart shows; of all time if there were none.
+function recentBuckets(figures, name) {
+  const now = Object.entries(figures)
+    .filter(([label]) => label.startsWith(`${name}{le=`))
+    .map(([label, count]) => [Number(label.split('"')[1].replace("+Inf", "Infinity")), count]);
+  const looks = (histograms[name] ??= []);
+  if (now.at(-1)?.[1] < looks.at(-1)?.at(-1)[1]) looks.length = 0; // another engine process
+  looks.push(now);
+  if (looks.length > KEPT) looks.shift();
+  const since = now.map(([bound, count], index) => [bound, count - looks[0][index][1]]);
+  return since.at(-1)?.[1] ? since : now;
+}
+
+// As Prometheus's histogram_quantile: evenly between the bounds of its bucket.
+function quantile(buckets, share) {
+  const wanted = share * (buckets.at(-1)?.[1] ?? 0);
+  if (!wanted) return undefined;
+  const index = buckets.findIndex(([, count]) => count >= wanted);
+  const [low, before] = index ? buckets[index - 1] : [0, 0];
+  const [high, count] = buckets[index];
+  return high === Infinity ? low : low + ((high - low) * (wanted - before)) / (count - before);
 }
 
 function showPages(figures) {

@@ -5,6 +5,7 @@ import { ask, asksForKey, checked, Refused, whenKeyIsGiven } from "./server.js";
 import { limitTokens } from "./settings.js";
 
 const EVERY = { ready: 3000, else: 1000 }; // milliseconds
+const SLOWER = { compiling: "; slower until it is compiled", failed: "; slower: compiling has failed" };
 let named = false;
 let starting = null; // while the server prepares: the promise that it is done, and what keeps it
 
@@ -47,7 +48,7 @@ async function look() {
     const found = await (await ask("/ready")).json();
     showStarting(found);
     if (found.ready && !named) await nameModel();
-    say(found.ready ? "ready" : "", found.doing);
+    say(found.ready ? "ready" : "", found.doing + (SLOWER[found.uncompiled] ?? ""));
     return found.ready;
   } catch (error) {
     named = false;

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from compiled_llm.engine.engine import Engine
+from compiled_llm.execution.model_runner import ModelRunner
 from support.server.browser import ENTER, ESCAPE, SPACE, TAB, Browser
-from support.server.engine_processes import Loop
+from support.server.engine_processes import Loop, until
 from support.server.running_servers import RunningServer, running_server
 from support.server.scripted import Script
 
@@ -94,6 +95,16 @@ def test_figures_are_asked_for_while_they_are_unfolded(tab: Browser, api_server:
         assert tab.text(f"#{name}").endswith("s")
     assert tab.text("#hits").endswith("%")
     assert int(tab.text("#pages-free").replace(",", "")) > 0
+
+
+def test_it_says_while_answers_run_uncompiled(
+    tab: Browser, api_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tab.until_state("ready")
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "uncompiled", "compiling")
+        tab.until_state("ready; slower until it is compiled")
+    tab.until_state("ready")
 
 
 def test_with_a_key_it_is_asked_for_and_kept_in_the_tab(browser: Browser, engine_process: Loop) -> None:
@@ -293,6 +304,44 @@ def test_chats_are_there_again_until_they_are_deleted(talk: Browser, script: Scr
     talk.click("#chats [aria-current] + button")
     assert (talk.count("article"), talk.count("#chats li")) == (0, 1)
     assert [chat["title"] for chat in kept_chats(talk)] == ["Second question?"]
+
+
+UNFINISHED = "not finished"
+
+
+def test_a_question_and_the_answer_so_far_are_there_after_a_reload(talk: Browser, script: Script) -> None:
+    script.text, script.at_once, script.allowed = "one **two** three four five", 1, threading.Semaphore(0)
+    answered = script.answered
+    tokens, of_two = (len(script.tokens(text)) for text in (script.text, "one **two** three"))
+    talk.ask("Count")
+    talk.until("document.querySelector('#chats .title')")
+    talk.open(talk.run("location.origin"))  # before the first token
+    assert (texts_of(talk, "article.user"), talk.text("article .note")) == (["Count"], UNFINISHED)
+    assert talk.text("#chats .title") == "Count"
+    talk.until_state("ready")
+    script.allowed.release(tokens + of_two)  # the first answer, which nobody reads any more, and some of the second
+    press_button(talk, "Regenerate")
+    talk.until("document.querySelector('.assistant strong')?.innerText === 'two'")
+    talk.open(talk.run("location.origin"))
+    assert (talk.text("article.assistant strong"), talk.text("article .note")) == ("two", UNFINISHED)
+    script.allowed.release(tokens)
+    until(lambda: script.answered == answered + 2)
+    script.text, script.allowed = "Done.", None
+    talk.until_state("ready")
+    press_button(talk, "Regenerate")
+    talk.until("document.querySelector('article .note')?.innerText.includes('tokens cached')")
+    (chat,) = kept_chats(talk)
+    assert (chat["turns"][0]["answer"], UNFINISHED in chat["turns"][0]["note"]) == ("Done.", False)
+    assert talk.complaints == []
+
+
+def test_an_answer_that_fails_is_kept_as_far_as_it_came(talk: Browser) -> None:
+    talk.run("fetch = () => Promise.reject(new TypeError('gone')); 0")
+    talk.ask("Is it?")
+    talk.until("document.querySelector('article .error')")
+    assert talk.text("article .note") == ""
+    talk.open(talk.run("location.origin"))
+    assert (texts_of(talk, "article.user"), talk.text("article .note")) == (["Is it?"], UNFINISHED)
 
 
 def test_switched_off_nothing_is_kept(talk: Browser, script: Script) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from importlib import metadata
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import compiled_llm
 from compiled_llm.commands.app import app
 from compiled_llm.commands.doctor import checks
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.server.serving import listen
 from compiled_llm.server.settings import ApiServerSettings
 from support.docs.pages import DOCS
@@ -43,7 +45,58 @@ def test_states_and_figures(api_server: RunningServer) -> None:
     text = api_server.http.get("/metrics").text
     for figure in ("compiled_llm_running 0.0", "compiled_llm_steps_total", 'compiled_llm_pages{state="free"}'):
         assert figure in text
+    assert "compiled_llm_uncompiled 0.0" in text
     assert 'compiled_llm_http_requests_total{path="/ready",status="200"}' in text
+
+
+def test_latencies_are_histograms_up_to_ten_minutes(api_server: RunningServer) -> None:
+    """Which Prometheus adds up over servers, and takes percentiles of over any time."""
+
+    def counted() -> dict[str, float]:
+        lines = (line.rpartition(" ") for line in api_server.http.get("/metrics").text.splitlines() if line[0] != "#")
+        return {name: float(value) for name, _, value in lines}
+
+    before = counted()
+    api_server.post("/v1/completions", prompt="a", max_tokens=7, n=2, ignore_eos=True)
+    of_path = 'path="/v1/completions"'
+    until(lambda: counted()[f"compiled_llm_http_seconds_count{{{of_path}}}"] >= 1)
+    after = counted()
+    for name, count in (
+        ("time_to_first_token_seconds", 2),
+        ("request_queue_time_seconds", 2),
+        ("inter_token_latency_seconds", 12),
+    ):
+        for suffix in ("count", 'bucket{le="600.0"}', 'bucket{le="+Inf"}'):
+            assert after[f"compiled_llm_{name}_{suffix}"] - before[f"compiled_llm_{name}_{suffix}"] == count
+        assert after[f"compiled_llm_{name}_sum"] > before[f"compiled_llm_{name}_sum"]
+        bounds = [float(found) for found in re.findall(rf'compiled_llm_{name}_bucket{{le="([^"]+)"}}', str(after))]
+        assert bounds == [*sorted(bounds[:-1]), math.inf]
+        assert bounds[-2] == 600
+    assert f'compiled_llm_http_seconds_bucket{{le="600.0",{of_path}}}' in after
+    assert not [name for name in after if "quantile" in name]
+
+
+def test_a_server_says_that_it_answers_uncompiled_and_when_that_ends(
+    api_server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ready() -> dict[str, Any]:
+        found: dict[str, Any] = api_server.http.get("/ready").json()
+        return found
+
+    plain = {"ready": True, "doing": "ready"}
+    with caplog.at_level("INFO", "compiled_llm.server"), monkeypatch.context() as patch:
+        for why, said in (
+            ("compiling", "answers run uncompiled, until they are compiled in the background"),
+            ("failed", "answers stay uncompiled: compiling has failed"),
+        ):
+            patch.setattr(ModelRunner, "uncompiled", why)
+            until(lambda why=why: ready() == {**plain, "uncompiled": why})
+            assert "compiled_llm_uncompiled 1.0" in api_server.http.get("/metrics").text
+            assert said in caplog.text
+        patch.undo()
+        until(lambda: ready() == plain)
+        assert "new answers run compiled from now on" in caplog.text
+    assert "compiled_llm_uncompiled 0.0" in api_server.http.get("/metrics").text
 
 
 def test_every_figure_is_explained(api_server: RunningServer) -> None:
@@ -160,8 +213,11 @@ def test_made_up_requests_get_promised_answers(api_server: RunningServer, right:
 
 
 def test_to_watch_a_server_does_not_fill_its_log(api_server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    ids = []
     with caplog.at_level("INFO", "compiled_llm.server"):
         for path in ("/metrics", "/ready", "/health", "/page/chat.js", "/version"):
-            assert api_server.http.get(path).status_code == 200
+            answer = api_server.http.get(path)
+            assert answer.status_code == 200
+            ids.append(answer.headers["x-request-id"])
         until(lambda: " GET /version 200 " in caplog.text)
-    assert len(caplog.records) == 1
+    assert [number for number in ids if number in caplog.text] == ids[-1:]  # lines of earlier tests may come late
