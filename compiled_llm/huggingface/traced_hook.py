@@ -47,8 +47,14 @@ def traced_hook(module: nn.Module, function: HookFunction) -> TracedHookHandle:
     a tensor ``[T, ...]`` out, which results have as ``emitted[name]`` in the shape ``[B, Q, ...]``.
 
     Steps are compiled again at the next call, and once more after ``remove``. In between, change what the function
-    reads in place (``vector.copy_(...)``), and nothing is compiled. A call that only HuggingFace's own forward can
-    serve raises an error while there are hooks, rather than leave them out.
+    reads in place (``vector.copy_(...)``), and nothing is compiled. Other numbers, tensors and objects count from the
+    next call on, too, wherever the function has them from: closures, defaults, globals that its code names, attributes,
+    modules, containers, functions that it calls; an engine forgets texts that were computed otherwise. It cannot see
+    writes through ``.data`` or into tensors of inference mode, arrays of NumPy, ``__slots__``, names that are looked up
+    as strings, nor what code of libraries keeps: call ``engine.reset_prefix_cache()`` after these.
+
+    A call that only HuggingFace's own forward can serve raises an error while there are hooks, rather than leave them
+    out.
 
     Args:
         module: inside of a wrapped model; the hook stays with its name, if another module takes its place.

@@ -83,7 +83,7 @@ class ModelFacts:
         """Return what was learnt of a model; unless it is known to ``hold``, the probes run again before it is used."""
         switch = AttentionSwitch(model)
         hooks = TracedHooks()
-        version = ModelVersion(model, len(layers), walked=switch.find_configs, held=hooks.tensors)
+        version = ModelVersion(model, len(layers), walked=switch.find_configs, code=hooks.functions)
         return cls(
             weakref.ref(model),
             model_class,

@@ -5,10 +5,7 @@ Shapes: T packed tokens of a step, B rows, q new tokens of each.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +75,7 @@ class TracedHooks:
 
     def __init__(self) -> None:
         self.placed: tuple[PlacedHook, ...] = ()
+        self._functions: tuple[HookFunction, ...] = ()
         self.site = HookSite()
         self._lock = lock()
 
@@ -87,19 +85,23 @@ class TracedHooks:
     def add(self, path: str, function: HookFunction) -> PlacedHook:
         hook = PlacedHook(tuple(path.split(".")), as_forward_hook(function, self.site), function)
         with self._lock:
-            self.placed = (*self.placed, hook)
+            self._place((*self.placed, hook))
         return hook
 
     def remove(self, hook: PlacedHook) -> bool:
         """Remove a hook; returns whether it was there."""
         with self._lock:
             left = tuple(other for other in self.placed if other is not hook)
-            there, self.placed = len(left) < len(self.placed), left
+            there = len(left) < len(self.placed)
+            self._place(left)
         return there
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that the functions hold, which a captured graph reads where they are."""
-        return [tensor for hook in self.placed for value in _held(hook.function) for tensor in _tensors_in(value)]
+    def _place(self, hooks: tuple[PlacedHook, ...]) -> None:
+        self.placed, self._functions = hooks, tuple(hook.function for hook in hooks)
+
+    def functions(self) -> tuple[HookFunction, ...]:
+        """Return the functions of all hooks: the same tuple until there are others."""
+        return self._functions
 
 
 def as_forward_hook(function: HookFunction, site: HookSite) -> Callable[[nn.Module, Any, Any], Any]:
@@ -161,23 +163,3 @@ def _rows_of(batch: PagedBatch, position_ids: Tensor) -> Tensor:
     if rows == 1 and batch.states is not None:  # a prefill of layers without attention
         return batch.states.token_rows.long()
     return torch.arange(rows, device=position_ids.device)[:, None].expand(rows, new).flatten()
-
-
-def _held(function: Any) -> Iterator[Any]:
-    """Yield the values that a function's code may read besides its arguments."""
-    if isinstance(function, functools.partial):
-        yield from itertools.chain(function.args, function.keywords.values(), _held(function.func))
-        return
-    if inspect.ismethod(function):
-        yield from vars(function.__self__).values() if hasattr(function.__self__, "__dict__") else ()
-        function = function.__func__
-    if inspect.isfunction(function):
-        names = inspect.getclosurevars(function)
-        yield from itertools.chain(names.nonlocals.values(), names.globals.values(), function.__defaults__ or ())
-    elif hasattr(function, "__dict__"):
-        yield from vars(function).values()
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-    return (entry for entry in entries if isinstance(entry, Tensor))

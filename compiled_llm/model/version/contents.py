@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,9 +15,20 @@ from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.model.version.module_state import names_read
 from compiled_llm.model.version.module_tree import same
 
+Part = dict[Any, Any] | Collection[Any] | Callable[[], Any]
+"""A part of a value through which others are read: its entries, or what a call returns."""
+
 _LISTS = (list, tuple, set, frozenset, deque)
 _MOST = 10_000
 """Entries that one of them may have: a list of a million would take longer to compare than a step."""
+
+
+def containers(value: Any) -> Iterator[Part]:
+    """Yield a value if it is a container, or the attributes of a config."""
+    if isinstance(value, PretrainedConfig):
+        yield vars(value)
+    elif isinstance(value, (dict, *_LISTS)) and len(value) <= _MOST:
+        yield value
 
 
 class Contents:
@@ -25,12 +36,23 @@ class Contents:
 
     PEFT keeps the scales of adapters in such containers. And how often each tensor was written to: parameters, buffers,
     and those in attributes and containers.
+
+    Attributes:
+        tensors: those that were found, each once.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        values: Iterable[Any],
+        parts_of: Callable[[Any], Iterable[Part]] = containers,
+        outside: Iterable[object] = (),
+    ) -> None:
+        """Remember what is found from ``values`` on, by what ``parts_of`` opens; ``outside`` is compared elsewhere."""
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Collection[Any]] = []
-        self._tensors = [tensor for tensor in self._find(values) if not tensor.is_inference()]
+        self._calls: list[Callable[[], Any]] = []
+        self.tensors = self._find(values, parts_of, outside)
+        self._counting = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._known, self._versions = self._now(), self._versions_now()
 
     @classmethod
@@ -43,32 +65,46 @@ class Contents:
 
     def valid(self) -> bool:
         """Whether containers hold the same objects, and no tensor was written to."""
-        return self._versions == self._versions_now() and same(self._known, self._now())
+        return self._versions == self._versions_now() and self.same_objects()
 
-    def _find(self, values: Iterable[Any]) -> list[Tensor]:
-        """Find the containers; return the tensors in them."""
-        left, seen, tensors = list(values), set(), list[Tensor]()
+    def same_objects(self) -> bool:
+        """Whether containers hold the same objects."""
+        return same(self._known, self._now())
+
+    def _find(
+        self, values: Iterable[Any], parts_of: Callable[[Any], Iterable[Part]], outside: Iterable[object]
+    ) -> list[Tensor]:
+        """Find what is to be compared; return the tensors in it."""
+        left, tensors = list(values), list[Tensor]()
+        seen = {id(value): value for value in outside}  # held, so that no other object gets the id of one
         while left:
             value = left.pop()
-            if isinstance(value, PretrainedConfig):
-                value = vars(value)
-            if not isinstance(value, (Tensor, dict, *_LISTS)) or id(value) in seen:
+            if id(value) in seen:
                 continue
-            seen.add(id(value))
             if isinstance(value, Tensor):
+                seen[id(value)] = value
                 tensors.append(value)
-            elif len(value) > _MOST:
                 continue
-            elif isinstance(value, dict):
-                self._dicts.append(value)
-                left += dict.values(value)
-            else:
-                self._lists.append(value)
-                left += value
+            for part in parts_of(value):
+                seen[id(value)] = value
+                left += self._remember(part)
         return tensors
 
+    def _remember(self, part: Part) -> Iterable[Any]:
+        """Compare a part from now on; return what is inside it."""
+        if isinstance(part, dict):
+            self._dicts.append(part)
+            return dict.values(part)
+        if isinstance(part, _LISTS):
+            self._lists.append(part)
+            return part
+        assert callable(part), "it is no collection"
+        self._calls.append(part)
+        return (part(),)
+
     def _now(self) -> list[Any]:
-        return list(chain.from_iterable(chain(self._dicts, map(dict.values, self._dicts), self._lists)))
+        entries = chain(self._dicts, map(dict.values, self._dicts), self._lists)
+        return [*chain.from_iterable(entries), *(call() for call in self._calls)]
 
     def _versions_now(self) -> list[int]:
-        return list(map(version_of, self._tensors))
+        return list(map(version_of, self._counting))

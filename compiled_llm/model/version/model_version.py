@@ -21,14 +21,15 @@ look, but compared whenever they are asked for, by any thread: that is before a 
 
 A look begins when a decode step is made (not when it is repeated), at each prefill, after code of the user's has run
 (a streamer, a criterion, a processor), and every 0.1 s while an engine runs. Writes through ``.data`` or into tensors
-of inference mode leave no trace, nor do changes inside objects of other kinds, on classes, in closures and globals.
+of inference mode leave no trace, nor do changes inside objects of other kinds, on classes, in closures and globals,
+unless traced hooks read them (``users_code``).
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,7 +38,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.forks import lock
-from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.model.version.code import Code, Place, places_of
 from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
@@ -45,6 +45,7 @@ from compiled_llm.model.version.module_tree import Hooks, ModuleTree, Obstacles
 from compiled_llm.model.version.probed_state import ProbedState, said
 from compiled_llm.model.version.tensors import Tensors
 from compiled_llm.model.version.training import Difference
+from compiled_llm.model.version.users_code import parts_of
 
 
 class Placement(NamedTuple):
@@ -67,7 +68,7 @@ class ModelVersion:
         model: PreTrainedModel,
         layers: int,
         walked: Callable[[PreTrainedModel], None] = lambda model: None,
-        held: Callable[[], list[Tensor]] = list,
+        code: Callable[[], Sequence[object]] = tuple,
     ) -> None:
         """Remember each part when it is first asked for.
 
@@ -75,17 +76,20 @@ class ModelVersion:
             model: only a weak reference is kept.
             layers: how many it has.
             walked: called with the model at the first walk over its modules, and whenever modules were replaced.
-            held: returns tensors that its programs read besides those of modules.
+            code: returns functions of the user's that its programs run besides its modules; the same sequence until
+                they are others.
         """
         self.looks = 0
         self._known = known = _Remembered()
         self._model = weakref.ref(model, lambda _: known.forget())
-        self._layer_count, self._walked, self._held = layers, walked, held
+        self._layer_count, self._walked, self._code_of_user = layers, walked, code
         self._lock = lock()  # a runner may be made while the loop of another one runs
         self._numbers = itertools.count(1)
         self._code = Code()
         self._said: tuple[str, ...] = ()
-        self._tensors = self._layers = self._rest = self._functions = self._remembered_at = self._probed = 0
+        self._tensors = self._layers = self._rest = self._functions = self._remembered_at = self._probed = (
+            self._read
+        ) = 0
 
     def look(self) -> None:
         """Begin a look: all is compared again when it is next asked for."""
@@ -118,7 +122,7 @@ class ModelVersion:
             self._compare_layers()
             self._compare_rest()
             self._compare_code()
-            number = max(self._tensors, self._layers, self._rest, self._functions)
+            number = max(self._tensors, self._layers, self._rest, self._functions, self._read)
             if number != self._remembered_at:  # attributes may hold other containers and tensors now
                 self._known.tensors, self._known.contents = Tensors(self._modules()), Contents.of(self._modules())
                 self._remembered_at = number
@@ -237,9 +241,17 @@ class ModelVersion:
         known = self._known
         if not known.is_due("tensors"):
             return
-        held = [tensor.data_ptr() for tensor in self._held()]
+        self._compare_code_of_user()
+        held = [] if known.read is None else list(map(Tensor.data_ptr, known.read.tensors))
         if known.tensors is None or held != known.held or not known.tensors.valid():
             known.tensors, known.held, self._tensors = Tensors(self._modules()), held, next(self._numbers)
+
+    def _compare_code_of_user(self) -> None:
+        known, functions = self._known, self._code_of_user()
+        if functions is known.functions and (known.read is None or known.read.valid()):
+            return
+        known.functions, self._read = functions, next(self._numbers)
+        known.read = Contents(functions, parts_of, outside=self._modules()) if functions else None
 
     def _compare_layers(self) -> None:
         layers = self._known.layers
@@ -251,12 +263,11 @@ class ModelVersion:
         known, model = self._known, self._model()
         if not known.is_due("rest"):
             return
-        writes = list(map(version_of, self._held()))
-        if known.has_its_rest(type(model)) and writes == known.writes:
+        if known.has_its_rest(type(model)):
             return
         assert known.others is not None, "modules have been compared"
         known.others, known.contents = ModuleState(known.others.modules, root=model), Contents.of(self._modules())
-        known.kind, known.writes, self._rest = type(model), writes, next(self._numbers)
+        known.kind, self._rest = type(model), next(self._numbers)
 
     def _compare_code(self) -> None:
         if self._known.is_due("code") and not self._code.valid():
@@ -291,7 +302,7 @@ class ModelVersion:
 class _Remembered:
     """A model's parts as they were; ``compared`` names those that the current look has compared already.
 
-    Of tensors outside of modules, ``held`` has the addresses, and ``writes`` how often each was written to.
+    ``functions`` are the user's, which ``read`` this; ``held`` has the addresses of the tensors in it.
     """
 
     tree: ModuleTree | None = None
@@ -301,8 +312,9 @@ class _Remembered:
     contents: Contents | None = None
     probed: ProbedState | None = None
     kind: type | None = None
+    functions: Sequence[object] = ()
+    read: Contents | None = None
     held: list[int] = field(default_factory=list)
-    writes: list[int] = field(default_factory=list)
     compared: set[str] = field(default_factory=set)
 
     def is_due(self, part: str) -> bool:
@@ -318,7 +330,8 @@ class _Remembered:
 
     def let_go(self) -> None:
         """Forget all but the modules, and the state of the layers."""
-        self.others = self.tensors = self.contents = None
+        self.others = self.tensors = self.contents = self.read = None
+        self.functions = ()
         self.compared.clear()
 
     def forget(self) -> None:
