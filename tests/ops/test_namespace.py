@@ -107,6 +107,34 @@ def allclose_of_any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ops_of_the_namespace())
+def test_an_input_that_asks_for_gradients_is_refused_unless_gradients_are_off(name):
+    op = getattr(torch.ops.compiled_llm, name).default
+    fields, case = [entry.name for entry in op._schema.arguments], CASES[name]()[0]
+    asking: dict[str, Any] = {}
+    for field, value in zip(fields, case, strict=False):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            asking[field] = value.detach().clone().requires_grad_()
+        elif isinstance(value, list) and value:
+            asking[field] = [tensor.detach().float().requires_grad_() for tensor in value]
+    for field, value in asking.items():
+        given = {**dict(zip(fields, case, strict=False)), field: value}
+        with pytest.raises(RuntimeError, match=rf"^{name}: {field}\.requires_grad is True.*torch\.no_grad\(\)"):
+            op(**given)
+        for off in (torch.no_grad, torch.inference_mode):
+            with off():
+                op(**given)
+
+
+@pytest.mark.parametrize("name", ["merge_state", "append_paged_kv"])
+def test_an_input_that_asks_for_gradients_is_refused_as_an_op_is_traced(name):
+    op = getattr(torch.ops.compiled_llm, name).default
+    first, *others = CASES[name]()[0]
+    traced = torch.compile(lambda first: op(first, *others), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=rf"{name}: {op._schema.arguments[0].name}\.requires_grad"):
+        traced(first.detach().clone().requires_grad_())
+
+
+@pytest.mark.parametrize("name", ops_of_the_namespace())
 def test_opcheck(name, seed, whole, monkeypatch):
     """All of it for one case that is drawn; of the others, that its fake and its schema are right."""
     allclose_of_any_dtype(monkeypatch)

@@ -51,6 +51,28 @@ def close(found: Any, expected: tuple[Tensor, Tensor], near: float = 1e-5) -> No
         torch.testing.assert_close(own.double(), exact, rtol=10 * near, atol=near)
 
 
+# ---- gradients
+
+
+@pytest.mark.parametrize("asking", ["query", "keys", "values"])
+def test_tensors_that_require_gradients_are_refused(asking: str) -> None:
+    q, k, v = (
+        torch.randn(shape, requires_grad=name == asking)
+        for name, shape in (("query", (5, 4, 16)), ("keys", (7, 2, 16)), ("values", (7, 2, 16)))
+    )
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    ragged.plan(torch.tensor([0, 5]), torch.tensor([0, 7]), 4, 2, 16, causal=True, q_data_type="float32")
+    for call in (
+        lambda: flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True),
+        lambda: flashinfer.single_decode_with_kv_cache(q[0], k, v),
+        lambda: ragged.run(q, k, v),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{asking}\.requires_grad is True.*torch\.no_grad\(\)"):
+            call()
+        with torch.no_grad():
+            call()
+
+
 # ---- one row
 
 
