@@ -28,7 +28,14 @@ def client(
     server: Server = _DEFAULT,
     api_key_file: ApiKeyFile = None,
     file: shared.PromptFile = None,
-    chat: shared.ChatTemplate = False,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat/--raw",
+            help="Send the prompt as a chat message, or as a text that the model continues.",
+            rich_help_panel=shared.INPUT,
+        ),
+    ] = True,
     system: shared.System = None,
     ids: Annotated[
         bool,
@@ -49,23 +56,37 @@ def client(
     stop: shared.StopBefore = None,
     quiet: shared.Quiet = False,
 ) -> None:
-    """Send a prompt to a server (`compiled-llm serve`), and write its answer to stdout as it comes."""
+    """Send a message or a text to a server (`compiled-llm serve`), and write the answer to stdout as it comes."""
     with readable_errors():
         address = server or _DEFAULT
         check_server(address, api_key_file)
         check_quoted(prompt, context.args)
-        check_system(system, chat)
-        if chat and ids:
+        if ids and chat and (source := context.get_parameter_source("chat")) is not None and source.name != "DEFAULT":
             raise ValueError("--ids: token ids are no chat; leave out --chat, or give its text")
+        check_system(system, chat and not ids, "leave out --ids" if ids else "leave out --raw")
         check_range("max_new_tokens", max_new_tokens)
         flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
         given = flags.given(max_new_tokens, stop or [])
         text = read_prompt(prompt, file)
-        with _begun(address, api_key_file, _prompt(text, chat, system, ids), given, ids, quiet) as answer:
+        with (
+            _told_of_raw(),
+            _begun(address, api_key_file, _prompt(text, chat, system, ids), given, ids, quiet) as answer,
+        ):
             _write((f"{token}," for token in answer) if ids else answer.text())
             if not quiet:
                 console = Console(stderr=True, highlight=False)
                 console.print(answer.figures().line(), style="dim", soft_wrap=True)
+
+
+@contextmanager
+def _told_of_raw() -> Iterator[None]:
+    """Have a server's word that its model writes no chats say what to do here."""
+    try:
+        yield
+    except ValueError as error:
+        if "no chat template" not in str(error):
+            raise
+        raise ValueError(f"{error}; --raw sends the prompt as a text") from error
 
 
 @contextmanager

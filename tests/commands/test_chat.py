@@ -172,7 +172,7 @@ def test_over_a_socket_a_chat_is_sampled_as_the_engine_processs_model_is(
     assert len({chatted(*arguments, lines="Hi there\n").stdout for _ in range(3)}) > 1
     greedily = chatted(*arguments, "--greedy", lines="Hi there\n").stdout
     assert greedily == huggingfaces(model_folder, "<user: Hi there>", 20) + "\n"
-    client = invoke("client", "Hi there", "--server", str(path), "--max-tokens", "20", "--quiet")
+    client = invoke("client", "Hi there", "--raw", "--server", str(path), "--max-tokens", "20", "--quiet")
     assert client.stdout != huggingfaces(model_folder, "Hi there", 20) + "\n"
     loop.close()
 

@@ -96,7 +96,8 @@ REFUSED = {
     "client --server NEW": [
         ("Hi there", "PROMPT is one argument: quote it, as in 'Hi there'"),
         ("''", "the prompt is empty"),
-        ("Hi --system Brief", "--system is a part of the chat template: give --chat as well"),
+        ("Hi --raw --system Brief", "--system is a part of the chat template: leave out --raw"),
+        ("1,2 --ids --system Brief", "--system is a part of the chat template: leave out --ids"),
         ("1,2 --ids --chat", "--ids: token ids are no chat"),
         ("Hi --temperature -1", "--temperature -1.0: must be above 0; --greedy takes the most likely"),
         ("Hi --greedy --top-p 0.9", "--greedy draws nothing, so it does not go with --top-p"),

@@ -41,13 +41,14 @@ def server(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_client_writes_the_same_text_from_a_socket_and_a_url(model_folder: Path, server: str) -> None:
-    done = invoke("client", "Hi there", "--server", server, *GREEDY)
+    done = invoke("client", "Hi there", "--raw", "--server", server, *GREEDY)
     assert (done.exit_code, done.stdout) == (0, f"{greedy(model_folder, 'Hi there', 20)[1]}\n"), done.stderr
     assert "20 tokens in " in done.stderr
     assert done.stderr.endswith(" tokens/s, length\n")
-    done = invoke("client", "Hi", "--chat", "--system", "Brief", "--server", server, "--quiet", *GREEDY)
     text = greedy(model_folder, "<system: Brief><user: Hi>", 20)[1]
-    assert (done.exit_code, done.stdout, done.stderr) == (0, f"{text}\n", "")
+    for asked in ([], ["--chat"]):
+        done = invoke("client", "Hi", *asked, "--system", "Brief", "--server", server, "--quiet", *GREEDY)
+        assert (done.exit_code, done.stdout, done.stderr) == (0, f"{text}\n", "")
 
 
 def test_token_ids_go_and_come(engine: Engine, server: str) -> None:
@@ -59,7 +60,7 @@ def test_token_ids_go_and_come(engine: Engine, server: str) -> None:
 
 def test_a_stop_string_ends_the_answer(model_folder: Path, server: str) -> None:
     text = greedy(model_folder, "Hi there", 20)[1]
-    done = invoke("client", "Hi there", "--server", server, "--stop", text[7:9], *GREEDY)
+    done = invoke("client", "Hi there", "--raw", "--server", server, "--stop", text[7:9], *GREEDY)
     assert (done.exit_code, done.stdout) == (0, f"{text[: text.index(text[7:9])]}\n"), done.stderr
     assert done.stderr.endswith(" tokens/s, stop\n")
 
@@ -79,7 +80,7 @@ def test_a_chat_over_http_goes_on(model_folder: Path, url: str) -> None:
 
 
 @pytest.mark.drawn(most=3)
-@pytest.mark.parametrize("command", [("client", "Hi"), ("client", "Hi", "--chat"), ("chat",)])
+@pytest.mark.parametrize("command", [("client", "Hi"), ("client", "Hi", "--raw"), ("chat",)])
 def test_neither_torch_nor_transformers_is_imported_for_it(command: tuple[str, ...], server: str) -> None:
     code = """
 import sys
@@ -120,7 +121,10 @@ def test_many_questions_at_once_are_all_answered(engine: Engine, socket: Path) -
     ("tokenizer", "said"),
     [
         (None, "the engine process has no tokenizer; give token ids"),
-        (character_tokenizer(), "this model's tokenizer has no chat template; ask without a chat"),
+        (
+            character_tokenizer(),
+            "this model's tokenizer has no chat template; ask without a chat; --raw sends the prompt as a text",
+        ),
     ],
 )
 def test_what_an_engine_process_lacks_is_said(
@@ -128,8 +132,8 @@ def test_what_an_engine_process_lacks_is_said(
 ) -> None:
     monkeypatch.setattr(engine, "_tokenizer", tokenizer)
     with engine_in_thread(engine, path):
-        done = invoke("client", "Hi", "--chat", "--server", str(path))
-    assert (done.exit_code, done.stderr) == (2, f"error: {said}\n")
+        done = invoke("client", "Hi", "--server", str(path))
+        assert (done.exit_code, done.stderr) == (2, f"error: {said}\n")
 
 
 def test_a_key_comes_from_a_file_or_the_environment(socket: Path, tmp_path: Path, monkeypatch) -> None:

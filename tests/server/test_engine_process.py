@@ -104,7 +104,7 @@ def test_one_that_listens_is_not_replaced_and_one_that_was_killed_is(
                 call()
         with started_engine_process(model_folder, path, *OPTIONS):
             assert len(client.generate([[3, 4]], greedy(5))[0].token_ids) == 5
-            done = ask(path, "Hello")  # by the tokenizer that the engine process names
+            done = ask(path, "--raw", "Hello")  # by the tokenizer that the engine process names
             text = f"{expected.text}\n".replace("\r", "\n")  # as a pipe of text is read
             assert (done.returncode, done.stdout) == (0, text), done.stderr
             with Client(path, tokenizer=True) as talks:

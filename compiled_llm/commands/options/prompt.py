@@ -25,14 +25,14 @@ def check_quoted(argument: str | None, others: Sequence[str]) -> None:
         raise ValueError(f"PROMPT is one argument: quote it, as in {shlex.quote(' '.join([argument or '', *others]))}")
 
 
-def check_system(system: str | None, chat: bool) -> None:
+def check_system(system: str | None, chat: bool, way_out: str = "give --chat as well") -> None:
     """Check that a system message has a chat to stand in.
 
     Raises:
         ValueError: it has none.
     """
     if system is not None and not chat:
-        raise ValueError("--system is a part of the chat template: give --chat as well")
+        raise ValueError(f"--system is a part of the chat template: {way_out}")
 
 
 def read_prompt(argument: str | None, file: str | None) -> str:
