@@ -39,7 +39,11 @@ CHAT = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 WITH_CODE = [page for page in PAGES if blocks_of(page)]
-WITH_DEMO = [page for page in WITH_CODE if re.search(r"^[^#\n]*compiled_llm\.demo\(\)", page.read_text(), re.MULTILINE)]
+WITH_DEMO = [
+    page
+    for page in WITH_CODE
+    if any("compiled_llm.demo()" in code for code in (beginning_of(page), *(block.code for block in blocks_of(page))))
+]
 
 
 @pytest.fixture(scope="session")
