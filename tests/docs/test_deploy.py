@@ -44,9 +44,15 @@ def unit(name: str) -> list[str]:
     return re.findall(rf"^{name}=(.*)$", text, re.MULTILINE)
 
 
+KUBERNETES = {part["kind"]: part for part in yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text())}
+POD = KUBERNETES["Deployment"]["spec"]["template"]
+(CONTAINER,) = POD["spec"]["containers"]
+PAGE = (CHECKOUT / "docs" / "how-to" / "deploy.md").read_text()
+
 COMMANDS = {
     "Dockerfile": json.loads(last("ENTRYPOINT"))[1:] + json.loads(last("CMD")),
     "compose.yml": json.loads(last("ENTRYPOINT"))[1:] + SERVER["command"],
+    "kubernetes.yml": json.loads(last("ENTRYPOINT"))[1:] + CONTAINER["args"],
     "compiled-llm.service": shlex.split(unit("ExecStart")[0])[1:],
 }
 
@@ -63,7 +69,9 @@ def options(arguments: Sequence[str]) -> dict[str, Any]:
 def test_the_server_has_the_options_that_it_is_started_with(file: str) -> None:
     given = options(COMMANDS[file])
     assert given["model"] == "demo"
-    assert given["api_key_file"] is not None  # or others could not reach it
+    assert (given["api_key_file"] is None) is (
+        file in ("Dockerfile", "kubernetes.yml")
+    )  # which give it by the environment
 
 
 def test_an_option_that_is_missing_is_seen() -> None:
@@ -98,6 +106,7 @@ def test_the_service_keeps_all_caches_where_only_its_user_may_look() -> None:
 def test_requests_may_end_before_the_server_is_killed() -> None:
     for file, seconds in (
         ("compose.yml", SERVER["stop_grace_period"]),
+        ("kubernetes.yml", str(POD["spec"]["terminationGracePeriodSeconds"])),
         ("compiled-llm.service", unit("TimeoutStopSec")[0]),
     ):
         assert int(seconds.removesuffix("s")) > options(COMMANDS[file])["drain_seconds"]
@@ -108,6 +117,49 @@ def test_the_image_is_watched_at_a_path_that_needs_no_key() -> None:
     assert port == last("EXPOSE") == "8000"
     assert path == "/health"
     assert path in {route.path for route in router.routes}  # type: ignore[attr-defined]
+
+
+def test_the_pages_docker_run_reaches_the_server_with_a_key() -> None:
+    lines = re.findall(r"^docker run (.+)$", PAGE, re.MULTILINE)
+    built = re.findall(r"^docker build .*-t (\S+) \.$", PAGE, re.MULTILINE)
+    for line, image in zip(lines, built, strict=True):
+        given, _, arguments = f"{line} ".partition(f" {image} ")
+        assert "-e COMPILED_LLM_API_KEY" in given
+        assert f"-p 127.0.0.1:{last('EXPOSE')}:{last('EXPOSE')}" in given
+        assert given.endswith(f":{last('VOLUME')} -e COMPILED_LLM_API_KEY")
+        command = shlex.split(arguments) or json.loads(last("CMD"))
+        assert options([*json.loads(last("ENTRYPOINT"))[1:], *command])["host"] == "0.0.0.0"
+
+
+def test_kubernetes_finds_the_server_asks_paths_without_a_key_and_names_this_machine() -> None:
+    service, spec = KUBERNETES["Service"], POD["spec"]
+    assert service["spec"]["selector"].items() <= POD["metadata"]["labels"].items()
+    assert KUBERNETES["Deployment"]["spec"]["selector"]["matchLabels"] == POD["metadata"]["labels"]
+    assert service["metadata"]["name"] in options(COMMANDS["kubernetes.yml"])["allowed_host"]
+    assert service["metadata"]["name"] != "compiled-llm-serve"  # its variables would look like options
+    (port,) = CONTAINER["ports"]
+    assert str(port["containerPort"]) == last("EXPOSE")
+    assert {part["targetPort"] for part in service["spec"]["ports"]} == {port["name"]}
+    paths = {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
+    for probe, path in paths.items():
+        asked = CONTAINER[probe]["httpGet"]
+        assert (asked["path"], asked["port"]) == (path, port["name"])
+        assert asked["httpHeaders"] == [{"name": "Host", "value": "localhost"}]
+        assert path in {route.path for route in router.routes}  # type: ignore[attr-defined]
+    assert spec["securityContext"]["runAsUser"] == int(re.search(r"--uid (\d+)", last("RUN"))[1])  # type: ignore[index]
+
+
+def test_kubernetes_mounts_caches_where_the_image_has_them_and_finds_the_key() -> None:
+    mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    assert mounts["caches"] == last("VOLUME")
+    claim = volumes["caches"]["persistentVolumeClaim"]["claimName"]
+    assert claim == KUBERNETES["PersistentVolumeClaim"]["metadata"]["name"]
+    (key,) = CONTAINER["env"]
+    secret = key["valueFrom"]["secretKeyRef"]
+    assert key["name"] == "COMPILED_LLM_API_KEY"
+    assert f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}=$(" in PAGE
 
 
 def test_each_stage_that_compose_asks_for_is_there() -> None:
