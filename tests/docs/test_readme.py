@@ -41,6 +41,23 @@ def test_readmes_command_prints_what_it_shows(demo_model_dir: Path) -> None:
     assert served == "serve demo"  # tests/server/api_server/openai/test_acceptance.py does so
 
 
+def test_readmes_commands_can_be_pasted_and_their_needs_are_said() -> None:
+    text = README.read_text()
+    for commands in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        assert not re.search(r"<\w", commands), "bash takes a placeholder for a file"
+    needs = dict(re.findall(r"(transformers|PyTorch) ([\d.]+) or newer", text))
+    bounds = dict(re.findall(r'"(torch|transformers)>=([\d.]+),', (CHECKOUT / "pyproject.toml").read_text()))
+    assert needs == {"transformers": bounds["transformers"], "PyTorch": bounds["torch"]}
+
+
+def test_a_server_is_installed_with_structured_outputs_as_readme_promises() -> None:
+    extras = dict(re.findall(r"^(\w+) = \[(.+)\]$", (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE))
+    (taken,) = re.findall(r"compiled-llm\[([\w,]+)\]", extras["server"])
+    assert "xgrammar" in "".join([extras["server"], *(extras[name] for name in taken.split(","))])
+    for name in ("deploy/Dockerfile", "docs/how-to/deploy.md", "README.md"):
+        assert re.search(r"\[[\w,]*\bserver\]", (CHECKOUT / name).read_text()), name
+
+
 def test_nobody_is_told_to_install_what_no_index_has() -> None:
     """Once the package is published, the advice can name it."""
     for file in (*PAGES, CHECKOUT / "BENCHMARKS.md", CHECKOUT / "CONTRIBUTING.md", *sources().values()):

@@ -88,7 +88,7 @@ def test_page_names_the_ranges_that_pip_is_told() -> None:
     page = (DOCS / "reference" / "compatibility.md").read_text()
     ranges = {"Python": SpecifierSet(metadata("compiled-llm")["Requires-Python"])}
     titles = {"PyTorch": "torch", "transformers": "transformers", "FlashInfer (extra `cuda`)": "flashinfer-python"}
-    titles.update({"xgrammar (extra `structured`)": "xgrammar", "FastAPI (extra `server`)": "fastapi"})
+    titles.update({"xgrammar (extras `structured`, `server`)": "xgrammar", "FastAPI (extra `server`)": "fastapi"})
     others = ("httptools", "jinja2", "msgspec", "prometheus-client", "pydantic", "uvicorn")
     titles.update({f"{name} (extra `server`)": name for name in others})
     if "ray" in (metadata("compiled-llm").get_all("Provides-Extra") or []):
