@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.http.body_values import MAX_VALUES, values_in
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
+from compiled_llm.server.openai.parsing.half_characters import replaced_in
 
 
 class TextPart(Body):
@@ -46,7 +47,7 @@ class FunctionCall(Body):
     arguments: Annotated[str, AfterValidator(arguments_of)]
 
     def plain(self) -> dict[str, Any]:
-        return {"name": self.name, "arguments": json.loads(self.arguments or "{}")}
+        return {"name": self.name, "arguments": replaced_in(json.loads(self.arguments or "{}"))}
 
 
 class ToolCall(Body):

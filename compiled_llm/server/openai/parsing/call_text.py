@@ -8,6 +8,7 @@ from typing import Protocol
 
 import regex  # type: ignore[import-untyped]  # as transformers' parser; it finds matches that only begin
 
+from compiled_llm.server.openai.parsing.half_characters import escaped, replaced
 from compiled_llm.server.openai.parsing.json_value import JsonValue
 
 _MEMBER = r'\s*{}\s*"(?P<key>(?:[^"\\]|\\.)*)"\s*:\s*(?=\S)'
@@ -112,9 +113,9 @@ class JsonCall:
             self._finished = True
             return
         if member.key == self._name_key and self._called is None:
-            self._called = value if isinstance(value, str) and value else None
+            self._called = replaced(value) if isinstance(value, str) and value else None
         elif self._is_arguments(member.key):
-            self._new = value if isinstance(value, str) else member.text
+            self._new = escaped(value) if isinstance(value, str) else member.text
 
 
 class JsonArguments:
@@ -150,7 +151,7 @@ class JsonArguments:
         except (ValueError, RecursionError):
             return ""
         self.name = self._called
-        return value if isinstance(value, str) else self._member.text
+        return escaped(value) if isinstance(value, str) else self._member.text
 
     def cut(self) -> None:
         self.name = self._called

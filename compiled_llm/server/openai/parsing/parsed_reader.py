@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 from compiled_llm.server.openai.parsing.answer_parts import CALLS, CONTENT, REASONING, CallPiece, Parts
 from compiled_llm.server.openai.parsing.call_text import CallText
 from compiled_llm.server.openai.parsing.delimiters import Delimiters
+from compiled_llm.server.openai.parsing.half_characters import escaped, replaced, written
 from compiled_llm.server.openai.parsing.string_seals import StringSeals
 from compiled_llm.server.openai.parsing.untold_text import UntoldText
 
@@ -305,8 +305,8 @@ def _call(value: Mapping[str, Any]) -> CallPiece:
     name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return CallPiece(_new_id(), name, written, finished=True)
+    text = escaped(arguments) if isinstance(arguments, str) else written(arguments)
+    return CallPiece(_new_id(), replaced(name), text, finished=True)
 
 
 def _new_id() -> str:

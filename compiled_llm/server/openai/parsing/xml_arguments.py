@@ -10,6 +10,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]  # as transformers' parser: both need the same blanks
 
+from compiled_llm.server.openai.parsing.half_characters import written
 from compiled_llm.server.openai.parsing.json_value import JsonValue
 
 _CHARACTER = r"[^\\()\[\]{}*+?.|^$]"
@@ -116,7 +117,7 @@ class XmlArguments:
         self._is_begun = False
         self._json, self._looked = JsonValue(), 0
         before = "{" if self._count == 1 else ", "
-        return f"{before}{_json(key)}: " + ('"' if self._is_text(key) else "")
+        return f"{before}{written(key)}: " + ('"' if self._is_text(key) else "")
 
     def _value(self, key: str) -> str | None:
         """Return the new part of a value; None if there is none."""
@@ -127,11 +128,11 @@ class XmlArguments:
             text, self._rest = self._rest[:end], self._rest[end + len(self._tags.end) :]
             self._key = None
             text = text.rstrip(self._tags.spaces_after)
-            return _json(text)[1:] if self._is_text(key) else self._typed(key, text)
+            return written(text)[1:] if self._is_text(key) else self._typed(key, text)
         if not self._is_text(key) or not (text := self._tags.sure(self._rest)):
             return None
         self._is_begun, self._rest = True, self._rest[len(text) :]
-        return _json(text)[1:-1]
+        return written(text)[1:-1]
 
     def _end(self, key: str) -> int:
         """Return where the end of a value begins: in no string of an object or array; -1 if it is not there yet."""
@@ -158,11 +159,7 @@ class XmlArguments:
             value = self._read(self._tag + _without(self._tags.end[0], text) + self._tags.end)[key]
         except Exception:  # of HuggingFace's parser, on a text of the model's
             value = text
-        return _json(text if isinstance(value, str) else value)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+        return written(text if isinstance(value, str) else value)
 
 
 def _without(character: str, text: str) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Tag
+from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag
 
 from compiled_llm.server.openai.chat.message import FunctionCall, Message, ToolCall, arguments_of
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 
 _TAGS = ("function_call", "function_call_output", "reasoning", "item_reference")
 _NOT_STORED = NoEffect("nothing is stored")
+_ASYNC = RefusedField("the client runs calls, and sends their outputs before it asks again", (False,))
+_CALLER, _NAMESPACE = RefusedField("the model alone calls functions"), RefusedField("functions have names alone")
 
 
 class InputText(Body):
@@ -46,6 +48,9 @@ class CallItem(StoredItem):
     call_id: str
     name: str
     arguments: Annotated[str, AfterValidator(arguments_of)]
+    async_: Annotated[Any, _ASYNC, Field(validation_alias=AliasChoices("async", "async_"))] = None
+    caller: Annotated[Any, _CALLER] = None
+    namespace: Annotated[Any, _NAMESPACE] = None
 
 
 class CallOutput(StoredItem):
@@ -55,6 +60,9 @@ class CallOutput(StoredItem):
     call_id: str
     output: str | Entries[InputText]
     name: str | None = None
+    caller: Annotated[Any, _CALLER] = None
+    namespace: Annotated[Any, _NAMESPACE] = None
+    created_by: Annotated[str | None, _NOT_STORED] = None
 
 
 class ThoughtText(Body):

@@ -312,6 +312,18 @@ def test_a_tags_text_ends_with_its_tag_if_calls_are_held_to_a_form(size: int) ->
     assert read("qwen3_5", [forgotten]) == Told("", "b", [("look", '{"text": "a"}', True)])
 
 
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("qwen3_5", IN_TAGS.format("where", '{"a": "\\ud83d"}')),
+        ("gemma4", '<|tool_call>call:look{where:{"a":"\\ud83d"}}<tool_call|> b'),
+        ("listed", '<calls>[{"name": "look", "arguments": {"where": {"a": "\\ud83d"}}}]</calls> b'),
+    ],
+)
+def test_half_a_character_of_utf16_stays_an_escape(style: str, text: str) -> None:
+    assert read(style, [text]) == Told("", "b", [("look", '{"where": {"a": "\\ud83d"}}', True)])
+
+
 LONG = 2**14
 
 

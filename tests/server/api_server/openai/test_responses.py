@@ -7,10 +7,12 @@ import threading
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseFunctionToolCallOutputItem
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.server.engine_processes import PATIENCE
+from support.server.running_servers import RunningServer
 from support.server.scripted import CALL, WEATHER as FUNCTION, Script
 
 PLAIN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the quick fox"}]
@@ -116,6 +118,28 @@ def test_an_answer_that_was_cut(talker: Any, script: Script, ask: Any) -> None:
     script.text, script.reason = "", "stop"
     assert ask(talker).output_text == ""
     assert [item.type for item in ask(talker).output] == ["message"]
+
+
+@pytest.mark.parametrize("by_alias", [False, True])
+def test_items_go_back_with_fields_that_are_null(
+    speaker: RunningServer, talker: Any, script: Script, by_alias: bool
+) -> None:
+    """As the openai package writes items that it has read, with all fields that it knows."""
+    script.text = f"<think>Hm.</think>Well: {CALL}"
+    items = [item.model_dump(by_alias=by_alias) for item in whole(talker).output]
+    output = ResponseFunctionToolCallOutputItem.model_construct(
+        type="function_call_output", call_id=items[-1]["call_id"], output="sun"
+    )
+    given = [{"role": "user", "content": "How?"}, *items, output.model_dump(by_alias=by_alias)]
+    assert any(value is None for value in items[-1].values())
+    script.text = "Fine."
+    answer = speaker.http.post("/v1/responses", json={**OPTIONS, "input": given})
+    assert answer.status_code == 200, answer.text
+    for item, field, value in ((-2, "async", True), (-2, "namespace", "a"), (-1, "caller", {"type": "direct"})):
+        wrong = [dict(entry) for entry in given]
+        wrong[item][field] = value
+        answer = speaker.http.post("/v1/responses", json={**OPTIONS, "input": wrong})
+        assert (answer.status_code, field in answer.json()["error"]["param"]) == (400, True), answer.text
 
 
 def test_a_chat_goes_on_after_a_call(talker: Any, script: Script) -> None:

@@ -122,6 +122,38 @@ def test_a_call_that_there_was_no_room_for_is_no_content(talker: Any, script: Sc
     assert whole(talker, tools=[WEATHER]).choices[0].message.content == script.text
 
 
+HALF = "\\ud83d"
+HALVES = [
+    (f'{{"name": "weather", "arguments": {{"city": "{HALF}"}}}}', "weather", f'{{"city": "{HALF}"}}'),
+    (f'{{"name": "weather{HALF}", "arguments": {{}}}}', "weather\ufffd", "{}"),
+    (f'{{"name": "weather", "arguments": "{{\\"city\\": \\"{HALF}\\"}}"}}', "weather", f'{{"city": "{HALF}"}}'),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "arguments"), HALVES)
+@pytest.mark.parametrize("at_once", [1, 1000])
+def test_half_a_character_of_utf16_loses_no_answer(
+    talker: Any, script: Script, call: str, name: str, arguments: str, at_once: int
+) -> None:
+    script.text, script.at_once = f"<tool_call>{call}</tool_call>", at_once
+    (found,) = whole(talker, tools=[WEATHER]).choices[0].message.tool_calls
+    assert (found.function.name, found.function.arguments) == (name, arguments)
+    state = ChatCompletionStreamState()
+    for chunk in whole(talker, tools=[WEATHER], stream=True):
+        state.handle_chunk(chunk)
+    choice = state.current_completion_snapshot.choices[0]
+    (streamed_call,) = choice.message.tool_calls or ()
+    assert (streamed_call.function.name, streamed_call.function.arguments) == (name, arguments)
+    assert choice.finish_reason == "tool_calls"
+    flat = [{"type": "function", **WEATHER["function"]}]  # type: ignore[dict-item]
+    item = talker.responses.create(model="tiny", input="hi", tools=flat).output[0]
+    assert (item.name, item.arguments) == (name, arguments)
+    events = list(talker.responses.create(model="tiny", input="hi", tools=flat, stream=True))
+    assert events[-1].response.output[0].arguments == arguments
+    message = {"role": "assistant", "tool_calls": [found.model_dump()]}
+    whole(talker, messages=[*MESSAGES, message], tools=[WEATHER])  # it goes back
+
+
 def test_without_tools_nothing_is_a_call(talker: Any, script: Script) -> None:
     script.text = f"<think>Hm.</think>{CALL}"
     for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
