@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
 _MAX_THREADS = 16
+"""One place of them is kept for grammars that begin: one that takes long there is put off, and begins again later."""
 _LONG = 0.5
 """Seconds after which another thread compiles the next grammar, while one goes on that takes longer."""
 
@@ -39,12 +40,14 @@ class _GrammarJob:
         waiting: the requests, and until when each waits, on ``time.monotonic``'s clock.
         started: when a thread has begun to compile it.
         long: it takes so long that another thread has taken its thread's place.
+        heavy: it has taken long, and was put off: it waits until fewer others take long.
     """
 
     constraint: Constraint
     waiting: dict[Request, float] = field(default_factory=dict)
     started: float | None = None
     long: bool = False
+    heavy: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -143,7 +146,7 @@ class Grammars:
     # ---- threads
 
     def _start_threads(self) -> None:
-        if self._queue and self._threads < self._limit:
+        if self._threads < self._limit and self._first() is not None:
             self._threads += 1
             threading.Thread(target=self._work, name="compiled_llm grammars", daemon=True).start()
 
@@ -165,21 +168,29 @@ class Grammars:
         return grammar
 
     def _is_wanted(self, job: _GrammarJob) -> bool:
+        """Whether to go on with a grammar, as far as a thread can be stopped."""
         with self._changed:
-            return job.wanted
+            return job.wanted and (job.long or not job.heavy)
 
     def _next(self) -> _GrammarJob | None:
         """Return the next job that a request waits for; None if this thread, or one too many, is to end."""
         with self._changed:
-            while self._queue and self._threads <= self._limit:
-                job = self._queue.popleft()
+            while self._threads <= self._limit and (job := self._first()) is not None:
+                self._queue.remove(job)
                 if job.wanted:
                     job.started = time.monotonic()
+                    job.long = job.heavy
+                    self._long += job.long
                     self._changed.notify_all()
                     return job
                 del self._jobs[_key(job.constraint)]
             self._threads -= 1
             return None
+
+    def _first(self) -> _GrammarJob | None:
+        """Return the next job in the queue: those that have taken long are the last, and leave a place to others."""
+        heavy = self._long < _MAX_THREADS - 1
+        return min((job for job in self._queue if heavy or not job.heavy), key=lambda job: job.heavy, default=None)
 
     def _finish(self, job: _GrammarJob, grammar: xgrammar.CompiledGrammar | None, error: BaseException | None) -> None:
         with self._changed:
@@ -187,6 +198,7 @@ class Grammars:
             if isinstance(error, UnwantedError) and job.wanted:  # again, by a request that has come meanwhile
                 job.started, job.long = None, False
                 self._queue.append(job)
+                self._changed.notify_all()
                 return
             del self._jobs[_key(job.constraint)]
             waiting = list(job.waiting)
@@ -232,17 +244,24 @@ class Grammars:
         for job in self._jobs.values():
             late += [request for request, due in job.waiting.items() if due <= now]
             expired += [request for request in job.waiting if request.deadline is not None and request.deadline <= now]
-            if job.started is not None and not job.long and job.started + _LONG <= now:
-                job.long = True
-                self._long += 1
+            if job.started is not None and not (job.long or job.heavy) and job.started + _LONG <= now:
+                self._take_long(job)
             gone = {*late, *expired}
             job.waiting = {each: due for each, due in job.waiting.items() if not (each.done or each in gone)}
         self._start_threads()
         dues = [min(due, each.deadline or due) for job in self._jobs.values() for each, due in job.waiting.items()]
         if dues:
-            started = [job.started for job in self._jobs.values() if not job.long]
+            started = [job.started for job in self._jobs.values() if not (job.long or job.heavy)]
             dues += [begun + _LONG for begun in started if begun is not None]
         return late, expired, min(dues, default=None)
+
+    def _take_long(self, job: _GrammarJob) -> None:
+        """Count a job as one that takes long; put it off if too many do."""
+        if self._long < _MAX_THREADS - 1:
+            job.long = True
+            self._long += 1
+        else:
+            job.heavy = True
 
     def _give_up(self, requests: Sequence[Request], reason: FinishReason, error: BaseException | None) -> None:
         if requests and (end := self._end()) is not None:

@@ -148,7 +148,7 @@ def _compile(compiler: GrammarCompiler, asked: Compile, answer: socket.socket) -
     _limit(asked)
     try:
         _send(answer, _answer(asked.source.compiled(compiler)))
-    except (MemoryError, RuntimeError, ValueError) as error:
+    except Exception as error:  # whatever a library says of a form: without an answer, its client would try again
         _send(answer, _failure(error, asked))
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from compiled_llm.requests.structured_outputs.strings import has_strings, with_escapes
 
 if TYPE_CHECKING:
     import xgrammar
@@ -37,45 +40,56 @@ class GrammarSource(NamedTuple):
     any_whitespace: bool = True
     max_whitespace_cnt: int | None = None
 
-    @property
-    def _blanks(self) -> dict[str, Any]:
-        return {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
-
     def check(self) -> None:
         """Check it as far as that is quick; ValueError, with why and where, if it cannot be compiled."""
         if len(self.text) <= _LONG:
             _check(self)
 
     def compiled(self, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
-        """Compile it, which may take seconds; RuntimeError if it fails."""
-        if self.kind == "json":
+        """Compile it, which may take seconds; RuntimeError or ValueError if it fails."""
+        if self.kind == "json" and not has_strings(self.text):
             return compiler.compile_json_schema(self.text, **self._blanks)
         if self.kind == "regex":
             return compiler.compile_regex(self.text)
         if self.kind == "structural_tag":
             return compiler.compile_structural_tag(_as_format(self.text))
-        return compiler.compile_lark(self.text) if self.kind == "lark" else compiler.compile_grammar(self.text)
+        if self.kind == "lark":
+            return compiler.compile_lark(self.text)
+        return compiler.compile_grammar(self.text if self.kind == "ebnf" else _rules(self.text, **self._blanks))
+
+    def read(self) -> xgrammar.Grammar:
+        """Read it, without a vocabulary; RuntimeError or ValueError if it fails."""
+        from xgrammar import Grammar
+
+        if self.kind == "json" and not has_strings(self.text):
+            return Grammar.from_json_schema(self.text, **self._blanks)
+        if self.kind == "regex":
+            return Grammar.from_regex(self.text)
+        if self.kind == "structural_tag":
+            return Grammar.from_structural_tag(_as_format(self.text))
+        if self.kind == "lark":
+            return Grammar.from_lark(self.text)
+        return Grammar.from_ebnf(self.text if self.kind == "ebnf" else _rules(self.text, **self._blanks))
+
+    @property
+    def _blanks(self) -> dict[str, Any]:
+        return {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
 
 
 @lru_cache(maxsize=256)
 def _check(source: GrammarSource) -> None:
     """Cached, since many requests have the same grammar."""
     try:
-        _read(source)
+        source.read()
     except RuntimeError as error:
         raise ValueError(said(error)) from error
 
 
-def _read(source: GrammarSource) -> xgrammar.Grammar:
+def _rules(schema: str, **blanks: Any) -> str:
+    """Return the rules of a schema with strings that may have escapes."""
     from xgrammar import Grammar
 
-    if source.kind == "json":
-        return Grammar.from_json_schema(source.text, **source._blanks)
-    if source.kind == "regex":
-        return Grammar.from_regex(source.text)
-    if source.kind == "structural_tag":
-        return Grammar.from_structural_tag(_as_format(source.text))
-    return Grammar.from_lark(source.text) if source.kind == "lark" else Grammar.from_ebnf(source.text)
+    return with_escapes(str(Grammar.from_json_schema(schema, **blanks)))
 
 
 def is_installed() -> bool:
@@ -101,9 +115,29 @@ def _as_format(text: str) -> Any:
 
     tag = json.loads(text)
     if "structures" not in tag:
-        return tag
-    items = [
-        StructuralTagItem(begin=each["begin"], schema=json.dumps(each["schema"]), end=each["end"])
-        for each in tag["structures"]
-    ]
-    return StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
+        return _with_rules(tag)
+    try:
+        items = [
+            StructuralTagItem(begin=each["begin"], schema=json.dumps(each["schema"]), end=each["end"])
+            for each in tag["structures"]
+        ]
+        former = StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"is no structural tag: structures, each with begin, schema and end, and triggers: {error!r}"
+        ) from error
+    return _with_rules(former.model_dump(mode="json"))
+
+
+def _with_rules(part: Any) -> Any:
+    """Return a part of structural tags in which strings of JSON may have escapes."""
+    if isinstance(part, list):
+        return [_with_rules(each) for each in part]
+    if not isinstance(part, Mapping):
+        return part
+    if part.get("type") != "json_schema" or part.get("style", "json") != "json":
+        return {name: _with_rules(each) for name, each in part.items()}
+    schema = json.dumps(part.get("json_schema"))
+    if part.get("excludes") or part.get("any_order") or not has_strings(schema):
+        return part
+    return {"type": "grammar", "grammar": _rules(schema, max_whitespace_cnt=part.get("max_whitespace_cnt"))}

@@ -16,7 +16,7 @@ from compiled_llm.requests.structured_outputs.bounds import (
     check_rules,
 )
 from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
-from compiled_llm.requests.structured_outputs.json_schema import check_references, schema_text
+from compiled_llm.requests.structured_outputs.json_schema import followed, followed_tags, schema_text
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _ANY_OBJECT = '{"type": "object"}'
@@ -89,7 +89,7 @@ class StructuredOutputsParams:
         """The source of its grammar."""
         free = not self.disable_any_whitespace
         if isinstance(self.json, str):
-            return GrammarSource("json", self.json, free, self.max_whitespace_cnt)
+            return GrammarSource("json", followed(self.json), free, self.max_whitespace_cnt)
         if self.regex is not None:
             return GrammarSource("regex", self.regex)
         if self.choice is not None:
@@ -97,7 +97,7 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             return GrammarSource("ebnf" if "::=" in self.grammar else "lark", self.grammar)
         if isinstance(self.structural_tag, str):
-            return GrammarSource("structural_tag", self.structural_tag)
+            return GrammarSource("structural_tag", followed_tags(self.structural_tag))
         return GrammarSource("json", _ANY_OBJECT, free, self.max_whitespace_cnt)
 
     @property
@@ -147,11 +147,11 @@ def _tag_text(tag: Any) -> str:
         if not isinstance(found, Mapping):
             raise ValueError("must be a structural tag: a dict, its JSON, or an object of xgrammar's")
         check_parts(found)
-        check_references(found)
         text = json.dumps(found)
     except (TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"is no JSON: {error}") from error
     check_length(text)
+    followed_tags(text)
     return text
 
 

@@ -153,6 +153,33 @@ def test_a_grammar_that_takes_too_long_ends_its_requests_alone(model, compiler):
         assert compiler.compiled.count("slow3") == 1
 
 
+def test_a_small_form_begins_beside_any_number_of_those_that_take_long(engine, compiler, monkeypatch):
+    monkeypatch.setattr(compiling, "_MAX_THREADS", 3)
+    monkeypatch.setattr(compiling, "_LONG", 0.01)
+    as_ever = engine._grammars._compilers.compile
+
+    def compile(constraint: Constraint, wanted: Callable[[], bool]) -> Any:  # in a process, which can be stopped
+        while constraint.source is not None and constraint.source.text.startswith("slow"):
+            if compiler.go_on.wait(0.01):
+                break
+            if not wanted():
+                raise compilers.UnwantedError
+        return as_ever(constraint, wanted)
+
+    monkeypatch.setattr(engine._grammars._compilers, "compile", compile)
+    heavy = [engine.submit([5], matching(f"slow{n}")) for n in range(6)]
+    assert [engine.submit([5], matching(f"fast{n}")).result(PATIENCE).text for n in range(3)] == [
+        "fast0",
+        "fast1",
+        "fast2",
+    ]
+    assert not any(handle.done for handle in heavy)
+    assert engine._grammars._long == 2
+    compiler.go_on.set()
+    assert [handle.result(PATIENCE).text for handle in heavy] == [f"slow{n}" for n in range(6)]
+    assert engine._grammars._long == 0
+
+
 def test_what_waits_goes_on_after_sleep(engine, compiler):
     handle = compiling_slowly(engine, compiler)
     engine.sleep()
@@ -181,10 +208,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         ({"json": {"type": "array", "items": {"$ref": elsewhere}}}, ", outside of the schema, at #/items")
         for elsewhere in ("https://example.org/schema.json", "other.json", "other.json#/$defs/a")
     ),
-    ({"json": {"allOf": [{}, {}]}}, "has allOf of several at #"),
+    ({"json": {"allOf": 5}}, "has allOf=5, which must be a list of schemas, at #"),
     ({"json": {"anyOf": [{"type": "string", "format": "zip"}]}}, "has format 'zip' at #/anyOf/0"),
-    ({"json": {"$defs": {"x": {"pattern": "a", "minLength": 1}}}}, "has pattern or format beside minLength"),
-    ({"json": {"pattern": 'a"b'}}, "has a pattern with a quote or a backslash"),
+    (
+        {"json": {"type": "string", "format": "date", "minLength": 1}},
+        "has format beside pattern, minLength or maxLength",
+    ),
+    ({"json": {"type": "objectt"}}, "has type='objectt', which must be one of object, array, string"),
+    ({"json": {"$ref": "#/a"}}, "has $ref to '#/a', which leads nowhere, at #"),
     ({"json_object": False}, "json_object=False must be True, or None"),
     ({"structural_tag": "{"}, "structural_tag='{' is no JSON"),
     ({"structural_tag": 5}, "structural_tag=5 must be a structural tag"),
@@ -216,8 +247,9 @@ AT_SUBMIT = [
     ({"grammar": 'root ::= "a'}, "grammar='root .*: there is no grammar of it: EBNF lexer error at line 1, column 12"),
     ({"grammar": "root ::= y"}, 'line 1, column 10: Rule "y" is not defined'),
     ({"grammar": "start: y"}, "Lark error at line 1, column 8: unknown name 'y'"),
-    ({"json": {"type": "objectt"}}, 'there is no grammar of it: Unsupported type "objectt"'),
-    ({"json": {"$ref": "#/a"}}, "Cannot find field a in #/a"),
+    ({"structural_tag": {"structures": [{"begin": "a"}], "triggers": ["a"]}}, "is no structural tag: structures, each"),
+    ({"structural_tag": {"structures": 5, "triggers": ["a"]}}, "is no structural tag: structures, each"),
+    ({"structural_tag": {"structures": []}}, "is no structural tag: structures, each"),
     ({"structural_tag": {"type": "x"}}, "Structural tag's type must be a string"),
 ]
 

@@ -75,6 +75,28 @@ def test_what_a_form_dies_of_is_said_and_the_next_one_is_compiled(worker, vocabu
         assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
 
 
+WRONG_TAGS = [
+    {"structures": [{"begin": "a"}], "triggers": ["a"]},
+    {"structures": [], "triggers": 5},
+    {"structures": None},
+    {"structures": [{"begin": "a", "schema": {}, "end": 5}], "triggers": ["a"]},
+    {"format": {"type": "colour"}},
+    {"format": None},
+    {"format": {"type": "json_schema"}},
+    {"format": {"type": "json_schema", "json_schema": 5}},
+    {"format": {"type": "tag", "begin": [], "content": [], "end": {}}},
+    {"type": 5},
+    {},
+]
+
+
+def test_a_wrong_structural_tag_is_its_clients_mistake(worker, vocabulary):
+    for tag in WRONG_TAGS:
+        answer = worker.compile(asking("structural_tag", json.dumps(tag)), vocabulary, wanted)
+        assert isinstance(answer, Failed), tag
+        assert answer.kind == "invalid", (tag, answer)
+
+
 def test_a_worker_that_is_killed_is_started_again(worker, vocabulary):
     assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
     first = worker.pid
@@ -212,9 +234,11 @@ def answering(**form: Any) -> SamplingParams:
 
 def unbounded(schema: str) -> SamplingParams:
     """A form that the bounds would refuse."""
-    params = answering(json={})
-    object.__setattr__(params.structured_outputs, "json", schema)
-    return params
+
+    class Unbounded(StructuredOutputsParams):
+        source = property(lambda self: GrammarSource("json", schema))
+
+    return SamplingParams(structured_outputs=Unbounded(json={}), max_tokens=20, seed=1)
 
 
 def test_a_form_that_crashes_costs_its_request_alone_and_is_refused_from_then_on(engine):

@@ -93,13 +93,12 @@ def as_format(wanted: Form) -> Format:
         return {"type": "regex", "pattern": params.regex}
     if params.choice is not None:
         return {"type": "or", "elements": [{"type": "const_string", "value": text} for text in params.choice]}
-    source = params.source
-    if source.kind == "json":
-        blanks = {"max_whitespace_cnt": params.max_whitespace_cnt}
-        return {"type": "json_schema", "json_schema": json.loads(source.text), **blanks}
-    if source.kind == "ebnf":
-        return {"type": "grammar", "grammar": source.text}
-    tag = json.loads(source.text) if source.kind == "structural_tag" else {}
+    if isinstance(params.json, str) or params.json_object:
+        schema = json.loads(params.json) if isinstance(params.json, str) else {"type": "object"}
+        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": params.max_whitespace_cnt}
+    if params.source.kind == "ebnf":
+        return {"type": "grammar", "grammar": params.grammar}
+    tag = json.loads(params.structural_tag) if isinstance(params.structural_tag, str) else {}
     if "format" not in tag:
         raise _not_held(f"{wanted.field}: of this kind, it is not served beside tools or thinking", wanted.field)
     found: Format = tag["format"]

@@ -115,6 +115,8 @@ def named_form(field: str, **form: Any) -> Form:
 
 
 def _short(form: Form) -> Form:
-    if (length := len(form.params.source.text)) > MAX_SCHEMA:
+    given = getattr(form.params, form.params.name)
+    length = len(given if isinstance(given, str) else form.params.source.text)
+    if length > MAX_SCHEMA:
         raise invalid(f"{form.field}: the schema has {length:,} characters; at most {MAX_SCHEMA:,}", form.field)
     return form

@@ -31,6 +31,7 @@ RECURSIVE = {  # references that only lead to themselves
 }
 WRONG = {
     "is none": {"type": "string", "pattern": "a(b"},
+    "is malformed": {"allOf": 5},
     "leads nowhere": {"$ref": "#/a"},
     "external": {"$ref": "https://example.com/schema.json"},
     "too deep": {"type": "string", "pattern": "(" * 1001 + "a" + ")" * 1001},
