@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import NamedTuple
 
 BUCKETS = (
@@ -30,8 +29,3 @@ class Histogram(NamedTuple):
 
 
 NO_WAITS = Histogram()
-
-
-def bucket(seconds: float) -> int:
-    """Return the place of a wait among ``Histogram.counts``."""
-    return bisect_left(BUCKETS, seconds)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.requests.histogram import BUCKETS, Histogram, bucket
+from compiled_llm.requests.histogram import BUCKETS, Histogram
 
 WINDOW = 1000
 """How many requests, or steps, count as lately."""
@@ -34,7 +34,7 @@ class Waits:
         """Add waits of a request or a step: seconds, and how many there are of that length."""
         self._latest.append(counts)
         for seconds, count in counts.items():
-            self._counts[bucket(seconds)] += count
+            self._counts[bisect_left(BUCKETS, seconds)] += count
             self._seconds += seconds * count
 
     def histogram(self) -> Histogram:
