@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
 
@@ -39,30 +39,45 @@ async def create_completion(body: CompletionRequest, request: Request) -> Any:
     model = api_server.model_for(body.model)
     api_server.check_answers(len(body.prompts()), body.answers)
 
-    def prepared() -> tuple[list[list[int]], SamplingParams, Form | None]:
+    def prepared() -> tuple[list[_Prompt], SamplingParams, Form | None]:
         form = body.form
         params = body.sampling(form, model.ready.sampling)
-        return [_tokens(prompt, params, model, body) for prompt in body.prompts()], params, form
+        return [_prompt(given, params, model, body) for given in body.prompts()], params, form
 
     prompts, params, form = await in_thread_if_long(prepared, len(await request.body()))
-    answers = await api_server.submit(request, prompts, params, "prompt", body, form)
-    writer = _CompletionResponseWriter(body, model, api_server.settings.names[0], answers)
+    answers = await api_server.submit(request, [prompt.tokens for prompt in prompts], params, "prompt", body, form)
+    echoes = [prompt.echo for prompt in prompts]
+    writer = _CompletionResponseWriter(body, model, api_server.settings.names[0], answers, echoes)
     return await answered(writer, answers, bool(body.stream))
 
 
-def _tokens(prompt: str | list[int], params: SamplingParams, model: Model, body: CompletionRequest) -> list[int]:
+class _Prompt(NamedTuple):
+    """A prompt as the model sees it, and its text before each answer, if that is asked for."""
+
+    tokens: list[int]
+    echo: str
+
+
+def _prompt(given: str | list[int], params: SamplingParams, model: Model, body: CompletionRequest) -> _Prompt:
     special = body.add_special_tokens is not False
-    tokens = model.vocabulary.of_text(prompt, special) if isinstance(prompt, str) else prompt
-    tokens = body.cut(tokens, model.ready.max_tokens - (params.max_tokens or 0))
+    whole = model.vocabulary.of_text(given, special) if isinstance(given, str) else given
+    tokens = body.cut(whole, model.ready.max_tokens - (params.max_tokens or 0))
     check_length(tokens, params, "prompt", model.ready)  # here, before the next one is made tokens
-    return tokens
+    if not body.echo:
+        return _Prompt(tokens, "")
+    if isinstance(given, str) and len(tokens) == len(whole):
+        return _Prompt(tokens, given)
+    return _Prompt(tokens, model.vocabulary.text(tokens))
 
 
 class _CompletionResponseWriter:
     """Writes answers, whole or as they come."""
 
-    def __init__(self, body: CompletionRequest, model: Model, name: str, answers: Answers) -> None:
+    def __init__(
+        self, body: CompletionRequest, model: Model, name: str, answers: Answers, echoes: Sequence[str]
+    ) -> None:
         self._body = body
+        self._echoes = echoes
         self._model = model
         self._answers = answers
         self._names = TokenNames(model.token_bytes, bool(body.return_tokens_as_token_ids))
@@ -169,12 +184,8 @@ class _CompletionResponseWriter:
         )
 
     def _echo(self, index: int) -> str:
-        """Return the prompt of an answer, if it is to be repeated."""
-        if not self._body.echo:
-            return ""
-        number = index // self._body.answers
-        prompt = self._body.prompts()[number]
-        return prompt if isinstance(prompt, str) else self._model.vocabulary.text(prompt)
+        """Return the text before an answer."""
+        return self._echoes[index // self._body.answers]
 
 
 def _likeliest(place: list[Entry], most: int) -> list[Entry]:

@@ -279,6 +279,20 @@ def test_a_prompt_is_cut_at_its_beginning(script: Script, speaker: RunningServer
     assert len(script.asked[-1].prompt) == 4000 - 12
 
 
+def test_an_echo_is_the_prompt_that_the_model_saw(script: Script, speaker: RunningServer) -> None:
+    script.text, prompts = " d", ["a b c", "e f g"]
+    for given in (prompts, [script.tokens(prompt) for prompt in prompts]):
+        asked: dict[str, Any] = {"prompt": given, "echo": True, "max_tokens": 4}
+        for more in ({"truncate_prompt_tokens": 2}, {"truncate_prompt_tokens": 3, "truncation_side": "right"}, {}):
+            told = [choice["text"] for choice in post(speaker, TEXT, **asked, **more)["choices"]]
+            seen = [script.tokenizer.decode(submitted.prompt) for submitted in script.asked[-2:]]
+            assert told == [f"{text} d" for text in seen]
+            assert (seen == prompts) == (not more)
+            chunks = [part for chunk in events(speaker, TEXT, **asked, **more) for part in chunk["choices"]]
+            for index, text in enumerate(told):
+                assert "".join(part["text"] for part in chunks if part["index"] == index) == text
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_a_text_that_cannot_fit_is_refused_though_it_would_be_cut(speaker: RunningServer, path: str) -> None:
     refused = refusal(speaker, path, truncate_prompt_tokens=-1, **of_text(path, "a b " * 30_000))
