@@ -51,12 +51,14 @@ import copy
 import copyreg
 import functools
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import (
     Cache,
@@ -76,6 +78,8 @@ from transformers.utils import output_capturing
 
 from compiled_llm.compat.forks import lock
 
+NEWEST = "5.24"
+"""The newest minor version that the matrix has run; ``pyproject.toml`` allows none after it."""
 WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
 
@@ -105,6 +109,17 @@ Gemma 3 gives the types of tokens to the prompt alone. Phi-3 and PhiMoE begin ag
 longrope, which ``wrap`` refuses. Bamba, Falcon-H1 and Nemotron-H ask for the last logits, which is what our loops
 compute. Models without attention leave the mask out after the prompt.
 """
+
+
+@functools.cache
+def warn_if_newer(version: str, stacklevel: int) -> None:
+    """Warn of a version of transformers that was not tested, once of each; the package's requirement was overruled."""
+    if Version(version).release[:2] > Version(NEWEST).release:
+        warnings.warn(
+            f"transformers {version} is newer than {NEWEST}, the last version that compiled_llm was tested with: "
+            f'models may be refused, or calls fail; if so, install that one (pip install "transformers=={NEWEST}.*")',
+            stacklevel=stacklevel + 1,
+        )
 
 
 def is_stood_in_for(function: object) -> bool:
@@ -312,6 +327,25 @@ def add_states(cache: Cache, layer: int, number: int, conv: Tensor | None, recur
     if recurrent is not None:
         heads_of_one = recurrent.shape[2] == 1  # Mamba 1, whose states have no dimension for it
         given.update_recurrent_state(recurrent.squeeze(2) if heads_of_one else recurrent, layer, state_idx=number)
+
+
+def keeps_nothing(layer: Any) -> bool:
+    """Return whether a layer of HuggingFace's cache has no memory: it reads another one's keys and values, or none.
+
+    From 5.23 on; older caches have fewer layers than such a model.
+    """
+    nothing: type | None = getattr(cache_utils, "DummyLayer", None)
+    return nothing is not None and isinstance(layer, nothing)
+
+
+def keeps_all(config: PretrainedConfig, attending: Sequence[bool]) -> bool:
+    """Return whether HuggingFace's caches keep something of each layer that is ``attending``.
+
+    They do not keep of a layer what it takes from an earlier one.
+    """
+    layers = DynamicCache(config=config).layers
+    both = zip(layers, attending, strict=False)
+    return len(layers) >= len(attending) and not any(attends and keeps_nothing(layer) for layer, attends in both)
 
 
 def keeps_state(layer: Any) -> bool:

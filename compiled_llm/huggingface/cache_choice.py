@@ -111,7 +111,7 @@ class CacheChoice:
             return Reason("model_inputs", ", ".join(self.others))
         if self.users is not None and not self._is_readable(self.users):
             return Reason("past_key_values", type(self.users).__name__)
-        if self.runtime.facts.states and self.stands_in:  # only HuggingFace's forward reads its states
+        if self.stands_in and not self.runtime.facts.fills_caches:
             if self.prefill is not None:
                 return self._why_original(self.prefill)
             if self.is_static:

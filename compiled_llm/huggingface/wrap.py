@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from typing import Any, TypeVar, cast
 
+import transformers
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.continuous_batching import forget_kept_manager, kept_manager
+from compiled_llm.compat.huggingface import warn_if_newer
 from compiled_llm.compat.torch.cudagraph_trees import prepare_cudagraph_trees
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runtime import runtime_of
@@ -65,6 +67,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
                 "call compiled_llm.unwrap(model) before wrapping it with other options"
             )
         return model
+    warn_if_newer(transformers.__version__, stacklevel=2)
     checked = check_model(model)
     check_placement(checked, config)
     check_attention(checked, config)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.cache_names import cache_argument, generate_argument
+from compiled_llm.compat.huggingface import keeps_all
 from compiled_llm.model.attention import NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.layer_probe import Layer, index_places
@@ -184,6 +185,11 @@ class ModelFacts:
             return True
         with self.attention.original():
             return hands_cache_back(self.model_class.forward, self.model, self.cache_argument, layers[0].split("."))
+
+    @cached_property
+    def fills_caches(self) -> bool:
+        """Whether HuggingFace's caches hold what pages do, so that one can stand in for the other."""
+        return not self.states and keeps_all(self.model.config, [layer.attends for layer in self.layers])
 
     def autocast_matters(self) -> bool:
         """Return whether the ``torch.autocast`` that this thread is in changes what the model computes."""

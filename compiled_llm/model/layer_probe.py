@@ -257,7 +257,7 @@ def _in_order(name: str, attending: Mapping[int, Layer], recurrent: Set[int], ex
         raise UnsupportedModelError(
             f"{name} has {expected} layer{'s' * (expected != 1)}, of which {len(layers) or 'none'} reach the attention "
             "interface of transformers (AttentionInterface); the others would silently run without pages. Models with "
-            "attention of their own (Falcon, BLOOM, MPT, GPT-J, ...) cannot be wrapped"
+            "attention of their own (Falcon, BLOOM, MPT, ...) cannot be wrapped"
         )
     return [layers[number] for number in range(expected)]
 
@@ -293,6 +293,8 @@ def trial_forward(
         ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)
         positions = torch.arange(_TOKENS, device=model.device)[None]
         given = {"input_ids": ids, "position_ids": positions, "use_cache": False, **inputs, **made()}
+        if accepts_logits_to_keep(model):  # as programs do: a class may slice what its last layers get by a number
+            given.setdefault("logits_to_keep", ids.new_zeros(1))
         if takes_masks(model):
             given["attention_mask"] = causal_mask(given["input_ids"].shape[1], model.device)
         type(model).forward(model, **given)

@@ -377,3 +377,17 @@ def test_layers_that_keep_a_state_beside_keys_are_found() -> None:
     assert found == (0, "LinearAttentionAndFullAttentionLayer")
     assert compat.state_beside_keys(recurrent_model("Lfm2").config) is None
     assert compat.state_beside_keys(tiny_llama().config) is None
+
+
+@pytest.mark.parametrize(("version", "warns"), [("5.24.3", False), ("5.25.0", True), ("6.0.0.dev0", True)])
+def test_wrap_warns_once_of_a_version_that_was_not_tested_and_goes_on(
+    version: str, warns: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    compat.warn_if_newer.cache_clear()
+    for _ in range(2):
+        assert compiled_llm.wrap(tiny_llama(num_hidden_layers=1), mode="eager").compiled is not None
+    noted = [notice for notice in recwarn if "transformers" in str(notice.message)]
+    assert [notice.filename for notice in noted] == [__file__] * warns
+    for notice in noted:
+        assert f"transformers {version} is newer than {compat.NEWEST}" in str(notice.message)

@@ -27,6 +27,7 @@ class UnevenAttention(LlamaAttention):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         shape = hidden_states.shape[:-1]
@@ -34,8 +35,8 @@ class UnevenAttention(LlamaAttention):
         key = self.k_proj(hidden_states).view(*shape, -1, self.head_dim).transpose(1, 2)
         value = self.v_proj(hidden_states).view(*shape, -1, VALUE_DIM).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if (kept := past_key_values if cache is None else cache) is not None:  # its name since transformers 5.24
+            key, value = kept.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(out.reshape(*shape, -1)), weights

@@ -109,6 +109,7 @@ class RelativeAttention(LlamaAttention):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         shape = hidden_states.shape[:-1]
@@ -117,8 +118,8 @@ class RelativeAttention(LlamaAttention):
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if (kept := past_key_values if cache is None else cache) is not None:  # its name since transformers 5.24
+            key, value = kept.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         bias = self.rel_proj(hidden_states).view(*shape, -1, FAR).float()
         out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, rel_logits=bias, **kwargs)

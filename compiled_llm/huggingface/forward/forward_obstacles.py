@@ -101,7 +101,7 @@ def _obstacles(
     others = {name: value for name, value in arguments.items() if name not in known and value is not False}
     if others and (telling := without_what_says_nothing(model, others)):
         yield Reason("model_inputs", ", ".join(sorted(telling)))
-    if cache is not None and not paged and (type(cache) is not DynamicCache or compiled.facts.states):
+    if cache is not None and not paged and not (type(cache) is DynamicCache and compiled.facts.fills_caches):
         yield Reason("past_key_values", type(cache).__name__)
     if not (mask is None or _covers_text(mask, arguments, cache)):
         yield Reason("attention_mask_shape")

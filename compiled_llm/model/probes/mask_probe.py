@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from compiled_llm.compat.huggingface import indexed_layers, keeps_state
+from compiled_llm.compat.huggingface import indexed_layers, keeps_nothing, keeps_state
 from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
 from compiled_llm.model.probes.latent_probe import with_latents
 from compiled_llm.model.probes.mask_pattern import MaskFunction, PatternError, window_of
@@ -137,11 +137,38 @@ class _Handed:
         )
 
 
+class _Shared:
+    """Finds the layers that attend over keys and values which an earlier layer has computed."""
+
+    def __init__(self) -> None:
+        self._handed: list[tuple[Tensor, Tensor]] = []
+        self.layers: set[int] = set()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> set[int]:
+        observer = cls()
+        with observed(model, observer):
+            trial_forward(model, fake=True)
+        return observer.layers
+
+    def mask(self, arguments: dict[str, Any]) -> None: ...
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if any(key is keys and value is values for keys, values in self._handed):
+            self.layers.add(int(module.layer_idx))  # type: ignore[arg-type]
+        self._handed.append((key, value))
+        return attended_like(query, value)
+
+
 def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
     """Raise UnsupportedModelError if HuggingFace's cache holds or drops other keys and values than the layers see."""
     name, positions = type(model).__name__, max_positions_of(model)
     kept = DynamicCache(config=model.config).layers
+    empty = {index for index, cached in enumerate(kept) if layers[index].attends and keeps_nothing(cached)}
+    shared = _Shared.of(model) if empty else set()
     for index, (layer, cached) in enumerate(zip(layers, kept, strict=False)):
+        if keeps_nothing(cached) and index in shared:
+            continue
         indexed = layer.chooses and isinstance(cached, indexed_layers())
         recurrent = not layer.attends or keeps_state(cached)
         if not (indexed or recurrent) and type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):

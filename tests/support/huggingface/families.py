@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 TINY: dict[str, Any] = {
@@ -41,6 +42,16 @@ ROUTED = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 16,
+}
+"""The last two layers attend over the keys and values of the first two."""
 INDEXER = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16, "pad_token_id": None}
 """No token is padding: its queries are zeros, which score all keys alike, and HuggingFace takes any of them."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -63,6 +74,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 2.0,
         "attn_implementation": "eager",  # others left it out before transformers 5.21
     },
+    "Gemma3n": {**SHARED, "laurel_rank": 8, "activation_sparsity_pattern": None},
+    "Gemma4": {**SHARED, "global_head_dim": 32},
     "Gemma3": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
     "Glm": {"head_dim": 16},
     "Glm4": {"head_dim": 16},
@@ -123,10 +136,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sizes depend on numbers that only the device knows, at .*nonzero",
     ),
     "Falcon": ({}, "Falcon"),
-    "GPTJ": (
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 256},
-        "GPTJForCausalLM has 2 layers, of which none reach the attention interface",
-    ),
     "Mpt": ({"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}, "Mpt"),
     "Inkling": (
         {
@@ -144,9 +153,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 """Families that `wrap` refuses, with their settings and a part of the reason."""
+LATER: dict[str, dict[str, Any]] = {
+    "CodeGen": {**GPT, "n_ctx": 256, "rotary_dim": 8, "initializer_range": 0.4},
+    "GPTJ": {**GPT, "rotary_dim": 8},
+}
+"""Families whose attention goes through the interface from transformers 5.24 on, and is refused before."""
+if Version(transformers.__version__) >= Version("5.24"):
+    FAMILIES |= LATER
+else:
+    REFUSED |= {name: (options, "2 layers, of which none reach the attention") for name, options in LATER.items()}
 CONFIGS = {
     "GPT2LMHead": "GPT2Config",
     "Gemma3": "Gemma3TextConfig",
+    "Gemma3n": "Gemma3nTextConfig",
+    "Gemma4": "Gemma4TextConfig",
     "Inkling": "InklingTextConfig",
     "Llama4": "Llama4TextConfig",
 }

@@ -39,6 +39,8 @@ OWN = {
 }
 """Families that most tests run, and not those of the families alone."""
 
+_LATER = "refused before transformers 5.24: attention did not go through its interface"
+_SHARED = "layers that share keys and values, which pages hold of each"
 TESTED = {
     "AXK1": Example("A.X K1", "skt/A.X-K1", "latents in pages"),
     "Arcee": Example("Arcee", "arcee-ai/AFM-4.5B"),
@@ -48,12 +50,16 @@ TESTED = {
     "DeepseekV3": Example("DeepSeek-V3, R1, V3.1", "deepseek-ai/DeepSeek-V3", "latents in pages"),
     "DeepseekV32": Example("DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp", "latents in pages, chosen tokens"),
     "Exaone4": Example("EXAONE 4.0", "LGAI-EXAONE/EXAONE-4.0-1.2B"),
+    "CodeGen": Example("CodeGen", "Salesforce/codegen-350M-mono", _LATER),
     "GPT2LMHead": Example("GPT-2", "openai-community/gpt2"),
     "GPTBigCode": Example("SantaCoder, StarCoder", "bigcode/gpt_bigcode-santacoder"),
+    "GPTJ": Example("GPT-J", "EleutherAI/gpt-j-6b", _LATER),
     "GPTNeoX": Example("GPT-NeoX, Pythia", "EleutherAI/pythia-160m"),
     "Gemma": Example("Gemma", "google/gemma-2b-it"),
     "Gemma2": Example("Gemma 2", "google/gemma-2-2b-it"),
     "Gemma3": Example("Gemma 3, text alone", "google/gemma-3-1b-it"),
+    "Gemma3n": Example("Gemma 3n, text alone", "google/gemma-3n-E2B-it", _SHARED),
+    "Gemma4": Example("Gemma 4, text alone", "google/gemma-4-E2B-it", _SHARED),
     "Glm": Example("GLM-4", "zai-org/glm-4-9b-chat-hf"),
     "Glm4": Example("GLM-4-0414", "zai-org/GLM-4-9B-0414"),
     "Glm4MoeLite": Example("GLM-4.7-Flash", "zai-org/GLM-4.7-Flash", "latents in pages"),
@@ -129,7 +135,6 @@ REFUSED = {
     "Bloom": Example("BLOOM", "bigscience/bloom-560m", _BYPASS),
     "DeepseekV4": Example("DeepSeek-V4", "deepseek-ai/DeepSeek-V4-Flash-Base", "compressed tokens in its own cache"),
     "Falcon": Example("Falcon", "tiiuae/falcon-7b", _BYPASS),
-    "GPTJ": Example("GPT-J", "EleutherAI/gpt-j-6b", _BYPASS),
     "Inkling": Example("Inkling", "thinkingmachines/Inkling-NVFP4", "`position_bias` of its own in attention"),
     "Llama4": Example("Llama 4", "meta-llama/Llama-4-Scout-17B-16E-Instruct", "attention in chunks"),
     "LongcatFlash": Example(
@@ -157,7 +162,7 @@ def class_of(family: str) -> str:
 
 def compared(family: str) -> str:
     """What is compared with HuggingFace of a family that the tests of families run."""
-    options = families.FAMILIES[family]
+    options = {**families.FAMILIES, **families.LATER}[family]
     found = ["eager", "compiled"]
     if "sliding_window" in options:
         found.append("windows")
