@@ -8,6 +8,7 @@ page table.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,7 +25,9 @@ from compiled_llm.compat.torch.dynamo import (
     forget_when_gone,
     graph_count,
     is_compiled_for,
+    off_by_stance,
     own_copy,
+    switched_off,
     tracing_seconds,
 )
 from compiled_llm.compat.torch.inductor import (
@@ -110,7 +113,7 @@ class Programs:
 
     Attributes:
         outlines_layers: whether equal layers may be traced once; nodes of the others then get other names.
-        eager: whether they run uncompiled, until others take over.
+        eager: whether they run uncompiled, until others take over, or because ``torch.compile`` is switched off.
         cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
         in_trees: whether cudagraph trees capture decode steps and replay them.
         compiling: notices when a graph is compiled, its code being in no cache.
@@ -149,7 +152,8 @@ class Programs:
         self._warned = self._captures_outputs = False
         self.decoded_by: Callable[..., Any] | None = None
         self.in_trees = config.uses_trees_on(device.type)
-        self.eager = config.eager_first_on(device.type)
+        self._stance = off_by_stance()
+        self.eager = config.eager_first_on(device.type) or _runs_uncompiled(config)
         self._artifacts, self._compilers = artifacts, compilers
         if config.mode != "eager" and not self.eager:
             begin_during_tracing(device, artifacts)
@@ -254,8 +258,11 @@ class Programs:
         return Guards(function, named, lambda: {"model": self._stand_in(arguments)}, called_with)
 
     def code_valid(self) -> bool:
-        """Whether the model's classes still define the traced methods; Dynamo's guards do not look there."""
-        return self._code == self._version.code
+        """Whether the model's classes still define the traced methods, and torch still compiles, or still does not.
+
+        Dynamo's guards look at neither.
+        """
+        return self._code == self._version.code and self._stance == off_by_stance()
 
     def drop_tensors(self) -> None:
         """Drop the model's tensors until the next call."""
@@ -338,6 +345,25 @@ class Programs:
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
+
+
+def _runs_uncompiled(config: WrapConfig) -> bool:
+    """Whether ``torch.compile`` is switched off; RuntimeError if the config's promises need it."""
+    off = None if config.mode == "eager" else switched_off()
+    if off is None:
+        return False
+    if config.batch_invariant:
+        raise RuntimeError(
+            f"batch_invariant=True: torch.compile is switched off by {off}, and uncompiled programs have other bits; "
+            "leave one of the two out"
+        )
+    _say_uncompiled(off)
+    return True
+
+
+@functools.cache  # once a process, which is what it is switched off for
+def _say_uncompiled(off: str) -> None:
+    logger.warning("compiled_llm: torch.compile is switched off by %s: models run uncompiled, and slowly", off)
 
 
 def begin_during_tracing(device: torch.device, artifacts: Artifacts | None) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from compiled_llm.commands.bench import contenders as ours
 from compiled_llm.commands.bench.contenders import Contender
 from compiled_llm.commands.bench.timing import Spread, Workload
+from compiled_llm.compat.cache_names import cache_in, output_field
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Tasks:
         return int(self._generate(self._ids(1), **options).shape[1]) - self.prompt
 
     def _chat(self) -> int:
-        ids, cache = self._ids(1), None
+        ids, given = self._ids(1), dict[str, Any]()
         for _ in range(self.turns):
-            out = self._generate(ids, past_key_values=cache, return_dict_in_generate=True)
-            cache = out.past_key_values
+            out = self._generate(ids, return_dict_in_generate=True, **given)
+            given = {output_field(type(out)): cache_in(out)}
             ids = torch.cat([out.sequences, self._ids(1)], dim=1)
         return self.turns * self.new
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,27 @@ E = TypeVar("E", bound=BaseException)
 def dynamo_watches() -> bool:
     """Return whether this thread's calls are compiled, though this frame is not: Dynamo may have given this one up."""
     return callable(get_eval_frame_callback())
+
+
+def switched_off() -> str | None:
+    """Return what keeps ``torch.compile`` from compiling for us in this process, as users write it, or None."""
+    if torch._dynamo.config.disable:
+        return "TORCH_COMPILE_DISABLE=1 (torch._dynamo.config.disable)"
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1"
+    return off_by_stance()
+
+
+def off_by_stance() -> str | None:
+    """Return the stance (``torch.compiler.set_stance``) that runs functions uncompiled, or compiles them otherwise."""
+    from torch._dynamo import eval_frame
+
+    stance = eval_frame._stance
+    if stance.backend is not None:
+        return f"torch.compiler.set_stance(force_backend={stance.backend!r})"
+    if stance.stance in ("default", "fail_on_recompile"):
+        return None
+    return f"torch.compiler.set_stance({stance.stance!r})"
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

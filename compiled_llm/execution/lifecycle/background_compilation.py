@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from compiled_llm.compat.forks import HomeProcess, lock
-from compiled_llm.compat.torch.dynamo import reason_of
+from compiled_llm.compat.torch.dynamo import reason_of, switched_off
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
@@ -131,7 +131,11 @@ class BackgroundCompilation:
             thread.join(_TIME_TO_STOP)
 
     def _start(self) -> None:
-        if self._wanted and not (self.running or self._failed or self._stopped or self._home.left):
+        if (
+            self._wanted
+            and switched_off() is None
+            and not (self.running or self._failed or self._stopped or self._home.left)
+        ):
             self._thread = threading.Thread(target=self._run, name="compiled_llm compilation", daemon=True)
             self._thread.start()
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from compiled_llm.compat.torch.dynamo import switched_off
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import KVScales, WrapConfig
@@ -73,7 +74,7 @@ class ModelRunnerLifecycle:
         self.asleep = False
         self._kept: Kept | None = None
         self._weights: HostWeights | None = None
-        eager_first = config.eager_first_on(facts.model.device.type)
+        eager_first = config.eager_first_on(facts.model.device.type) and switched_off() is None
         self.compiling = BackgroundCompilation(facts, config) if eager_first else None
 
     @property

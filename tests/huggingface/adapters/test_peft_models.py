@@ -9,8 +9,10 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import LoraConfig, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
@@ -18,6 +20,7 @@ from torch import Tensor
 
 import compiled_llm
 from compiled_llm import CompileError, Engine, SamplingParams, UnsupportedModelError
+from support.huggingface.cache_name import CACHE
 from support.huggingface.peft_kinds import (
     AS_THEY_ARE,
     BETWEEN,
@@ -37,6 +40,8 @@ from support.huggingface.peft_kinds import (
 from support.parity import assert_account_is_empty
 
 LORA = Kind(PeftType.LORA)
+VIRTUAL = {PeftType.PROMPT_TUNING, PeftType.P_TUNING}
+"""Kinds that put virtual tokens before a prompt."""
 PROMPTS = next(kind for kind in KINDS if kind.type == PeftType.PROMPT_TUNING)
 REFUSED_ADAPTED = {"POLY", "WAVEFT", "LORA with `alora_invocation_tokens`"}
 """Refused by `wrap` if the adapter is there already: these need their task, or what fake tensors do not have."""
@@ -63,6 +68,8 @@ def outcome(call: Callable[[Any], Tensor], model: Any) -> Tensor | str:
 
 @cache
 def unwrapped(kind: Kind) -> Results:
+    if CACHE == "cache" and kind.type in VIRTUAL and Version(peft.__version__) < Version("0.22"):
+        pytest.skip("PEFT 0.21 looks for the cache under its old name, and gives virtual tokens in each step")
     try:
         model = adapted(kind, plain(kind))
     except ImportError as error:
