@@ -14,7 +14,11 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import check_can_mix, check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
-from compiled_llm.engine.input_processing.input_processor import QueueFullError as QueueFullError, requests_for
+from compiled_llm.engine.input_processing.input_processor import (
+    QueueFullError as QueueFullError,
+    TokenFacts,
+    requests_for,
+)
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.input_processing.wanted import wanted_of
@@ -67,6 +71,7 @@ class Engine:
         grammar_timeout: float = 30.0,
         grammar_worker: WorkerProcess | None = None,
         watch_model: bool = True,
+        tokenizer_eos: bool = False,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -93,6 +98,8 @@ class Engine:
                 ends its requests alone; None for threads of this process. It ends with the engine.
             watch_model: look with each request whether the model was moved, hooked or set to train meanwhile. False
                 saves that time if only this engine uses the model.
+            tokenizer_eos: end answers at the tokenizer's ``eos_token``, too, as vLLM and ``compiled-llm serve`` do; as
+                ``generate``, only at those of ``model.generation_config`` if False.
 
         Raises:
             TypeError: the model is not wrapped, or it is a ``PeftModel`` around one that is.
@@ -114,6 +121,8 @@ class Engine:
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
+        own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
+        self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
         settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed)
@@ -244,7 +253,7 @@ class Engine:
         requests = requests_for(
             prompt,
             params,
-            self._engine_thread.check.tokens,
+            self.token_facts,
             model_runner,
             self._tokenizer,
             max_model_len=self._max_model_len,
@@ -304,7 +313,7 @@ class Engine:
                 f"rows: {wrong[0]!r} is not a whole number between 1 and max_num_seqs={self._max_num_seqs}"
             )
         if structured or (self._tokenizer is not None and wanted.structured):
-            prepare_grammars(self._grammars, self._model, self._tokenizer)
+            prepare_grammars(self._grammars, self.token_facts, self._tokenizer)
         warm_up(self._runtime, self._engine_thread, wanted, structured, report)
 
     def stats(self) -> EngineStats:
@@ -316,6 +325,11 @@ class Engine:
     def tokenizer(self) -> Any:
         """The tokenizer of prompts and answers; None without one."""
         return self._tokenizer
+
+    @property
+    def token_facts(self) -> TokenFacts:
+        """The facts of its model's tokens that answers depend on."""
+        return self._engine_thread.check.tokens.also_ending_at(self._own_ends)
 
     def describe(self) -> EngineDescription:
         """Return where device memory went, and how many requests of which length fit; allocates what is not there yet.

@@ -126,6 +126,10 @@ def test_a_server_may_keep_keys_and_values_in_8_bits(given: str, wrapped: str | 
     assert f"--kv-scales={tmp_path / 'scales.json'}" in served.arguments()
 
 
+def test_a_server_ends_answers_at_the_tokenizers_end_too() -> None:
+    assert served_with().engine_options()["tokenizer_eos"] is True
+
+
 def test_a_server_may_give_the_same_bits_and_check_pages() -> None:
     """Its first answers wait for compiling: uncompiled ones would have other bits."""
     served = served_with(batch_invariant=True, check_pages="raise")

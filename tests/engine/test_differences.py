@@ -18,7 +18,7 @@ from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm_ops import sample_tokens
-from engine import test_detokenizer, test_engine, test_logits_processors, test_params, test_scoring
+from engine import test_detokenizer, test_engine, test_logits_processors, test_params, test_scoring, test_text
 from engine.grammars import test_grammar_compiling, test_structured_outputs
 from support.docs.pages import DOCS
 from support.engine.text_tokenizers import byte_fallback
@@ -95,6 +95,7 @@ DIFFERENCES: dict[str, Callable[..., None]] = {
     "logit_bias": refuses({"logit_bias": {5: 101}}),
     "stop": test_detokenizer.test_stop_strings_are_found_as_a_search_for_each_finds_them,
     "text": text_is_that_of_the_answer_alone,
+    "ignore_eos": test_text.test_an_end_that_only_the_tokenizer_names_ends_answers_by_an_option,
     "bad_words": refuses({"bad_words": ["3 " * 9]}),
     "allowed_token_ids": refuses({"allowed_token_ids": [9], "bad_words": ["9"]}),
     "structured_outputs": refuses_form({"json": {"type": "array", "items": {"$ref": "other.json"}}}),

@@ -17,6 +17,7 @@ from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process.facts import ready_of
 from support.engine.text_tokenizers import byte_level, decode, up_to_stop
 from support.engine.tiny_engines import PATIENCE, tiny, wrapped
 from support.parity import assert_account_is_empty
@@ -54,6 +55,30 @@ def settings(seed: int = 0, **others: Any) -> SamplingParams:
 
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "compiled_llm output"]
+
+
+def test_an_end_that_only_the_tokenizer_names_ends_answers_by_an_option() -> None:
+    model, tokenizer = wrapped(1000, tiny(eos_token_id=END, vocab_size=VOCABULARY)), byte_level()
+    whole = SamplingParams(temperature=0, max_tokens=8)
+    with Engine(model) as engine:
+        tokens = engine.generate(PROMPT, whole)[0].outputs[0].token_ids
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(tokens[4])
+    end = tokens.index(tokens[4]) + 1
+    with Engine(model, tokenizer=tokenizer) as engine:  # as HuggingFace
+        assert engine.generate(PROMPT, whole)[0].outputs[0].token_ids == tokens
+        assert engine.token_facts.eos_token_ids == {END}
+    with Engine(model, tokenizer=tokenizer, tokenizer_eos=True) as engine:
+        answer = engine.generate(PROMPT, whole)[0].outputs[0]
+        assert (answer.token_ids, answer.finish_reason, answer.stop_reason) == (tokens[:end], "stop", None)
+        assert answer.text == tokenizer.decode(tokens[: end - 1])
+        goes_on = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        assert engine.generate(PROMPT, goes_on)[0].outputs[0].token_ids == tokens
+        later = SamplingParams(temperature=0, max_tokens=8, min_tokens=8)
+        assert tokens[4] not in engine.generate(PROMPT, later)[0].outputs[0].token_ids
+        ready = ready_of(model, engine, "tiny", tokenizer)
+        assert ready.eos_token_ids == ready.form_ends == sorted([END, tokens[4]])
+    with Engine(model, tokenizer_eos=True) as engine:  # without a tokenizer there is no other end
+        assert engine.generate(PROMPT, whole)[0].outputs[0].token_ids == tokens
 
 
 def test_prompts_in_vllms_dictionaries_are_those_in_them(engine: Engine) -> None:

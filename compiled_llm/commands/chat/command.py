@@ -145,7 +145,7 @@ def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> I
     loaded, tokenizer = load(source, options.dtype, device, progress=not options.quiet)
     check_template(tokenizer)
     wrapped: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type))
-    with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_num_seqs=1) as engine:
+    with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_num_seqs=1, tokenizer_eos=True) as engine:
         with Preparation() as preparation:
             engine.warmup(1)
         eager = wrapped.compiled.config.eager_first_on(device.type)

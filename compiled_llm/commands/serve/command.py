@@ -82,7 +82,7 @@ class ServeOptions(NamedTuple):
 
     def engine_options(self) -> dict[str, Any]:
         names = ("max_num_seqs", "max_model_len", "max_queue", "max_step_ms")
-        return {name: getattr(self, name) for name in names}
+        return {"tokenizer_eos": True, **{name: getattr(self, name) for name in names}}
 
     def prepare(self, engine: Engine, structured: bool) -> None:
         """Prepare the sizes that requests of earlier runs have used, or else those of ``--warmup``.

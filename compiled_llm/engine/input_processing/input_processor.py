@@ -30,7 +30,7 @@ class TokenFacts(NamedTuple):
     Attributes:
         vocabulary: how many ids it can take.
         logits: how many logits a token has.
-        eos_token_ids: the end-of-sequence tokens that ``generate`` would stop at.
+        eos_token_ids: the end-of-sequence tokens that answers end at; at first those that ``generate`` would stop at.
     """
 
     vocabulary: int
@@ -40,6 +40,13 @@ class TokenFacts(NamedTuple):
     @classmethod
     def of(cls, model: PreTrainedModel) -> TokenFacts:
         return cls(vocabulary_of(model), logits_width(model), end_tokens(model))
+
+    def also_ending_at(self, tokens: frozenset[int]) -> TokenFacts:
+        """Return them with further end-of-sequence tokens, of those that there are logits for."""
+        if tokens <= self.eos_token_ids:
+            return self
+        more = (token for token in tokens if token < self.logits)
+        return self._replace(eos_token_ids=self.eos_token_ids.union(more))
 
 
 def check_queue(waiting: int, more: int, most: int | None) -> None:
@@ -119,10 +126,10 @@ def requests_for(
     return requests
 
 
-def check_grammars(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+def check_grammars(model: TokenFacts, tokenizer: Any) -> frozenset[int]:
     """Check that answers may have forms, and return the tokens that end those; raises as ``requests_for``."""
     check_tokenizer(tokenizer)
-    return stops_of(end_tokens(model), (), logits_width(model), tokenizer)
+    return stops_of(model.eos_token_ids, (), model.logits, tokenizer)
 
 
 def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from compiled_llm.engine.grammars.compiling import Grammars
-from compiled_llm.engine.input_processing.input_processor import check_grammars
+from compiled_llm.engine.input_processing.input_processor import TokenFacts, check_grammars
 from compiled_llm.engine.steps.outputs.logprobs import prepare_logprobs
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report, Wanted
-from compiled_llm.model.sizes import logits_width
 
 
-def prepare_grammars(grammars: Grammars, model: PreTrainedModel, tokenizer: Any) -> None:
+def prepare_grammars(grammars: Grammars, model: TokenFacts, tokenizer: Any) -> None:
     """Learn a tokenizer's tokens for grammars; raises as ``check_grammars``."""
     stops = check_grammars(model, tokenizer)
-    grammars.prepare(logits_width(model), stops)
+    grammars.prepare(model.logits, stops)
 
 
 def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: Wanted, structured: bool, report: Report) -> None:

@@ -8,7 +8,7 @@ import msgspec
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.input_processing.input_processor import check_grammars, end_tokens
+from compiled_llm.engine.input_processing.input_processor import TokenFacts, check_grammars
 from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.protocol.messages import Ready, StatsReply
 from compiled_llm.requests.default_sampling import default_sampling
@@ -39,8 +39,8 @@ def ready_of(
     return Ready(
         model=name,
         vocabulary=runtime.model_runner().vocabulary,
-        eos_token_ids=sorted(end_tokens(model)),
-        form_ends=_form_ends(model, tokenizer),
+        eos_token_ids=sorted(engine.token_facts.eos_token_ids),
+        form_ends=_form_ends(engine.token_facts, tokenizer),
         max_tokens=described.max_tokens,
         max_num_seqs=described.max_num_seqs,
         tokenizer=location,
@@ -51,7 +51,7 @@ def ready_of(
     )
 
 
-def _form_ends(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+def _form_ends(model: TokenFacts, tokenizer: Any) -> list[int]:
     try:
         return sorted(check_grammars(model, tokenizer))
     except (
