@@ -98,9 +98,9 @@ class ParsedReader:
             self._feed(piece, is_far(piece), parts)
 
     def _feed(self, piece: str, is_far: bool, parts: Parts) -> None:
-        untold = self._untold
-        if not untold.text and self._passes_over(is_far):
-            self._tell_text(self._part, piece, "" if untold.in_prompt else piece, parts)
+        untold, part = self._untold, self._part
+        if part is not None and not untold.text and self._passes_over(is_far):
+            self._tell_text(part, piece, "" if untold.in_prompt else piece, parts)
             return
         untold.text += piece
         self._unseen += len(piece)
