@@ -417,15 +417,15 @@ def any_characters(least: int, most: int | None) -> str:
 def written(node: Node) -> str:
     """Return a tree as a pattern over JSON's text, with ``STAND_IN`` if it only matches texts with escapes."""
     text = _written(node) or "(?:)"
-    return text if _is_raw(node) else f"(?:{text}{STAND_IN}"
+    return text if is_raw(node) else f"(?:{text}{STAND_IN}"
 
 
-def _is_raw(node: Node) -> bool:
+def is_raw(node: Node) -> bool:
     """Whether a text without escapes matches."""
     if isinstance(node, Chars):
         return bool(_common(node.ranges, _others(_NOT_RAW)))
     if isinstance(node, Repeat):
-        return not node.least or _is_raw(node.part)
+        return not node.least or is_raw(node.part)
     if isinstance(node, Either):
         return any(map(_is_raw, node.parts))
     return not isinstance(node, Chain) or all(map(_is_raw, node.parts))

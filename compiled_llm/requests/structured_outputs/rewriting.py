@@ -288,6 +288,8 @@ class _Rewriting:
             return {"type": "string", "pattern": patterns.written(node)}
         if len(leaf) > 2:
             raise NotFollowedError("pattern beside minLength or maxLength")
+        if not patterns.is_raw(node):
+            raise NotFollowedError("a pattern of what JSON has to escape")
         return leaf
 
     def _written_array(self, leaf: Leaf, place: str) -> dict[str, Any] | None:

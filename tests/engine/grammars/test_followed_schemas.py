@@ -352,6 +352,13 @@ def test_what_json_does_not_allow_in_strings_is_not_written(schema):
         assert not takes({"type": "string"} | schema, text), text
 
 
+def test_a_pattern_that_needs_escapes_is_refused_in_arguments_in_xml():
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string", "pattern": '^"$'}}}}
+    tag = {"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}
+    with pytest.raises(ValueError, match="has a pattern of what JSON has to escape at #/properties/a/items"):
+        StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag})
+
+
 @pytest.mark.parametrize("former", [False, True])
 def test_schemas_in_structural_tags_are_followed_alike(former):
     schema = {"type": "object", "properties": {"code": {"type": "string", "maxLength": 30}}, "required": ["code", "z"]}
