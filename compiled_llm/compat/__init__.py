@@ -11,6 +11,7 @@ The functions stand in the modules of ``compat.torch``. Those of transformers st
 | ``eval_frame.cached_backends`` | freeing what a dropped model's backend refers to | Dynamo forgets backends, too |
 | ``eval_frame._debug_get_cache_entry_list`` | counting a function's graphs | torch reports them per function |
 | ``eval_frame.get_eval_frame_callback`` | frames that the user's ``torch.compile`` gave up | ``is_compiling`` says it |
+| ``eval_frame._stance`` | running uncompiled where ``torch.compiler.set_stance`` says so | torch says it publicly |
 | ``Module._compiled_call_impl``, ``_call_impl`` | noticing ``model.compile()``, and calls of a module inside | \
 modules say it publicly |
 | the entries' ``guard_manager.check`` | guards without a call | torch checks them for those who replay a graph |

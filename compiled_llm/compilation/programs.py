@@ -153,7 +153,7 @@ class Programs:
         self.decoded_by: Callable[..., Any] | None = None
         self.in_trees = config.uses_trees_on(device.type)
         self._stance = off_by_stance()
-        self.eager = config.eager_first_on(device.type) or _runs_uncompiled(config)
+        self.eager = _runs_uncompiled(config) or config.eager_first_on(device.type)
         self._artifacts, self._compilers = artifacts, compilers
         if config.mode != "eager" and not self.eager:
             begin_during_tracing(device, artifacts)

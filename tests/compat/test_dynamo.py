@@ -154,6 +154,22 @@ def test_graph_breaks_are_collected_each_time_and_only_inside():
     assert len(messages) == 1
 
 
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "eager_then_compile"])
+def test_a_stance_that_runs_functions_uncompiled_is_told(stance, function):
+    calls: list[Any] = []
+    program = torch.compile(function, backend=lambda module, inputs: calls.append(module) or module.forward)
+    assert dynamo.off_by_stance() is None
+    with torch.compiler.set_stance(stance):
+        program(torch.zeros(3))
+        assert not calls
+        assert dynamo.off_by_stance() == f"torch.compiler.set_stance({stance!r})"
+    for same in ("default", "fail_on_recompile"):
+        with torch.compiler.set_stance(same):
+            assert dynamo.off_by_stance() is None
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        assert dynamo.off_by_stance() == "torch.compiler.set_stance(force_backend='eager')"
+
+
 def test_dynamo_watches_what_a_frame_calls_that_it_has_given_up_on():
     seen = []
 

@@ -131,11 +131,8 @@ class BackgroundCompilation:
             thread.join(_TIME_TO_STOP)
 
     def _start(self) -> None:
-        if (
-            self._wanted
-            and switched_off() is None
-            and not (self.running or self._failed or self._stopped or self._home.left)
-        ):
+        over = self.running or self._failed or self._stopped or self._home.left
+        if self._wanted and not over and switched_off() is None:
             self._thread = threading.Thread(target=self._run, name="compiled_llm compilation", daemon=True)
             self._thread.start()
 
