@@ -9,7 +9,7 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from support.latent_models import latent_model
+from support.latent_models import LATENT, latent_model
 from support.tiny_models import randomised
 
 TOP, INDEX = 8, 16
@@ -62,6 +62,19 @@ needs_blocks = pytest.mark.skipif(
     not hasattr(transformers, "MiniMaxM3VLForCausalLM"),
     reason="this version of transformers has no model whose indexers choose blocks",
 )
+
+
+def model_with_other_latents(seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Mistral Large 4 with a picture tower; latents of layers without rotary embedding have no rotated part."""
+    sizes = {name: value for name, value in LATENT.items() if name != "q_lora_rank"}
+    indexer = {"index_topk": TOP, "index_n_heads": 32, "index_head_dim": INDEX}
+    text = {"model_type": "mistral_large4_text", **sizes, **indexer, "no_rope_layers": [1, 1, 1], **overrides}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "pad_token_id": None}
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower |= {"model_type": "pixtral", "patch_size": 8, "image_size": 32}  # type: ignore[dict-item]
+    config = transformers.MistralLarge4Config(text_config=text, vision_config=tower, image_token_index=120)
+    model: PreTrainedModel = randomised(transformers.MistralLarge4ForConditionalGeneration, config, seed)
+    return model
 
 
 def block_model(seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -147,7 +147,8 @@ class _Expansions(TorchFunctionMode):
         expanded = key.shape[-1] - size + value.shape[-1]
         weights = [weights for read, weights in self._read if read is latent]
         keeps = f"{self._name}: attention layer {number} keeps something else than keys and values in its cache"
-        if latent.shape[1] != 1 or rope.shape[1] != 1 or key.shape[-1] <= size or layer.query_heads != layer.kv_heads:
+        one_head = latent.shape[1] == rope.shape[1] == 1
+        if not (one_head and 0 < size < key.shape[-1] and layer.query_heads == layer.kv_heads):
             raise UnsupportedModelError(
                 f"{keeps}, of sizes {tuple(latent.shape[1:])} and {tuple(rope.shape[1:])}, and that is no latent with "
                 "a rotated part (multi-head latent attention); it stays usable unwrapped"

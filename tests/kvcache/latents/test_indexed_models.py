@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,12 +26,15 @@ from compiled_llm_ops.reference.backend import Reference
 from support.engine import tiny_engines
 from support.engine.random_requests import CAPTURES
 from support.indexed_caches import CLOSE, PlacedOnCuda, check_dynamic_caches, check_static_caches, index_keys_of
-from support.indexed_models import FAMILIES, INDEX, TOP, indexed_model, needs_indexers
+from support.indexed_models import FAMILIES, INDEX, TOP, indexed_model, model_with_other_latents, needs_indexers
 from support.latent_models import RANK, ROPE
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
 
 pytestmark = needs_indexers
 
+needs_other_latents = pytest.mark.skipif(
+    not hasattr(transformers, "MistralLarge4ForConditionalGeneration"), reason="transformers is too old for the model"
+)
 CASES = pytest.mark.parametrize("case", FAMILIES)
 _FEW = ("DeepseekV32", "GlmMoeDsa, shared choices")
 FEWER = pytest.mark.parametrize(
@@ -243,6 +247,29 @@ def test_backends_with_plans_are_refused_on_gpus() -> None:
     check_layers(model, [layer], WrapConfig())
     with pytest.raises(UnsupportedModelError, match="backend='flashinfer': an indexer chooses the tokens"):
         check_layers(model, [layer], WrapConfig(backend="flashinfer"))
+
+
+@needs_other_latents
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"no_rope_layers": [1, 0, 1]}, r"layer 1 keeps something else .* and \(1, 4, 0\), and that is no latent"),
+        ({"no_rope_layers": [1, 0, 1], "kv_source_layers": [0, 1, 0]}, "layer 1 keeps something else"),
+        ({"kv_source_layers": [0, 1, 1]}, "layer 0 keeps latents in HuggingFace's cache, and others"),
+        ({"kv_source_layers": [0, 0, 0], "indexer_types": ["full", "shared", "shared"]}, "layer [01] keeps"),
+    ],
+    ids=["without a rotated part", "and one of two shared", "shared by a layer", "shared by all"],
+)
+def test_latents_of_other_kinds_are_refused_before_anything_runs(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        compiled_llm.wrap(model_with_other_latents(**options), **FEW_PAGES, mode="eager")
+
+
+@needs_other_latents
+def test_latents_of_the_known_kind_are_served_in_the_same_family(seed: int) -> None:
+    plain, inputs = model_with_other_latents(seed), mixed_prompts([5, 2 * TOP], 120, seed)
+    expected = greedy(plain, inputs, 4)
+    assert torch.equal(greedy(compiled_llm.wrap(plain, **FEW_PAGES, mode="eager"), inputs, 4), expected)
 
 
 @pytest.mark.parametrize("kind", INDEXED_BEFORE)
