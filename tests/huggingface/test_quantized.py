@@ -70,6 +70,22 @@ def test_a_quantised_model_gives_huggingfaces_tokens_or_is_refused_by_the_name_o
     torch.testing.assert_close(greedy(model, PROMPTS, 8), tokens)
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, id=str(way), marks=pytest.mark.skipif(not installed(way.needs), reason=f"no {way.needs}"))
+        for way in WAYS
+        if not (way.plain or way.refuses("eager"))
+    ],
+)
+@torch.no_grad()
+def test_rows_change_each_other_exactly_where_the_page_says_so(way: Way) -> None:
+    """In the quantised model as it is."""
+    model, rows = way.load(), mixed_prompts([9, 9, 9, 9], 128, seed=0)["input_ids"]
+    alone = torch.cat([model(row[None]).logits for row in rows])
+    assert torch.allclose(model(rows).logits, alone, rtol=1e-3, atol=1e-3) != way.by_call
+
+
 def test_the_page_has_a_row_for_each_way_to_quantise() -> None:
     section = PAGE.read_text().partition("## Quantised models")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .+ \|$", section, re.MULTILINE)

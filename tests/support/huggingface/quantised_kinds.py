@@ -41,6 +41,7 @@ class Way:
         refused: by which message, in the modes that refuse.
         modes: those that refuse.
         plain: whether it leaves plain weights.
+        by_call: whether activations are rounded by the largest of all tokens of a call, so that rows change each other.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Way:
     refused: str = ""
     modes: frozenset[str] = frozenset(MODES)
     plain: bool = False
+    by_call: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -58,7 +60,8 @@ class Way:
 
     @property
     def row(self) -> str:
-        return f"| {self.name} | {' | '.join('refused' if self.refuses(m) else '✓' for m in MODES)} |"
+        served = "✓ by the call" if self.by_call else "✓"
+        return f"| {self.name} | {' | '.join('refused' if self.refuses(m) else served for m in MODES)} |"
 
 
 def model() -> PreTrainedModel:
@@ -207,8 +210,8 @@ OUTLIERS = r"q_proj is a bitsandbytes\S+, which looks for outliers .*llm_int8_th
 COMPILED = frozenset({"compile"})
 
 WAYS = [
-    Way("`torch.ao.quantization.quantize_dynamic`", lambda: _dynamic({nn.Linear}), "", PACKED, COMPILED),
-    Way("the same, `lm_head` alone", lambda: _dynamic({"lm_head"}), "", PACKED, COMPILED),
+    Way("`torch.ao.quantization.quantize_dynamic`", lambda: _dynamic({nn.Linear}), "", PACKED, COMPILED, by_call=True),
+    Way("the same, `lm_head` alone", lambda: _dynamic({"lm_head"}), "", PACKED, COMPILED, by_call=True),
     Way("a GGUF file, unpacked by transformers", _from_gguf, plain=True),
     Way("torchao, `Int8WeightOnlyConfig`", lambda: _torchao("Int8WeightOnlyConfig"), "torchao"),
     Way(
