@@ -427,8 +427,8 @@ def is_raw(node: Node) -> bool:
     if isinstance(node, Repeat):
         return not node.least or is_raw(node.part)
     if isinstance(node, Either):
-        return any(map(_is_raw, node.parts))
-    return not isinstance(node, Chain) or all(map(_is_raw, node.parts))
+        return any(map(is_raw, node.parts))
+    return not isinstance(node, Chain) or all(map(is_raw, node.parts))
 
 
 def _written(node: Node) -> str:
