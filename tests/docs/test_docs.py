@@ -119,7 +119,11 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     [
         *(pytest.param(page, "tiny_folder", id=short(page)) for page in WITH_CODE),
         *(
-            pytest.param(page, "demo_model_dir", id=f"{short(page)}-demo", marks=pytest.mark.whole)
+            pytest.param(
+                *(page, "demo_model_dir"),
+                id=f"{short(page)}-demo",
+                marks=[pytest.mark.whole, pytest.mark.timeout(3600)],
+            )
             for page in WITH_DEMO
         ),
     ],
