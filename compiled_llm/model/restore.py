@@ -23,8 +23,9 @@ def restored(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for tensor, value in tensors:
+            for tensor, value in tensors:
+                # A forward under inference mode leaves tensors that may be written to under it alone.
+                with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
                     tensor.copy_(value)
 
 

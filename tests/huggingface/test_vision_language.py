@@ -120,3 +120,21 @@ def test_a_cache_of_a_call_before_another_with_images_is_refused_in_one_sentence
     torch.testing.assert_close(greedy(wrapped, text, 5), greedy(plain, text, 5))
     first.past_key_values.close()
     assert_account_is_empty(wrapped)
+
+
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen3VL"])
+def test_a_model_that_ran_under_inference_mode_before_is_wrapped_and_left_as_it_was(family, seed):
+    """Its forward keeps a tensor of its images, which is then one of inference mode."""
+    plain, model = make(family, seed), make(family, seed)
+    images, text = with_images(family, seed), mixed_prompts([5, 8], 100, seed)
+    with torch.inference_mode():
+        greedy(model, images, 4)
+    kept = model.model.rope_deltas
+    values = kept.clone()
+    wrapped = compiled_llm.wrap(model, mode="eager", **FEW_PAGES)
+    assert kept.is_inference()
+    assert model.model.rope_deltas is kept
+    assert torch.equal(kept, values)
+    for given in (images, text):
+        torch.testing.assert_close(greedy(wrapped, given, 8), greedy(plain, given, 8))
+    assert_account_is_empty(wrapped)
