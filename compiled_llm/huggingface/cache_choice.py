@@ -175,7 +175,7 @@ class CacheChoice:
             return Reason("model_inputs", ", ".join(self.others))
         if self.users is not None:
             return Reason("past_key_values", type(self.users).__name__)
-        return Reason("right_padding")
+        return Reason("cache_implementation" if self.returned else "right_padding")
 
     def _too_much(self) -> Reason | None:
         model_runner = self.runtime.model_runner()
