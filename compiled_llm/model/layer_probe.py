@@ -302,7 +302,7 @@ def trial_forward(
 
 @contextmanager
 def _on_fakes(model: PreTrainedModel) -> Iterator[None]:
-    with data_restored(model), attributes_restored(model), fake_tensors(), _batched_experts(model):
+    with data_restored(model), attributes_restored(model), fake_tensors(model), _batched_experts(model):
         let_layers_compute_on_fakes(model, _TOKENS)
         yield
 

@@ -50,7 +50,7 @@ def _width_of(model: PreTrainedModel, head: nn.Module) -> int:
     known, width = _widths.get(head, (None, 0))
     if known != layers:
         hidden = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
-        with attributes_restored(head), torch.inference_mode(False), torch.no_grad(), fake_tensors():
+        with attributes_restored(head), torch.inference_mode(False), torch.no_grad(), fake_tensors(head):
             width = int(head(torch.empty(1, 1, hidden, dtype=model.dtype, device=model.device)).shape[-1])
         _widths[head] = layers, width
     return width

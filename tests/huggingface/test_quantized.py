@@ -86,6 +86,15 @@ def test_rows_change_each_other_exactly_where_the_page_says_so(way: Way) -> None
     assert torch.allclose(model(rows).logits, alone, rtol=1e-3, atol=1e-3) != way.by_call
 
 
+def test_packed_weights_can_be_wrapped_again() -> None:
+    """They cannot be compared, which what torch keeps of fake ops would do."""
+    model: Any = WAYS[0].load()
+    for _ in range(2):
+        compiled_llm.wrap(model, **OPTIONS)
+        greedy(model, PROMPTS, 2)
+        compiled_llm.unwrap(model)
+
+
 def test_the_page_has_a_row_for_each_way_to_quantise() -> None:
     section = PAGE.read_text().partition("## Quantised models")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .+ \|$", section, re.MULTILINE)

@@ -25,10 +25,10 @@ class Fakes(NamedTuple):
 
 
 @contextmanager
-def fake_tensors() -> Iterator[Fakes]:
+def fake_tensors(run: nn.Module | None = None) -> Iterator[Fakes]:
     """Run the block on tensors without data, and without log messages about errors on them; yield their makers.
 
-    Operations on real tensors alone still change those.
+    Operations on real tensors alone still change those. The block may ``run`` a module of any kind.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._mode_utils import no_dispatch
@@ -39,6 +39,8 @@ def fake_tensors() -> Iterator[Fakes]:
     logger.setLevel(logging.CRITICAL)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            # What ops did is kept by their arguments, and packed weights of torch.ao cannot be compared (torch 2.13).
+            mode.cache_enabled &= run is None or not _packs_weights(run)
 
             def fake(tensor: Tensor) -> Tensor:
                 return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor, static_shapes=True)
@@ -52,6 +54,10 @@ def fake_tensors() -> Iterator[Fakes]:
             yield Fakes(lambda values: tree_map_only(Tensor, fake, values), another)
     finally:
         logger.setLevel(level)
+
+
+def _packs_weights(model: nn.Module) -> bool:
+    return any(type(module).__module__.startswith("torch.ao.") for module in model.modules())
 
 
 def fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
