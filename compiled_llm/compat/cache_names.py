@@ -37,7 +37,7 @@ def _named_in(names: Collection[str], otherwise: str) -> str:
     return next((name for name in NAMES if name in names), otherwise)
 
 
-_OF_GENERATE = _named_in(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters, NAMES[0])
+_OF_GENERATE = _named_in(inspect.signature(vars(GenerationMixin)["prepare_inputs_for_generation"]).parameters, NAMES[0])
 """What ``generate`` of this version calls it, for all models but Mamba's before 5.24."""
 _OF_OUTPUTS = _named_in([field.name for field in dataclasses.fields(CausalLMOutputWithPast)], _OF_GENERATE)
 

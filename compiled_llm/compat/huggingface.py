@@ -81,6 +81,7 @@ from compiled_llm.compat.forks import lock
 NEWEST = "5.24"
 """The newest minor version that the matrix has run; ``pyproject.toml`` allows none after it."""
 WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
+IMPLEMENTATIONS = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
 
 STOOD_IN_FOR = (

@@ -191,7 +191,7 @@ def test_package_that_raises_on_import_is_reinstalled_or_gets_what_it_lacks(
 def test_version_outside_the_supported_range_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "4.57.0")
     found = finding("packages: transformers")
-    assert_found(found, "warning", "*4.57.0 is outside <6,>=5.17*", "pip install 'transformers<6,>=5.17'")
+    assert_found(found, "warning", "*4.57.0 is outside <5.25,>=5.17*", "pip install 'transformers<5.25,>=5.17'")
 
 
 def test_check_that_fails_itself_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ def test_a_text_that_stdout_has_no_characters_for_is_spelled_out(encoding: str, 
 def test_in_a_terminal_of_ascii_too() -> None:
     does = r'print("Z\xfcrich \U0001f916", end=" ")'
     command = [sys.executable, "-c", PLANTED.format(does)]
-    with terminal(command, LC_ALL="POSIX", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0") as shown:
+    ascii_alone = {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+    with terminal(command, **ascii_alone) as shown:
         assert shown.ended() == 0
         assert shown.shown == r"Z\xfcrich \U0001f916 thread registered"
 

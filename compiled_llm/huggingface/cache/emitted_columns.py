@@ -106,7 +106,8 @@ class StepEmitted(NamedTuple):
         """Return what was ``put_into`` the output of a forward."""
         states = output.get("hidden_states") or ()
         chosen: dict[int | str, Tensor] = {number: own for number, own in enumerate(states) if own is not None}
-        return cls({**chosen, **output.get("emitted", {})}, len(states))
+        by_name: dict[str, Tensor] = output.get("emitted") or {}
+        return cls({**chosen, **by_name}, len(states))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> StepEmitted:
         return self._replace(tensors={name: change(tensor) for name, tensor in self.tensors.items()})

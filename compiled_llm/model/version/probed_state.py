@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
+from compiled_llm.compat.huggingface import IMPLEMENTATIONS, WRITTEN_BY_GENERATE
 from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import UNREAD, read_length
 from compiled_llm.model.version.module_tree import same
@@ -20,8 +20,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, *_CONTAINERS)
 _UNPROBED = frozenset(
     {
         *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "_output_attentions"),
-        *("output_router_logits", "_attn_implementation_internal", "_experts_implementation_internal"),
-        *("_name_or_path", "transformers_version", *WRITTEN_BY_GENERATE),
+        *("output_router_logits", "_name_or_path", "transformers_version", *WRITTEN_BY_GENERATE),
+        *IMPLEMENTATIONS,
+        "num_hidden_layers",  # fewer of them run while assistant_early_exit drafts, as a call of its own reason
     }
 )
 """Attributes that trainers and calls change, and that say nothing of what a token sees."""

@@ -119,6 +119,7 @@ def test_planned_requests_are_answered_as_alone(planned: list[str], seed: int) -
 def test_variants_change_tokens(seed: int) -> None:
     model, inputs = with_attention("alibi", seed), mixed_prompts([30], 128, seed)
     expected = greedy(model, inputs, 20)
+    model.set_attn_implementation("sdpa")
     compiled_llm.wrap(model, mode="eager", **FEW_PAGES)
     assert not torch.equal(greedy(model, inputs, 20), expected)
 
@@ -330,8 +331,10 @@ def test_models_that_a_variant_does_not_fit_are_refused(case: str) -> None:
 
 
 def test_a_bias_that_a_model_hands_to_its_attention_is_refused_without_a_variant() -> None:
+    model = with_attention("inkling")
+    model.set_attn_implementation("sdpa")
     with pytest.raises(UnsupportedModelError, match="passes 'rel_logits' to its attention, which paged"):
-        compiled_llm.wrap(with_attention("inkling"), mode="eager", **FEW_PAGES)
+        compiled_llm.wrap(model, mode="eager", **FEW_PAGES)
 
 
 def test_on_cuda_kernels_are_our_own_or_those_that_the_backend_plans(monkeypatch: pytest.MonkeyPatch) -> None:

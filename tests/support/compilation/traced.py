@@ -69,8 +69,9 @@ def traced(function: Callable[..., Any], *inputs: Any) -> tuple[fx.GraphModule, 
 def descriptions_of(module: fx.GraphModule) -> list[str]:
     """What tells the regions of a graph apart, without symbols."""
     examples, found = Examples(module), []
-    for region in cut(module):
-        description = region.describe(examples.of(region))
-        examples.follow(region, description)
-        found.append(without_symbols(description))
+    with torch.no_grad():  # as its model runs
+        for region in cut(module):
+            description = region.describe(examples.of(region))
+            examples.follow(region, description)
+            found.append(without_symbols(description))
     return found
