@@ -230,7 +230,7 @@ class Engine:
         self._engine_thread.start_thread()
 
     def _wanted(self, hidden_states: Sequence[int] | None, emitted: Sequence[str] | None) -> WantedEmitted | None:
-        return wanted_of(hidden_states, emitted, self._model, self._runtime.facts.hooks)
+        return wanted_of(hidden_states, emitted, self._runtime.facts)
 
     def _add(self, handles: Sequence[RequestHandle]) -> None:
         self._engine_thread.add(handles, self._max_queue)

@@ -64,7 +64,8 @@ def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reas
     if config.output_attentions:
         yield Reason("output_attentions")
     # Steps of ours give neither those of HuggingFace's prefills, nor, as its chunks of them do, the last chunk's alone.
-    if config.output_hidden_states and (choice.prefill is not None or config.prefill_chunk_size is not None):
+    apart = choice.prefill is not None or config.prefill_chunk_size is not None
+    if config.output_hidden_states and (apart or runtime.facts.stacks_hidden_states):
         yield Reason("output_hidden_states")
     if getattr(config, "use_mtp", False):
         yield Reason("use_mtp")

@@ -122,6 +122,11 @@ class ModelFacts:
         return replace(self, layers=kept[0], states=kept[1], default_positions=positions, refused=None, _probed=probed)
 
     @property
+    def stacks_hidden_states(self) -> bool:
+        """Whether a layer gives several hidden states of a token, stacked, as Gemma 3n's do; steps emit one of each."""
+        return getattr(self.model.config.get_text_config(decoder=True), "altup_num_inputs", 1) > 1
+
+    @property
     def max_positions(self) -> int:
         """How many positions the model was made for, by its config as it is now."""
         return self._positions.of(self.model)

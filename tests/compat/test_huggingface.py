@@ -169,7 +169,7 @@ def test_what_huggingface_calls_of_a_model_is_told_from_what_a_user_overrides(na
 CLASSES_OF_FAMILIES = [
     *(CLASSES.get(family, f"{family}ForCausalLM") for family in FAMILIES),
     *(f"{family}ForConditionalGeneration" for family in vision.FAMILIES),
-    *(f"{family}ForCausalLM" for family in ALL_RECURRENT),
+    *(f"{family}ForCausalLM" for family in sorted(ALL_RECURRENT)),
 ]
 
 

@@ -11,24 +11,31 @@ from transformers import PreTrainedModel
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.request_emitted import WantedEmitted
 from compiled_llm.kvcache.memory import free_bytes
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.traced_hooks import TracedHooks
 
 _HOST = torch.device("cpu")
 
 
 def wanted_of(
-    hidden_states: Sequence[int] | None, emitted: Sequence[str] | None, model: PreTrainedModel, hooks: TracedHooks
+    hidden_states: Sequence[int] | None, emitted: Sequence[str] | None, facts: ModelFacts
 ) -> WantedEmitted | None:
     """Return what a request wants; None if it wants nothing.
 
     Raises:
-        ValueError: ``hidden_states`` is no list of layers of the model, ``emitted`` is no list of names, or there is no
-            hook that could emit any.
+        ValueError: ``hidden_states`` is no list of layers of the model, whose layers may give several of a token;
+            ``emitted`` is no list of names, or there is no hook that could emit any.
     """
     if hidden_states is None and emitted is None:
         return None
+    model = facts.model
+    if hidden_states is not None and facts.stacks_hidden_states:
+        raise ValueError(
+            "hidden_states: layers of this model have several of each token, stacked, and steps give one; ask "
+            "model.generate(output_hidden_states=True), or emit what you need from a traced hook"
+        )
     layers = None if hidden_states is None else _layers(hidden_states, model)
-    names = None if emitted is None else _names(emitted, hooks)
+    names = None if emitted is None else _names(emitted, facts.hooks)
     return WantedEmitted(layers, names, model.config.get_text_config(decoder=True).hidden_size, model.dtype)
 
 

@@ -106,7 +106,7 @@ class StepEmitted(NamedTuple):
         """Return what was ``put_into`` the output of a forward."""
         states = output.get("hidden_states") or ()
         chosen: dict[int | str, Tensor] = {number: own for number, own in enumerate(states) if own is not None}
-        by_name: dict[str, Tensor] = output.get("emitted") or {}
+        by_name: dict[int | str, Tensor] = output.get("emitted") or {}
         return cls({**chosen, **by_name}, len(states))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> StepEmitted:

@@ -95,6 +95,8 @@ def _obstacles(
     for name in UNSERVED_OUTPUTS:
         if arguments.get(name, getattr(model.config, name, False)):
             yield Reason(name)
+    if arguments.get("output_hidden_states") and compiled.facts.stacks_hidden_states:
+        yield Reason("output_hidden_states")
     known = _known_inputs(original, argument)
     if isinstance(cache, StandIn) and current_call.get() is not None:  # which has computed the prompt
         known |= OF_PREFILLS

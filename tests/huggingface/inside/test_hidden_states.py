@@ -12,6 +12,7 @@ from transformers.utils import output_capturing
 import compiled_llm
 from compiled_llm.huggingface.processors import output_room
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.huggingface.families import FAMILIES, make
 from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
@@ -204,3 +205,19 @@ def test_memory_that_is_not_there(inputs, monkeypatch):
     with pytest.raises(ValueError, match="3 rows of 9 tokens take"):
         greedy(wrapped, inputs, 9, **ASKED, **EARLY)
     assert_account_is_empty(wrapped)
+
+
+def test_stacked_hidden_states_are_huggingfaces_own(seed):
+    """Each layer of Gemma 3n has several hidden states of a token: `[4, B, Q, hidden]`."""
+    plain, wrapped = (make("Gemma3n", FAMILIES["Gemma3n"], seed) for _ in range(2))
+    compiled_llm.wrap(wrapped, **OPTIONS)
+    inputs = mixed_prompts([6, 6], 100, seed)
+    found, expected = (greedy(model, inputs, 4, **ASKED) for model in (wrapped, plain))
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states, **CLOSE)
+    with torch.no_grad():
+        states = [model(**inputs, output_hidden_states=True).hidden_states for model in (wrapped, plain)]
+    torch.testing.assert_close(*states, **CLOSE)
+    assert wrapped.compiled.stats().slow_paths == {"output_hidden_states": 1, "forward: output_hidden_states": 1}
+    with pytest.raises(ValueError, match=r"hidden_states: .* stacked"):
+        compiled_llm.Engine(wrapped).submit([5, 6], hidden_states=[0])
+    torch.testing.assert_close(greedy(wrapped, inputs, 4), greedy(plain, inputs, 4))
