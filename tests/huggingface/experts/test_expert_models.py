@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
@@ -26,6 +28,7 @@ from support.parity import assert_account_is_empty
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FAMILIES_WITH_EXPERTS = [*MIXTURES, *(family for family in WITH_EXPERTS if family in RECURRENT)]
+SINCE_5_18 = {"DeepseekV32", "GlmMoeDsa"}
 LENGTHS = [5, 1, 16, 37]
 FUSED = {"fused_experts"}
 WITH_GATES_OF_THEIR_OWN = {"GptOss": {"experts_linear"}}
@@ -75,6 +78,8 @@ def barred(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_family_gives_huggingfaces_tokens(
     family: str, seed: int, ours: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if family in SINCE_5_18 and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("transformers before 5.18 caches what pages do not hold, and wrap refuses the family")
     expected = of_rows_alone(family, seed, 8)
     assert any(len(set(own)) > 3 for own in expected), "text that repeats one token shows little"
     model: Any = compiled_llm.wrap(model_of(family), mode="eager", progress=False, **FEW)

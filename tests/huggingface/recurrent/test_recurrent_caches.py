@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import DynamicCache, StoppingCriteriaList
 
 import compiled_llm
@@ -211,6 +213,7 @@ def test_copies_of_a_cache_go_on_for_themselves(words: list[int], seed: int, mon
     assert_nothing_left(model)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="its masks do not cover the cache")
 @pytest.mark.parametrize("family", KINDS[:2])
 def test_a_cache_that_holds_every_token_says_what_to_do(
     family: str, seed: int, caplog: pytest.LogCaptureFixture
