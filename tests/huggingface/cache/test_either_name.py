@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM as Llama, PreTrainedModel, StaticCache
+from transformers import (
+    CTRLConfig,
+    CTRLLMHeadModel,
+    DynamicCache,
+    LlamaForCausalLM as Llama,
+    PreTrainedModel,
+    StaticCache,
+)
 from transformers.utils import generic
 
 import compiled_llm
@@ -164,4 +171,17 @@ def test_a_model_that_was_written_before_the_name_changed() -> None:
         )
         torch.testing.assert_close(ours, theirs)
     assert wrapped.compiled.stats().generate_calls == {"fast loop": 2, "compiled forward": 1}
+    assert_account_is_empty(wrapped)
+
+
+def small_ctrl() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return CTRLLMHeadModel(CTRLConfig(vocab_size=128, n_positions=64, n_embd=32, dff=64, n_layer=2, n_head=2)).eval()
+
+
+def test_a_model_that_prepares_its_inputs_itself_gives_huggingfaces_tokens() -> None:
+    """CTRL's own ``prepare_inputs_for_generation`` is given the cache by name."""
+    plain, wrapped = pair(small_ctrl)
+    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    torch.testing.assert_close(wrapped.generate(**given, **OPTIONS), plain.generate(**given, **OPTIONS))
     assert_account_is_empty(wrapped)
