@@ -38,7 +38,7 @@ def _named_in(names: Collection[str], otherwise: str) -> str:
 
 
 _OF_GENERATE = _named_in(inspect.signature(vars(GenerationMixin)["prepare_inputs_for_generation"]).parameters, NAMES[0])
-"""What ``generate`` of this version calls it, for all models but Mamba's before 5.24."""
+"""The name that ``generate`` of this version uses, for all models but Mamba's before 5.24."""
 _OF_OUTPUTS = _named_in([field.name for field in dataclasses.fields(CausalLMOutputWithPast)], _OF_GENERATE)
 
 

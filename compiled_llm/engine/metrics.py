@@ -116,7 +116,7 @@ _LENGTHS = (256, 1_024, 4_096, 16_384, 65_536)
 """Of requests that a description names, as far as the model has so many positions."""
 
 Bound = Literal["max_num_seqs", "pages", "states"]
-"""What limits how many requests run at once."""
+"""The limit on how many requests run at once."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _OF_KUBERNETES = re.compile(
     rf"{PREFIX}(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)=.*|{PREFIX}(.+_)?PORT={_ADDRESS}",
     re.DOTALL,
 )
-"""What Kubernetes gives all containers of a service that is called ``compiled-llm-serve``, or begins so."""
+"""Variables that Kubernetes sets in each container for a service whose name begins with ``compiled-llm-serve``."""
 
 _NOT_GIVEN_SO = ("config", "help", "same_model")
 

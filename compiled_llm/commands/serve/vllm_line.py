@@ -26,7 +26,7 @@ _OURS = {
     "--shutdown-timeout": "--drain-seconds {}",
     "-asc": "--api-server-count {}",
 }
-"""What a line of ours has in the place of an option, with its value or whatever its value is."""
+"""Our options for those of vLLM; ``{}`` is the value of vLLM's option."""
 
 _FLAG = re.compile(
     r"--(no|enable|use|skip|calculate|allow)-.+|--disable-(?!access-log-for-endpoints).+"

@@ -1,4 +1,4 @@
-"""What the probes of ``wrap`` read of a model: its configs, and the attributes of what attends and what calls that."""
+"""The state that the probes of ``wrap`` read: configs, and attributes of attention modules and of their callers."""
 
 from __future__ import annotations
 
