@@ -159,8 +159,8 @@ class WrapConfig:
         cascade: in decode, read pages that several rows begin with, such as those of a system prompt, once for all of
             them. ``"auto"`` does so on CUDA where a rule that was fitted to measurements says that attention is faster,
             True wherever rows share 64 tokens or more. Results differ in their last bits from those of rows that read
-            them alone. Steps of rows that share nothing run as without it. ``"auto"`` does so with our own decode
-            kernel only, that of ``backend="auto"``; True also with ``"flashinfer"``, in layers without a window.
+            them alone. Steps of rows that share nothing run as without it. Only our own decode kernel does so, that
+            of ``backend="auto"``: with others ``"auto"`` is off, and True is refused.
         batch_invariant: the bits of a row's logits depend on the row alone: not on the rest of the batch, on how many
             tokens of it are computed at a time, nor on whether they come from a prefill, a decode step or cached pages.
             So log-probabilities of an answer are, bit for bit, those that ``model(...)`` computes of it under

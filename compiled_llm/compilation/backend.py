@@ -14,7 +14,6 @@ from compiled_llm.compat.torch.tensors import note_examples
 from compiled_llm.compilation.regions import (
     LATENT,
     PLANNED,
-    PLANNED_CASCADE,
     VARIANTS,
     Examples,
     attentions_in,
@@ -62,7 +61,7 @@ class Inductor:
         """
         self._options = dict(options)
         self._passes = passes
-        self._attentions = (*PLANNED, *PLANNED_CASCADE, *LATENT, *VARIANTS, *decode_ops)
+        self._attentions = (*PLANNED, *LATENT, *VARIANTS, *decode_ops)
         self._compile_graph = compile_graph
         self.layers_in_region = layers_in_region
 

@@ -100,32 +100,6 @@ class UnpagedInputs(NamedTuple):
         return False
 
 
-class PlannedRuns(NamedTuple):
-    """The pages that rows of a decode step share, for a backend that plans it; see ``planned_cascade_attention``.
-
-    Attributes:
-        shared_lengths: ``[B]`` int32, so many of each row's first tokens lie in runs.
-        members: ``[M]`` int32, rows.
-        qo_indptr: ``[R + 1]`` int32, where each run's members begin.
-        indptr: ``[R + 1]`` int32, where each run's pages begin in ``indices``.
-        indices: ``[N]`` int32 for each group of layers, page numbers.
-        last_page_len: ``[R]`` int32, a page's size.
-        merge_parts: ``[B, 3, 3]`` int32.
-        plans: of the runs.
-        whole: all pages of the rows, where layers with a window attend to them; None if no layer has one.
-    """
-
-    shared_lengths: Tensor
-    members: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: tuple[Tensor, ...]
-    last_page_len: Tensor
-    merge_parts: Tensor
-    plans: AttentionPlans
-    whole: PlannedRows | None = None
-
-
 class PlannedRows(NamedTuple):
     """The page table of a decode step for a backend that plans it.
 
@@ -135,8 +109,6 @@ class PlannedRows(NamedTuple):
         last_page_len: ``[B]`` int32, tokens in the row's last page with those it feeds in; with the next ones
             afterwards.
         qo_indptr: ``[B + 1]`` int32, each row has q queries: 0, q, 2q, ...
-        runs: pages that rows share are read once, by this, and are not in the table; None if each row reads all of its
-            own.
     """
 
     indptr: Tensor
@@ -144,7 +116,6 @@ class PlannedRows(NamedTuple):
     last_page_len: Tensor
     qo_indptr: Tensor
     plans: AttentionPlans
-    runs: PlannedRuns | None = None
 
 
 class DecodeInputs(NamedTuple):
@@ -159,8 +130,7 @@ class DecodeInputs(NamedTuple):
         ops: those of the backend by which layers attend; None if it plans decode.
         planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
         fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
-        cascade: pages that rows share are read once, by this; None if each row reads all of its own, or ``planned`` has
-            them.
+        cascade: pages that rows share are read once, by this; None if each row reads all of its own.
         page_check: as of ``PrefillInputs``; rows' chains lie in their slots.
         states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
             without recurrent layers.
@@ -181,7 +151,3 @@ class DecodeInputs(NamedTuple):
     states: tuple[Tensor, Tensor] | None = None
     hidden_states: bool = False
     shares_places: bool = False
-
-    @property
-    def reads_shared_pages_once(self) -> bool:
-        return self.cascade is not None or (self.planned is not None and self.planned.runs is not None)

@@ -16,14 +16,11 @@ CHAIN_IN_SLOT = -1
 
 
 def check_decode(inputs: DecodeInputs, ids: Tensor) -> None:
-    """Check the rows of a decode step, which feeds in tokens ``[B, q]`` and has not advanced yet.
-
-    Where rows share pages, these stand in their slots' tables alone, row by row.
-    """
+    """Check the rows of a decode step, which feeds in tokens ``[B, q]`` and has not advanced yet."""
     check, planned = inputs.page_check, inputs.planned
     assert check is not None, "the caller has asked"
     starts, lengths, indices = inputs.starts, inputs.lengths, inputs.indices
-    if planned is not None and planned.runs is None:
+    if planned is not None:
         starts, indices = planned.indptr[:-1], planned.indices
         lengths = _lengths(check, planned.indptr, planned.last_page_len)
     _check_groups(check, ids.flatten(), (starts, lengths), indices, inputs.slots, None)

@@ -64,13 +64,13 @@ def _reads_ids(inputs: ProgramInputs, alone: bool = False) -> bool:
 
 def _decodes(inputs: ProgramInputs, one_row: bool, several: bool) -> bool:
     """Whether the step decodes one row or more, of one new token or of several."""
-    if not isinstance(inputs, DecodeInputs) or inputs.reads_shared_pages_once:
+    if not isinstance(inputs, DecodeInputs) or inputs.cascade is not None:
         return False
     return (inputs.slots.shape[0] == 1) is one_row and (inputs.fed is not None) is several
 
 
 def _reads_shared_pages_once(inputs: ProgramInputs) -> bool:
-    return isinstance(inputs, DecodeInputs) and inputs.reads_shared_pages_once
+    return isinstance(inputs, DecodeInputs) and inputs.cascade is not None
 
 
 def _is_unpaged(inputs: ProgramInputs) -> bool:

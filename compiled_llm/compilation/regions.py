@@ -48,12 +48,6 @@ VARIANTS: tuple[torch._ops.OpOverload, ...] = (
 )
 """The ops that attend by a function of their user's."""
 
-PLANNED_CASCADE: tuple[torch._ops.OpOverload, ...] = (
-    torch.ops.compiled_llm.planned_cascade_attention.default,
-    torch.ops.compiled_llm.planned_cascade_attention_lse.default,
-)
-"""The ops that attend by two plans, one of them for pages that rows share."""
-
 RECURRENCES: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.gated_delta_rule.default,
     torch.ops.compiled_llm.selective_scan.default,

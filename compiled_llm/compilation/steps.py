@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
-from compiled_llm.compilation.inputs import DecodeInputs, PlannedRows, PlannedRuns, PrefillInputs, UnpagedInputs
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.page_checks import check_decode, check_prefill
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.model.attention import (
@@ -25,7 +25,6 @@ from compiled_llm.model.attention import (
     NewestTokens,
     PackedTokens,
     PagedBatch,
-    PlannedCascade,
 )
 from compiled_llm.model.facts import Forward
 from compiled_llm.model.layers.recurrent import StateRows
@@ -136,8 +135,6 @@ def decode_step(
     inputs.lengths.add_(new)  # after the layers: decode attention reads the table before it waits for them
     if inputs.planned is not None:
         inputs.planned.last_page_len.add_(new)
-        if inputs.planned.runs is not None and inputs.planned.runs.whole is not None:
-            inputs.planned.runs.whole.last_page_len.add_(new)
     if new == 1:
         logits: Tensor = out.logits[:, -1]
         return StepOutputs(logits, sample(logits, inputs.slots, inputs.positions, tables), _emitted(inputs, out))
@@ -187,28 +184,11 @@ def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, 
         return tuple(each._replace(shared=SharedPlaces()) for each in newest)
     each = planned.qo_indptr
     rows, at = each[:-1], inputs.lengths - 1
-    if planned.runs is not None:
-        return _planned_cascade(planned, planned.runs, rows, at)
     if new > 1:
         rows = (rows[:, None] // new).expand(-1, new).flatten()
         at = (inputs.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=each.device)).flatten()
-    return _planned_rows(planned, rows, at, new)
-
-
-def _planned_rows(planned: PlannedRows, rows: Tensor, at: Tensor, new: int = 1) -> tuple[PackedTokens, ...]:
     tokens = (rows, at, planned.qo_indptr, planned.indptr)
     return tuple(
         PackedTokens(*tokens, indices, planned.last_page_len, planned.plans, new_tokens=new)
         for indices in planned.indices
-    )
-
-
-def _planned_cascade(planned: PlannedRows, runs: PlannedRuns, rows: Tensor, at: Tensor) -> tuple[PackedTokens, ...]:
-    """Return where one token of each row goes: the table has the pages alone that a row does not share."""
-    own = _planned_rows(planned, rows, at - runs.shared_lengths)
-    whole = [None] * len(own) if runs.whole is None else _planned_rows(runs.whole, rows, at)
-    columns = zip(own, runs.indices, whole, strict=True)
-    begin, end = (runs.members, runs.qo_indptr, runs.indptr), (runs.last_page_len, runs.merge_parts, runs.plans)
-    return tuple(
-        tokens._replace(cascade=PlannedCascade(*begin, indices, *end, each)) for tokens, indices, each in columns
     )

@@ -149,7 +149,6 @@ class ModelRunner:
             room=room,
             shapes=shapes.all() if config.captures_on(self.device.type) else [],
             expands=facts.expands,
-            cascade=self.state.cascade is not None,
         )
         self._planner.load()
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)

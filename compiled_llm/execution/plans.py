@@ -19,7 +19,7 @@ from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import backend_named
-from compiled_llm_ops.contracts import CASCADE_RUNS, PlannedBatch, planned_members
+from compiled_llm_ops.contracts import PlannedBatch
 from compiled_llm_ops.kernels.latent.latent_tiling import worth_expanding
 from compiled_llm_ops.protocol import CapturedLaunch, Plan
 
@@ -42,7 +42,6 @@ class Planner:
     Attributes:
         decodes: whether decode steps are planned, too; if not, they attend by ops that need no plan.
         follows_tokens: whether a plan holds the rows' exact lengths, so that each decode step is planned.
-        has_windows: whether some layers have a window; these read shared pages for each row.
         max_tokens: the most that a planned step can have.
     """
 
@@ -56,7 +55,6 @@ class Planner:
         room: PrefillRoom,
         shapes: Sequence[StepKey] = (),
         expands: bool = False,
-        cascade: bool = False,
     ) -> None:
         """Allocate the backend's workspace.
 
@@ -65,7 +63,6 @@ class Planner:
             room: the most that a prefill takes.
             shapes: of captured prefills, of any variant.
             expands: whether layers keep latents, which they may expand for rows without cached tokens.
-            cascade: whether decode steps, if they are planned, may read pages once that rows share.
         """
         self._name, self._backend, decode_ops = config.backend_on(device.type)
         self.decodes = decode_ops is None
@@ -73,19 +70,14 @@ class Planner:
         self._max_row_tokens = max_row_tokens
         self._groups = [group for group in dict.fromkeys(layers) if group is not None]
         self.follows_tokens = any(group.rope_size for group in self._groups)
-        self.has_windows = any(group.window_left >= 0 for group in self._groups)
         if not self._groups:
             self._backend = backend_named("reference")  # which plans nothing
         self._group_of_layer = tuple(-1 if layer is None else self._groups.index(layer) for layer in layers)
         self._captures, self._expands = not config.leaves_attention_out, expands
         # A decode step has as many tokens as rows, or a small multiple of that.
         self.max_tokens = max(room.tokens, config.max_batch_size)
-        self._cascades = cascade and self.decodes
-        members = planned_members(config.max_batch_size) if self._cascades else 0
-        most = max(self.max_tokens, members), max(room.rows, CASCADE_RUNS if self._cascades else 0)
-        self._plan_bytes = self._backend.plan_bytes(self._groups, device, *most)
+        self._plan_bytes = self._backend.plan_bytes(self._groups, device, self.max_tokens, room.rows)
         self._plans: dict[StepKey | None, list[Plan]] = {}
-        self._plans_of_runs: dict[StepKey, list[Plan]] = {}
         self._variants_of_one_row: dict[int, set[int]] = {}
         needed, wanted = self._workspace_for(config, shapes)
         with torch.inference_mode(False):
@@ -148,14 +140,7 @@ class Planner:
         return self._as_inputs(None if alone else shape)
 
     def for_decode(self, step: StepKey) -> AttentionPlans:
-        return self._static(self._as_inputs(step))
-
-    def for_runs(self, step: StepKey) -> AttentionPlans:
-        """Return the plans of the pages that rows of a decode step share."""
-        return self._static(self._inputs_of(self._made_for_runs(step)))
-
-    @staticmethod
-    def _static(plans: AttentionPlans) -> AttentionPlans:
+        plans = self._as_inputs(step)
         for tensor in plans.tensors:
             mark_static(tensor)
         return plans
@@ -181,56 +166,20 @@ class Planner:
         else:
             self._plan(step, table, _NOT_CAPTURED, _BEST_VARIANT)
 
-    def plan_cascade(self, own: HostTable, runs: HostTable, whole: HostTable | None, step: StepKey) -> None:
-        """Plan the decode steps of a bucket that read pages once which rows share, until a row enters another page.
-
-        Args:
-            own: of the pages that each row has alone.
-            runs: of those that several have, the members of a run as its tokens.
-            whole: of all pages, for layers with a window; None if there are none.
-            step: of B rows.
-        """
-        tokens, members, variant = step.tokens, planned_members(step.rows), self._decode_variant(step)
-        if not self._captures:
-            tokens, members, variant = _NOT_CAPTURED, _NOT_CAPTURED, _BEST_VARIANT
-        plans = zip(self._groups, self._plans_of(step), self._made_for_runs(step), strict=True)
-        for group, of_rows, of_runs in plans:
-            if group.window_left < 0:
-                self._decide(of_rows, group, own, tokens, variant)
-                self._decide(of_runs, group, runs, members, self._variant_of_runs, causal=False)
-            elif whole is not None:
-                self._decide(of_rows, group, whole, tokens, variant)
-
     def _plan(self, key: StepKey | None, table: HostTable, tokens: int, variant: int) -> None:
-        for group, plan in zip(self._groups, self._plans_of(key), strict=True):
-            self._decide(plan, group, table, tokens, variant)
-
-    def _decide(
-        self, plan: Plan, group: Geometry, table: HostTable, tokens: int, variant: int, causal: bool = True
-    ) -> None:
         # Without the dispatcher of ``plan_paged_attention``: nothing traces this, and first tokens wait for it.
         columns = (table.qo_indptr, table.indptr, table.last_page_len)
-        plan.decide(PlannedBatch(*columns, group, self._workspace.buffer, tokens, variant, causal))
+        for group, plan in zip(self._groups, self._plans_of(key), strict=True):
+            plan.decide(PlannedBatch(*columns, group, self._workspace.buffer, tokens, variant))
 
     def _plans_of(self, key: StepKey | None) -> list[Plan]:
         if key not in self._plans:
-            self._plans[key] = self._new_plans()
+            with torch.inference_mode(False):
+                self._plans[key] = [self._backend.new_plan(self._workspace, self._plan_bytes) for _ in self._groups]
         return self._plans[key]
 
-    def _made_for_runs(self, step: StepKey) -> list[Plan]:
-        if step not in self._plans_of_runs:
-            self._plans_of_runs[step] = self._new_plans()
-        return self._plans_of_runs[step]
-
-    def _new_plans(self) -> list[Plan]:
-        with torch.inference_mode(False):
-            return [self._backend.new_plan(self._workspace, self._plan_bytes) for _ in self._groups]
-
     def _as_inputs(self, key: StepKey | None) -> AttentionPlans:
-        return self._inputs_of(self._plans_of(key))
-
-    def _inputs_of(self, plans: Sequence[Plan]) -> AttentionPlans:
-        tensors = tuple(plan.tensor for plan in plans)
+        tensors = tuple(plan.tensor for plan in self._plans_of(key))
         return AttentionPlans(tensors, self._workspace.buffer, self._group_of_layer, self._name)
 
     # ---- variants, and how much workspace they need
@@ -244,9 +193,6 @@ class Planner:
         if self.decodes:
             steps = [StepKey.decode(rows) for rows in buckets_up_to(config.max_batch_size)]
             decode = [CapturedLaunch(step.tokens, step.rows, self._decode_variant(step)) for step in steps]
-            if self._cascades:
-                of_runs = CASCADE_RUNS, self._variant_of_runs
-                decode += [CapturedLaunch(planned_members(step.rows), *of_runs) for step in steps]
             needed = max(needed, *(self._backend.workspace_bytes(self._groups, self._device, step) for step in decode))
         if wanted > (config.workspace_bytes or max(needed, MAX_FOR_CAPTURED)):
             logger.info("not all prefills of long rows are captured: that takes workspace_bytes=%d", wanted)
@@ -271,11 +217,6 @@ class Planner:
     def _decode_variant(self, step: StepKey) -> int:
         """Return the variant of all decode steps of a bucket: a captured launch has one."""
         return self._best([step.new_tokens_per_row] * step.rows, [self._max_row_tokens] * step.rows)
-
-    @property
-    def _variant_of_runs(self) -> int:
-        """The variant that is fastest for two rows that share a long beginning: mostly, a few runs are long."""
-        return self._best([2], [self._max_row_tokens])
 
     def _best(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
         return self._backend.best_variant(self._groups, queries, lengths, self._device)

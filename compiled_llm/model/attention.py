@@ -33,8 +33,6 @@ from compiled_llm_ops import (
     latent_decode_lse,
     paged_attention,
     paged_attention_lse,
-    planned_cascade_attention,
-    planned_cascade_attention_lse,
     planned_latent_attention,
     planned_latent_attention_lse,
     ragged_attention,
@@ -86,34 +84,6 @@ class AttentionPlans(NamedTuple):
     backend: str
 
 
-class PlannedCascade(NamedTuple):
-    """Which pages rows begin with together, and the plan of reading them; see ``planned_cascade_attention``.
-
-    Attributes:
-        members: ``[M]`` int32, the rows of each run.
-        qo_indptr: ``[R + 1]`` int32, where each run's members begin.
-        indptr: ``[R + 1]`` int32, where each run's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[R]`` int32.
-        merge_parts: ``[B, 3, 3]`` int32.
-        whole: how layers with a window attend: each row to all of its own; None if no layer has one.
-    """
-
-    members: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-    merge_parts: Tensor
-    plans: AttentionPlans
-    whole: PackedTokens | None = None
-
-    def arguments(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return the op's of a layer, from ``members`` to ``merge_parts``."""
-        table = (self.qo_indptr, self.indptr, self.indices, self.last_page_len)
-        return self.members, *table, self.plans.tensors[self.plans.groups[layer]], self.merge_parts
-
-
 class PackedTokens(NamedTuple):
     """Positions of packed tokens, for rows with any number of new ones, and the plan by which they attend.
 
@@ -127,7 +97,6 @@ class PackedTokens(NamedTuple):
         new_tokens: q if each row has q tokens, so that the layers have ``[B, H, q, D]`` for ``[1, H, T, D]``; else 0.
         alone: whether rows have no other tokens than these, so that layers with latents attend to expanded keys and
             values; without latents, it makes no difference.
-        cascade: the pages that each row shares, which are not in the table; None if the table has all. Only with q = 1.
         visible: ``[T, K, n]`` int32, which pages of its row each token reads, -1 for none; None for all.
         variant: by which a layer attends; None in others.
     """
@@ -141,7 +110,6 @@ class PackedTokens(NamedTuple):
     plans: AttentionPlans
     new_tokens: int = 0
     alone: bool = False
-    cascade: PlannedCascade | None = None
     visible: Tensor | None = None
     variant: AppliedVariant | None = None
 
@@ -163,8 +131,6 @@ class PackedTokens(NamedTuple):
             return self._attend_to_visible(states, pages, options, wants_lse, scales, self.visible)
         if self.variant is not None:
             return self._attend_by_variant(self.variant, layer, states, pages, options, wants_lse, scales)
-        if self.cascade is not None:
-            return self._attend_in_levels(self.cascade, layer, states, pages, options, wants_lse, scales)
         arguments = (*self._appended(layer, states, pages, scales), *options, scales.key, scales.value)
         if wants_lse:
             return paged_attention_lse(*arguments)
@@ -180,7 +146,6 @@ class PackedTokens(NamedTuple):
         visible: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new keys and values, and let each token attend as the newest one of a row, to be written again."""
-        assert self.cascade is None, "wrap has refused other backends"
         self._append(states, pages, scales)
         starts, lengths = self.indptr[self.token_rows], self.token_positions + 1
         arguments = DecodeAttention(
@@ -212,28 +177,6 @@ class PackedTokens(NamedTuple):
         table, group = PageTable(self.qo_indptr, *self.table), self.plans.groups[layer]
         planned = None if group < 0 else (self.plans.tensors[group], self.plans.workspace)
         return variant.over_packed(states[0], pages, table, options, scales[:2], wants_lse, planned)
-
-    def _attend_in_levels(
-        self,
-        cascade: PlannedCascade,
-        layer: int,
-        states: States,
-        pages: Tensor,
-        options: Options,
-        wants_lse: bool,
-        scales: PageScales,
-    ) -> tuple[Tensor, Tensor | None]:
-        scale, window_left, soft_cap = options
-        if window_left >= 0:
-            # A query would see its own part of a run, and the plan has one window for all of a run's queries.
-            assert cascade.whole is not None, "some layers have a window"
-            return cascade.whole.attend(layer, states, pages, options, wants_lse, scales)
-        appended = self._appended(layer, states, pages, scales)
-        how = (scale, soft_cap, scales.key, scales.value)
-        arguments = (*appended[:-1], *cascade.arguments(layer), appended[-1], *how)
-        if wants_lse:
-            return planned_cascade_attention_lse(*arguments)
-        return planned_cascade_attention(*arguments), None
 
     def attend_to_latents(
         self, layer: int, states: States, pages: Tensor, scale: float, wants_lse: bool, chosen: Tensor | None = None

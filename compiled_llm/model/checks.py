@@ -174,8 +174,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
             f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
             "wrap with backend='auto', or move the model"
         )
-    reads_once = backend.cascades if ops is None else ops.cascade is not None
-    if config.cascade is True and not reads_once:
+    if config.cascade is True and (ops is None or ops.cascade is None):
         raise ValueError(
             f"wrap: cascade=True: backend={name!r} has no decode kernel on {kind} that reads pages which rows share "
             "once; wrap with backend='auto', or without cascade"
@@ -198,7 +197,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
             f"{', '.join(sorted(str(known).removeprefix('torch.') for known in backend.dtypes))} only; load it with "
             f"dtype=torch.bfloat16, or call model.to(torch.bfloat16){_with_kernels_for(dtype)}"
         )
-    if config.cascade is True and ops is not None and dtype.itemsize > 2:
+    if config.cascade is True and dtype.itemsize > 2:
         raise ValueError(
             f"wrap: cascade=True: the model is {dtype} on CUDA, where pages that rows share are read once by kernels "
             "for 16 bits only; wrap without cascade"
@@ -232,13 +231,8 @@ def check_layers(
         _check_latents(model, layers, config)
         return
     _check_blocks(model, layers, config)
-    name, backend, ops = config.backend_on(model.device.type)
+    name, backend, _ = config.backend_on(model.device.type)
     geometries = attention_geometries(layers, config.page_size, model.dtype)
-    if config.cascade is True and ops is None and all(layer.window_left >= 0 for layer in layers):
-        raise UnsupportedModelError(
-            f"wrap: cascade=True: backend={name!r} reads pages which rows share once only in layers without a window, "
-            "and all attention layers have one; wrap with backend='auto', or without cascade"
-        )
     if config.kv_dtype is not None:
         geometries = [geometry._replace(kv_dtype=FP8) for geometry in geometries]
         _check_fp8_layers(layers, config)

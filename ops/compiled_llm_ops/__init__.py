@@ -6,13 +6,10 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 
 from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.cascade.attention import cascade_attention, cascade_attention_lse
-from compiled_llm_ops.attention.cascade.planned import planned_cascade_attention, planned_cascade_attention_lse
 from compiled_llm_ops.attention.cascade.tables import (
     CascadeTables,
-    PlannedCascadeTables,
     SharedRun,
     cascade_tables,
-    planned_cascade_tables,
 )
 from compiled_llm_ops.attention.check_pages import check_pages
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
@@ -100,7 +97,6 @@ __all__ = [
     "FlashInferVariant",
     "Geometry",
     "PageTable",
-    "PlannedCascadeTables",
     "Seldom",
     "SharedRun",
     "Variant",
@@ -145,9 +141,6 @@ __all__ = [
     "plan_paged_attention",
     "planned_attention_variant",
     "planned_attention_variant_lse",
-    "planned_cascade_attention",
-    "planned_cascade_attention_lse",
-    "planned_cascade_tables",
     "planned_latent_attention",
     "planned_latent_attention_lse",
     "ragged_attention",

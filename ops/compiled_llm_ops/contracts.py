@@ -227,7 +227,6 @@ class PlanPagedAttention(NamedTuple):
     function: str = ""
     captured_tokens: int = -1
     variant: int = -1
-    causal: bool = True
 
     @property
     def geometry(self) -> Geometry:
@@ -242,7 +241,7 @@ class PlannedBatch(NamedTuple):
         indptr: ``[B + 1]`` int32.
         last_page_len: ``[B]`` int32.
         workspace: of the launches.
-        captured_tokens: as of ``plan_paged_attention``, like ``variant`` and ``causal``.
+        captured_tokens: as of ``plan_paged_attention``, like ``variant``.
     """
 
     qo_indptr: NDArray[np.int32]
@@ -252,7 +251,6 @@ class PlannedBatch(NamedTuple):
     workspace: Tensor
     captured_tokens: int = -1
     variant: int = -1
-    causal: bool = True
 
 
 class PagedAttention(NamedTuple):
@@ -475,18 +473,6 @@ CASCADE_LEVELS = 3
 """Shared runs of pages that a row of ``cascade_attention`` may begin with, at most."""
 
 
-CASCADE_RUNS = 32
-"""Runs of ``planned_cascade_attention``, the last of which has the members that are in none."""
-
-
-def planned_members(rows: int) -> int:
-    """Return M of ``planned_cascade_attention``: all that so many rows can have, and some for the run without pages.
-
-    So there are never fewer than runs, from which planners conclude how many the longest run may have.
-    """
-    return CASCADE_LEVELS * rows + CASCADE_RUNS
-
-
 class CascadeAttention(NamedTuple):
     """Arguments of ``cascade_attention`` and ``cascade_attention_lse``."""
 
@@ -525,46 +511,6 @@ class CascadeAttention(NamedTuple):
         """Queries of a row and kv head as a tile holds them: G, the query heads of a kv head, as a power of two."""
         gqa = self.query.shape[1] // self.pages.shape[-3]
         return 1 << (gqa - 1).bit_length()
-
-
-class PlannedCascadeAttention(NamedTuple):
-    """Arguments of ``planned_cascade_attention`` and ``planned_cascade_attention_lse``."""
-
-    query: Tensor
-    pages: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-    plan: Tensor
-    members: Tensor
-    run_qo_indptr: Tensor
-    run_indptr: Tensor
-    run_indices: Tensor
-    run_last_page_len: Tensor
-    run_plan: Tensor
-    merge_parts: Tensor
-    workspace: Tensor
-    scale: float
-    logits_soft_cap: float = 0.0
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-
-    @property
-    def of_rows(self) -> PagedAttention:
-        """Each row's query over the pages that it has alone."""
-        table = PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
-        return self._over(self.query, table, self.plan)
-
-    @property
-    def of_runs(self) -> PagedAttention:
-        """The queries of each run's members over its pages; copies the queries."""
-        table = PageTable(self.run_qo_indptr, self.run_indptr, self.run_indices, self.run_last_page_len)
-        return self._over(self.query.index_select(0, self.members), table, self.run_plan)
-
-    def _over(self, query: Tensor, table: PageTable, plan: Tensor) -> PagedAttention:
-        how, scales = (self.scale, -1, self.logits_soft_cap), (self.key_scale, self.value_scale)
-        return PagedAttention(query, self.pages, *table, plan, self.workspace, *how, *scales)
 
 
 class AppendLatent(NamedTuple):

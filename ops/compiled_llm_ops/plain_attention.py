@@ -145,24 +145,18 @@ def attend_row_by_row(
     wants_lse: bool,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
-    causal: bool = True,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``[T, H, D]``, ``into`` if that is given, and if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2.
-
-    If not ``causal``, queries see all keys of their row.
-    """
+    """Return ``[T, H, D]``, ``into`` if that is given, and if ``wants_lse``, the log-sum-exp ``[T, H]`` in base 2."""
     out = query.new_empty((*query.shape[:2], value_size(query, pages))) if into is None else into
     lse = query.new_empty(query.shape[:2], dtype=torch.float32) if wants_lse else None
-    apart = wants_lse or logits_soft_cap > 0 or not causal
+    apart = wants_lse or logits_soft_cap > 0
     for tokens, stored_keys, stored_values in _rows(query, pages, table, batched=not apart):
         own, keys, values = query[tokens], scaled(stored_keys, key_scale), scaled(stored_values, value_scale)
         if keys.dtype != values.dtype or keys.dtype != own.dtype:
             own, keys, values = own.float(), keys.float(), values.float()
         if apart:
-            visible = None
-            if causal:
-                visible = _visible(tokens.stop - tokens.start, keys.shape[2], window_left, query.device)
+            visible = _visible(tokens.stop - tokens.start, keys.shape[2], window_left, query.device)
             out[tokens], own_lse = attend_lse(own, keys[0], values[0], scale, visible, logits_soft_cap)
             if lse is not None:
                 lse[tokens] = own_lse

@@ -193,8 +193,6 @@ class Backend(Protocol):
         kv_dtypes: types that pages may have besides that of the queries.
         uneven_heads: whether values may have another head size than keys; pages are ``[P, K, S, D + E]`` then.
         latents: whether it has plans for latents on CUDA, made again for each token.
-        cascades: whether its plans may be without a causal mask, so that decode steps that it plans can read pages
-            which rows share once.
         functions: whether its plans attend by variants that users register, too.
         rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention; its
             kernel then writes all pages of fp8.
@@ -208,7 +206,6 @@ class Backend(Protocol):
     capturable: bool
     uneven_heads: bool
     latents: bool
-    cascades: bool
     functions: bool
     rope_append: bool
     variants: tuple[int, ...]
@@ -325,7 +322,7 @@ class Unplanned:
     """The part of ``Backend`` that is about plans, where kernels read the page table as it is then."""
 
     variants: tuple[int, ...] = (0,)
-    latents = cascades = functions = False
+    latents = functions = False
     installation: Installation = NothingToBuild()
 
     def best_variant(

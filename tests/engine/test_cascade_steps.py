@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -15,9 +14,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.decode import persistent_batch
-from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.cascade import Cascade
-from compiled_llm.kvcache.table import HostTable
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm_ops.attention.cascade import rule
 from compiled_llm_ops.reference.backend import Reference
@@ -35,7 +32,6 @@ from support.engine.random_requests import (
 )
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
-from support.noting import note_calls
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
 
@@ -129,15 +125,8 @@ def test_shared_pages_are_read_once_where_it_pays(seed: int, whole: bool) -> Non
     )
 
 
-UNPLANNED = ("GptOss", "Gemma3", "Qwen2Moe")
-"""Kinds that each run has where decode is not planned; where it is, below, it has the others, and GptOss, too."""
-
-
 @pytest.mark.drawn(most=2)
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.whole] * (kind not in UNPLANNED)) for kind in KINDS if kind != "latents"],
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latents"])
 def test_layers_of_each_kind_read_shared_pages_once(kind: str, seed: int) -> None:
     assert_cascade_changes_nothing(lambda cascade: engine_for(KINDS[kind](), cascade), seed)
 
@@ -226,86 +215,9 @@ def test_requests_run_as_before_until_the_graph_that_reads_shared_pages_once_is_
         assert engine.stats().cold_starts == 0
 
 
-# ---- where decode is planned
-
-
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Let a backend plan decode on a CPU; how many members each run has, of each plan that has some."""
+@pytest.mark.usefixtures("automatic")
+def test_a_backend_that_plans_decode_reads_shared_pages_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
-
-    def members(_: Planner, own: HostTable, runs: HostTable, *rest: Any) -> list[int]:
-        return np.diff(runs.qo_indptr).tolist()
-
-    return note_calls(monkeypatch, Planner, "plan_cascade", members)
-
-
-@pytest.mark.drawn(most=3)
-@pytest.mark.parametrize("case", ["many pages", "few pages", "windows", "mixed steps", "fp8"])
-def test_planned_steps_read_shared_pages_once(
-    case: str, planned: list[list[int]], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside layers with windows that are longer than what rows have alone."""
-    options: dict[str, Any] = {"mixed": case == "mixed steps"}
-    if case == "few pages":
-        monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-        options["tokens"] = 140
-    if case == "fp8":
-        options["kv_dtype"] = "fp8_e4m3"
-    config = {**WINDOWS, "max_window_layers": 1, "sliding_window": 30} if case == "windows" else {}
-    assert_cascade_changes_nothing(
-        lambda cascade: engine_for(tiny_qwen3(**WORDS, **config), cascade, **options),
-        seed,
-        count=40 if whole else 8,
-        preempts=case == "few pages",
-    )
-    assert max(found[0] for found in planned if found[1]) >= 2, "the last run has what is in none"
-
-
-@pytest.mark.drawn(most=2)
-@pytest.mark.usefixtures("planned")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.whole] * (kind in UNPLANNED and kind != "GptOss"))
-        for kind in KINDS
-        if kind not in ("latents", "Gemma3")
-    ],
-)
-def test_planned_layers_of_each_kind_read_shared_pages_once(kind: str, seed: int) -> None:
-    assert_cascade_changes_nothing(lambda cascade: engine_for(KINDS[kind](), cascade), seed)
-
-
-@pytest.mark.usefixtures("planned")
-def test_planned_layers_that_all_have_windows_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cascade=True: backend='reference' reads pages .* all attention layers have"):
-        engine_for(KINDS["Gemma3"](), True)
-
-
-@pytest.mark.usefixtures("planned", "without_inductor")
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[pytest.mark.whole] * (mode != "piecewise")) for mode in get_args(Mode)[1:]]
-)
-def test_planned_steps_read_shared_pages_once_in_each_mode(
-    mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    CAPTURES.get(mode, lambda _: None)(monkeypatch)
-    plain = {**WORDS, "num_hidden_layers": 1}
-    assert_cascade_changes_nothing(
-        lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode=mode if cascade else "eager"), seed
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.whole
-@pytest.mark.usefixtures("planned")
-def test_compiled_programs_of_planned_steps_read_shared_pages_once(seed: int) -> None:
-    plain = {**WORDS, "num_hidden_layers": 1}
-    assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode="compile"), seed)
-
-
-@pytest.mark.usefixtures("planned", "automatic")
-def test_the_rule_is_not_asked_about_kernels_that_it_was_not_fitted_to() -> None:
     prompt = [*range(3, 60)]
     with engine_for(tiny_qwen3(**WORDS), cascade="auto") as engine:
         engine.generate([[*prompt, last] for last in (3, 4)], greedy(9))

@@ -191,10 +191,7 @@ def test_a_backend_that_nobody_brings_is_refused_with_all_that_there_are() -> No
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("backend", ["unplanned", "planned"])
-def test_a_backend_that_reads_no_shared_pages_once_is_refused_with_cascade(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(other_kernels.Planned, "cascades", False)
+def test_a_backend_that_reads_no_shared_pages_once_is_refused_with_cascade(backend: str) -> None:
     with pytest.raises(ValueError, match=f"cascade=True: backend='{backend}' has no decode kernel on cpu"):
         compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", backend=backend, cascade=True)
 
@@ -487,7 +484,7 @@ def test_what_is_not_captured_is_planned_for_its_own_batch(
     mode: Any, planned: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(ReferencePlan, "decide", lambda plan, batch: found.append(batch[-3:-1]))
+    monkeypatch.setattr(ReferencePlan, "decide", lambda plan, batch: found.append(batch[-2:]))
     config, shape = WrapConfig(mode=mode, backend="reference", **OPTIONS), StepKey.prefill(64, 2)
     planner = Planner(
         [GEOMETRY], config, torch.device("cpu"), max_row_tokens=40, room=PrefillRoom(64, 3, 0), shapes=[shape]

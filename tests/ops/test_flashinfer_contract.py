@@ -202,18 +202,7 @@ def test_plan_leaves_the_module_and_its_numbers_where_they_are_looked_for() -> N
 def test_run_reads_what_is_set_before_it() -> None:
     table = {"_paged_kv_indptr_buf", "_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_qo_indptr_buf"}
     private = {"_plan_info", "_int_workspace_buffer", "_float_workspace_buffer", "_cached_module", "_qo_indptr_last"}
-    private |= {"_causal"}
     assert table | private <= attributes(PREFILL.run, ast.Load)
-
-
-def test_kernels_are_built_with_and_without_a_causal_mask() -> None:
-    modules = importlib.import_module("flashinfer.jit.attention.modules")
-    source = inspect.getsource(inspect.unwrap(modules.gen_customize_batch_prefill_module))
-    for name in ("paged_kernel_mask", "paged_sm90_kernel_mask"):
-        before = source[: source.index(f"batch_prefill_{name}_")]
-        assert re.findall(r"for mask_mode in (.+):", before)[-1] == "[0, 1, 2, 3]"
-    run = inspect.getsource(inspect.unwrap(PREFILL.run))
-    assert re.search(r"if self\._causal:\n +mask_mode = MaskMode\.CAUSAL\.value\n +else:\n.+NON_CAUSAL", run)
 
 
 def test_run_does_not_ask_whether_it_is_captured() -> None:

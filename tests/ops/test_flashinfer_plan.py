@@ -17,15 +17,11 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.prefill_room import PrefillRoom
-from compiled_llm.kvcache.table import Span, build_table
 from compiled_llm_ops import Geometry, PageTable
 from compiled_llm_ops.attention import plan as plan_op
 from compiled_llm_ops.contracts import (
-    CASCADE_RUNS,
     PagedAttention,
-    PlannedBatch,
     PlanPagedAttention,
-    planned_members,
 )
 from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import readable
@@ -347,57 +343,3 @@ def test_plans_of_a_model_have_one_size(mocked, monkeypatch):
     sizes = {tensor.shape for plans in keys if plans is not None for tensor in plans.tensors}
     assert len(sizes) == 1
     assert len({tensor.data_ptr() for plans in keys if plans is not None for tensor in plans.tensors}) == 8
-
-
-# ---- pages that rows share
-
-
-def test_a_plan_of_shared_pages_has_no_causal_mask_and_its_wrapper_in_common_with_others(mocked):
-    seen: list[bool] = []
-    mocked.wrapper.run.side_effect = lambda *_, **__: seen.append(mocked.wrapper._causal)
-    columns = (column.numpy() for column in (HOST.qo_indptr, HOST.indptr, HOST.last_page_len))
-    batch = PlannedBatch(*columns, GEOMETRY, mocked.workspace.buffer, variant=SPLIT)
-    plans = [make_plan(mocked) for _ in range(2)]
-    for plan, causal in zip(plans, (True, False), strict=True):
-        plan.owner.decide(batch._replace(causal=causal))
-        assert mocked.planner.call_args.args[14] is causal
-    query, pages, out, lse = tensors()
-    for plan in (*plans, plans[0]):
-        plan.run(query, pages, out, lse, 1.0)
-    assert seen == [True, False, True]
-
-
-@pytest.mark.parametrize("max_batch_size", [2, 16, 256])
-def test_plans_and_workspace_hold_shared_pages_of_any_rows(mocked, monkeypatch, max_batch_size):
-    """A captured launch has room for all members in all runs, whichever they are."""
-    monkeypatch.setattr(
-        backend,
-        "FlashInferWorkspace",
-        lambda device, nbytes: SimpleNamespace(buffer=torch.empty(nbytes, dtype=torch.uint8, device="meta")),
-    )
-    made: list[tuple[int, PlannedBatch]] = []
-    monkeypatch.setattr(
-        backend.FlashInfer,
-        "new_plan",
-        lambda self, workspace, nbytes: SimpleNamespace(
-            tensor=torch.zeros(16, dtype=torch.uint8), decide=lambda batch: made.append((nbytes, batch))
-        ),
-    )
-    group, cuda = Geometry(32, 8, 128, 16, -1, 0.0, torch.bfloat16, torch.bfloat16), torch.device("cuda")
-    groups = [group, group._replace(window_left=99)]
-    config = WrapConfig(max_batch_size=max_batch_size, backend="flashinfer", cascade=True)
-    room = PrefillRoom(256, max_batch_size + 1, 0)
-    planner = Planner(groups, config, cuda, max_row_tokens=40_960, room=room, cascade=True)
-    assert planner.has_windows
-    step = StepKey.decode(max_batch_size, cascade=True)
-    own = build_table([], [], 16, max_batch_size)
-    runs = build_table([Span([0], 16)] * CASCADE_RUNS, [0] * CASCADE_RUNS, 16, CASCADE_RUNS)
-    planner.plan_cascade(own, runs, own, step)
-    (_, of_rows), (nbytes, of_runs), (_, of_windows) = made
-    assert (of_rows.causal, of_runs.causal, of_windows.causal) == (True, False, True)
-    assert of_windows.geometry.window_left == 99
-    assert (of_runs.variant, of_runs.captured_tokens) == (SPLIT, planned_members(max_batch_size))
-    assert len(of_runs.last_page_len) == CASCADE_RUNS
-    launch = CapturedLaunch(of_runs.captured_tokens, CASCADE_RUNS, SPLIT)
-    assert backend.BACKEND.workspace_bytes(groups, cuda, launch) <= planner.workspace_bytes <= 128 * 2**20
-    assert backend.BACKEND.plan_bytes(groups, cuda, launch.tokens, launch.rows) <= nbytes

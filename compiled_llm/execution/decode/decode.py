@@ -21,7 +21,6 @@ from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.program_list import WITH_STATES, program_for
 from compiled_llm.execution.decode.cascade_table import CascadeTable
 from compiled_llm.execution.decode.decode_step import DecodeLaunch
-from compiled_llm.execution.decode.planned_cascade import PlannedCascadeTable
 from compiled_llm.execution.decode.planned_table import PlannedTable
 from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
@@ -69,12 +68,7 @@ class Decode:
         plain = state.device.type == "cpu" and ops is not None and ops.attend is own_decode_ops().attend
         self._plain = plain and not graph_manager.cuda_graphs.ours  # a replay repeats ops, and nothing between them
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._cascade: CascadeTable | None = None
-        self._planned_cascade: PlannedCascadeTable | None = None
-        if state.cascade is not None and self._planned is not None:
-            self._planned_cascade = PlannedCascadeTable(state, planner, self._planned)
-        elif state.cascade is not None:
-            self._cascade = CascadeTable(state)
+        self._cascade = None if state.cascade is None else CascadeTable(state)
         self._cuda_graphs = graph_manager.cuda_graphs
         self._owner: weakref.ref[BatchOwner] | None = None
         self._largest = dispatcher.decode_of(state.config.max_batch_size)
@@ -202,9 +196,7 @@ class Decode:
 
     def _begin_capture(self, step: StepKey) -> None:
         """Begin to capture a step that may never have run, over rows of padding."""
-        if step.cascade and self._planned_cascade is not None:
-            self._planned_cascade.plan_padding(step)
-        elif self._planned is not None:
+        if self._planned is not None:
             self._planned.plan_padding(step)
         self._capture(step, None)
 
@@ -261,7 +253,7 @@ class Decode:
     @property
     def table_bytes(self) -> int:
         """Size of the page table of planned steps, and of the tables of shared pages, in bytes."""
-        tables = (self._planned, self._planned_cascade, self._cascade)
+        tables = (self._planned, self._cascade)
         return sum(table.nbytes for table in tables if table is not None)
 
     @property
@@ -291,9 +283,7 @@ class Decode:
     def _written(
         self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun], regrouped: bool = True
     ) -> None:
-        if step.cascade and self._planned_cascade is not None:
-            self._planned_cascade.lay_out(runs, rows, step)
-        elif self._planned is not None:
+        if self._planned is not None:
             self._planned.lay_out(rows, step)
         elif step.cascade and regrouped:
             assert self._cascade is not None, "only with its tables are there such steps"
@@ -405,8 +395,6 @@ class Decode:
             inputs = inputs._replace(shares_places=True)
         if self._state.page_watch is not None:
             inputs = inputs._replace(page_check=self._state.page_watch.inputs)
-        if step.cascade and self._planned_cascade is not None:
-            return inputs._replace(planned=self._planned_cascade.of(step))
         if step.cascade:
             assert self._cascade is not None, "only with its tables are there such steps"
             return inputs._replace(cascade=self._cascade.of(step))

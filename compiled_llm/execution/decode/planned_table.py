@@ -18,14 +18,14 @@ from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable, build_table
-from compiled_llm.model.attention import AttentionPlans
 
 
-class TableColumns:
-    """A table for the largest batch, and its views for each bucket."""
+class PlannedTable:
+    """The table for the largest batch, and its views and plans for each bucket."""
 
-    def __init__(self, state: RunnerState) -> None:
-        self._staging, self._groups = state.staging, state.pool.groups
+    def __init__(self, state: RunnerState, planner: Planner) -> None:
+        self._planner, self._staging = planner, state.staging
+        self._page_size, self._groups = state.config.page_size, state.pool.groups
         max_rows, device = state.config.max_batch_size, state.device
         entries = max_rows * state.slots.pages_each
         with torch.inference_mode(False):
@@ -43,8 +43,8 @@ class TableColumns:
         own = (self._indptr, *self._indices, self._last_page_len, *self._qo_indptr.values())
         return sum(column.nbytes for column in own)
 
-    def of(self, step: StepKey, plans: AttentionPlans) -> PlannedRows:
-        """Return the table of a bucket, always the same tensors, with its plans."""
+    def of(self, step: StepKey) -> PlannedRows:
+        """Return the table and plans of a bucket, always the same tensors."""
         if step not in self._views:
             rows, new = step.rows, step.new_tokens_per_row
             if new not in self._qo_indptr:
@@ -54,9 +54,15 @@ class TableColumns:
             mark_columns(whole, rows)
             self._views[step] = whole
         indptr, last_page_len, qo_indptr = self._views[step]
-        return PlannedRows(indptr, self._indices, last_page_len, qo_indptr, plans)
+        return PlannedRows(indptr, self._indices, last_page_len, qo_indptr, self._planner.for_decode(step))
 
-    def write(self, table: HostTable) -> None:
+    def plan_padding(self, step: StepKey) -> None:
+        """Plan a bucket that has no rows now, and leave the table as it is."""
+        self._planner.plan_decode(self._on_host([], step), step)
+
+    def lay_out(self, rows: Sequence[Row], step: StepKey) -> None:
+        """Write and plan the table of rows that have grown by the tokens that they are about to feed in."""
+        table = self._on_host(rows, step)
         self._staging.upload(
             [
                 (table.indptr, self._indptr),
@@ -64,39 +70,9 @@ class TableColumns:
                 (table.last_page_len, self._last_page_len),
             ]
         )
-
-
-class PlannedTable:
-    """The table of all pages of the rows, and its plans for each bucket.
-
-    Attributes:
-        columns: its place on the device.
-    """
-
-    def __init__(self, state: RunnerState, planner: Planner) -> None:
-        self._planner, self.columns = planner, TableColumns(state)
-        self._page_size, self._groups = state.config.page_size, state.pool.groups
-
-    @property
-    def nbytes(self) -> int:
-        return self.columns.nbytes
-
-    def of(self, step: StepKey) -> PlannedRows:
-        """Return the table and plans of a bucket, always the same tensors."""
-        return self.columns.of(step, self._planner.for_decode(step))
-
-    def plan_padding(self, step: StepKey) -> None:
-        """Plan a bucket that has no rows now, and leave the table as it is."""
-        self._planner.plan_decode(self.table([], step), step)
-
-    def lay_out(self, rows: Sequence[Row], step: StepKey) -> None:
-        """Write and plan the table of rows that have grown by the tokens that they are about to feed in."""
-        table = self.table(rows, step)
-        self.columns.write(table)
         self._planner.plan_decode(table, step)
 
-    def table(self, rows: Sequence[Row], step: StepKey) -> HostTable:
-        """Return the table of such rows, padded to a bucket."""
+    def _on_host(self, rows: Sequence[Row], step: StepKey) -> HostTable:
         new = step.new_tokens_per_row
         paging = (self._page_size, step.rows, new, self._groups)
         return build_table(rows, [new] * len(rows), *paging)

@@ -32,7 +32,6 @@ def plan_paged_attention(
     function: str = "",
     captured_tokens: int = -1,
     variant: int = -1,
-    causal: bool = True,
 ) -> None:
     """Decide how ``paged_attention`` divides a batch, and queue the copy of the plan to the device; never waits for it.
 
@@ -64,8 +63,6 @@ def plan_paged_attention(
             them; -1 if they are not captured.
         variant: one of the backend's ``variants``, which captured launches must name; -1 for the fastest one for this
             batch.
-        causal: whether each query sees keys up to its own token alone; if not, all keys of its row, as those of
-            ``planned_cascade_attention`` do that several rows share.
 
     Raises:
         ValueError: the columns have the wrong type or size, there are more tokens than ``captured_tokens``, or there is
@@ -78,7 +75,7 @@ def plan_paged_attention(
     """
     table = (qo_indptr, indptr, last_page_len)
     geometry = (query_heads, kv_heads, head_dim, page_size, window_left, logits_soft_cap, dtype, kv_dtype)
-    how = (rope_size, function, captured_tokens, variant, causal)
+    how = (rope_size, function, captured_tokens, variant)
     _plan_paged_attention(plan, numbers, *table, workspace, *geometry, *how)
 
 
@@ -96,8 +93,6 @@ def _check(args: PlanPagedAttention) -> None:
             raise ValueError(f"plan_paged_attention: {name} must be contiguous")
     if args.captured_tokens >= 0 and args.variant < 0:
         raise ValueError("plan_paged_attention: captured launches have one variant for all batches; name it")
-    if args.rope_size and not args.causal:
-        raise ValueError("plan_paged_attention: causal=False: plans for latents are causal")
 
 
 def _cuda(args: PlanPagedAttention) -> None:
@@ -106,8 +101,7 @@ def _cuda(args: PlanPagedAttention) -> None:
     if args.numbers.data_ptr() != plan.numbers.data_ptr():
         raise ValueError("plan_paged_attention: numbers belong to another plan; give those made with this one")
     starts, pages, last = args.qo_indptr.numpy(), args.indptr.numpy(), args.last_page_len.numpy()
-    how = (args.captured_tokens, args.variant, args.causal)
-    plan.decide(PlannedBatch(starts, pages, last, args.geometry, args.workspace, *how))
+    plan.decide(PlannedBatch(starts, pages, last, args.geometry, args.workspace, args.captured_tokens, args.variant))
 
 
 _plan_paged_attention = define(

@@ -124,20 +124,20 @@ def check(op: str, args: PagedAttention | PagedAttentionVariant | PlannedAttenti
 # ---- CPU: as the backend does it that the plan is of, or in plain PyTorch, one row after the other
 
 
-def attend_on_cpu(args: PagedAttention, wants_lse: bool, causal: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Return what the kernel of ``paged_attention`` does; without a plan, ``causal`` or not."""
+def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return what the kernel of ``paged_attention`` does."""
     check("paged_attention", args)
     plan = plan_of(args.plan)
     if plan is not None:
         return launch(plan.launch, args, wants_lse)
-    how = (args.scale, args.window_left, args.logits_soft_cap, wants_lse, args.key_scale, args.value_scale, causal)
+    how = (args.scale, args.window_left, args.logits_soft_cap, wants_lse, args.key_scale, args.value_scale)
     return attend_row_by_row(args.query, args.pages, args.table, *how)
 
 
 # ---- CUDA: the kernels of the backend that the plan is of
 
 
-def attend_on_cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return what the kernel of ``paged_attention`` does, as planned."""
     check("paged_attention", args)
     return launch(owner_of(args.plan).launch, args, wants_lse)
@@ -157,5 +157,5 @@ def launch(
 
 
 _paged_attention, _paged_attention_lse = define_with_lse(
-    "paged_attention", PagedAttention, writes=("workspace",), cpu=attend_on_cpu, cuda=attend_on_cuda
+    "paged_attention", PagedAttention, writes=("workspace",), cpu=_cpu, cuda=_cuda
 )

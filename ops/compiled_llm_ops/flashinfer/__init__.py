@@ -20,8 +20,6 @@ its arguments                                  table and without waiting       a
                                                tokens
 ``padded_batch_size`` in it, lowered           launch no blocks without work   the planner counts tiles if it
                                                in a graph                      does not split
-``wrapper._causal``                            one wrapper serves plans with   ``run()`` takes it
-                                               and without a causal mask
 ``wrapper._int_workspace_buffer``,             one wrapper serves many plans,  the same
 ``wrapper._float_workspace_buffer``            each with the tensors that its
                                                launch was given

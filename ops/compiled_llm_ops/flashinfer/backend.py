@@ -52,7 +52,6 @@ class FlashInfer:
     capturable = True
     uneven_heads = False
     latents = True
-    cascades = True
     functions = True
     rope_append = True
     variants: tuple[int, ...] = (WHOLE, SPLIT, FA3)

@@ -64,8 +64,8 @@ class FlashInferPlan:
         self._workspace = workspace
         self._geometry: Geometry | None = None
         self._rows = self._tokens = 0
-        self._variant, self._causal = WHOLE, True
-        self._fixed: tuple[Geometry | None, int, int, int, bool] | None = None
+        self._variant = WHOLE
+        self._fixed: tuple[Geometry | None, int, int, int] | None = None
         self._captured: list[int] | None = None
         self._waiting: PlannedBatch | None = None
         self._columns = HostColumns.of(0)
@@ -94,14 +94,13 @@ class FlashInferPlan:
 
     def _decide(self, batch: PlannedBatch) -> None:
         self._waiting = None
-        fixed = self._geometry, self._rows, batch.captured_tokens, batch.variant, batch.causal
+        fixed = self._geometry, self._rows, batch.captured_tokens, batch.variant
         if self._columns.rows != self._rows:
             self._columns = HostColumns.of(self._rows)
         known = self._numbers.tolist() if fixed == self._fixed else None
         numbers = decide(batch, self.tensor, self._columns, known, self._workspace)
         self._check_captured(numbers)
         self._fixed, self._variant, self._tokens = fixed, batch.variant, tokens_of(batch)
-        self._causal = batch.causal
         self._numbers[:] = numbers
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
@@ -124,7 +123,6 @@ class FlashInferPlan:
         wrapper, numbers = self._to_launch(args)
         with self._workspace.launching:  # a thread may capture while another one launches
             scaled = args._replace(query=_of_each_kv_head(args.query, args.key_scale))
-            wrapper._causal = self._causal
             _launch(wrapper, numbers, self._tokens, scaled, run, out, lse)
         if args.value_scale is not None:
             _of_each_kv_head(out, args.value_scale, written=out)

@@ -171,7 +171,7 @@ def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int) ->
         batch.captured_tokens >= 0,
         geometry.head_dim,
         geometry.head_dim,
-        batch.causal,
+        True,  # causal
         geometry.window_left,
     )
     if batch.variant == FA3:

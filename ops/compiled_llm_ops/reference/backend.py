@@ -12,7 +12,6 @@ from compiled_llm_ops.contracts import (
     Geometry,
     PagedAttention,
     PlannedAttentionVariant,
-    PlannedBatch,
 )
 from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own, own_decode_ops
 from compiled_llm_ops.variants.plain import attend_packed
@@ -20,22 +19,16 @@ from compiled_llm_ops.variants.registry import variant_named
 
 
 class ReferencePlan(EmptyPlan):
-    """A plan that says only whether attention is causal, since the kernels need none; see ``protocol.Plan``."""
+    """A plan that decides nothing, since the kernels need none; see ``protocol.Plan``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._causal = True
         own(self)
-
-    def decide(self, batch: PlannedBatch) -> None:
-        self._causal = batch.causal
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         how = (args.scale, args.window_left, args.logits_soft_cap, lse is not None)
         scales = args.key_scale, args.value_scale
-        _, result_lse = plain_attention.attend_row_by_row(
-            args.query, args.pages, args.table, *how, *scales, self._causal, into=out
-        )
+        _, result_lse = plain_attention.attend_row_by_row(args.query, args.pages, args.table, *how, *scales, into=out)
         if lse is not None and result_lse is not None:
             lse.copy_(result_lse)
 
@@ -54,7 +47,7 @@ class Reference(Unplanned):
     kv_dtypes = frozenset({FP8})
     capturable = False  # it reads lengths from the device
     uneven_heads = True
-    cascades = functions = True
+    functions = True
     rope_append = False  # it is to share no kernel with the others
 
     def missing_kernel(self, geometry: Geometry) -> str | None:

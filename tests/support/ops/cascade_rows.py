@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops import CascadeTables, SharedRun, cascade_tables, planned_cascade_tables
-from compiled_llm_ops.contracts import PlannedCascadeAttention
+from compiled_llm_ops import CascadeTables, SharedRun, cascade_tables
 
 PROCESSORS = 8
 
@@ -99,25 +97,6 @@ class CascadeRows:
             self.max_parts, self.scale,
         )  # fmt: skip
 
-    def planned_arguments(self, shared: Sequence[SharedRun] | None = None) -> PlannedCascadeAttention:
-        """Those of the op that is planned, without plans: the newest keys are written, and the null page holds NaN."""
-        tables = planned_cascade_tables(self.runs if shared is None else shared, len(self.lengths))
-        size, null = self.page_size, [0]
-        own = [
-            numbers[first : -(-length // size)]
-            for numbers, first, length in zip(self.own, tables.shared_pages.tolist(), self.lengths, strict=True)
-        ]
-        runs = [self.own[run.rows[0]][run.first_page :][: run.pages] for run in tables.runs]
-        runs += [null] * (len(tables.queries) - len(runs))
-        own_last = [(length - 1) % size + 1 for length in self.lengths]
-        unread = torch.zeros(16, dtype=torch.uint8)
-        return PlannedCascadeAttention(
-            self.query, self.written(),
-            *columns_of(own, [1] * len(own), own_last), unread.clone(),
-            torch.from_numpy(tables.members), *columns_of(runs, tables.queries.tolist(), [size] * len(runs)),
-            unread.clone(), torch.from_numpy(tables.merge_parts), unread.clone(), self.scale,
-        )  # fmt: skip
-
     def forget_before(self, position: int) -> None:
         """Let the keys and values of all rows before this position be NaN."""
         for own in self.own:
@@ -154,13 +133,6 @@ class CascadeRows:
             outs.append(torch.einsum("hl,lhd->hd", logits.softmax(-1), states[:, 1]))
             lses.append(torch.logsumexp(logits, -1) / math.log(2))
         return torch.stack(outs), torch.stack(lses)
-
-
-def columns_of(pages: Sequence[Sequence[int]], queries: Sequence[int], last: Sequence[int]) -> list[Tensor]:
-    """`qo_indptr`, `indptr`, `indices` and `last_page_len` of rows."""
-    starts = ([0, *accumulate(counts)] for counts in (queries, [len(own) for own in pages]))
-    columns = (*starts, [number for own in pages for number in own], last)
-    return [torch.tensor(column, dtype=torch.int32) for column in columns]
 
 
 def turned(states: Tensor, norm: Tensor | None, epsilon: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:

@@ -276,18 +276,6 @@ def cascade_cases() -> list[tuple[Any, ...]]:
     return [*cases, (*rows.arguments(), -1, 0.0, *preparation(rows.query), False, *fp8_arguments())]
 
 
-def planned_cascade_cases() -> list[tuple[Any, ...]]:
-    runs = [([0, 1, 2, 4], 2), ([1, 4], 1)]
-    rows = CascadeRows(runs, [3, 5, 1, 17, 2], padded=16)
-    cases = [_finite(rows.planned_arguments()._replace(logits_soft_cap=cap)) for cap in (0.0, 1.5)]
-    plain = CascadeRows([], [3, 5], dtype=torch.bfloat16).planned_arguments()
-    strided = plain.query.transpose(0, 1).contiguous().transpose(0, 1)
-    cases.append(_finite(plain._replace(query=strided)))
-    rows.pages = rows.pages.to(FP8)
-    args = rows.planned_arguments()._replace(key_scale=SCALES[0], value_scale=SCALES[1])
-    return [*cases, _finite(args)]
-
-
 def preparation(query: Tensor) -> tuple[Any, ...]:
     """What queries and keys are normed and turned with."""
     rows, _, size = query.shape
@@ -531,8 +519,6 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "plan_paged_attention": plan_cases,
     "planned_attention_variant": planned_variant_cases,
     "planned_attention_variant_lse": planned_variant_cases,
-    "planned_cascade_attention": planned_cascade_cases,
-    "planned_cascade_attention_lse": planned_cascade_cases,
     "planned_latent_attention": planned_latent_cases,
     "planned_latent_attention_lse": planned_latent_cases,
     "ragged_attention": ragged_cases,

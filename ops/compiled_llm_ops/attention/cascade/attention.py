@@ -197,11 +197,11 @@ def _cpu(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     )
     out, lse = attend_on_cpu(tails, True)
     assert lse is not None
-    merge_on_cpu(out, lse, *_parts(args), args.merge_parts)
+    _merge_on_cpu(out, lse, *_parts(args), args.merge_parts)
     return out, lse if wants_lse else None
 
 
-def merge_on_cpu(out: Tensor, lse: Tensor, parts: Tensor, lses: Tensor, table: Tensor) -> None:
+def _merge_on_cpu(out: Tensor, lse: Tensor, parts: Tensor, lses: Tensor, table: Tensor) -> None:
     """Merge parts ``[P, H, D]`` and ``[P, H]`` into the states of rows, by ``merge_parts`` of ``cascade_attention``."""
     for row, levels in enumerate(table.tolist()):
         own = [first + part * distance for first, count, distance in levels for part in range(count)]

@@ -1,6 +1,6 @@
-"""The tables of ``cascade_attention`` and ``planned_cascade_attention``, made on the host when rows come or go.
+"""The tables of ``cascade_attention``, made on the host when rows come or go.
 
-Those of the first say how runs of pages that rows share are divided: into tiles of members, whose queries read the keys
+They say how runs of pages that rows share are divided: into tiles of members, whose queries read the keys
 together, and into pieces of keys, so that all programs of the kernel have about as much to read.
 
 Shapes: B rows, M = 3 * B members at most, W work items.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm_ops.contracts import CASCADE_LEVELS, CASCADE_QUERIES, CASCADE_RUNS, planned_members
+from compiled_llm_ops.contracts import CASCADE_LEVELS, CASCADE_QUERIES
 
 PIECE_KEYS = 128
 """Keys that a run is cut into multiples of: fewer are read no faster, and each piece has results to be merged."""
@@ -119,55 +119,6 @@ def cascade_tables(
     for field, column in enumerate(columns):
         tables.work_items[: len(order), field] = column[order]
     return tables
-
-
-class PlannedCascadeTables(NamedTuple):
-    """What ``planned_cascade_attention`` takes of runs, on the host; all int32.
-
-    Attributes:
-        runs: those that there is room for, in the order of ``run_qo_indptr``.
-        shared_pages: ``[B]``, so many of each row's first pages lie in them.
-        members: ``[M]``, unused entries at the end; they are of the first run without members of its own.
-        queries: ``[R]``, members of each run.
-        merge_parts: ``[B, 3, 3]``.
-    """
-
-    runs: tuple[SharedRun, ...]
-    shared_pages: NDArray[np.int32]
-    members: NDArray[np.int32]
-    queries: NDArray[np.int32]
-    merge_parts: NDArray[np.int32]
-
-
-def planned_cascade_tables(runs: Sequence[SharedRun], rows: int) -> PlannedCascadeTables:
-    """Return the tables of ``planned_cascade_attention`` for ``rows`` rows that share these runs.
-
-    The runs are those of ``cascade_tables``. If there are 32 of them or more, those are left out that save the fewest
-    keys, of a row's runs the last one first.
-
-    Raises: as ``cascade_tables``.
-    """
-    tables = PlannedCascadeTables(
-        (),
-        np.zeros(rows, np.int32),
-        np.zeros(planned_members(rows), np.int32),
-        np.zeros(CASCADE_RUNS, np.int32),
-        np.zeros((rows, CASCADE_LEVELS, 3), np.int32),
-    )
-    found, _ = _members_that_fit(runs, rows, max(rows, 1), CASCADE_RUNS - 1, CASCADE_LEVELS * rows)
-    if found is None:
-        tables.queries[0] = len(tables.members)
-        return tables
-    count, kept = len(found.members), len(found.sizes)
-    tables.shared_pages[found.by_row] = found.ends  # of a row's runs the last one stays
-    tables.members[:count] = found.members
-    tables.queries[:kept] = found.sizes
-    tables.queries[kept] = len(tables.members) - count
-    merges, at = tables.merge_parts.reshape(-1), found.members * (3 * CASCADE_LEVELS) + found.levels * 3
-    merges[at], merges[at + 1], merges[at + 2] = np.arange(count), 1, 1
-    of_runs = np.split(found.members, found.sizes.cumsum()[:-1])
-    columns = zip(of_runs, found.firsts.tolist(), found.pages.tolist(), strict=True)
-    return tables._replace(runs=tuple(SharedRun(tuple(own.tolist()), first, pages) for own, first, pages in columns))
 
 
 def rows_of_a_tile(heads: int, kv_heads: int) -> int:
