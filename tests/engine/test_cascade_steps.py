@@ -218,6 +218,7 @@ def test_requests_run_as_before_until_the_graph_that_reads_shared_pages_once_is_
 @pytest.mark.usefixtures("automatic")
 def test_a_backend_that_plans_decode_reads_shared_pages_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    monkeypatch.setattr(rule, "TILE_READ", 0.0)
     prompt = [*range(3, 60)]
     with engine_for(tiny_qwen3(**WORDS), cascade="auto") as engine:
         engine.generate([[*prompt, last] for last in (3, 4)], greedy(9))
