@@ -243,7 +243,7 @@ def _trial_forwards_keep_what_ops_do() -> Iterator[None]:
         yield
 
 
-WRAPPING_IS_NOT_THE_POINT = ("client", "engine", "execution", "fuzz", "huggingface", "kvcache", "server")
+WRAPPING_IS_NOT_THE_POINT = ("client", "engine", "execution", "fuzz", "huggingface", "kinds", "kvcache", "server")
 """Folders whose tests wrap models of families that others wrap, too."""
 WRAPPING_IS_THE_POINT = (
     *("experts", "recurrent/test_recurrent_generate.py", "test_bad_input.py", "test_families.py"),

@@ -32,10 +32,9 @@ class Logits(NamedTuple):
     def of(cls, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor, scaling: float) -> Logits:
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         length = key.shape[2]
-        own = torch.arange(length - query.shape[2], length, device=query.device)
-        return cls(
-            query @ keys.transpose(2, 3) * scaling, own[:, None] - torch.arange(length, device=query.device), keys, mask
-        )
+        places = torch.arange(length, device=query.device)
+        own = torch.where(mask[:, 0] == 0, places, 0).amax((0, 2))  # the last that it sees, in a static cache, too
+        return cls(query @ keys.transpose(2, 3) * scaling, own[:, None] - places, keys, mask)
 
     def attend(self, values: Tensor, value: Tensor) -> tuple[Tensor, None]:
         return self._times(torch.softmax(values + self.mask, -1), value)
