@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from statistics import median
 from types import CodeType, FrameType
 from typing import Any
@@ -20,27 +19,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import compiled_llm
 from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.batch import Batch
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.interrupts import _State
-from compiled_llm.huggingface import generate as loops
 from compiled_llm.kvcache.step_validity import StepValidity
 from support.execution.alone import Alone
 from support.execution.schedule import Schedule, assert_logits, prompt_of
 from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture, one_layer, uncompiled
 from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-
-PACKAGE = Path(compiled_llm.__file__).parent
-NOT_COUNTED = ("model", "compat")
-"""The room that a replayed CUDA graph leaves out, and the one of torch's and HuggingFace's private functions."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,73 +45,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return uncompiled(monkeypatch)
 
 
-# ---- few calls
-
-
-class Walk:
-    """The calls of our own functions, from one mark to the next."""
-
-    def __init__(self) -> None:
-        self.legs: list[list[str]] = [[]]
-        self._replaying = 0
-
-    def mark(self) -> None:
-        self.legs.append([])
-
-    def note(self, frame: FrameType, event: str, argument: object) -> None:
-        code = frame.f_code
-        if code is StandIn.launch.__code__:
-            self._replaying += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not self._replaying and PACKAGE in (file := Path(code.co_filename)).parents:
-            file = file.relative_to(PACKAGE)
-            if file.parts[0] not in NOT_COUNTED:
-                self.legs[-1].append(str(file))
-
-    def of(self, function: Callable[[], object]) -> list[list[str]]:
-        """Return the files of the calls in each leg but the first and the last ones, which are no whole steps."""
-        before = sys.getprofile()
-        sys.setprofile(self.note)
-        try:
-            function()
-        finally:
-            sys.setprofile(before)
-        return self.legs[3:-3]
-
-
-def marked(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, walk: Walk) -> None:
-    original = getattr(owner, name)
-
-    def marking(*args: Any, **kwargs: Any) -> Any:
-        walk.mark()
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, marking)
-
-
-def test_a_step_of_generate_that_changes_nothing_takes_25_calls_in_6_files(model, monkeypatch, seed):
-    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
-    inputs, walk = mixed_prompts([5, 3], 128, seed), Walk()
-    greedy(model, inputs, 40)
-    marked(monkeypatch, loops, "append_tokens", walk)
-    legs = walk.of(lambda: greedy(model, inputs, 40))
-    assert len(legs) > 20
-    quiet = [leg for leg in legs if "kvcache/row.py" not in leg]  # no row enters a page
-    assert len(quiet) > len(legs) / 3
-    assert max(map(len, quiet)) <= 25
-    assert max(len(set(leg)) for leg in quiet) <= 6
-
-
-def test_a_step_of_an_engine_that_changes_nothing_takes_60_calls_in_15_files(model, monkeypatch, seed):
-    monkeypatch.setattr(Loop, "asynchronous", True)
-    params, walk = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), Walk()
-    with Engine(model, watch_model=False) as engine:
-        engine.generate([[3, 4, 5], [6, 7, 8, 9]], params)
-        marked(monkeypatch, EngineThread, "_step", walk)
-        legs = walk.of(lambda: engine.generate([[3, 4, 5], [6, 7, 8, 9]], params))
-    quiet = [leg for leg in legs if "kvcache/row.py" not in leg and "execution/model_runner.py" not in leg]
-    assert len(quiet) > 10
-    assert max(map(len, quiet)) <= 60
-    assert max(len(set(leg)) for leg in quiet) <= 15
+# ---- few operators
 
 
 class Operators(TorchDispatchMode):
@@ -356,7 +282,7 @@ def test_ctrl_c_arrives_before_the_next_replay(model, monkeypatch, in_an_engine)
 
 STEP = (
     *(GenerateLoop.step, DecodeStep.run_in, DecodeStep._run, DecodeStep.is_valid_for, DecodeStep.launch),
-    *(PlacedRows.advance, CallingThread.call_briefly, CallingThread._call),
+    *(PlacedRows.advance, CallingThread.call_briefly),
 )
 """The functions that a repeated step of ``generate`` runs in."""
 

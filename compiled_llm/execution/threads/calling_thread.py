@@ -6,7 +6,7 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -18,10 +18,6 @@ from compiled_llm.execution.threads.interrupts import allowed, check, deferred
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_DEFERRED = nullcontext()
-"""In place of ``allowed``."""
-
 
 class CallingThread:
     """Runs calls one after the other, each on its caller's thread; safe to use from any thread."""
@@ -48,36 +44,35 @@ class CallingThread:
         Torch modes that the caller has entered (``with torch.device(...)`` is one) cannot be left meanwhile, and would
         be compiled into the graphs; such a call runs on another thread.
         """
-        return self._call(allowed(), function, *args, **kwargs)
+
+        def interruptible() -> T:
+            with allowed():
+                return function(*args, **kwargs)
+
+        return self.call_briefly(interruptible)
 
     def call_briefly(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function``, which takes no time to speak of, as ``call`` does; Ctrl-C comes before it or after it."""
-        check()  # while all calls are brief, it would come after the last one
-        return self._call(_DEFERRED, function, *args, **kwargs)
-
-    def _call(
-        self, interrupts: AbstractContextManager[None], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
         self._home.check()
         with deferred(), self._lock:
-            if self._caller == threading.get_ident():
-                with interrupts:
-                    return function(*args, **kwargs)
-            self._caller = threading.get_ident()
+            check()  # while all calls are brief, it would come after the last one
+            here = threading.get_ident()
+            if self._caller == here:
+                return function(*args, **kwargs)
+            self._caller = here
             try:
-                self._follow_last_call()
+                if self._device.type == "cuda":
+                    self._follow_last_call()
                 if inside_torch_modes():
                     self._aside = self._aside or DeviceThread(self._device)
                     return self._aside.call(function, *args, **kwargs)
-                with self._on_device, _plain_world(), interrupts:
+                with self._on_device, _LEFT if _is_plain() else _outside():
                     return function(*args, **kwargs)
             finally:
                 self._caller = None
 
     def _follow_last_call(self) -> None:
         """Let the caller's CUDA stream wait for that of the last call: buffers and pages are shared by all streams."""
-        if self._device.type != "cuda":
-            return
         stream = torch.cuda.current_stream(self._device.index)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
@@ -91,19 +86,21 @@ class CallingThread:
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def _plain_world() -> AbstractContextManager[None]:
-    """Leave the caller's gradient mode, inference mode and autocast: graphs are compiled for one world."""
-    # Mostly there is nothing to leave: HuggingFace's ``generate`` computes no gradients.
-    plain = torch.is_autocast_cache_enabled() and not (
+_LEFT = nullcontext()
+"""In place of ``_outside``: mostly there is nothing to leave, since HuggingFace's ``generate`` computes no gradients."""
+
+
+def _is_plain() -> bool:
+    return torch.is_autocast_cache_enabled() and not (
         torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()
         or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
     )
-    return nullcontext() if plain else _outside()
 
 
 @contextmanager
 def _outside() -> Iterator[None]:
+    """Leave the caller's gradient mode, inference mode and autocast: graphs are compiled for one world."""
     casting = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
     caching = torch.is_autocast_cache_enabled()
     for device in casting:

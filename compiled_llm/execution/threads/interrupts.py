@@ -47,18 +47,37 @@ class deferred(ContextDecorator):  # noqa: N801
     """Defer Ctrl-C for the block, except where it is ``allowed``."""
 
     _context: AbstractContextManager[None] | None = None
+    _defers = _outermost = False
 
     def __enter__(self) -> None:
         if _workers.guard is not None:
             self._context = _guarded(_workers.guard)
-        elif _State.allowed and _may_be_deferred():  # inside ``deferred`` there is nothing left to do
-            self._context = _deferred()
-        if self._context is not None:
             self._context.__enter__()
+        elif _State.allowed and _may_be_deferred():  # inside ``deferred`` there is nothing left to do
+            self._outermost = not _State.handles
+            try:
+                self._defers, _State.allowed = True, False
+                if self._outermost:
+                    set_handler(signal.SIGINT, _on_interrupt)
+                    _State.handles = True
+            except BaseException:
+                self.__exit__()
+                raise
 
     def __exit__(self, *error: Any) -> None:
         if self._context is not None:
             self._context.__exit__(*error)
+        if not self._defers:
+            return
+        try:
+            if self._outermost:
+                _State.handles = False
+                if handler_of(signal.SIGINT) is _on_interrupt:  # a callback may have put its own there
+                    set_handler(signal.SIGINT, signal.default_int_handler)
+        finally:
+            _State.allowed = True
+        if _State.pending:
+            check()
 
     def _recreate_cm(self) -> deferred:
         return deferred()
@@ -69,27 +88,6 @@ def _guarded(guard: threading.RLock) -> Iterator[None]:
     with guard:
         _arrive()
         yield
-
-
-@contextmanager
-def _deferred() -> Iterator[None]:
-    before, outermost = _State.allowed, not _State.handles
-    try:
-        _State.allowed = False
-        if outermost:
-            set_handler(signal.SIGINT, _on_interrupt)
-            _State.handles = True
-        yield
-    finally:
-        try:
-            if outermost:
-                _State.handles = False
-                if handler_of(signal.SIGINT) is _on_interrupt:  # a callback may have put its own there
-                    set_handler(signal.SIGINT, signal.default_int_handler)
-        finally:
-            _State.allowed = before
-        if before:
-            check()
 
 
 class allowed:  # noqa: N801
@@ -135,11 +133,12 @@ def _on_interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _is_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+    return threading.get_ident() == _State.thread
 
 
 def _may_be_deferred() -> bool:
-    return _is_main_thread() and (_State.handles or handler_of(signal.SIGINT) in _OF_PYTHON_OR_OURS)
+    here = threading.get_ident() == _State.thread
+    return here and (_State.handles or handler_of(signal.SIGINT) in _OF_PYTHON_OR_OURS)
 
 
 _OF_PYTHON_OR_OURS = (signal.default_int_handler, _on_interrupt)
