@@ -103,6 +103,12 @@ class PreparedCall(NamedTuple):
         """Whether it would compile nothing."""
         return self.interpreted or is_compiled_for(self.function, self.arguments)
 
+    def unguarded(self) -> PreparedCall:
+        """Return a call like one that has just been made; it checks no guards, and is good until something changes."""
+        if self.interpreted:
+            return self
+        return self._replace(code=self.code or compiled_code(self.function, self.arguments))
+
     def __call__(self) -> Any:
         """Return ``StepOutputs``, or what else the program returns."""
         return (self.code or self.program)(*self.arguments.values())
@@ -117,7 +123,6 @@ class Programs:
         cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
         in_trees: whether cudagraph trees capture decode steps and replay them.
         compiling: notices when a graph is compiled, its code being in no cache.
-        decoded_by: the compiled code of the last decode step; None if the call had to check its guards.
     """
 
     outlines_layers = True
@@ -150,7 +155,6 @@ class Programs:
         self._adapters = ActiveAdapters(self._version)
         self._passes: list[Pass] = []
         self._warned = self._captures_outputs = False
-        self.decoded_by: Callable[..., Any] | None = None
         self.in_trees = config.uses_trees_on(device.type)
         self._stance = off_by_stance()
         self.eager = _runs_uncompiled(config) or config.eager_first_on(device.type)
@@ -203,23 +207,6 @@ class Programs:
         """Run ``unpaged_step`` and return its logits; T, B and L are symbolic, and T and L must be at least 2."""
         logits: Tensor = self.prepared(arguments)()
         return logits
-
-    def decode(self, arguments: Arguments, code: Callable[..., Any] | None = None) -> StepOutputs:
-        """Run ``decode_step``; its results are overwritten by the next call if CUDA graphs are replayed.
-
-        If ``code`` is given, by ``decode_code`` or as ``decoded_by``, that runs, and no guards are checked.
-        """
-        if self.in_trees:
-            torch.compiler.cudagraph_mark_step_begin()
-        call = self.prepared(arguments)
-        self.decoded_by = code or call.code
-        outputs: StepOutputs = call._replace(code=self.decoded_by)()
-        return outputs
-
-    def decode_code(self, arguments: Arguments) -> Callable[..., Any] | None:
-        """Return the compiled code of a step that has just run, for further ones as long as nothing changes."""
-        call = self.prepared(arguments)
-        return None if call.interpreted else compiled_code(call.function, call.arguments)
 
     def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
         """Return a call of the program that serves these arguments, for now.

@@ -47,6 +47,7 @@ class GenerateLoop:
     def __init__(self, model_runner: ModelRunner) -> None:
         self.model_runner = model_runner
         self._thread = model_runner.thread
+        model_runner.expect_changes()
         self.rows: list[Row] = []
         self.steps = 0
         self.promise = Promise(model_runner.pool)
@@ -105,16 +106,13 @@ class GenerateLoop:
             row.leave_slot()
             self._pending.append((row, _NO_TOKENS, sampling))
 
-    def step(
-        self, forced: Tensor | None = None, unchanged: bool = False, fed: Mapping[Row, int] = _NOTHING
-    ) -> dict[Row, int]:
+    def step(self, forced: Tensor | None = None, fed: Mapping[Row, int] = _NOTHING) -> dict[Row, int]:
         """Launch one step and return the tokens of the previous one.
 
         If prompts are waiting, the step is their prefill; else it is a decode step of all rows.
 
         Args:
             forced: ``[B]`` int64, tokens for the rows to feed in, in the order of ``rows``, instead of their own.
-            unchanged: the model cannot have changed since the last step; skip the validity checks.
             fed: what some rows feed in instead of their own tokens.
 
         Returns:
@@ -129,10 +127,10 @@ class GenerateLoop:
         if forced is not None and not self._pending:
             self._check_tokens(forced)
         last, arriving = self._persistent.step, None
-        if last is not None and unchanged and forced is None and not (fed or self._pending):
+        if last is not None and forced is None and not (fed or self._pending):
             arriving = last.run_in(self._thread, self._every_row, self._persistent.lose)
         if arriving is None:
-            self._thread.call(self._launch, forced, unchanged, fed, self._next_masks())
+            self._thread.call(self._launch, forced, fed, self._next_masks())
         else:
             self.steps += 1
             self._unread.steps.append(arriving)
@@ -218,6 +216,7 @@ class GenerateLoop:
 
     def restart(self) -> None:
         """Begin again with the rows as they are; forget prompts that wait and tokens that were not read."""
+        self.model_runner.expect_changes()
         self._pending.clear()
         self._computed = None
         self._unread.steps.clear()
@@ -286,18 +285,17 @@ class GenerateLoop:
         """Return copies of the rows' states at each place of recurrent layers, ``[B, ...]``."""
         return self._thread.call(self.model_runner.state.read_states, self.rows)
 
-    def decode(self, tokens: Tensor, positions: Sequence[int] | None = None, unchanged: bool = False) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Sequence[int] | None = None) -> Tensor:
         """Run one decode step of all rows with these tokens, and read nothing back.
 
         Args:
             tokens: ``[B]`` int64, in the order of ``rows``.
             positions: their rotary positions; those that follow their last if None.
-            unchanged: the model cannot have changed since the last step; skip the validity checks.
 
         Returns:
             ``[B, V]`` logits in the model's dtype, the caller's to keep.
         """
-        return self._thread.call(self._decode, tokens, positions, unchanged)
+        return self._thread.call(self._decode, tokens, positions)
 
     def feed(self, tokens: Tensor) -> NDArray[np.int64]:
         """Feed several known tokens into each row in one step, such as a draft model's, and wait for the results.
@@ -384,7 +382,6 @@ class GenerateLoop:
     def _launch(
         self,
         forced: Tensor | None,
-        unchanged: bool = False,
         fed: Mapping[Row, int] = _NOTHING,
         masks: Masks | None = None,
     ) -> None:
@@ -394,23 +391,23 @@ class GenerateLoop:
             self._sample(masks)
         if fed:
             self.model_runner.state.slots.feed(fed)
-        step = self._run(forced, unchanged)
+        step = self._run(forced)
         self._pending.clear()
         self._computed = None
         self.steps += 1
         self._unread.launched(step, unsampled=len(self._persistent.deferred.rows))
         self.model_runner.go_on()
 
-    def _run(self, forced: Tensor | None, unchanged: bool) -> StepOutput:
+    def _run(self, forced: Tensor | None) -> StepOutput:
         if not self._pending:
             batch = self._every_row if forced is None else self._every_row._replace(tokens=forced)
-            return self.model_runner.run(batch, self._persistent, unchanged)
+            return self.model_runner.run(batch, self._persistent)
         self._enter_settings()
         if self._computed is not None:
             rows, logits, observer = list(self.rows), self._computed.clone(), self._every_row.observer
             return self.model_runner.sample(rows, logits, self._persistent, observer)
         extend = [Extension.of(row, ids) for row, ids, _ in self._pending]
-        return self.model_runner.run(self._every_row._replace(decode=(), extend=extend), self._persistent, unchanged)
+        return self.model_runner.run(self._every_row._replace(decode=(), extend=extend), self._persistent)
 
     def _enter_settings(self) -> None:
         if new := [entry for entry in self._pending if entry[0].slot is None]:
@@ -423,15 +420,16 @@ class GenerateLoop:
         self._persistent.invalidate()
         return self.model_runner.extend(extensions, self.promise, keep, embeddings, self._every_row.reader)
 
-    def _decode(self, tokens: Tensor, positions: Sequence[int] | None, unchanged: bool) -> Tensor:
+    def _decode(self, tokens: Tensor, positions: Sequence[int] | None) -> Tensor:
         if positions is not None:
             make_exact(self.rows)
         for row, position in zip(self.rows, positions or (), strict=positions is not None):
             row.position = position
-        self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent, unchanged)
+        self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
         return self._last_logits()
 
     def _feed(self, tokens: Tensor) -> Readback:
+        self.model_runner.expect_changes()  # by the code that has made them
         self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
         step = self._persistent.step
         assert step is not None, "a step has run"
@@ -441,6 +439,7 @@ class GenerateLoop:
         return readback
 
     def _verify(self, tokens: Tensor, accept: Callable[[Tensor], Tensor]) -> Verification:
+        self.model_runner.expect_changes()
         self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
         self.steps += 1
         verification = self._persistent.verified(accept)

@@ -178,13 +178,17 @@ class ModelRunner:
             self.compiling.let_take_over(self.graph_manager)
         self.state.slots.admit(rows, settings)
 
-    def run(self, batch: Batch, persistent: PersistentBatch, unchanged: bool = False) -> StepOutput:
+    def expect_changes(self) -> None:
+        """Note that code of the user's may have changed the model: the next step looks at it, and repeats no other."""
+        self._facts.version.expect_changes()
+        self.state.validity.invalidate()
+
+    def run(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
         """Run a batch without waiting for it.
 
         Args:
             batch: its rows are not yet grown by their new tokens.
             persistent: of its scheduler.
-            unchanged: neither the model nor a row can have changed since the last step; skip looking at them.
 
         Raises:
             OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
@@ -192,14 +196,14 @@ class ModelRunner:
         """
         self.graph_manager.adopt()
         if batch.extend:
-            return self._extend(batch, persistent, unchanged)
+            return self._extend(batch, persistent)
         step = persistent.step
         one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made
-        if unchanged and one_each and step is not None and step.is_valid_for(batch):
+        if one_each and step is not None and step.is_valid_for(batch):
             return step.launch(batch, persistent.lose)
-        return persistent.deferred.keep(self._decode(batch, persistent, unchanged), batch.observer)
+        return persistent.deferred.keep(self._decode(batch, persistent), batch.observer)
 
-    def _decode(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
+    def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
         rows, decode, new = batch.decode, self.decode, batch.new_tokens
         self.state.slots.ensure(rows)
         if batch.tokens is None:
@@ -207,14 +211,15 @@ class ModelRunner:
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
         wanted = persistent.step_for(rows, new, batch.states)
-        step = decode.make_ready(wanted, waiting=len(rows), unchanged=unchanged, exact=persistent.exact)
+        launch = decode.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
             try:
-                placed = persistent.place(rows, step, copied)
+                placed = persistent.place(rows, launch.key, copied)
                 if batch.tokens is not None:
-                    decode.feed(len(rows), step, batch.tokens)
-                outputs = decode.run(step, wanted)
+                    decode.feed(len(rows), launch.key, batch.tokens)
+                self.state.arena.flush()
+                outputs = launch()
             except BaseException:  # the decode buffers may have advanced
                 persistent.lose(rows)
                 raise
@@ -222,7 +227,7 @@ class ModelRunner:
             batch.reader.read(last_tokens(rows, new), outputs.emitted)
         for row in rows:
             row.position += new
-        return persistent.has_run(rows, (wanted, step), outputs, placed, period)
+        return persistent.has_run(rows, launch, placed, period)
 
     def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
         """Return whether one launch can run ``decode`` and ``extend``, whose rows are not yet grown."""
@@ -246,22 +251,20 @@ class ModelRunner:
         _check_next(batch.decode)
         return batch._replace(decode=(), extend=[*map(Extension.of_next, batch.decode), *batch.extend])
 
-    def _extend(self, batch: Batch, persistent: PersistentBatch, unchanged: bool) -> StepOutput:
+    def _extend(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
         if batch.mixed:
             batch = self._as_one_launch(batch)
         rows = _rows(batch.extend)
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
-            decoded = self._decode(batch, persistent, unchanged) if batch.decode else None
+            decoded = self._decode(batch, persistent) if batch.decode else None
             if decoded is not None:
                 persistent.deferred.keep(decoded, batch.observer)
             # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
             try:
-                logits, tokens, _ = self.prefill.run(
-                    batch.extend, unchanged=unchanged, exact=persistent.exact, reader=batch.reader
-                )
+                logits, tokens, _ = self.prefill.run(batch.extend, exact=persistent.exact, reader=batch.reader)
             except BaseException:
                 if batch.mixed:  # it may have sampled tokens of rows that go on
                     persistent.lose(rows)
@@ -295,6 +298,7 @@ class ModelRunner:
             OutOfPagesError: as ``run``.
         """
         self.graph_manager.adopt()
+        self.expect_changes()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
             logits = self.prefill.run(extensions, keep, embeddings, remember=False, exact=True, reader=reader).logits
@@ -374,12 +378,11 @@ class ModelRunner:
     # ---- around it
 
     def look(self) -> None:
-        """Look at the model before the next step, which may then run ``unchanged``; the last one is not repeated.
+        """Look at the model before the next step; the last one is not repeated.
 
         ``forget_changed`` belongs to it, before anyone gets what the step computes.
         """
         self.graph_manager.check_model()
-        self.state.validity.invalidate()
 
     def forget_changed(self) -> bool:
         """Forget texts if the model may have computed something else before this look; True if it may have."""

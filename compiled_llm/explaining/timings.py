@@ -80,7 +80,7 @@ def measure(
         sorted({model_runner.decode.dispatcher.decode_of(size) for size in batches}),
     )
     for step in steps:
-        model_runner.thread.call(model_runner.decode.make_ready, step)
+        model_runner.thread.call(model_runner.decode.ready, step)
     model_runner.thread.call(model_runner.prefill.make_ready)
     with display.task("measuring the read bandwidth"):
         bench = _Stopwatch(model_runner, model, read_bandwidth(model_runner.device, model.dtype))
@@ -135,14 +135,14 @@ class _Stopwatch:
     def decode(self, prompts: Prompts) -> Timing:
         with self._admitted(prompts) as generate_loop:
             generate_loop.step()
-            generate_loop.step()  # checks that the model is as it was captured; the others need not
+            generate_loop.step()
             self._seconds(generate_loop, _WARM)
             seconds = statistics.median(self._seconds(generate_loop, _RUN) / _RUN for _ in range(_RUNS))
             host = statistics.fmean(self._launch_seconds(generate_loop) for _ in range(_RUN))
             with KernelProfiler(self._model_runner.device) as profiler:
                 profiler.start()
                 for _ in range(_PROFILED):
-                    generate_loop.step(unchanged=True)
+                    generate_loop.step()
                 profiler.stop()
             context = sum(row.length for row in generate_loop.rows) // len(prompts) - _PROFILED // 2
         nbytes = step_bytes(self._model, context, self._model_runner.state)
@@ -194,7 +194,7 @@ class _Stopwatch:
         self._synchronize()
         start = time.perf_counter()
         for _ in range(steps):
-            generate_loop.step(unchanged=True)
+            generate_loop.step()
         self._synchronize()
         return time.perf_counter() - start
 
@@ -202,7 +202,7 @@ class _Stopwatch:
         """Return how long launching a step takes on an idle device."""
         self._synchronize()
         start = time.perf_counter()
-        generate_loop.step(unchanged=True)
+        generate_loop.step()
         return time.perf_counter() - start
 
     def _synchronize(self) -> None:

@@ -97,9 +97,9 @@ def fast_loop(
         while not sequences.done:
             if watched:
                 check_hooks(call)
-            unchanged = generate_loop.steps > 0 and not watched
+                generate_loop.model_runner.expect_changes()
             fed = _padded(sequences, ends, generate_loop.steps) if ends and pads else {}
-            sampled = generate_loop.step(None, unchanged, fed) if generate_loop.steps < left else generate_loop.drain()
+            sampled = generate_loop.step(None, fed) if generate_loop.steps < left else generate_loop.drain()
             if not sampled and not (generate_loop.asynchronous and generate_loop.prepared):
                 sampled = generate_loop.drain()  # the first tokens do not wait for decode to be compiled
             if not sampled:

@@ -68,7 +68,6 @@ class _Steps:
         self._generate_loop = call.cache.generate_loop
         self._ids = call.input_ids
         self._running: Tensor | None = None  # [B] bool, once a row has ended that gets pads
-        self._launched = False
         self._processors = with_watermarks_of_host(call.processors)
         self._runs_foreign_code = not all(map(_is_known, self._processors))
         self._watched = self._runs_foreign_code or sequences.may_change_model
@@ -123,10 +122,10 @@ class _Steps:
         """Launch the forward that feeds in ``tokens`` ``[B]``."""
         if self._watched:
             check_hooks(self._call)
+            self._generate_loop.model_runner.expect_changes()
         fed = tokens.clamp(min=0).to(self._logits.device)
         fed = fed if self._twins is None else fed.repeat(2)
-        self._logits = self._generate_loop.decode(fed, unchanged=self._launched and not self._watched)
-        self._launched = True
+        self._logits = self._generate_loop.decode(fed)
 
     def pad(self, ended: list[int]) -> None:
         """Feed pads to rows from now on, without waiting for the device."""

@@ -19,6 +19,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread import starvation
 from compiled_llm.execution.decode.decode_step import DecodeStep
+from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
@@ -67,9 +68,9 @@ PLACES = [
 def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, str]:
     model_runner, loop = model.compiled.model_runner(), loop_of(engine)
     return {
-        "make_ready": (model_runner.decode, "make_ready"),
+        "make_ready": (model_runner.decode, "ready"),
         "upload": (model_runner.state.staging, "upload"),
-        "decode": (model_runner.decode, "run"),
+        "decode": (Launch, "__call__"),
         "repeated decode": (DecodeStep, "launch"),
         "prefill": (model_runner.prefill, "run"),
         "settings": (model_runner.state.slots, "admit"),

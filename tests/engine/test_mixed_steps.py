@@ -184,9 +184,9 @@ def test_a_launch_that_finds_the_model_changed_runs_again_with_what_it_was_fed(
     asked, outputs, found = requests(seed, 30), [], list[StepKey]()
     is_valid = GraphManager.is_valid
 
-    def sometimes(self: GraphManager, key: StepKey, unchanged: bool = False) -> bool:
+    def sometimes(self: GraphManager, key: StepKey) -> bool:
         found.append(key)
-        return is_valid(self, key, unchanged) and not (key.phase == "prefill" and len(found) % 2)
+        return is_valid(self, key) and not (key.phase == "prefill" and len(found) % 2)
 
     for mixed in (False, True):
         with engine_of(mixed) as engine:

@@ -21,6 +21,7 @@ import compiled_llm
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, StepTable
+from compiled_llm.execution.decode.launch import BoundProgram
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
@@ -190,7 +191,7 @@ def steps_of(generate_loop: GenerateLoop, count: int) -> list[int]:
     """Run steps, and return which bucket each ran in."""
     buckets = []
     for _ in range(count):
-        generate_loop.step(unchanged=True)
+        generate_loop.step()
         buckets.append(generate_loop._persistent.bucket)
     return buckets
 
@@ -292,7 +293,7 @@ def test_an_evicted_graph_is_released_when_it_has_ended_and_no_step_waits_for_th
     for _ in range(3):
         generate_loop.admit(prompt_of(9), 40)
     for _ in range(6):
-        generate_loop.step(unchanged=generate_loop.steps > 0)
+        generate_loop.step()
         finish_all()
     table = model.compiled.cuda_graphs
     assert (table.evictions, table.captures, evicted.released) == (1, 5, False)
@@ -300,7 +301,7 @@ def test_an_evicted_graph_is_released_when_it_has_ended_and_no_step_waits_for_th
     assert cuda_graphs.background_captures
     ended.append(True)
     for _ in range(3):
-        generate_loop.step(unchanged=True)
+        generate_loop.step()
         finish_all()
     assert evicted.released
     assert model.compiled.cuda_graphs.captures == 6, "captures go on"
@@ -371,11 +372,8 @@ def test_no_capture_goes_on_when_a_call_or_the_engine_has_ended(monkeypatch: pyt
 def test_a_capture_ends_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """To time tilings, Inductor waits for the whole device, which CUDA refuses while anything is captured."""
     model, underway = compiled_llm.wrap(one_layer(), mode="eager", **OPTIONS), []
-    generate_loop, programs = runner_of(model, exact=True), model.compiled.model_runner().graph_manager.programs
-    decode = programs.decode
-    monkeypatch.setattr(
-        programs, "decode", lambda *given: (underway.append(len(StandInGraphCapture.late)), decode(*given))[1]
-    )
+    generate_loop = runner_of(model, exact=True)
+    note_calls(monkeypatch, BoundProgram, "__call__", lambda _: underway.append(len(StandInGraphCapture.late)))
     generate_loop.admit(prompt_of(9), LONGEST)
     while not StandInGraphCapture.late:
         generate_loop.admit(prompt_of(20), LONGEST)

@@ -150,7 +150,7 @@ def test_tokens_of_a_replay_whose_guards_turn_out_wrong_are_thrown_away_and_do_n
     greedy(model, inputs, 1)  # replayed
     change()
     with monkeypatch.context() as patched:
-        patched.setattr(StandIn, "replay", lambda self: self._outputs)  # a graph computes as before
+        patched.setattr(StandIn, "replay", lambda self: self.outputs)  # a graph computes as before
         after = greedy(model, inputs, 1)
     torch.testing.assert_close(after, greedy(reference, inputs, 1))
     assert not torch.equal(after, before)
@@ -195,7 +195,7 @@ def test_bounded_cuda_graphs_leave_their_outputs_in_one_buffer(seed, monkeypatch
     model = uncompiled(monkeypatch, nbytes=2**30)
     model.compiled.warmup([1, 3])
     steps = model.compiled.model_runner().state.step_table
-    outputs = [steps.get(key).cuda_graph._outputs for key in steps.of("decode", "prefill")]
+    outputs = [steps.get(key).cuda_graph.outputs for key in steps.of("decode", "prefill")]
     greedy(model, mixed_prompts([5, 9, 4], 128, seed), 3)
     with torch.no_grad():
         replayed = [steps.get(key).replay() for key in steps.of("decode")]

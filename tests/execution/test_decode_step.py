@@ -120,7 +120,6 @@ class Changing(Schedule):
     """A schedule of repeated steps, and between them of changes: of rows, pages, CUDA graphs and weights."""
 
     models: tuple[Any, ...]
-    all_of_them: list[Changing]
 
     def anything(self) -> None:
         if not self.twins or not self.has_next or min(self.left.values()) == 0:
@@ -145,8 +144,7 @@ class Changing(Schedule):
         for model in self.models:
             product = model.model.layers[0].mlp.down_proj
             product.weight = nn.Parameter(product.weight.detach() * 0.9)
-        for schedule in self.all_of_them:
-            schedule.unchanged = False
+        self.models[1].compiled.model_runner().expect_changes()
 
 
 def run_schedules(monkeypatch: pytest.MonkeyPatch, seed: int, steps: int) -> float:
@@ -155,7 +153,7 @@ def run_schedules(monkeypatch: pytest.MonkeyPatch, seed: int, steps: int) -> flo
     rng, repeated = np.random.default_rng(seed), note_calls(monkeypatch, DecodeStep, "launch", lambda *_: None)
     schedules = [Changing(model.compiled.generate_loop(), plain, rng) for _ in range(2)]
     for schedule in schedules:
-        schedule.models, schedule.all_of_them = (plain, model), schedules
+        schedule.models = plain, model
     for number in range(steps):
         for schedule in schedules if number % 10 < 2 else schedules[number // 10 % 2 :][:1]:  # in turns, and alone
             schedule.anything()
@@ -231,7 +229,7 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
     row = generate_loop.admit([3, 4, 5], 40)
     generate_loop.step()
     for _ in range(5):
-        generate_loop.step(unchanged=True)
+        generate_loop.step()
         twin.feed([twin.next])
     step = generate_loop._persistent.step
     assert step is not None
@@ -241,7 +239,7 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
     if change is forget_a_token:
         twin = Alone(one_layer(), twin.fed[:-1])
     for forced in (7, None, None, None):
-        generate_loop.step(None if forced is None else torch.tensor([forced]), unchanged=True)
+        generate_loop.step(None if forced is None else torch.tensor([forced]))
         twin.feed([twin.next if forced is None else forced])
         torch.testing.assert_close(generate_loop.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)
     last = generate_loop._persistent.step
@@ -334,7 +332,7 @@ def test_ctrl_c_at_each_line_of_a_repeated_step_leaves_whole_rows(captured, monk
         assert rows[0].length - 3 == rows[1].length - 6, where
         assert all(row.position == row.length for row in rows), where
         assert all(len(row.pages) == model.compiled.model_runner().pool.pages_for(row.length) for row in rows), where
-        generate_loop.step(torch.tensor([7, 8]), unchanged=True)
+        generate_loop.step(torch.tensor([7, 8]))
         there = [
             Alone(plain, [*twin.fed[: row.length - 1], token])
             for twin, row, token in zip(twins, rows, (7, 8), strict=True)
@@ -347,7 +345,7 @@ def test_ctrl_c_at_each_line_of_a_repeated_step_leaves_whole_rows(captured, monk
 
 def steps_of(generate_loop: GenerateLoop, count: int) -> None:
     for _ in range(count):
-        generate_loop.step(unchanged=True)
+        generate_loop.step()
 
 
 def lines_of(code: CodeType) -> list[int]:

@@ -76,7 +76,7 @@ def test_a_step_before_the_tokens_are_sampled_is_refused(batch, seed):
     rows = begun(batch, seed, 5, 2)
     batch.run(decode=rows)
     with pytest.raises(RuntimeError, match="the rows have no next tokens"):
-        batch.model_runner.run(Batch(rows), batch.persistent, unchanged=True)
+        batch.model_runner.run(Batch(rows), batch.persistent)
     batch.sample()
     batch.step(decode=rows)
 

@@ -86,9 +86,11 @@ class Grammared:
         self.model_runner.thread.call(self.model_runner.state.slots.admit, [row], [sampling])
         return Extension.of(row, prompt)
 
-    def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), unchanged: bool = False) -> StepOutput:
+    def run(self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), changes: bool = False) -> StepOutput:
+        if changes:
+            self.model_runner.expect_changes()
         batch = Batch(decode, extend)
-        step: StepOutput = self.model_runner.thread.call(self.model_runner.run, batch, self.persistent, unchanged)
+        step: StepOutput = self.model_runner.thread.call(self.model_runner.run, batch, self.persistent)
         if step.logits is not None:
             self.launched |= dict(zip(step.rows, step.logits.clone(), strict=True))
         return step
@@ -131,7 +133,7 @@ def test_tokens_follow_from_the_logits_of_their_own_launches(model: PreTrainedMo
             loop.run(decode=rows, extend=[coming])
             rows = [*rows, coming.row]
         else:
-            loop.run(decode=rows, unchanged=step not in (0, 21))
+            loop.run(decode=rows, changes=step in (0, 21))
         if step in (5, 20, 30):
             theirs = other.admit(60 + step)
             other.run(extend=[theirs])
@@ -163,7 +165,7 @@ def test_masks_and_choices_return_while_the_device_sleeps(count: int, model: Pre
             start = time.perf_counter()
             for _ in range(3):
                 chosen = loop.sample()
-                loop.run(decode=rows, unchanged=True)
+                loop.run(decode=rows)
             took, over = time.perf_counter() - start, asleep.query()
         finally:
             torch.cuda.set_sync_debug_mode("default")

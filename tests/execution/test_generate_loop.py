@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import OutOfPagesError
-from compiled_llm.execution.decode.decode import Decode
+from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.kvcache.row import Row
@@ -85,11 +85,11 @@ def test_a_rewind_within_a_page_between_steps_is_seen(model, generate_loop, seed
     row, twin = generate_loop.admit(prompt, 30), Alone(tiny_qwen3(**OVERRIDES), prompt)
     generate_loop.step()
     for _ in range(3):  # the last one enters a page and stays in it
-        generate_loop.step(unchanged=True)
+        generate_loop.step()
         twin.feed([twin.next])
     following = twin.next
     row.rewind(row.length - 1)
-    generate_loop.step(unchanged=True)
+    generate_loop.step()
     again = Alone(tiny_qwen3(**OVERRIDES), [*twin.fed[:-1], following])
     assert_logits(generate_loop, again)
 
@@ -234,7 +234,7 @@ def test_an_exception_inside_a_decode_step_leaves_lengths_and_account(error, mod
     generate_loop.step(forced)
     feed()
     before = state()
-    fail_once(monkeypatch, Decode, "run", error, after=1)
+    fail_once(monkeypatch, Launch, "__call__", error, after=1)
     with pytest.raises(type(error)):
         generate_loop.step(forced)
     assert state() == before

@@ -9,6 +9,7 @@ import torch
 
 import compiled_llm
 from compiled_llm import Stats
+from compiled_llm.execution.decode.launch import BoundProgram
 from compiled_llm.execution.reporting import stopwatch
 from compiled_llm.execution.reporting.stopwatch import Stopwatch
 from compiled_llm.kvcache.pool import PageAccount
@@ -62,14 +63,14 @@ def test_tokens_are_counted_up_to_the_end_of_each_row(model, seed):
 def test_compiling_is_no_time_of_generating(model, seed, monkeypatch):
     now = 0.0
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now)
-    launch = type(model.compiled.model_runner().decode)._launch
+    launch = BoundProgram.__call__
 
     def slow(*arguments: Any) -> Any:
         nonlocal now
         now += 1.0
         return launch(*arguments)
 
-    monkeypatch.setattr(type(model.compiled.model_runner().decode), "_launch", slow)
+    monkeypatch.setattr(BoundProgram, "__call__", slow)
     greedy(model, mixed_prompts([4], 128, seed), 6)
     stats = model.compiled.stats()
     assert (stats.generate_seconds, stats.compile_seconds) == (5.0, 1.0), "the first launch prepares the bucket"

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.execution.decode.decode import Decode
-from compiled_llm.execution.decode.decode_step import DecodeStep
+from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from support.execution.callbacks import Callback
@@ -195,9 +194,8 @@ def raising(place: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch)
         layer: Any = model.model.layers[1]
         monkeypatch.setattr(layer, "mlp", Calling(layer.mlp, fails_at_the_third_token))
     else:
-        for owner, name in ((Decode, "run"), (DecodeStep, "launch")):
-            own = getattr(owner, name)
-            monkeypatch.setattr(owner, name, lambda *given, own=own: (fails_at_the_third_token(), own(*given))[1])
+        own = Launch.__call__
+        monkeypatch.setattr(Launch, "__call__", lambda launch: (fails_at_the_third_token(), own(launch))[1])
     return {}
 
 

@@ -218,12 +218,12 @@ class FakeDevice:
     def fits(self, shape: StepKey) -> bool:
         return True
 
-    def make_ready(
-        self, bucket: int | None = None, number: object = None, embedded: bool = False, anchors: bool = True
-    ) -> None:
+    def make_ready(self, number: object = None, embedded: bool = False, anchors: bool = True) -> None:
         assert embedded or not anchors, "they come last"
-        if bucket is not None:
-            self.record(bucket)
+
+    def ready(self, step: StepKey, number: object = None, anchors: bool = True) -> None:
+        assert not anchors, "they come last"
+        self.record(step)
 
     def capture_anchors(self) -> None:
         self.rest += 1

@@ -25,6 +25,7 @@ import compiled_llm
 from compiled_llm.commands.app import app
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs import cuda_graphs
+from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.profile.step_bytes import step_bytes
@@ -344,14 +345,15 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model that is told of CUDA graphs: one for each bucket that has run, and those in its ``again``."""
     model = in_eager_mode()
     model_runner = model.compiled.model_runner()
-    model.again, seen, own = [], set(), model_runner.graph_manager.programs.decode
+    model.again, seen, own = [], set(), model_runner.graph_manager.programs.prepared
 
-    def decode(arguments: Arguments, code: Any = None) -> Any:
-        seen.add(arguments.inputs.slots.shape[0])
-        return own(arguments, code)
+    def prepared(arguments: Arguments, compare: bool = True) -> Any:
+        if isinstance(arguments.inputs, DecodeInputs):
+            seen.add(arguments.inputs.slots.shape[0])
+        return own(arguments, compare)
 
     monkeypatch.setattr(model_runner.graph_manager.programs, "in_trees", True)
-    monkeypatch.setattr(model_runner.graph_manager.programs, "decode", decode)
+    monkeypatch.setattr(model_runner.graph_manager.programs, "prepared", prepared)
     monkeypatch.setattr(model_runner.graph_manager.cuda_graphs, "replay", True)
     monkeypatch.setattr(model_runner.graph_manager.cuda_graphs, "_in_trees", True)
     monkeypatch.setattr(cuda_graphs, "cudagraph_tree_graphs", lambda device: len(seen) + len(model.again))
@@ -476,7 +478,7 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_captured(monke
     model = in_eager_mode()
     model_runner = model.compiled.model_runner()
     line = planted_line(planted.Mutated.forward)
-    own = model_runner.graph_manager.programs.decode
+    own = model_runner.graph_manager.programs.prepared
 
     def skipping(*args: Any) -> Any:
         log_cudagraph_skip_and_bump_counter(
@@ -485,7 +487,7 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_captured(monke
         )
         return own(*args)
 
-    monkeypatch.setattr(model_runner.graph_manager.programs, "decode", skipping)
+    monkeypatch.setattr(model_runner.graph_manager.programs, "prepared", skipping)
     model.compiled.warmup([1])
     finding = the_finding(model.compiled.explain(), planted.Mutated.forward)
     assert finding["kind"] == "no CUDA graph"

@@ -18,8 +18,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.execution.decode.decode import Decode
+from compiled_llm.execution.decode.launch import BoundProgram
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.graphs.graph_manager import GraphManager
 from support.characters import character_tokenizer
 from support.huggingface.callbacks import Collected
 from support.noting import note_calls
@@ -65,10 +66,12 @@ class Events(BaseStreamer):
 def test_the_first_token_does_not_wait_for_decode_to_be_prepared(monkeypatch, seed):
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4, progress=False)
     inputs, events = mixed_prompts([6], 128, seed), [Events(), Events()]
-    launch = Decode._launch
+    launch = BoundProgram.__call__
     monkeypatch.setattr(GenerateLoop, "asynchronous", True)
     for each in events:
-        monkeypatch.setattr(Decode, "_launch", lambda *args, each=each: (each.seen.append("decode"), launch(*args))[1])
+        monkeypatch.setattr(
+            BoundProgram, "__call__", lambda *args, each=each: (each.seen.append("decode"), launch(*args))[1]
+        )
         greedy(model, inputs, 3, streamer=each)
     cold, warm = [each.seen for each in events]
     assert cold == ["prompt", "token", "decode", "decode", "decode", "token", "token", "end"]
@@ -175,7 +178,7 @@ def test_the_model_is_looked_at_again_after_code_that_may_have_changed_it(
 ) -> None:
     """A call's prefill looks in any case."""
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
-    said = note_calls(monkeypatch, GenerateLoop, "step", lambda self, forced=None, unchanged=False, *_: unchanged)
+    looks = note_calls(monkeypatch, GraphManager, "check_model", lambda *_: None)
     options = {"streamer": None if streamer is None else streamer(tokenizer)}
     greedy(model, mixed_prompts([5], 128, seed=0), 6, stopping_criteria=StoppingCriteriaList(criteria), **options)
-    assert said == [False, *[not watched] * 5]
+    assert len(looks) == (6 if watched else 1)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.execution.decode.decode import Decode
-from compiled_llm.execution.decode.decode_step import DecodeStep
+from compiled_llm.execution.decode.launch import Launch
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
@@ -26,6 +25,4 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Cal
 
 def note_decode_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Note the bucket of each decode step, before it runs: of those that are made, and of those that are repeated."""
-    ran = note_calls(monkeypatch, Decode, "run", lambda _, step, wanted: step.rows)
-    note_calls(monkeypatch, DecodeStep, "launch", lambda step, *_: ran.append(step.placed.step.rows))
-    return ran
+    return note_calls(monkeypatch, Launch, "__call__", lambda launch: launch.key.rows)

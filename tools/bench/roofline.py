@@ -55,7 +55,7 @@ def host_us(session: BenchSession, workload: Workload) -> float | None:
     def seconds_of_step() -> float:
         session.setup.synchronize()
         start = time.perf_counter()
-        runner.step(unchanged=True)
+        runner.step()
         return time.perf_counter() - start
 
     try:

@@ -38,6 +38,7 @@ class CapturedGraph(Generic[Outputs]):
     Attributes:
         cost: of their capture.
         launch: launches the graph; of one that was captured whole, torch's own method.
+        outputs: the tensors that it writes.
     """
 
     def __init__(self, graph: Graph, outputs: Outputs, cost: Cost, give_back: Callable[[], None]) -> None:
@@ -45,15 +46,15 @@ class CapturedGraph(Generic[Outputs]):
         self.cost = cost
         self.launch: Callable[[], object] = graph.replay
         self._graph = graph
-        self._outputs: Outputs | None = outputs
+        self.outputs: Outputs | None = outputs
         self._give_back = give_back
 
     def replay(self) -> Outputs:
         self.launch()
-        return cast(Outputs, self._outputs)
+        return cast(Outputs, self.outputs)
 
     def release(self) -> None:
-        self._outputs = None
+        self.outputs = None
         self._graph.reset()
         self._give_back()
 

@@ -29,11 +29,15 @@ class Replayable(Protocol):
     """A captured graph.
 
     Attributes:
-        launch: launches it, and returns nothing; a step that repeats itself has its outputs.
+        launch: launches it, and returns nothing.
+        outputs: what it writes.
     """
 
     @property
     def launch(self) -> Callable[[], object]: ...
+
+    @property
+    def outputs(self) -> Any: ...
 
     def replay(self) -> Any:
         """Launch it; return the same tensors each time."""

@@ -279,7 +279,7 @@ class Loop:
         _, _, batch, scored, watch, reader, _ = prepared
         if batch.decode or batch.extend:
             self.mixed_steps += batch.mixed
-            yield self.model_runner.run(batch, self._persistent, unchanged=True).tokens
+            yield self.model_runner.run(batch, self._persistent).tokens
         for chunk in scored:
             yield run_scored(self.model_runner, self._persistent, chunk, watch, reader)
 

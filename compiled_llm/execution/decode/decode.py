@@ -9,7 +9,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.program_list import WITH_STATES, program_for
 from compiled_llm.execution.decode.cascade_table import CascadeTable
-from compiled_llm.execution.decode.decode_step import DecodeLaunch
+from compiled_llm.execution.decode.launch import BoundProgram, Launch
 from compiled_llm.execution.decode.planned_table import PlannedTable
 from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
@@ -114,68 +114,95 @@ class Decode:
         """The ready buckets without the one in which only smaller ones have run."""
         return [step.rows for step in self._table.at_once("decode") if not self._table.entries[step].spare]
 
-    def make_ready(
+    def ready(
         self,
-        step: StepKey,
+        wanted: StepKey,
         waiting: int = 0,
-        unchanged: bool = False,
         number: TaskNumber | None = None,
         anchors: bool = True,
         exact: bool = False,
-    ) -> StepKey:
-        """Compile a decode step and capture its graph, if that has not happened yet or no longer holds.
+    ) -> Launch:
+        """Return the launch of a decode step; compile it and capture its graph first, if that is needed.
 
         A call does not wait for a CUDA graph alone: its step runs in the next larger one that is ready, or if there
         is none or it has to be exact, is launched as it is; the graph is captured while later steps run.
 
         Args:
-            step: of B rows.
+            wanted: the step, of B rows.
             waiting: how many rows the call has that waits for it.
-            unchanged: the model cannot have changed since the last prefill or the last call without this.
             number: its number among all that is prepared, to be shown.
             anchors: if the program of several rows is compiled now, capture the largest step, too, in which any can
                 run.
             exact: run in no other step; if others have to make room for its CUDA graph, capture it now.
-
-        Returns:
-            The step to run.
         """
-        table = self._table
-        if (entry := table.entries.get(step)) is not None:
+        manager, table = self._graph_manager, self._table
+        looked = manager.look_if_due()
+        if (entry := table.entries.get(wanted)) is not None:
             entry.spare = False
-            if unchanged and entry.state == table.at_best and entry.looked == table.look:
-                return step
-        if not unchanged:
-            self._graph_manager.check_model()
-        if self._graph_manager.eager:
-            table.compiled(step)
-            return step
-        if (dispatch := self._dispatch(step, waiting > 0, unchanged, exact)) is not None:
-            self._graph_manager.serve(step, dispatch, functools.partial(self._begin_capture, step))
-            return dispatch.step
+            if entry.state == table.at_best and entry.looked == table.look:
+                return self._launch_of(wanted, wanted)
+        if manager.eager:
+            table.compiled(wanted)
+            return self._launch_of(wanted, wanted)
+        if (dispatch := self._dispatch(wanted, waiting > 0, looked, exact)) is not None:
+            manager.want_padded(wanted, dispatch, functools.partial(self._begin_capture, wanted))
+            return self._launch_of(wanted, dispatch.step)
         self.claim(None)
-        first = self._is_first(step)
-        self._prepare(step, waiting, number, first)
-        if first and anchors and not (step.cascade or step.states):
+        first = self._is_first(wanted)
+        self._prepare(wanted, waiting, number, first)
+        if first and anchors and not (wanted.cascade or wanted.states):
             self.capture_anchors(only_with_room=exact)
-            if table.state(step) == "evicted":  # the largest has taken the only room
-                return self._largest
-        return step
+            if table.state(wanted) == "evicted":  # the largest has taken the only room
+                return self._launch_of(wanted, self._largest)
+        return self._launch_of(wanted, wanted)
 
-    def _dispatch(self, step: StepKey, waits: bool, unchanged: bool, exact: bool) -> Dispatch | None:
-        """Return what runs now, and is still valid; None if the step has to be compiled or captured first."""
+    def _launch_of(self, wanted: StepKey, key: StepKey) -> Launch:
+        """Return the launch of ``key``, which is valid, in place of ``wanted``."""
+        graphs, entry = self._cuda_graphs, self._table.get(key)
+        captures = graphs.ours and entry is None
+        missed = self._table.missed if captures or key != wanted else None
+        return Launch(
+            wanted,
+            key,
+            entry,
+            self._program(key),
+            self._graph_manager.events,
+            missed,
+            self._state.page_watch,
+            functools.partial(self._want_capture, key) if captures else None,
+            alone=not graphs.background_captures,
+        )
+
+    def _want_capture(self, step: StepKey, outputs: StepOutputs) -> None:
+        self._cuda_graphs.want(step, functools.partial(self._capture, step, outputs))
+
+    def _program(self, step: StepKey) -> BoundProgram:
+        manager = self._graph_manager
+        in_trees = manager.programs.in_trees
+        return BoundProgram(
+            lambda: manager.programs.prepared(manager.arguments(self._inputs(step))),
+            manager.paged,
+            guarded=self._cuda_graphs.ours or in_trees,
+            in_trees=in_trees,
+        )
+
+    def _dispatch(self, step: StepKey, waits: bool, looked: bool, exact: bool) -> Dispatch | None:
+        """Return what runs now, and is still valid; None if the step has to be compiled or captured first.
+
+        ``looked`` says whether the model has been looked at for this step.
+        """
         manager = self._graph_manager
         while True:
             dispatch = self.dispatcher.dispatch(step, exact)
             if dispatch.how == "compile":
-                if unchanged and self._table.state(step) in ("missing", "stale"):
+                if not looked and self._table.state(step) in ("missing", "stale"):
                     manager.check_model()
-                    unchanged = False
+                    looked = True
                 if not (waits and self.dispatcher.captures and manager.can_launch(step, self._inputs(step))):
                     return None
             elif dispatch.how == "capture" or not (waits or self.is_ready(step)):
                 return None
-            elif dispatch.how == "launch" or manager.is_valid(dispatch.step, unchanged):
+            elif dispatch.how == "launch" or manager.is_valid(dispatch.step):
                 return dispatch
 
     def compile(self, step: StepKey) -> None:
@@ -238,7 +265,7 @@ class Decode:
     def _launch_padding(self, step: StepKey) -> StepOutputs:
         self.place([], step, "bucket_prepared")
         self._state.arena.flush()
-        return self._launch(step)
+        return self._program(step)()
 
     def claim(self, owner: BatchOwner | None) -> None:
         """Hand the decode buffers to ``owner``, and displace the previous one."""
@@ -323,71 +350,6 @@ class Decode:
         inputs.lengths[:rows].add_(counts - step.new_tokens_per_row)
         self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], next_tokens)
         return counts, next_tokens
-
-    def run(self, step: StepKey, wanted: StepKey) -> StepOutputs:
-        """Run one step of the rows in the buffers.
-
-        Args:
-            step: of T tokens.
-            wanted: the one that runs if all are ready.
-
-        Returns:
-            ``[T, V]`` logits, ``[T]`` int64, the next tokens, and what else it gives, all overwritten by the next step.
-        """
-        self._graph_manager.events.used[wanted] += 1
-        if step.cascade:
-            self._graph_manager.events.cascaded()
-        self._state.arena.flush()
-        if (cuda_graph := self._table.get(step)) is not None:
-            outputs: StepOutputs = cuda_graph.replay()
-            self._look_at_pages()
-            return outputs
-        outputs = self._launch(step)
-        self._look_at_pages()
-        if self._cuda_graphs.ours:
-            self._cuda_graphs.want(step, functools.partial(self._capture, step, outputs))
-        return outputs
-
-    def _look_at_pages(self) -> None:
-        if self._state.page_watch is not None:
-            self._state.page_watch.launched()
-
-    def launch(self, rows: int, step: StepKey, wanted: StepKey) -> DecodeLaunch:
-        """Return how a step of ``rows`` rows in the buffers is launched again; arguments as in ``run``."""
-        graph = self._table.get(step)
-        ran = self._graph_manager.programs.decoded_by
-        code = functools.cache(functools.partial(self._code, step, ran))  # found once the step is launched again
-        return DecodeLaunch(
-            graph,
-            program=lambda: self._launch(step, code()),
-            feed=functools.partial(self.feed, rows, step),
-            arena=self._state.arena,
-            used=self._graph_manager.events.used,
-            wanted=wanted,
-            missed=None if wanted == step else functools.partial(self._table.missed, wanted, padded=True),
-            cascaded=self._graph_manager.events.cascaded if step.cascade else None,
-            checked=None if self._state.page_watch is None else self._state.page_watch.launched,
-            repeats=step.new_tokens_per_row == 1 and (graph is not None or not self._cuda_graphs.ours),
-            alone=not self._cuda_graphs.background_captures,
-        )
-
-    def _launch(self, step: StepKey, code: Callable[..., Any] | None = None) -> StepOutputs:
-        graph_manager = self._graph_manager
-        with graph_manager.paged():
-            return graph_manager.programs.decode(graph_manager.arguments(self._inputs(step)), code)
-
-    def _code(self, step: StepKey, ran: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        """Return the code of a step that has run in this look at the model, if no CUDA graph is captured of it.
-
-        ``ran`` is the code that ran, if that is known.
-        """
-        graph_manager = self._graph_manager
-        if self._cuda_graphs.ours or graph_manager.programs.in_trees:
-            return None
-        if ran is not None:
-            return ran
-        with graph_manager.paged():
-            return graph_manager.programs.decode_code(graph_manager.arguments(self._inputs(step)))
 
     def _inputs(self, step: StepKey) -> DecodeInputs:
         inputs = self._state.decode_buffers.of(step)

@@ -8,17 +8,15 @@ Shapes: B rows of a bucket, q new tokens of each, T = B * q, V vocabulary.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.execution.batch import Batch, Reader, StepOutput, TokenSpan, last_tokens
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
+from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.staging import Readback, Readbacks
 from compiled_llm.execution.threads.executor import Executor
@@ -79,50 +77,20 @@ class PlacedRows:
         return entering
 
 
-class DecodeLaunch(NamedTuple):
-    """The launch of a decode step.
-
-    Attributes:
-        graph: replayed; None to call ``program``.
-        program: launches kernel by kernel, and may take as long as the step itself.
-        feed: replaces the tokens that the rows feed in.
-        arena: what is due in it is uploaded first.
-        used: counts the wanted steps, ``wanted`` here.
-        missed: called if that one has no CUDA graph, so that the step runs in another.
-        cascaded: called if it reads pages which rows share once.
-        checked: called after it if it checks pages.
-        repeats: whether it can be launched again as it is; a missing graph would not be captured then.
-        alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
-    """
-
-    graph: StepEntry[Any] | None
-    program: Callable[[], StepOutputs]
-    feed: Callable[[Tensor], None]
-    arena: Arena
-    used: Counter[StepKey | str]
-    wanted: StepKey
-    missed: Callable[[], None] | None
-    cascaded: Callable[[], None] | None
-    checked: Callable[[], None] | None
-    repeats: bool
-    alone: bool
-
-
 class DecodeStep:
     """The next steps of rows that sit in the decode buffers.
 
     Attributes:
-        outputs: of its last run, of T tokens; a CUDA graph always writes the same tensors.
         output: of its last run, after the last new token of each row.
-        replays: whether it is one launch, which takes no time to speak of.
     """
 
     def __init__(
         self,
         placed: PlacedRows,
-        launch: DecodeLaunch,
-        outputs: StepOutputs,
+        launch: Launch,
         limit: int,
+        feed: Callable[[Tensor], None],
+        arena: Arena,
         validity: StepValidity,
         period: object,
         deferred_sampling: DeferredSampling,
@@ -132,23 +100,29 @@ class DecodeStep:
 
         Args:
             placed: its rows.
-            launch: runs it again.
-            outputs: of its run.
+            launch: has run it, and runs it again.
             limit: how often it can run until a row lacks a page number or a position.
+            feed: replaces the tokens that the rows feed in.
+            arena: what is due in it is uploaded first.
             validity: tells whether something has changed.
             period: the one in which it was made.
             deferred_sampling: of the same loop.
             readbacks: copy tokens to the host.
         """
-        self.placed, self.replays = placed, launch.graph is not None
+        self.placed = placed
         self._launch, self._limit = launch, limit if launch.repeats else 0
+        self._feed, self._arena = feed, arena
         self._validity, self._period = validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
         self._defers = deferred_sampling.defers(placed.rows)
         self._spans: list[TokenSpan] = []  # for readers, of the first run that one reads
         self._read_at = 0  # its ``advanced``
-        self.outputs = outputs
-        self.output = self._last_of_rows(outputs)
+        self.output = self._last_of_rows(launch.outputs)
+
+    @property
+    def outputs(self) -> StepOutputs:
+        """Those of its last run, of T tokens; a CUDA graph always writes the same tensors."""
+        return self._launch.outputs
 
     def _last_of_rows(self, outputs: StepOutputs) -> StepOutput:
         logits, tokens, _ = outputs
@@ -180,7 +154,7 @@ class DecodeStep:
         Returns:
             The rows and their tokens on the way to the host; an empty list if all are sampled later.
         """
-        call = executor.call_briefly if self.replays else executor.call
+        call = executor.call_briefly if self._launch.replays else executor.call
         return call(self._run, batch, lose)
 
     def _run(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
@@ -208,27 +182,14 @@ class DecodeStep:
             lose: as in ``run_in``.
         """
         launch = self._launch
-        graph = launch.graph
-        launch.used[launch.wanted] += 1
-        if launch.missed is not None:
-            launch.missed()
-        if launch.cascaded is not None:
-            launch.cascaded()
         try:
             if batch.tokens is not None:
-                launch.feed(batch.tokens)
-            if launch.arena.written:  # mostly nothing is due, and a call takes longer than a look
-                launch.arena.flush()
-            if graph is None:
-                self.outputs = launch.program()
-                self.output = self._last_of_rows(self.outputs)
-            else:
-                graph.replays += 1
-                graph.used = graph.clock()
-                assert graph.cuda_graph is not None, "a step without its graph is not valid"
-                graph.cuda_graph.launch()
-            if launch.checked is not None:
-                launch.checked()
+                self._feed(batch.tokens)
+            if self._arena.written:  # mostly nothing is due, and a call takes longer than a look
+                self._arena.flush()
+            outputs = launch()
+            if not launch.replays:
+                self.output = self._last_of_rows(outputs)
             with deferred():
                 self.placed.advance()
                 self._limit -= 1

@@ -5,17 +5,18 @@ Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.decode.cascade_table import LEAST_KEYS
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
+from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.decode.verification import Verification, make_exact
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
@@ -40,6 +41,7 @@ class PersistentBatch:
         self.exact = exact
         self._decode = decode
         self._validity, self._slots, self._readbacks = state.validity, state.slots, readbacks
+        self._arena = state.arena
         self._page_watch = state.page_watch
         self._page_size, self._groups, self._longest = state.config.page_size, state.pool.groups, state.max_positions
         self.bucket = 0
@@ -108,8 +110,7 @@ class PersistentBatch:
     def has_run(
         self,
         rows: Sequence[Row],
-        steps: tuple[StepKey, StepKey],
-        outputs: StepOutputs,
+        launch: Launch,
         placed: PlacedRows | None,
         period: object,
     ) -> StepOutput:
@@ -117,23 +118,22 @@ class PersistentBatch:
 
         Args:
             rows: grown by the tokens that they fed in.
-            steps: the wanted one, and the one that ran, of B rows.
-            outputs: of the step.
+            launch: of B rows, has run.
             placed: the rows if they were in the decode buffers before it.
             period: of ``StepValidity``, before the rows grew.
         """
-        wanted, ran = steps
-        if ran.new_tokens_per_row == 1:
-            self._wanted, self.bucket = wanted, ran.rows
+        if launch.key.new_tokens_per_row == 1:
+            self._wanted, self.bucket = launch.wanted, launch.key.rows
         if placed is None:
-            placed = PlacedRows(rows, ran, self._page_size)
+            placed = PlacedRows(rows, launch.key, self._page_size)
         else:
             placed.has_advanced()
         for row in rows:
             row.has_next = True
         limit = min(min(self._room(row), self._longest - row.length) for row in rows)
-        launch = self._decode.launch(len(rows), ran, wanted)
-        self.step = DecodeStep(placed, launch, outputs, limit, self._validity, period, self.deferred, self._readbacks)
+        feed = functools.partial(self._decode.feed, len(rows), launch.key)
+        of_loop = self._validity, period, self.deferred, self._readbacks
+        self.step = DecodeStep(placed, launch, limit, feed, self._arena, *of_loop)
         self._logits = None
         return self.step.output
 

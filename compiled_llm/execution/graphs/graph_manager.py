@@ -70,6 +70,7 @@ class GraphManager:
         self.has_pages = True
         self._captures = False  # whether a step was captured since graphs were last forgotten
         self._version = state.facts.version
+        self._looked_for: object = None  # the changes that the last look has been for
         self._tensors = self._version.tensors if self._needs_tensors else 0
 
     @property
@@ -114,6 +115,8 @@ class GraphManager:
         """
         self.check_pages()
         self.table.look += 1
+        expected = self._version.expected
+        self._state.validity.invalidate()  # a step that is repeated checks no guards
         self._version.look()
         self._state.fit_vocabulary()
         if not self.programs.code_valid():
@@ -126,6 +129,13 @@ class GraphManager:
             self._tensors = self._version.tensors
         if not self.programs.look(self._state.facts.model, self.cuda_graphs.replay) and self.cuda_graphs.ours:
             self._forget_graphs()
+        self._looked_for = expected
+
+    def look_if_due(self) -> bool:
+        """Look at the model if it may have changed since the last look; return whether it was looked at."""
+        if due := self._looked_for is not self._version.expected:
+            self.check_model()
+        return due
 
     def check_pages(self) -> None:
         """Raise RuntimeError if the model was put to sleep, and lies over other pages by now."""
@@ -165,13 +175,13 @@ class GraphManager:
             self.events.started_again()
             self._start_again()
 
-    def is_valid(self, key: StepKey, unchanged: bool = False) -> bool:
+    def is_valid(self, key: StepKey) -> bool:
         """Return whether a step may still be run as its state says; if not, all CUDA graphs are forgotten.
 
-        ``check_model`` has been called; ``unchanged`` says that the model cannot have changed since then.
+        What was found in this look at the model still holds.
         """
         entry, look = self.table.entry(key), self.table.look
-        if unchanged and entry.looked == look:
+        if entry.looked == look:
             return True
         if entry.guards is not None:
             with self.paged():
@@ -258,15 +268,12 @@ class GraphManager:
         step = StepToCapture(check, partial(_launch, call, self.paged, first), like, guards, filled)
         (self.cuda_graphs.begin if background else self.cuda_graphs.capture)(key, step)
 
-    def serve(self, wanted: StepKey, dispatch: Dispatch, begin: Begin) -> None:
-        """Count a step that is missing. If it runs in a larger one, ``begin`` begins its capture while steps go on.
+    def want_padded(self, wanted: StepKey, dispatch: Dispatch, begin: Begin) -> None:
+        """If a step runs in a larger one, let ``begin`` begin its capture while steps go on.
 
         One that is launched itself is captured by who launches it.
         """
-        padded = dispatch.step != wanted
-        if padded or dispatch.how != "run":
-            self.table.missed(wanted, padded)
-        if padded and self.cuda_graphs.can_begin(wanted):
+        if dispatch.step != wanted and self.cuda_graphs.can_begin(wanted):
             self.cuda_graphs.want(wanted, begin)
 
     def adopt(self) -> None:

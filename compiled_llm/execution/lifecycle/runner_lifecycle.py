@@ -348,7 +348,7 @@ def prepare(
     for number, step in enumerate(decodes, start=1):
         report(f"preparing steps of {step.rows} request{'s' * (step.rows > 1)} ({number} of {len(decodes)})")
         at = total - len(missing) + missing.index(step) + 1 if step in missing else 0
-        thread.call(decode.make_ready, step, number=_number(at, total), anchors=anchors)
+        thread.call(decode.ready, step, number=_number(at, total), anchors=anchors)
     for shapes in filter(None, captured):
         report(f"preparing prefills of up to {max(shape.tokens for shape in shapes)} tokens")
         thread.call(prefill.capture_shapes, shapes, only_with_room=True)

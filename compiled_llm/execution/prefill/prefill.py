@@ -96,7 +96,6 @@ class Prefill:
         self,
         embedded: bool = False,
         waiting: int = 0,
-        unchanged: bool = False,
         number: TaskNumber | None = None,
         anchors: bool = True,
         states: bool = False,
@@ -106,18 +105,17 @@ class Prefill:
         Args:
             embedded: the one that reads embeddings in place of token ids.
             waiting: how many rows the call has that waits for it.
-            unchanged: the model cannot have changed since it was last looked at; do not look again.
             number: its number among all that is prepared, to be shown.
             anchors: capture them, too, once it is compiled.
             states: the one that gives hidden states, too.
         """
         graph_manager = self._graph_manager
         program = (PREFILL_EMBEDDED if embedded else PREFILL) + WITH_STATES * states
-        if unchanged and (program in graph_manager.prefills or graph_manager.eager):
-            return
-        graph_manager.check_model()
+        looked = graph_manager.look_if_due()
         if program in graph_manager.prefills or graph_manager.eager:
             return
+        if not looked:
+            graph_manager.check_model()
         with graph_manager.preparing(program, waiting, program, number=number):
             state = self._state
             length = compiled_length(state.facts.layers, state.device, state.max_positions, self._paging[0])
@@ -167,7 +165,6 @@ class Prefill:
         keep: NDArray[np.int64] | None = None,
         embeddings: Tensor | None = None,
         remember: bool = True,
-        unchanged: bool = False,
         exact: bool = False,
         reader: Reader | None = None,
     ) -> StepOutputs:
@@ -178,7 +175,6 @@ class Prefill:
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row that ends.
             embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
             remember: whether the rows' slots keep the tokens that are sampled.
-            unchanged: the model cannot have changed since it was last looked at; all that was valid then still is.
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
             reader: reads each launch.
 
@@ -186,7 +182,7 @@ class Prefill:
             ``[L, V]`` logits, and the tokens sampled from them: ``[L]`` int64 if ``keep`` is None, else none.
         """
         states = reader is not None and reader.hidden_states
-        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), unchanged=unchanged, states=states)
+        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), states=states)
         if embeddings is not None:
             self._graph_manager.events.used[PREFILL_EMBEDDED] += 1
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
@@ -210,7 +206,7 @@ class Prefill:
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
             sampled = slots[inside] if len(slots) else slots
-            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, part, unchanged, exact, states)
+            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, part, exact, states)
             if reader is not None:
                 reader.read(_spans(extensions, start, end), outputs.emitted)
             parts.append(outputs._replace(emitted={}))
@@ -228,7 +224,6 @@ class Prefill:
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
         embeddings: Tensor | None,
-        unchanged: bool,
         exact: bool,
         states: bool,
     ) -> StepOutputs:
@@ -238,9 +233,11 @@ class Prefill:
         if shape is not None:
             self._graph_manager.events.used[shape] += 1
             dispatch = self._dispatcher.dispatch(shape, exact)
-            self._graph_manager.serve(shape, dispatch, functools.partial(self._begin_capture, shape))
+            if dispatch.step != shape or dispatch.how != "run":
+                self._table.missed(shape, padded=dispatch.step != shape)
+            self._graph_manager.want_padded(shape, dispatch, functools.partial(self._begin_capture, shape))
             background = dispatch.how != "capture" if sampled == wanted else not self._pays(shape)
-            logits, tokens, emitted = self._run_shape(dispatch.step, chunk, keep, slots, unchanged, background)
+            logits, tokens, emitted = self._run_shape(dispatch.step, chunk, keep, slots, background)
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -412,7 +409,6 @@ class Prefill:
         chunk: list[Extension],
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
-        unchanged: bool = False,
         background: bool = True,
     ) -> StepOutputs:
         """Run a prefill padded to ``shape``: replay it, or launch and capture it, now or in the ``background``."""
@@ -421,14 +417,14 @@ class Prefill:
         entry = self._table.get(shape)
         running = [cast(Row, extension.row) for extension in chunk if extension.is_next]
         forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
-        if entry is not None and (forgettable or self._graph_manager.is_valid(shape, unchanged)):
+        if entry is not None and (forgettable or self._graph_manager.is_valid(shape)):
             assert entry.filled is not None
             fed = state.slots.fed() if running else None  # the replay overwrites what it feeds in
             self._upload(packed, table, shape, entry.filled)
             result: StepOutputs = entry.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
             # something else now, all it writes is written again.
-            if not forgettable or self._graph_manager.is_valid(shape, unchanged):
+            if not forgettable or self._graph_manager.is_valid(shape):
                 return result
             state.slots.restore(packed.slots, fed)
         inputs, filled = self._in_new_tensors(shape, packed)

@@ -19,6 +19,7 @@ from compiled_llm.execution.threads.interrupts import allowed, check, deferred
 P = ParamSpec("P")
 T = TypeVar("T")
 
+
 class CallingThread:
     """Runs calls one after the other, each on its caller's thread; safe to use from any thread."""
 
@@ -87,7 +88,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 _LEFT = nullcontext()
-"""In place of ``_outside``: mostly there is nothing to leave, since HuggingFace's ``generate`` computes no gradients."""
+"""In place of ``_outside``: mostly nothing is to be left, since HuggingFace's ``generate`` computes no gradients."""
 
 
 def _is_plain() -> bool:

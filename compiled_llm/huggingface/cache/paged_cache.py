@@ -338,6 +338,7 @@ class PagedCache(Cache):
         self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: WantedOutputs
     ) -> tuple[Tensor, StepEmitted]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
+        self.model_runner.expect_changes()  # since the last forward
         with self.extended(rows, self.seen + 1), self._reading(wanted, rows, self.seen, 1) as emitted:
             logits = self.generate_loop.decode(input_ids[:, 0], positions)[:, None]
         return logits, emitted()

@@ -61,6 +61,7 @@ class ModelVersion:
 
     Attributes:
         looks: how many have begun.
+        expected: an object of its own for each time that code of the user's may have changed the model.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ModelVersion:
                 they are others.
         """
         self.looks = 0
+        self.expected = object()
         self._known = known = _Remembered()
         self._model = weakref.ref(model, lambda _: known.forget())
         self._layer_count, self._walked, self._code_of_user = layers, walked, code
@@ -90,6 +92,10 @@ class ModelVersion:
         self._tensors = self._layers = self._rest = self._functions = self._remembered_at = self._probed = (
             self._read
         ) = 0
+
+    def expect_changes(self) -> None:
+        """Note that code of the user's may have changed the model: who relies on it looks before the next step."""
+        self.expected = object()
 
     def look(self) -> None:
         """Begin a look: all is compared again when it is next asked for."""

@@ -50,7 +50,7 @@ def begun(model: Any, seed: int, count: int, sampling: Sampling | None = None) -
 
 
 def step(generate_loop: GenerateLoop, twin: Alone) -> None:
-    generate_loop.step(unchanged=True)
+    generate_loop.step()
     twin.feed([twin.next])
     torch.testing.assert_close(generate_loop.logits()[0], twin.logits, rtol=1e-3, atol=1e-3)
 

@@ -134,7 +134,7 @@ class NaiveDevice:
     def mixing_pays(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
         return sum(row.length for row in decode) % 2 == 0  # now and then
 
-    def run(self, batch: Batch, persistent: Any, unchanged: bool = False) -> StepOutput:
+    def run(self, batch: Batch, persistent: Any) -> StepOutput:
         self.fault("run")
         entries = [(row, [self.next[row]], True) for row in batch.decode]
         entries += [(entry.row, entry.ids.tolist(), entry.is_last) for entry in batch.extend]  # type: ignore[misc]

@@ -88,12 +88,14 @@ class Batches:
         self,
         decode: Sequence[Row] = (),
         extend: Sequence[Extension] = (),
-        unchanged: bool = False,
+        changes: bool = True,
         mixed: bool = False,
     ) -> StepOutput:
         mixed = mixed and self.model_runner.can_mix(decode, extend)
+        if changes:
+            self.model_runner.expect_changes()
         batch = Batch(list(decode), list(extend), observer=self.seen.append, mixed=mixed)
-        step: StepOutput = self.call(self.model_runner.run, batch, self.persistent, unchanged)
+        step: StepOutput = self.call(self.model_runner.run, batch, self.persistent)
         for row in decode:
             self.twins[row].feed(self.texts[row][-1:])
         for extension in extend:

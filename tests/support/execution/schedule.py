@@ -66,7 +66,6 @@ class Schedule:
         self.unread: list[tuple[Verification, dict[Row, list[int]]]] = []  # of which some count, and what will be read
         self.forks: list[tuple[GenerateLoop, list[Tensor]]] = []
         self.has_next = True  # and not forgotten or computed elsewhere
-        self.unchanged = True  # the model, since the last step
 
     def admit(self, length: int, new: int) -> None:
         prompt = prompt_of(length, self._rng)
@@ -94,8 +93,7 @@ class Schedule:
                 self.left[row] -= 1
                 self.twins[row].feed([self.twins[row].next if tokens is None else int(tokens[index])])
             self.has_next = True
-        arrived = self.generate_loop.step(tokens, unchanged=self.unchanged)
-        self.unchanged = True
+        arrived = self.generate_loop.step(tokens)
         assert arrived == self.expected, "tokens of the step before, of the rows that took part in it"
         assert_logits(self.generate_loop, *(self.twins[row] for row in took_part))
         self.expected = {row: self.twins[row].next for row in took_part}

@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batc
 class StandIn(CapturedGraph[Any]):
     def __init__(self, model: PreTrainedModel, launch: Callable[[], Any]) -> None:
         self.cost = Cost(nbytes=1000, shared=10, seconds=0.5)
-        self._version, self._run, self._outputs = ModelVersion(model, 0), launch, None
+        self._version, self._run, self.outputs = ModelVersion(model, 0), launch, None
         self._tensors = self._version.tensors
         self.released = False
 
@@ -41,8 +41,8 @@ class StandIn(CapturedGraph[Any]):
         self._version.look()
         assert self._tensors == self._version.tensors, "a replay would read weights where they no longer are"
         new = self._run()
-        self._outputs = self._outputs or new
-        for output, value in zip(_tensors(self._outputs), _tensors(new), strict=True):
+        self.outputs = self.outputs or new
+        for output, value in zip(_tensors(self.outputs), _tensors(new), strict=True):
             output.copy_(value)
 
     def release(self) -> None:

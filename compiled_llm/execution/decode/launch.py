@@ -1,0 +1,125 @@
+"""A decode step of one shape, bound once: its program over the buffers, or the CUDA graph that was captured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from compiled_llm.compat.torch.profiler import is_profiling
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import StepEntry
+from compiled_llm.compilation.programs import PreparedCall
+from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.state.page_watch import PageWatch
+
+
+class BoundProgram:
+    """A decode program over the buffers of a step, to be called again and again.
+
+    The first call checks the guards of compiled code. As long as nothing changes, later ones run the same code.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[], PreparedCall],
+        paged: Callable[[], AbstractContextManager[None]],
+        guarded: bool,
+        in_trees: bool,
+    ) -> None:
+        """Bind it when it is first called.
+
+        Args:
+            prepare: returns a call, to be made within ``paged``.
+            guarded: check guards at each call.
+            in_trees: whether cudagraph trees replay it, of which each call is one step.
+        """
+        self._prepare, self._paged, self._guarded, self._in_trees = prepare, paged, guarded, in_trees
+        self._call: PreparedCall | None = None
+        self._profiled = False
+        self.runs = 0
+
+    def __call__(self) -> StepOutputs:
+        if self._in_trees:
+            torch.compiler.cudagraph_mark_step_begin()
+        with self._paged():
+            if self.runs < 2 or self._profiled is not is_profiling():  # a profile names ops
+                self._bind()
+            assert self._call is not None
+            outputs: StepOutputs = self._call()
+        self.runs += 1
+        return outputs
+
+    def _bind(self) -> None:
+        call, self._profiled = self._prepare(), is_profiling()
+        self._call = call.unguarded() if self.runs and not self._guarded else call
+
+
+class Launch:
+    """A step that is ready to run, for rows of which the buffers have all that it reads.
+
+    Attributes:
+        wanted: the step that runs if all are ready.
+        key: the step that runs, of B rows.
+        replays: whether it replays a CUDA graph, so that to launch it takes no time.
+        repeats: whether it can be launched again as it is; a missing graph would not be captured then.
+        alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
+        outputs: of its last run, overwritten by the next; a CUDA graph always writes the same tensors.
+    """
+
+    outputs: StepOutputs
+
+    def __init__(
+        self,
+        wanted: StepKey,
+        key: StepKey,
+        entry: StepEntry[Any] | None,
+        program: BoundProgram,
+        events: Events,
+        missed: Callable[[StepKey, bool], None] | None,
+        page_watch: PageWatch | None,
+        capture: Callable[[StepOutputs], None] | None,
+        alone: bool,
+    ) -> None:
+        """Run ``key`` in place of ``wanted``.
+
+        Args:
+            wanted: as the attribute.
+            key: as the attribute.
+            entry: has the CUDA graph; None to run the program.
+            program: runs if there is no graph, and may take as long as the step itself.
+            events: count what runs.
+            missed: counts wanted steps whose graph is missing; None if it is not.
+            page_watch: looks at pages after it if it checks them.
+            capture: takes the outputs of a program whose graph is to be captured; None if nothing is.
+            alone: as the attribute.
+        """
+        self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
+        self.repeats = key.new_tokens_per_row == 1 and capture is None
+        self._entry, self._program = entry, program
+        self._used, self._cascaded = events.used, events.cascaded if key.cascade else None
+        self._missed, self._page_watch, self._capture = missed, page_watch, capture
+
+    def __call__(self) -> StepOutputs:
+        """Count it and run it."""
+        self._used[self.wanted] += 1
+        if self._missed is not None:
+            self._missed(self.wanted, self.key != self.wanted)
+        if self._cascaded is not None:
+            self._cascaded()
+        if (entry := self._entry) is None:
+            self.outputs = self._program()
+        else:
+            entry.replays += 1
+            entry.used = entry.clock()
+            assert entry.cuda_graph is not None, "a step without its graph is not valid"
+            entry.cuda_graph.launch()
+            self.outputs = entry.cuda_graph.outputs
+        if self._page_watch is not None:
+            self._page_watch.launched()
+        if self._capture is not None:
+            self._capture(self.outputs)
+        return self.outputs
