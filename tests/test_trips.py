@@ -118,12 +118,17 @@ def test_a_captured_step_of_an_engine_takes_few_calls(monkeypatch):
     found = trip([leg for leg in quiet(legs[3:-3]) if "execution/model_runner.py" not in leg])
     print(f"captured engine: {found}")
     assert found.files <= 15
-    assert found.calls <= 54
+    assert found.calls <= 48
 
 
 def test_an_uncompiled_step_takes_few_calls_beside_the_program(monkeypatch, seed):
-    found = trip(quiet(steps_of_generate(uncompiled(monkeypatch), monkeypatch, seed)))
+    legs = quiet(steps_of_generate(uncompiled(monkeypatch), monkeypatch, seed))
+    bound = [leg for leg in legs if "compilation/program_list.py" in leg]  # once by its first run, once by the next
+    assert len(bound) <= 1
+    found = trip([leg for leg in legs if leg not in bound])
     print(f"eager generate: {found}")
+    assert found.files <= 8
+    assert found.calls <= 28
 
 
 def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed):
@@ -135,7 +140,10 @@ def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed
         greedy(model, inputs, 40)
     mark_calls(monkeypatch, GenerateLoop, "step", walk)
     changed = walk.of(lambda: greedy(model, inputs, 40))[2]
-    print(f"changed step: {len(set(changed))} files, {len(changed)} calls")
+    found = trip([changed])
+    print(f"changed step: {found}")
+    assert found.files <= 24
+    assert found.calls <= 145
 
 
 @pytest.mark.parametrize(

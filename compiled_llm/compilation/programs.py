@@ -109,9 +109,13 @@ class PreparedCall(NamedTuple):
             return self
         return self._replace(code=self.code or compiled_code(self.function, self.arguments))
 
+    def bound(self) -> Callable[[], Any]:
+        """Return what makes the call."""
+        return functools.partial(self.code or self.program, *self.arguments.values())
+
     def __call__(self) -> Any:
         """Return ``StepOutputs``, or what else the program returns."""
-        return (self.code or self.program)(*self.arguments.values())
+        return self.bound()()
 
 
 class Programs:

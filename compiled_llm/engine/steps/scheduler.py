@@ -88,7 +88,7 @@ class Scheduler:
         self._prefixes = prefixes
         self.generation = 0 if prefixes is None else prefixes.generation
         self._queue = Queue()
-        self._next_deadline = math.inf
+        self.next_deadline = math.inf
         self._likely = float(_FIRST_GUESS)  # tokens of an answer
         self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, unless requests come or go:
         self._same = 0
@@ -126,7 +126,7 @@ class Scheduler:
         """Let a request wait for its turn."""
         if request.done:  # cancelled before it came here
             return
-        self._next_deadline = min(self._next_deadline, _deadline(request))
+        self.next_deadline = min(self.next_deadline, _deadline(request))
         self._queue.add(request)
 
     def add_all(self, requests: Sequence[Request]) -> None:
@@ -149,12 +149,10 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Request]:
         """End requests whose deadline is over, and return them; ``now`` is on ``time.monotonic``'s clock."""
-        if self._next_deadline > now:
-            return []
         late = [entry for entry in (*self.running, *self.waiting) if _deadline(entry) <= now]
         for request in late:
             self.end(request, "timeout")
-        self._next_deadline = min(map(_deadline, (*self.running, *self.waiting)), default=math.inf)
+        self.next_deadline = min(map(_deadline, (*self.running, *self.waiting)), default=math.inf)
         return late
 
     # ---- plan

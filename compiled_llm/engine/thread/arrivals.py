@@ -23,22 +23,23 @@ class Arrivals:
     Attributes:
         changed: the lock of the engine's state, notified when something has changed.
         closed: no more messages are taken.
+        messages: those that were left and not called yet.
     """
 
     def __init__(self) -> None:
         self.changed = Condition()
         self.closed = self._called = False
-        self._messages: deque[Message] = deque()
+        self.messages: deque[Message] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._messages)
+        return bool(self.messages)
 
     def send(self, message: Message) -> None:
         """Leave a message; RuntimeError if the engine is closed."""
         with self.changed:
             if self.closed:
                 raise RuntimeError("the engine is closed; make another one")
-            self._messages.append(message)
+            self.messages.append(message)
             self.call()
 
     def deliver(self, loop: Loop) -> None:
@@ -47,15 +48,15 @@ class Arrivals:
         A message stays in the queue while it is called: else the engine's thread would take the engine for idle before
         the scheduler has its requests, and sleep.
         """
-        while self._messages:
-            message = self._messages[0]
+        while self.messages:
+            message = self.messages[0]
             try:
                 message(loop)
             finally:
-                self._messages.popleft()
+                self.messages.popleft()
 
     def clear(self) -> None:
-        self._messages.clear()
+        self.messages.clear()
 
     def call(self) -> None:
         """End the ``wait`` of the engine's thread."""

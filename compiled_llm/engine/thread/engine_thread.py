@@ -59,6 +59,7 @@ class EngineThread:
         self.request_table = RequestTable(self._arrivals)
         self.step_lock = StepLock(self._changed)
         self.joined = JoinedCalls(self._changed)
+        self._claimed: float | None = None  # since when other loops get no pages
         weakref.finalize(self, self._arrivals.close).atexit = False
         self._serving = ServingThread(self, self._arrivals)
 
@@ -167,7 +168,7 @@ class EngineThread:
             self._leave()
 
     def _leave(self) -> None:
-        self._runtime.loop_lock.claim_pages(self, None)
+        self._claim_pages(None)
         self.step_lock.leave()
         if self._arrivals or self.placed.busy:  # of other threads: the engine's own goes on with them
             self._arrivals.call()
@@ -271,19 +272,29 @@ class EngineThread:
     def _step(self, loop: Loop) -> None:
         if first := loop.read_first_tokens():
             self.request_table.notify(first)
-        self._arrivals.deliver(loop)
+        if self._arrivals.messages:  # mostly not: what a step asks without a call costs it nothing
+            self._arrivals.deliver(loop)
         due = self.check.look_if_due(loop.model_runner)
         lock, scheduler = self._runtime.loop_lock, loop.scheduler
-        if expired := scheduler.expire(time.monotonic()):
-            self.request_table.notify(expired)
-        scheduler.admits_until = lock.pages_wanted_since(apart_from=self)
+        if scheduler.next_deadline <= (now := time.monotonic()):
+            self.request_table.notify(scheduler.expire(now))
+        wanted = lock.waiters or lock.claims
+        scheduler.admits_until = lock.pages_wanted_since(apart_from=self) if wanted else math.inf
         if (compiling := loop.model_runner.compiling) is not None:  # it waits for answers that have begun
             until = compiling.admits_until
             if scheduler.running or scheduler.next_goes_on(until):
                 scheduler.admits_until = min(scheduler.admits_until, until)
         self.request_table.notify(loop.step(due))
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
-        lock.claim_pages(self, scheduler.short_since if scheduler.running or lock.shared else None)
+        short_since = scheduler.short_since
+        if short_since is not None and not (scheduler.running or lock.shared):
+            short_since = None
+        if short_since != self._claimed:
+            self._claim_pages(short_since)
+
+    def _claim_pages(self, since: float | None) -> None:
+        self._claimed = since
+        self._runtime.loop_lock.claim_pages(self, since)
 
     def model_may_have_changed(self, weights_stay: bool) -> None:
         """Look at the model before the next step; unless its weights stay, empty the prefix cache."""

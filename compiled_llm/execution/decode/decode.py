@@ -181,7 +181,7 @@ class Decode:
         in_trees = manager.programs.in_trees
         return BoundProgram(
             lambda: manager.programs.prepared(manager.arguments(self._inputs(step))),
-            manager.paged,
+            self._state.facts.attention.paged,
             guarded=self._cuda_graphs.ours or in_trees,
             in_trees=in_trees,
         )

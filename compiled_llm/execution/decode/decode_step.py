@@ -117,6 +117,9 @@ class DecodeStep:
         self._defers = deferred_sampling.defers(placed.rows)
         self._spans: list[TokenSpan] = []  # for readers, of the first run that one reads
         self._read_at = 0  # its ``advanced``
+        rows, step = len(placed.rows), placed.step
+        new = step.new_tokens_per_row
+        self._last = slice(new - 1, rows * new, new) if new > 1 else slice(rows) if rows < step.rows else None
         self.output = self._last_of_rows(launch.outputs)
 
     @property
@@ -126,12 +129,8 @@ class DecodeStep:
 
     def _last_of_rows(self, outputs: StepOutputs) -> StepOutput:
         logits, tokens, _ = outputs
-        rows, step = len(self.placed.rows), self.placed.step
-        if step.new_tokens_per_row > 1:
-            last = slice(step.new_tokens_per_row - 1, rows * step.new_tokens_per_row, step.new_tokens_per_row)
-            logits, tokens = logits[last], tokens[last]
-        elif rows < step.rows:
-            logits, tokens = logits[:rows], tokens[:rows]
+        if self._last is not None:
+            logits, tokens = logits[self._last], tokens[self._last]
         return StepOutput(self.placed.rows, logits, tokens)
 
     def end(self) -> None:

@@ -38,7 +38,7 @@ class BoundProgram:
             in_trees: whether cudagraph trees replay it, of which each call is one step.
         """
         self._prepare, self._paged, self._guarded, self._in_trees = prepare, paged, guarded, in_trees
-        self._call: PreparedCall | None = None
+        self._call: Callable[[], StepOutputs] | None = None
         self._profiled = False
         self.runs = 0
 
@@ -49,13 +49,13 @@ class BoundProgram:
             if self.runs < 2 or self._profiled is not is_profiling():  # a profile names ops
                 self._bind()
             assert self._call is not None
-            outputs: StepOutputs = self._call()
+            outputs = self._call()
         self.runs += 1
         return outputs
 
     def _bind(self) -> None:
         call, self._profiled = self._prepare(), is_profiling()
-        self._call = call.unguarded() if self.runs and not self._guarded else call
+        self._call = (call.unguarded() if self.runs and not self._guarded else call).bound()
 
 
 class Launch:

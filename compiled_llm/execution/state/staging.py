@@ -139,9 +139,10 @@ class Readback:
 
     def result(self) -> list[int]:
         """Return tokens, once."""
-        self._wait()
+        if self._event is not None:  # here, and no call: each step comes by
+            self._event.synchronize()
         tokens: list[int] = self._array.tolist()
-        if self._idle is not None:  # here, and no call: each step comes by
+        if self._idle is not None:
             self._idle.append(self)
         return tokens
 

@@ -67,7 +67,13 @@ class CallingThread:
                 if inside_torch_modes():
                     self._aside = self._aside or DeviceThread(self._device)
                     return self._aside.call(function, *args, **kwargs)
-                with self._on_device, _LEFT if _is_plain() else _outside():
+                leaves = (
+                    torch.is_grad_enabled()
+                    or torch.is_inference_mode_enabled()
+                    or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+                    or not torch.is_autocast_cache_enabled()
+                )
+                with self._on_device, _outside() if leaves else _STAYS:
                     return function(*args, **kwargs)
             finally:
                 self._caller = None
@@ -87,16 +93,8 @@ class CallingThread:
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-_LEFT = nullcontext()
+_STAYS = nullcontext()
 """In place of ``_outside``: mostly nothing is to be left, since HuggingFace's ``generate`` computes no gradients."""
-
-
-def _is_plain() -> bool:
-    return torch.is_autocast_cache_enabled() and not (
-        torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled()
-        or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
-    )
 
 
 @contextmanager

@@ -53,7 +53,11 @@ class deferred(ContextDecorator):  # noqa: N801
         if _workers.guard is not None:
             self._context = _guarded(_workers.guard)
             self._context.__enter__()
-        elif _State.allowed and _may_be_deferred():  # inside ``deferred`` there is nothing left to do
+        elif (
+            _State.allowed  # inside ``deferred`` there is nothing left to do
+            and threading.get_ident() == _State.thread
+            and (_State.handles or handler_of(signal.SIGINT) in _OF_PYTHON_OR_OURS)
+        ):
             self._outermost = not _State.handles
             try:
                 self._defers, _State.allowed = True, False
@@ -100,7 +104,7 @@ class allowed:  # noqa: N801
     _changed = False
 
     def __enter__(self) -> None:
-        if _State.allowed or not _is_main_thread():
+        if _State.allowed or threading.get_ident() != _State.thread:
             return
         _State.allowed = True
         if _State.pending:  # checked last: from here on Ctrl-C is raised at once
@@ -115,7 +119,7 @@ class allowed:  # noqa: N801
 
 def check() -> None:
     """Raise KeyboardInterrupt if one of this thread's was deferred."""
-    if _State.pending and _is_main_thread():
+    if _State.pending and threading.get_ident() == _State.thread:
         _State.pending = False
         raise KeyboardInterrupt
 
@@ -130,15 +134,6 @@ def _on_interrupt(signum: int, frame: FrameType | None) -> None:
         _State.allowed = not _State.handles
         raise KeyboardInterrupt
     _State.pending = True
-
-
-def _is_main_thread() -> bool:
-    return threading.get_ident() == _State.thread
-
-
-def _may_be_deferred() -> bool:
-    here = threading.get_ident() == _State.thread
-    return here and (_State.handles or handler_of(signal.SIGINT) in _OF_PYTHON_OR_OURS)
 
 
 _OF_PYTHON_OR_OURS = (signal.default_int_handler, _on_interrupt)

@@ -34,6 +34,7 @@ class LoopLock:
 
     Attributes:
         waiters: the loops that wait for the lock.
+        claims: since when owners keep pages from loops that come later.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class LoopLock:
         self._holder: object | None = None
         self.waiters: list[_Waiter] = []
         self._loops: dict[object, int] = {}  # each with its thread
-        self._claims: dict[object, float] = {}
+        self.claims: dict[object, float] = {}
         self._moved = 0.0  # the time of the last step
         self._local = threading.local()
 
@@ -67,21 +68,21 @@ class LoopLock:
         It is ``inf`` if none does, or if the loops that have the pages seem to wait for a later one. The claim of
         ``apart_from`` does not count.
         """
-        if not (self.waiters or self._claims):
+        if not (self.waiters or self.claims):
             return math.inf
         with self._condition:
             return self._first_taker(apart_from)
 
     def claim_pages(self, owner: object, since: float | None) -> None:
         """Keep pages from loops that come after ``since``; None ends that."""
-        if self._claims.get(owner) == since:
+        if self.claims.get(owner) == since:
             return
         with self._condition:
             if since is None:
-                del self._claims[owner]
+                del self.claims[owner]
                 self._condition.notify_all()
             else:
-                self._claims[owner] = since
+                self.claims[owner] = since
 
     @contextmanager
     def taken(self, fits: Callable[[], bool] | None = None) -> Iterator[None]:
@@ -160,5 +161,5 @@ class LoopLock:
     def _first_taker(self, apart_from: object = None) -> float:
         if time.monotonic() - self._moved > _STALLED:
             return math.inf
-        claims = [since for owner, since in self._claims.items() if owner is not apart_from]
+        claims = [since for owner, since in self.claims.items() if owner is not apart_from]
         return min([waiter.since for waiter in self.waiters if waiter.takes_pages] + claims, default=math.inf)
