@@ -90,6 +90,7 @@ class NaiveDevice:
         self.deferring: set[int] = set()
         graphs = SimpleNamespace(leave=lambda user: None)
         self.state = SimpleNamespace(
+            arena=None,
             slots=self,
             pool=pool,
             config=config,

@@ -101,14 +101,14 @@ def captured(launch: Callable[[], Any]) -> tuple[GraphInPieces, Any]:
 class CapturedPieces:
     def __init__(self, graph: GraphInPieces, outputs: Any) -> None:
         self.cost = Cost(nbytes=1000, shared=10, seconds=0.5)
-        self.graph, self._outputs = graph, outputs
+        self.graph, self.outputs = graph, outputs
 
     def launch(self) -> None:
         self.graph.replay()
 
     def replay(self) -> Any:
         self.launch()
-        return self._outputs
+        return self.outputs
 
     def release(self) -> None:
         self.graph.reset()
