@@ -17,7 +17,7 @@ from compiled_llm.explaining.profile.breakdown import (
     moved_by_decode,
     moved_by_prefill,
 )
-from compiled_llm.explaining.profile.kernels import KernelProfiler, Launch, busy_us, kind_of
+from compiled_llm.explaining.profile.kernels import KernelLaunch, KernelProfiler, busy_us, kind_of
 from compiled_llm.explaining.profile.step_bytes import StepBytes, prepared_bytes, step_bytes
 from support.parity import FEW_PAGES
 from support.tiny_models import tiny_llama, tiny_qwen3
@@ -57,14 +57,14 @@ def test_operators_inside_attention_are_attention() -> None:
 
 def test_overlapping_kernels_are_busy_once() -> None:
     spans = [(0.0, 10.0), (5.0, 8.0), (9.0, 12.0), (20.0, 21.0)]
-    assert busy_us(Launch("k", "attention", end - start, start, end) for start, end in reversed(spans)) == 13.0
+    assert busy_us(KernelLaunch("k", "attention", end - start, start, end) for start, end in reversed(spans)) == 13.0
 
 
 def test_kinds_are_averages_over_the_steps_and_carry_their_bytes() -> None:
     launches = [
-        Launch("a", "attention", 3.0, 0, 3),
-        Launch("a", "attention", 5.0, 4, 9),
-        Launch("m", "matrix products", 2, 9, 11),
+        KernelLaunch("a", "attention", 3.0, 0, 3),
+        KernelLaunch("a", "attention", 5.0, 4, 9),
+        KernelLaunch("m", "matrix products", 2, 9, 11),
     ]
     nbytes = StepBytes(weights=1000, kv_per_row=10, kv_written=1)
     attention, products = kinds_of(launches, 2, moved_by_decode(nbytes, batch=3))
@@ -79,7 +79,7 @@ def test_prefill_counts_the_bytes_of_the_way_into_pages_that_its_layers_take() -
     arguments = tensors_of_rope_append(model.config, tokens := 3)
     prepared = prepared_bytes(layers, model.dtype)
     assert tokens * prepared == len(layers) * sum(tensor.nbytes for tensor in arguments)
-    alone, fused = (Launch("k", kind, 1.0, 0, 1) for kind in ("page append", "rotary and page append"))
+    alone, fused = (KernelLaunch("k", kind, 1.0, 0, 1) for kind in ("page append", "rotary and page append"))
     for launch, moved in ((alone, tokens * nbytes.kv_written), (fused, tokens * prepared)):
         (kind,) = kinds_of([launch], 1, moved_by_prefill(nbytes, prepared, tokens, [launch]))
         assert kind == Kind(launch.kind, 1.0, 1.0, moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from compiled_llm.explaining.profile.kernels import KINDS, Launch
+from compiled_llm.explaining.profile.kernels import KINDS, KernelLaunch
 from compiled_llm.explaining.profile.step_bytes import StepBytes
 
 TOP = 25
@@ -124,7 +124,7 @@ def moved_by_decode(nbytes: StepBytes, batch: int) -> dict[str, int | None]:
 
 
 def moved_by_prefill(
-    nbytes: StepBytes, prepared: int, tokens: int, launches: Sequence[Launch]
+    nbytes: StepBytes, prepared: int, tokens: int, launches: Sequence[KernelLaunch]
 ) -> dict[str, int | None]:
     """Return what prefill of ``tokens`` has to move, by kind of kernel, in bytes.
 
@@ -137,7 +137,7 @@ def moved_by_prefill(
     return {"matrix products": nbytes.weights, **(appends if len(ran) < 2 else {})}
 
 
-def kinds_of(launches: Sequence[Launch], steps: int, moved: Mapping[str, int | None]) -> list[Kind]:
+def kinds_of(launches: Sequence[KernelLaunch], steps: int, moved: Mapping[str, int | None]) -> list[Kind]:
     """Return time and bytes by kind, for one step; kinds that never ran are left out.
 
     Args:
@@ -152,7 +152,7 @@ def kinds_of(launches: Sequence[Launch], steps: int, moved: Mapping[str, int | N
     return kinds
 
 
-def kernels_of(launches: Sequence[Launch], steps: int) -> list[Kernel]:
+def kernels_of(launches: Sequence[KernelLaunch], steps: int) -> list[Kernel]:
     spent: dict[str, list[float]] = {}
     for launch in launches:
         spent.setdefault(launch.name, []).append(launch.us)

@@ -31,7 +31,7 @@ P = TypeVar("P", bound="KernelProfiler")
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """One kernel that ran; on a CPU, one operator.
 
     Attributes:
@@ -53,7 +53,7 @@ def kind_of(names: Iterable[str]) -> str:
     return next((kind for kind in kinds[1:] if kind in whole), kinds[0])
 
 
-def busy_us(launches: Iterable[Launch]) -> float:
+def busy_us(launches: Iterable[KernelLaunch]) -> float:
     """Return how long at least one of the launches ran: they may overlap."""
     busy, reached = 0.0, float("-inf")
     for launch in sorted(launches, key=lambda launch: launch.start):
@@ -67,7 +67,7 @@ class KernelProfiler:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self.launches: list[Launch] = []
+        self.launches: list[KernelLaunch] = []
         self._profile: Any = None
 
     def __enter__(self: P) -> P:
@@ -107,13 +107,13 @@ class KernelProfiler:
         activity = ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU
         return profile(activities=[activity], experimental_config=everywhere, acc_events=True)
 
-    def _launches(self) -> Iterator[Launch]:
+    def _launches(self) -> Iterator[KernelLaunch]:
         wanted = "CUDA" if self._cuda else "CPU"
         for event in self._profile.events():
             if event.device_type.name == wanted and not _is_annotation(event):
                 span = event.time_range
                 spent = span.elapsed_us() if self._cuda else event.self_cpu_time_total
-                yield Launch(event.name, kind_of(_names(event)), float(spent), float(span.start), float(span.end))
+                yield KernelLaunch(event.name, kind_of(_names(event)), float(spent), float(span.start), float(span.end))
 
 
 def _names(event: Any) -> Iterator[str]:
