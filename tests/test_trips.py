@@ -142,8 +142,8 @@ def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed
     changed = walk.of(lambda: greedy(model, inputs, 40))[2]
     found = trip([changed])
     print(f"changed step: {found}")
-    assert found.files <= 24
-    assert found.calls <= 145
+    assert found.files <= 25
+    assert found.calls <= 140
 
 
 @pytest.mark.parametrize(

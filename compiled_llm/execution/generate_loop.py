@@ -53,7 +53,7 @@ class GenerateLoop:
         self.promise = Promise(model_runner.pool)
         self._pending: list[tuple[Row, NDArray[np.int64], Sampling | None]] = []
         self._computed: Tensor | None = None
-        self._persistent = PersistentBatch(model_runner.state, model_runner.decode, model_runner.readbacks, exact=True)
+        self._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks, exact=True)
         self._every_row = Batch(decode=self.rows, promise=self.promise)  # the list is always the same
         self._unread = _Unread(model_runner.readbacks)
         self._masks: Callable[[], Masks] | None = None
@@ -67,7 +67,7 @@ class GenerateLoop:
     @property
     def prepared(self) -> bool:
         """Whether the next decode step can be launched at once: nothing has to be compiled or captured for it."""
-        return self.model_runner.decode.is_ready(self._persistent.step_for(self.rows, states=self._every_row.states))
+        return self.model_runner.steps.is_ready(self._persistent.step_for(self.rows, states=self._every_row.states))
 
     # ---- the three verbs
 

@@ -27,6 +27,7 @@ from compiled_llm.execution.batch import Batch, Extension, Observer, Reader, Ste
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.decode.verification import make_exact
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.dispatcher import Dispatcher
@@ -156,7 +157,8 @@ class ModelRunner:
         simplest, table = self._planner.variants[0], self.state.step_table
         dispatcher = Dispatcher(table, config.max_batch_size, simplest, shapes.spare)
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, dispatcher)
-        self.decode = Decode(self.state, self.graph_manager, self._planner, dispatcher)
+        self.decode = Decode(self.state, self.graph_manager, self._planner)
+        self.steps = Steps(self.state, self.graph_manager, self._planner, dispatcher, self.decode)
         self.unpaged = Unpaged(self.state, self.graph_manager)
         self._values: int | None = None  # of the model that computed ``prefixes``; None before the first look
 
@@ -211,7 +213,7 @@ class ModelRunner:
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
         wanted = persistent.step_for(rows, new, batch.states)
-        launch = decode.ready(wanted, waiting=len(rows), exact=persistent.exact)
+        launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
             try:
@@ -341,7 +343,7 @@ class ModelRunner:
     ) -> StepOutput:
         """Sample for the rows whose sampling is deferred, as ``DeferredSampling.run``, and wait for nothing."""
         if not processed and (rows := len(persistent.deferred.rows)):
-            self.events.used[StepKey.sampling(self.decode.dispatcher.decode_of(rows).rows, masks is not None)] += 1
+            self.events.used[StepKey.sampling(self.steps.dispatcher.decode_of(rows).rows, masks is not None)] += 1
         return persistent.deferred.run(masks, processed)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:

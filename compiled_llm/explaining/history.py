@@ -42,7 +42,7 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
         wanted: batch sizes; if True, those that are ready because calls have used them.
         prompts: the beginnings of rows; meaningless tokens if None.
     """
-    sizes = (runtime.model_runner().decode.wanted_buckets or [1]) if wanted is True else list(wanted or ())
+    sizes = (runtime.model_runner().steps.wanted_buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
     with runtime.loop_lock.taken():
         return measure(runtime.model_runner(), runtime.facts.model, sizes, prompts, runtime.config.progress)

@@ -77,10 +77,10 @@ def measure(
     _check_positions(model_runner, prompts)
     display, steps = (
         ProgressDisplay(progress),
-        sorted({model_runner.decode.dispatcher.decode_of(size) for size in batches}),
+        sorted({model_runner.steps.dispatcher.decode_of(size) for size in batches}),
     )
     for step in steps:
-        model_runner.thread.call(model_runner.decode.ready, step)
+        model_runner.thread.call(model_runner.steps.ready, step)
     model_runner.thread.call(model_runner.prefill.make_ready)
     with display.task("measuring the read bandwidth"):
         bench = _Stopwatch(model_runner, model, read_bandwidth(model_runner.device, model.dtype))

@@ -61,7 +61,7 @@ def runner_of(model: Any, exact: bool) -> GenerateLoop:
     generate_loop: GenerateLoop = model.compiled.generate_loop()
     if not exact:
         model_runner = model.compiled.model_runner()
-        generate_loop._persistent = PersistentBatch(model_runner.state, model_runner.decode, model_runner.readbacks)
+        generate_loop._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks)
     return generate_loop
 
 

@@ -71,9 +71,7 @@ class Grammared:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model_runner: ModelRunner = model.compiled.model_runner()
-        self.persistent = PersistentBatch(
-            self.model_runner.state, self.model_runner.decode, self.model_runner.readbacks
-        )
+        self.persistent = PersistentBatch(self.model_runner.state, self.model_runner.steps, self.model_runner.readbacks)
         self.last: dict[Row, int] = {}
         self.launched: dict[Row, Tensor] = {}
 

@@ -57,7 +57,7 @@ def record(model_runner: ModelRunner, number: int) -> None:
     shapes = [shape for rows in (1, 4) for shape in model_runner.prefill.captured_shapes(rows)[:8]]
     decodes = [StepKey.decode(bucket) for bucket in (1, 2, 4, 8, 16, 17)]
     if number % 2:
-        model_runner.thread.call(model_runner.decode.ready, decodes[number // 2 % len(decodes)])
+        model_runner.thread.call(model_runner.steps.ready, decodes[number // 2 % len(decodes)])
     else:
         model_runner.thread.call(model_runner.prefill.capture_shapes, [shapes[number // 2 % len(shapes)]])
 

@@ -204,7 +204,7 @@ class FakeDevice:
         self.sizes, self.choices, self.rest = sizes, [], 0
         self.state = SimpleNamespace(step_table=self.table, cascade=None)
         self.config = SimpleNamespace(max_batch_size=8)
-        self.prefill, self.decode, self.thread = self, self, self
+        self.prefill, self.steps, self.thread = self, self, self
 
     def call(self, function: Any, *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)

@@ -113,7 +113,7 @@ class Loop:
         self.model_runner = model_runner
         self.scheduler = scheduler
         self.prefixes = prefixes
-        self._persistent = PersistentBatch(model_runner.state, model_runner.decode, model_runner.readbacks)
+        self._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks)
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan

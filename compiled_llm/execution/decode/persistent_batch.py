@@ -13,10 +13,10 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.decode.cascade_table import LEAST_KEYS
-from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.decode.launch import Launch
+from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.decode.verification import Verification, make_exact
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
@@ -37,9 +37,9 @@ class PersistentBatch:
         step: the last decode step, to be run again; None if its rows are no longer in the decode buffers.
     """
 
-    def __init__(self, state: RunnerState, decode: Decode, readbacks: Readbacks, exact: bool = False) -> None:
+    def __init__(self, state: RunnerState, steps: Steps, readbacks: Readbacks, exact: bool = False) -> None:
         self.exact = exact
-        self._decode = decode
+        self._steps, self._decode = steps, steps.decode
         self._validity, self._slots, self._readbacks = state.validity, state.slots, readbacks
         self._arena = state.arena
         self._page_watch = state.page_watch
@@ -171,8 +171,8 @@ class PersistentBatch:
 
     def _step_for(self, rows: Sequence[Row], new_tokens: int) -> StepKey:
         if new_tokens > 1:
-            return self._decode.step_of_several(len(rows), new_tokens)
-        step = self._decode.dispatcher.decode_of(len(rows), self._wanted, self.exact)
+            return self._steps.step_of_several(len(rows), new_tokens)
+        step = self._steps.dispatcher.decode_of(len(rows), self._wanted, self.exact)
         self._runs = self._runs_of(rows)
         return StepKey.decode(step.rows, cascade=True) if self._runs else step
 

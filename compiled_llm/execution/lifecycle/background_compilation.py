@@ -163,7 +163,7 @@ class BackgroundCompilation:
         thread.call(model_runner.prefill.make_ready)
         steps: list[StepKey] = []
         while missing := [step for step in self._wanted if step not in steps]:
-            thread.call(model_runner.decode.ready, missing[0])
+            thread.call(model_runner.steps.ready, missing[0])
             steps.append(missing[0])
         programs = model_runner.graph_manager.programs  # others than before, if the model's code has changed
         programs.drop_tensors()

@@ -338,8 +338,8 @@ def prepare(
         report: takes each preparation, in words.
         anchors: a few CUDA graphs in which all others could run, too.
     """
-    thread, prefill, decode = model_runner.thread, model_runner.prefill, model_runner.decode
-    missing = [step for step in decodes if not decode.is_ready(step)]
+    thread, prefill, steps = model_runner.thread, model_runner.prefill, model_runner.steps
+    missing = [step for step in decodes if not steps.is_ready(step)]
     total = len(missing) + (not prefill.is_ready)
     report("preparing prefill")
     thread.call(prefill.make_ready, number=_number(1, total), anchors=anchors)
@@ -348,7 +348,7 @@ def prepare(
     for number, step in enumerate(decodes, start=1):
         report(f"preparing steps of {step.rows} request{'s' * (step.rows > 1)} ({number} of {len(decodes)})")
         at = total - len(missing) + missing.index(step) + 1 if step in missing else 0
-        thread.call(decode.ready, step, number=_number(at, total), anchors=anchors)
+        thread.call(steps.ready, step, number=_number(at, total), anchors=anchors)
     for shapes in filter(None, captured):
         report(f"preparing prefills of up to {max(shape.tokens for shape in shapes)} tokens")
         thread.call(prefill.capture_shapes, shapes, only_with_room=True)

@@ -36,7 +36,7 @@ def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callabl
         key for key in keys if key.phase == "decode" or (key.phase == "prefill" and model_runner.prefill.fits(key))
     ]
     _prepare_steps(model_runner, steps, profile.embeddings > 0, report)
-    for phase in (model_runner.prefill, model_runner.decode):  # all other steps run in these
+    for phase in (model_runner.prefill, model_runner.steps):  # all other steps run in these
         model_runner.thread.call(phase.capture_anchors)
     if samplings := sorted({key.rows for key in keys if key.phase == "sampling"}):
         report("preparing sampling of tokens under grammars")

@@ -123,13 +123,13 @@ class Warmup:
         if model_runner.state.cascade is not None:
             report("preparing steps of requests that share pages")
             step = StepKey.decode(model_runner.config.max_batch_size, cascade=True)
-            model_runner.thread.call(model_runner.decode.compile, step)
+            model_runner.thread.call(model_runner.steps.compile, step)
 
     @staticmethod
     def _decodes(model_runner: ModelRunner, wanted: Wanted) -> list[StepKey]:
         if wanted.profile is not None:
             return sorted(step for step in wanted.profile.uses if step.phase == "decode")
-        steps = {model_runner.decode.dispatcher.decode_of(size) for size in wanted.sizes}
+        steps = {model_runner.steps.dispatcher.decode_of(size) for size in wanted.sizes}
         if (cascade := model_runner.state.cascade) is not None and cascade.always:
             steps |= {StepKey.decode(step.rows, cascade=True) for step in steps if step.rows > 1}
         return sorted(steps)

@@ -379,4 +379,4 @@ def test_where_states_run_out_nothing_leaks(change: Callable[[Any], Any], seed: 
 def test_several_tokens_at_once_are_refused() -> None:
     model = wrapped_family("Lfm2")
     with pytest.raises(ValueError, match="2 new tokens for each row: a step of recurrent layers has one"):
-        model.compiled.model_runner().decode.step_of_several(1, 2)
+        model.compiled.model_runner().steps.step_of_several(1, 2)

@@ -101,7 +101,7 @@ class NaiveDevice:
             validity=pool.validity,
         )
         self.unsampled: list[Row] = []
-        self.decode = SimpleNamespace(ready=())
+        self.steps = SimpleNamespace(decode=None)
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))
 
     def fault(self, place: str) -> None:

@@ -59,9 +59,7 @@ class Batches:
         self.plain = tiny_qwen3(**OVERRIDES)
         self.model: PreTrainedModel = beside.model if beside else compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **own)
         self.model_runner: ModelRunner = self.model.compiled.model_runner()
-        self.persistent = PersistentBatch(
-            self.model_runner.state, self.model_runner.decode, self.model_runner.readbacks
-        )
+        self.persistent = PersistentBatch(self.model_runner.state, self.model_runner.steps, self.model_runner.readbacks)
         self.twins: dict[Row, Alone] = {}
         self.texts: dict[Row, list[int]] = {}  # since they were admitted
         self.constrained: set[Row] = set()
