@@ -21,7 +21,7 @@ from support.tiny_models import tiny_llama
 PAGE = DOCS / "reference" / "compatibility.md"
 PROMPTS = mixed_prompts([5, 3], 128, seed=0)
 UNPADDED = mixed_prompts([4, 4], 128, seed=0)
-"""For numbers: activations of eight bits are rounded by what else is computed with them, padding included."""
+"""For numbers: the last bits that padding changes become whole steps where activations have eight bits."""
 
 
 def installed(package: str) -> bool:
