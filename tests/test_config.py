@@ -172,14 +172,6 @@ def test_bytes_are_rounded_down_to_pages(page_size):
     assert pages(kv_memory=f"{10 * one} B", page_size=page_size) == 11
 
 
-def test_each_group_of_layers_has_as_many_pages() -> None:
-    one = bytes_of_a_page(16)
-    for memory, count in ((f"{17} tokens", 6), (7 * one, 6), (3 * one, 3)):
-        assert pages_to_allocate(WrapConfig(kv_memory=memory), one, CPU, 4096, groups=3) == count + 1
-    with pytest.raises(ValueError, match=r"one page of 16 tokens takes 36\.0 KiB"):
-        pages_to_allocate(WrapConfig(kv_memory=2 * one), one, CPU, 4096, groups=3)
-
-
 def test_states_of_recurrent_layers_are_part_of_the_memory_unless_it_counts_tokens() -> None:
     one, states = bytes_of_a_page(16), 12_345_678
     for memory, count in ((10 * one + states, 10), ("160 tokens", 10)):

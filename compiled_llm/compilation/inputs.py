@@ -43,7 +43,7 @@ class PrefillInputs(NamedTuple):
         token_positions: ``[T]`` int32, its place in the row.
         qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32 for each group of layers, page numbers.
+        indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in the row's last page.
         page_check: checks the rows' pages, and tags those of the new tokens; None if nothing does.
         begins: ``[B]`` int64, each row's chain as ``check_pages`` takes it, or ``CHAIN_IN_SLOT``; None without.
@@ -64,7 +64,7 @@ class PrefillInputs(NamedTuple):
     token_positions: Tensor
     qo_indptr: Tensor
     indptr: Tensor
-    indices: tuple[Tensor, ...]
+    indices: Tensor
     last_page_len: Tensor
     plans: AttentionPlans
     page_check: PageCheck | None = None
@@ -105,14 +105,14 @@ class PlannedRows(NamedTuple):
 
     Attributes:
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32 for each group of layers, page numbers.
+        indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in the row's last page with those it feeds in; with the next ones
             afterwards.
         qo_indptr: ``[B + 1]`` int32, each row has q queries: 0, q, 2q, ...
     """
 
     indptr: Tensor
-    indices: tuple[Tensor, ...]
+    indices: Tensor
     last_page_len: Tensor
     qo_indptr: Tensor
     plans: AttentionPlans
@@ -126,7 +126,7 @@ class DecodeInputs(NamedTuple):
         positions: ``[B]`` int64, the rotary position of its first new token; q more afterwards.
         lengths: ``[B]`` int32, tokens of the row with its new ones; with the next ones afterwards.
         starts: ``[B]`` int32, where the row's pages begin in ``indices``.
-        indices: ``[N]`` int32 for each group of layers, page numbers, a region for each slot.
+        indices: ``[N]`` int32, page numbers, a region for each slot.
         ops: those of the backend by which layers attend; None if it plans decode.
         planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
         fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
@@ -142,7 +142,7 @@ class DecodeInputs(NamedTuple):
     positions: Tensor
     lengths: Tensor
     starts: Tensor
-    indices: tuple[Tensor, ...]
+    indices: Tensor
     ops: DecodeOps | None = None
     planned: PlannedRows | None = None
     fed: Tensor | None = None

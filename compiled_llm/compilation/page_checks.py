@@ -23,7 +23,8 @@ def check_decode(inputs: DecodeInputs, ids: Tensor) -> None:
     if planned is not None:
         starts, indices = planned.indptr[:-1], planned.indices
         lengths = _lengths(check, planned.indptr, planned.last_page_len)
-    _check_groups(check, ids.flatten(), (starts, lengths), indices, inputs.slots, None)
+    columns = (ids.flatten(), starts, lengths, indices, inputs.slots, check.row_numbers)
+    check_pages(check.tags, check.chains, check.faults, *columns, None)
 
 
 def check_prefill(inputs: PrefillInputs, ids: Tensor) -> None:
@@ -35,27 +36,13 @@ def check_prefill(inputs: PrefillInputs, ids: Tensor) -> None:
     assert numbers is not None, "they come together"
     slots = torch.where(slots < 0, len(check.chains) - 1, slots)
     chains = torch.where(begins == CHAIN_IN_SLOT, check.chains[slots], begins)
-    table = inputs.indptr[:-1], _lengths(check, inputs.indptr, inputs.last_page_len)
-    own = check._replace(chains=chains, row_numbers=numbers)
-    _check_groups(own, ids, table, inputs.indices, torch.arange(len(begins), device=ids.device), inputs.qo_indptr)
+    lengths = _lengths(check, inputs.indptr, inputs.last_page_len)
+    rows = torch.arange(len(begins), device=ids.device)
+    columns = (ids, inputs.indptr[:-1], lengths, inputs.indices, rows, numbers, inputs.qo_indptr)
+    check_pages(check.tags, chains, check.faults, *columns)
     check.chains.index_copy_(0, slots, chains)
 
 
 def _lengths(check: PageCheck, indptr: Tensor, last_page_len: Tensor) -> Tensor:
     """Return ``[B]`` int32, the tokens of each row."""
     return (indptr.diff() - 1) * check.tags.shape[1] + last_page_len
-
-
-def _check_groups(
-    check: PageCheck,
-    ids: Tensor,
-    table: tuple[Tensor, Tensor],
-    indices: tuple[Tensor, ...],
-    slots: Tensor,
-    qo_indptr: Tensor | None,
-) -> None:
-    """Check the pages of each group of layers; the chains go on once."""
-    for group, numbers in enumerate(indices):
-        chains = check.chains if group == len(indices) - 1 else check.chains.clone()
-        columns = (ids, *table, numbers, slots, check.row_numbers, qo_indptr)
-        check_pages(check.tags, chains, check.faults, *columns)

@@ -47,15 +47,13 @@ def prefill_step(
     Returns:
         ``[L, V]`` logits in the model's dtype, ``[C]`` int64, the next tokens, and what was asked for besides.
     """
-    tokens = (inputs.token_rows, inputs.token_positions, inputs.qo_indptr, inputs.indptr)
-    rows = (
-        PackedTokens(*tokens, indices, inputs.last_page_len, inputs.plans, alone=inputs.alone)
-        for indices in inputs.indices
-    )
+    tokens = (inputs.token_rows, inputs.token_positions)
+    table = (inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
+    rows = PackedTokens(*tokens, *table, inputs.plans, alone=inputs.alone)
     states = None
     if inputs.read is not None and inputs.write is not None:
         states = StateRows(inputs.token_rows, inputs.qo_indptr, inputs.read, inputs.write)
-    batch = PagedBatch(pages, specs, tuple(rows), states=states)
+    batch = PagedBatch(pages, specs, rows, states=states)
     embedded = inputs.ids.dim() == 3
     ids = inputs.ids if embedded else _known(inputs.ids, tables)
     out = forward(
@@ -89,9 +87,8 @@ def unpaged_step(
     Returns:
         ``[L, V]`` logits in the model's dtype.
     """
-    groups = 1 + max(spec.group for spec in specs)
     ends = () if torch.compiler.is_compiling() else inputs.ends
-    batch = PagedBatch(pages, specs, (UnpagedRows(inputs.qo_indptr, ends),) * groups)
+    batch = PagedBatch(pages, specs, UnpagedRows(inputs.qo_indptr, ends))
     out = forward(
         model,
         input_ids=inputs.ids,
@@ -171,24 +168,20 @@ def _states(inputs: DecodeInputs) -> StateRows | None:
     return StateRows(numbers[:-1], numbers, torch.where(ends_odd, even, odd), torch.where(ends_odd, odd, even))
 
 
-def _rows(inputs: DecodeInputs, new: int) -> tuple[PackedTokens | NewestTokens, ...]:
-    """Return where the ``new`` tokens of each row go, to its end, and how they attend, for each group of layers."""
+def _rows(inputs: DecodeInputs, new: int) -> PackedTokens | NewestTokens:
+    """Return where the ``new`` tokens of each row go, to its end, and how they attend."""
     planned = inputs.planned
     if planned is None:
         ops = inputs.ops
         assert ops is not None, "decode steps are planned, or have ops"
-        of_rows = (inputs.starts, inputs.lengths)
-        newest = tuple(NewestTokens(*of_rows, indices, ops, new, inputs.cascade) for indices in inputs.indices)
+        newest = NewestTokens(inputs.starts, inputs.lengths, inputs.indices, ops, new, inputs.cascade)
         if not inputs.shares_places or torch.compiler.is_compiling():  # explain traces steps that run uncompiled
             return newest
-        return tuple(each._replace(shared=SharedPlaces()) for each in newest)
+        return newest._replace(shared=SharedPlaces())
     each = planned.qo_indptr
     rows, at = each[:-1], inputs.lengths - 1
     if new > 1:
         rows = (rows[:, None] // new).expand(-1, new).flatten()
         at = (inputs.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=each.device)).flatten()
-    tokens = (rows, at, planned.qo_indptr, planned.indptr)
-    return tuple(
-        PackedTokens(*tokens, indices, planned.last_page_len, planned.plans, new_tokens=new)
-        for indices in planned.indices
-    )
+    table = (planned.qo_indptr, planned.indptr, planned.indices, planned.last_page_len)
+    return PackedTokens(rows, at, *table, planned.plans, new_tokens=new)

@@ -343,7 +343,6 @@ class Engine:
             memory=model_runner.memory(),
             pages=model_runner.pool.account(),
             page_size=model_runner.config.page_size,
-            page_groups=model_runner.pool.groups,
             kv_dtype=str(model_runner.state.pages[0].dtype).removeprefix("torch."),
             kv_numbers_per_token=sum(map(token_numbers, model_runner.state.specs)),
             max_num_seqs=self._max_num_seqs,

@@ -127,7 +127,6 @@ class EngineDescription:
         memory: bytes by what they are for: weights, pages, workspace, buffers and captured graphs.
         pages: the page account, shared with ``generate`` and caches.
         page_size: tokens in a page.
-        page_groups: how many pages so many tokens have, one for each group of layers.
         kv_dtype: the dtype of keys and values in pages, as ``"bfloat16"``.
         kv_numbers_per_token: how many numbers of it a token takes in pages, over all layers.
         max_num_seqs: how many requests run at once, at most.
@@ -139,7 +138,6 @@ class EngineDescription:
     memory: dict[str, int]
     pages: PageAccount
     page_size: int
-    page_groups: int
     kv_dtype: str
     kv_numbers_per_token: int
     max_num_seqs: int
@@ -168,7 +166,7 @@ class EngineDescription:
             raise ValueError(
                 f"tokens={tokens}: a request has 1 to {self.max_tokens} tokens, prompt and answer together"
             )
-        of_pages = self.pages.total // (-(-tokens // self.page_size) * self.page_groups)
+        of_pages = self.pages.total // -(-tokens // self.page_size)
         bounds: list[tuple[int, Bound]] = [(self.max_num_seqs, "max_num_seqs"), (of_pages, "pages")]
         if self.states:
             bounds.append((self.states // ENTRIES_OF_A_ROW, "states"))
@@ -187,7 +185,7 @@ class EngineDescription:
     def _lines(self) -> Iterator[tuple[str, str]]:
         for name, nbytes in self.memory.items():
             yield name, f"{nbytes / 2**20:,.1f} MiB"
-        tokens = self.pages.total // self.page_groups * self.page_size
+        tokens = self.pages.total * self.page_size
         yield "tokens in pages", f"{tokens:,} ({self.pages.total:,} pages of {self.page_size}, {self.kv_dtype})"
         yield "a token in pages", f"{self.kv_numbers_per_token:,} numbers"
         if self.states:

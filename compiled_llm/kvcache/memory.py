@@ -27,7 +27,6 @@ def pages_to_allocate(
     one: int,
     device: torch.device,
     max_positions: int,
-    groups: int = 1,
     beside: Callable[[int], int] | None = None,
     states: int = 0,
 ) -> int:
@@ -38,7 +37,6 @@ def pages_to_allocate(
         one: bytes of a page over all layers; 0 if none has any. Pages then only count tokens.
         device: where they lie.
         max_positions: tokens that a row may have.
-        groups: each ``page_size`` tokens take one page for each of them.
         beside: the bytes that steps over P pages need beside them, never less with more pages; None if they need none
             that depend on them. A fraction of the free memory has to hold both.
         states: bytes of the states of recurrent layers, which are part of ``kv_memory`` unless it counts tokens.
@@ -46,10 +44,10 @@ def pages_to_allocate(
     Raises:
         ValueError: no page fits, or nothing that has to lie beside them.
     """
-    longest = config.max_batch_size * -(-max_positions // config.page_size) * groups
+    longest = config.max_batch_size * -(-max_positions // config.page_size)
     memory = _kv_memory(config, device)
     if memory.tokens is not None:
-        pages = -(-memory.tokens // config.page_size) * groups
+        pages = -(-memory.tokens // config.page_size)
     elif memory.nbytes is not None:
         left = memory.nbytes - states
         pages = (left // one if one else longest) if left > 0 else 0
@@ -59,16 +57,16 @@ def pages_to_allocate(
         if beside is not None:
             counts, needed = range(1, pages + 1), beside
             pages = bisect.bisect_right(counts, budget, key=lambda count: count * one + needed(count + 1))
-    if pages < groups:
+    if pages < 1:
         unit = " (an int is bytes: 1 is one byte, 1.0 is all that is free)" if memory.nbytes is not None else ""
-        also = "" if beside is None else f", an indexer's scores {_in_units(beside(groups + 1))} beside it,"
+        also = "" if beside is None else f", an indexer's scores {_in_units(beside(2))} beside it,"
         also += f", states of recurrent layers {_in_units(states)}," if states else ""
         raise ValueError(
             f"kv_memory={config.kv_memory!r} holds no page{unit}: one page of {config.page_size} tokens takes "
-            f"{_in_units(one * groups)}{also} and {_in_units(free_bytes(device))} are free on {device}; give more "
+            f"{_in_units(one)}{also} and {_in_units(free_bytes(device))} are free on {device}; give more "
             f"memory or a smaller page_size{', or a smaller max_batch_size' if also else ''}"
         )
-    pages = pages // groups * groups + 1
+    pages += 1
     if states and memory.tokens is not None and pages * one + states > free_bytes(device):
         raise ValueError(
             f"kv_memory={config.kv_memory!r}: pages of {_in_units(pages * one)} leave no room for states of recurrent "

@@ -33,8 +33,8 @@ class PageAccount(NamedTuple):
 class _Tree(Protocol):
     """The methods of a prefix tree that the pool calls."""
 
-    def forget_oldest(self) -> Sequence[int]:
-        """Remove the least recently used leaf from the tree and return its pages."""
+    def forget_oldest(self) -> int:
+        """Remove the least recently used leaf from the tree and return its page."""
         ...
 
 
@@ -45,11 +45,7 @@ class PagePool:
     tree; a page that only the tree owns is cached. It counts as available, and the tree gives it up once no free ones
     are left.
 
-    Each ``page_size`` tokens of a row have one page in each group of layers. Those pages stand next to each other in
-    all lists here, are taken together, and have the same owners; all numbers of pages are multiples of the groups'.
-
     Attributes:
-        groups: how many groups of layers have pages of their own.
         states: of recurrent layers; None if there are none.
         tagged: whether the slots of pages have tags by which rows are checked.
         peak_used: the most pages that rows have owned at one time.
@@ -63,14 +59,13 @@ class PagePool:
         pages: int,
         page_size: int,
         validity: StepValidity | None = None,
-        groups: int = 1,
         tagged: bool = False,
         states: StatePool | None = None,
     ) -> None:
         self.states = states
         self.validity = StepValidity() if validity is None else validity
         self.page_size = page_size
-        self.groups, self.tagged = groups, tagged
+        self.tagged = tagged
         self.total = pages - 1
         self.peak_used = 0
         self._free = list(range(pages - 1, NULL_PAGE, -1))
@@ -104,15 +99,15 @@ class PagePool:
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages ``tokens`` of one row take."""
-        return -(-tokens // self.page_size) * self.groups
+        return -(-tokens // self.page_size)
 
     def filled_by(self, tokens: int) -> int:
         """Return how many pages ``tokens`` of one row fill."""
-        return tokens // self.page_size * self.groups
+        return tokens // self.page_size
 
     def tokens_in(self, pages: int) -> int:
         """Return how many tokens of one row ``pages`` hold."""
-        return pages // self.groups * self.page_size
+        return pages * self.page_size
 
     def reserve(self, pages: int) -> None:
         """Promise ``pages`` to a caller; OutOfPagesError if fewer are available."""
@@ -126,7 +121,7 @@ class PagePool:
         with self.lock:
             self._reserved -= count
             while len(self._free) < count and self._tree is not None:
-                self.uncache(self._tree.forget_oldest())
+                self.uncache([self._tree.forget_oldest()])
             pages = [self._free.pop() for _ in range(count)]
             for page in pages:
                 self._owners[page] = 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,9 +66,8 @@ class PrefixTree:
         self._pool = pool
         self.generation = 0
         # The least recently used first, and each node before those above it, so the first one is always a leaf.
-        # Each has one page of each group of layers. A node needs no list of its children: they are found by its first
-        # page, which no other node has.
-        self._pages: OrderedDict[_Node, tuple[int, ...]] = OrderedDict()
+        # A node needs no list of its children: they are found by its page, which no other node has.
+        self._pages: OrderedDict[_Node, int] = OrderedDict()
         self._states: OrderedDict[_Node, int] = OrderedDict()  # the least recently used first
         self._ends: dict[_Above, list[_Node]] = {}  # those within a page, by what is above them
         self._notes: dict[_Node, object] = {}
@@ -97,7 +95,7 @@ class PrefixTree:
             nodes, pages = self._walk(texts, salt)
             if self._pool.states is None:
                 matched = self._pool.share_cached(pages)
-                self._touch(nodes[: matched // self._pool.groups])
+                self._touch(nodes[:matched])
                 return PrefixMatch(pages[:matched], tokens=self._pool.tokens_in(matched))
             path, state = self._share_with_state(self._path(ids[:-1], nodes, salt))
             self._touch(path)
@@ -116,13 +114,13 @@ class PrefixTree:
             return self._length(self._path(ids, nodes, salt))
 
     def _with_cuts(self, match: PrefixMatch, known: Sequence[int], most: int) -> PrefixMatch:
-        """Add the cuts of a prompt that fills ``most`` pages a group, of which ``known`` are in the tree.
+        """Add the cuts of a prompt that fills ``most`` pages, of which ``known`` are in the tree.
 
         They are where it parts from what is known, and where it ends.
         """
-        size, groups = self._pool.page_size, self._pool.groups
+        size = self._pool.page_size
         at, cuts = match.tokens // size, list[int]()
-        for border in (len(known) // groups, most):
+        for border in (len(known), most):
             if border - at >= _PAGES_OF_A_CUT:
                 cuts.append(border * size)
                 at = border
@@ -135,7 +133,7 @@ class PrefixTree:
         """
         depth, size = self._depth(nodes), self._pool.page_size
         for full in range(len(nodes), depth - 1, -1):
-            above: _Above = self._pages[nodes[full - 1]][0] if full else (salt,)
+            above: _Above = self._pages[nodes[full - 1]] if full else (salt,)
             if above in self._ends:
                 text = _in_bytes(ids[full * size : (full + 1) * size])
                 if ends := [node for node in self._ends[above] if text.startswith(node[1])]:
@@ -151,17 +149,17 @@ class PrefixTree:
         return sum(len(text) for _, text in path) // _BYTES_OF_AN_ID
 
     def _pages_of(self, path: Sequence[_Node]) -> list[int]:
-        return [page for node in path for page in self._pages[node]]
+        return [self._pages[node] for node in path]
 
     def _share_with_state(self, path: list[_Node]) -> tuple[list[_Node], int]:
         """Return as much of a path as ends with a state, and its entry; the caller owns it and the pages as well."""
-        groups, states, pages = self._pool.groups, self._pool.states, self._pages_of(path)
+        states, pages = self._pool.states, self._pages_of(path)
         assert states is not None, "there are recurrent layers"
         shared = self._pool.share_cached(pages)
-        depth = self._depth(path[: shared // groups])
+        depth = self._depth(path[:shared])
         if depth and not states.share_cached(self._states[path[depth - 1]]):
             depth = 0
-        self._pool.give_back(pages[depth * groups : shared])
+        self._pool.give_back(pages[depth:shared])
         if not depth:
             return [], NO_ENTRY
         self._states.move_to_end(path[depth - 1])
@@ -193,27 +191,27 @@ class PrefixTree:
                 tokens before it, or another tree holds pages of the pool; or there are no tokens before ``state``, or
                 it is in the tree after others; nothing has changed.
         """
-        texts, groups, size = self._texts(ids), self._pool.groups, self._pool.page_size
+        texts, size = self._texts(ids), self._pool.page_size
         if state != NO_ENTRY:
             if not len(ids):
                 raise ValueError("insert: a state after no tokens")
             if len(ids) % size:
                 texts.append(_in_bytes(ids[len(texts) * size :]))
-        if len(pages) < len(texts) * groups:
-            raise ValueError(f"insert: {len(ids)} tokens take {len(texts) * groups} pages; got {len(pages)}")
+        if len(pages) < len(texts):
+            raise ValueError(f"insert: {len(ids)} tokens take {len(texts)} pages; got {len(pages)}")
         with self._pool.lock:
             nodes, there = self._walk(texts, salt)
             has_state = len(nodes) == len(texts) > 0 and nodes[-1] in self._states
             if state != NO_ENTRY and not has_state:
                 self._checked_states().check(state, self)
-            self._pool.cache(pages[len(there) : len(texts) * groups], self)
-            above: _Above = there[-groups] if there else (salt,)
-            for number in range(len(nodes), len(texts)):
-                nodes.append((above, texts[number]))
-                self._pages[nodes[-1]] = own = tuple(pages[number * groups : (number + 1) * groups])
+            self._pool.cache(pages[len(there) : len(texts)], self)
+            above: _Above = there[-1] if there else (salt,)
+            for text, page in zip(texts[len(nodes) :], pages[len(nodes) :], strict=False):
+                nodes.append((above, text))
+                self._pages[nodes[-1]] = page
                 if self._is_end(nodes[-1]):
                     self._ends.setdefault(above, []).append(nodes[-1])
-                above = own[0]
+                above = page
             self._touch(nodes)
             if state != NO_ENTRY:
                 self._keep_state(nodes[-1], state)
@@ -256,14 +254,14 @@ class PrefixTree:
             raise ValueError("insert: a state is given, and there are no recurrent layers")
         return self._pool.states
 
-    def forget_oldest(self) -> Sequence[int]:
-        """Remove the least recently used leaf and return its pages, which the tree may not use any more."""
+    def forget_oldest(self) -> int:
+        """Remove the least recently used leaf and return its page, which the tree may not use any more."""
         node = next(iter(self._pages))
         if (state := self._states.pop(node, None)) is not None:
             self._checked_states().uncache(state)
         return self._pop(node)
 
-    def _pop(self, node: _Node) -> Sequence[int]:
+    def _pop(self, node: _Node) -> int:
         if self._is_end(node):
             self._ends[node[0]].remove(node)
             if not self._ends[node[0]]:
@@ -279,7 +277,7 @@ class PrefixTree:
         states = self._checked_states()
         node = next(node for node, state in self._states.items() if states.is_cached(state))
         if self._is_end(node):
-            self._pool.uncache(self._pop(node))
+            self._pool.uncache([self._pop(node)])
         return self._states.pop(node)
 
     def clear(self) -> None:
@@ -290,7 +288,7 @@ class PrefixTree:
             self._states.clear()
             self._ends.clear()
             self._notes.clear()
-            pages = list(chain.from_iterable(self._pages.values()))
+            pages = list(self._pages.values())
             self._pages.clear()
             self.generation += 1
             self._pool.uncache(pages)
@@ -308,12 +306,12 @@ class PrefixTree:
         above: _Above = (salt,)
         for tokens in texts:
             node = (above, tokens)
-            own = self._pages.get(node)
-            if own is None:
+            page = self._pages.get(node)
+            if page is None:
                 break
             nodes.append(node)
-            pages += own
-            above = own[0]
+            pages.append(page)
+            above = page
         return nodes, pages
 
     def _touch(self, nodes: Sequence[_Node]) -> None:

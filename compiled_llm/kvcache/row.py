@@ -47,7 +47,7 @@ class Row:
     are on the device. What needs exact ones calls ``exact`` first.
 
     Attributes:
-        pages: page numbers: for each ``page_size`` tokens one of each group of layers.
+        pages: page numbers: one for each ``page_size`` tokens.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
         page_period: an object of its own for as long as the pages only grow, or go ahead and come back: of any two
             states in it, the pages of one are the first pages of the other.
@@ -90,7 +90,7 @@ class Row:
         self.number, self.name = next(_numbers), ""
         self.chain: int | None = CHAIN_KNOWN + CHAIN_ORIGIN
         self._free_slots: list[int] = []
-        self._promised_copy = 0  # pages for a copy of the last one, in which the row has begun
+        self._promised_copy = 0  # 1 for a copy of the last page, in which the row has begun
 
     @property
     def entry(self) -> int:
@@ -103,7 +103,7 @@ class Row:
     @property
     def limit(self) -> int:
         """Tokens that the row's pages, taken and promised, can hold."""
-        return (len(self.pages) + self._promised) // self._pool.groups * self._pool.page_size
+        return self._pool.tokens_in(len(self.pages) + self._promised)
 
     @property
     def _promised(self) -> int:
@@ -112,7 +112,7 @@ class Row:
     @property
     def room(self) -> int:
         """Tokens that the row can grow by before it enters another page."""
-        return len(self.pages) // self._pool.groups * self._pool.page_size - self.length
+        return len(self.pages) * self._pool.page_size - self.length
 
     def reserve(self, tokens: int) -> None:
         """Have room for ``tokens`` in all; OutOfPagesError if the missing pages or states are not available."""
@@ -141,12 +141,12 @@ class Row:
         pool, kept = self._pool, self.length if kept is None else kept
         staying = pool.pages_for(kept)
         back = sum(pool.has_one_row(page) for page in self.pages[staying:])
-        copied = pool.groups if tokens > kept and self._writes_into_shared(kept) else 0
+        copied = int(tokens > kept and self._writes_into_shared(kept))
         return max(0, pool.pages_for(tokens) - staying - self._promised - back) + copied
 
     def _writes_into_shared(self, length: int) -> bool:
         full, begun = divmod(length, self._pool.page_size)
-        return begun > 0 and self._pool.is_shared(self.pages[full * self._pool.groups])
+        return begun > 0 and self._pool.is_shared(self.pages[full])
 
     def grow(self, tokens: int) -> Sequence[PageCopy]:
         """Count ``tokens`` more as stored, in promised pages; return the copies to make first if a page is shared.
@@ -168,7 +168,7 @@ class Row:
         if self.unread and self.length + tokens > self.limit:  # bounds take no pages that were not promised
             self.exact()
         missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised)
-        missing += self._pool.groups - self._promised_copy if copies else 0
+        missing += 1 - self._promised_copy if copies else 0
         if missing:
             self._pool.reserve(missing)
             self._reserved += missing
@@ -207,7 +207,7 @@ class Row:
         if self.pages:
             raise ValueError(f"a row of {self.length} tokens cannot begin again; free it, or take an empty one")
         length = self._pool.tokens_in(len(pages)) if tokens is None else tokens
-        copied = self._pool.groups if length % self._pool.page_size else 0
+        copied = int(length % self._pool.page_size > 0)
         self._pool.reserve(copied)
         if self.states is not None and state != NO_ENTRY:
             try:
@@ -227,13 +227,12 @@ class Row:
         self._pool.give_back((), promised)
 
     def _unshare(self) -> Sequence[PageCopy]:
-        kept = len(self.pages) - self._pool.groups
-        sources, targets = self.pages[kept:], self._take(self._pool.groups)
-        self.pages[kept:] = targets
+        (target,) = self._take(1)
+        source, self.pages[-1] = self.pages[-1], target
         self.page_period = object()
-        self.listed = min(self.listed, kept)
-        self._pool.give_back(sources)
-        return [*map(PageCopy, sources, targets)]
+        self.listed = min(self.listed, len(self.pages) - 1)
+        self._pool.give_back([source])
+        return [PageCopy(source, target)]
 
     def _take(self, count: int) -> list[int]:
         taken, self.ahead = self.ahead[:count], self.ahead[count:]
@@ -243,15 +242,10 @@ class Row:
 
     def enter_page(self) -> None:
         """Move the first page ahead to the row's own pages: a step has grown it by a token that lies there."""
-        groups = self._pool.groups
-        self.pages += self.ahead[:groups]
-        del self.ahead[:groups]
+        self.pages.append(self.ahead.pop(0))
 
     def list_pages(self, ahead: int) -> tuple[int, list[int]]:
-        """List ``ahead`` pages to enter next, as far as promised; return how many were listed, and the new ones.
-
-        ``ahead`` is a multiple of the number of groups.
-        """
+        """List ``ahead`` pages to enter next, as far as promised; return how many were listed, and the new ones."""
         more = min(ahead - len(self.ahead), self._reserved)
         if more > 0:
             self._reserved -= more

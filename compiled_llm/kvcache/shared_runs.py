@@ -4,7 +4,7 @@ Equal page numbers alone count. That two rows have the same page at one position
 it: where a prefix tree has pages of equal tokens, a row keeps its own and hangs its later pages below those of the
 tree. So a row's numbers are compared from the first one on, but as bytes, and only when the row is new.
 
-Shapes: B rows, G groups of layers, S page size. A page of a row is one position of its list, G page numbers.
+Shapes: B rows, S page size.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from itertools import compress
 from operator import is_not, itemgetter, le
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
-from compiled_llm.kvcache.pool import NULL_PAGE
 from compiled_llm.kvcache.table import Stored
 from compiled_llm_ops.attention.cascade.tables import SharedRun
 from compiled_llm_ops.contracts import CASCADE_LEVELS
 
 _BY_PAGE = itemgetter(1, 0)  # the first page of a run, then its rows
+
+_WIDTH = array("i").itemsize
+"""Bytes of a page number."""
 
 _EXACT = 32
 """Up to so many different beginnings the best runs are found, which takes time with the square of nested ones."""
@@ -63,11 +63,10 @@ class _Node:
 
     Attributes:
         above: the longest shorter beginning; None for the empty one.
-        label: the page numbers that it adds to that, int32, interleaved by groups as in a row.
+        label: the page numbers that it adds to that, int32.
         end: how many pages it has from a row's first one on.
-        solid: how many of those are not null pages in all groups.
         shortest: the least length of a row that ends here.
-        below: longer beginnings, by the numbers of their next page.
+        below: longer beginnings, by the number of their next page.
         shared: those that have several rows.
         members: periods of the rows that begin so; in the order of their coming, which is mostly that of the batch.
         ends: those that have no further page.
@@ -75,14 +74,12 @@ class _Node:
         candidates: longer beginnings at which runs may end, when not all may; None until they are asked for.
     """
 
-    __slots__ = (
-        *("above", "below", "candidates", "end", "ends", "label", "members", "plans", "shared", "shortest", "solid"),
-    )
+    __slots__ = (*("above", "below", "candidates", "end", "ends", "label", "members", "plans", "shared", "shortest"),)
 
     def __init__(self, above: _Node | None) -> None:
         self.above = above
         self.label = b""
-        self.end = self.solid = self.shortest = 0
+        self.end = self.shortest = 0
         self.below: dict[bytes, _Node] = {}
         self.shared: dict[bytes, _Node] = {}
         self.members: dict[object, None] = {}
@@ -108,13 +105,10 @@ class SharedRuns:
             ``page_period`` stay the same and their lengths do not fall.
     """
 
-    def __init__(self, page_size: int, groups: int = 1, least_pages: int = 1, least_saved: int = 1) -> None:
-        """Leave out runs of fewer pages than ``least_pages``, and those that save fewer reads than ``least_saved``.
-
-        Null pages, which are outside of a layer's window in all groups, are no reads.
-        """
+    def __init__(self, page_size: int, least_pages: int = 1, least_saved: int = 1) -> None:
+        """Leave out runs of fewer pages than ``least_pages``, and those that save fewer reads than ``least_saved``."""
         self.steady = True
-        self._page_size, self._groups, self._width = page_size, groups, array("i").itemsize * groups
+        self._page_size = page_size
         self._least_pages, self._least_saved = least_pages, max(1, least_saved)
         self._forget()
 
@@ -188,14 +182,13 @@ class SharedRuns:
     def _numbers(self, row: Paged, start: int) -> bytes:
         """Return the numbers of the pages from ``start`` on that the row does not write into."""
         end = max(0, row.length - 1) // self._page_size
-        return array("i", row.pages[start * self._groups : end * self._groups]).tobytes()
+        return array("i", row.pages[start:end]).tobytes()
 
     def _add(self, rows: Sequence[Paged], period: object, node: _Node) -> None:
         """Let a row, which begins with ``node``, end where its pages do."""
-        width = self._width
         text = self._numbers(rows[self._index[period]], node.end)
         while text:
-            child = node.below.get(text[:width])
+            child = node.below.get(text[:_WIDTH])
             if child is None:
                 child, same = self._hang(node, text), len(text)
             else:
@@ -234,7 +227,7 @@ class SharedRuns:
         return above
 
     def _enlist(self, above: _Node, node: _Node) -> None:
-        key = node.label[: self._width]
+        key = node.label[:_WIDTH]
         above.below[key] = node
         if len(node.members) > 1:
             above.shared[key] = node
@@ -252,16 +245,15 @@ class SharedRuns:
 
     def _hang(self, above: _Node, label: bytes) -> _Node:
         node = _Node(above)
-        node.end, node.solid = above.end, above.solid
+        node.end = above.end
         self._append(node, label)
-        above.below[label[: self._width]] = node
+        above.below[label[:_WIDTH]] = node
         self._beginnings += 1
         return node
 
     def _append(self, node: _Node, label: bytes) -> None:
         node.label += label
-        node.end += len(label) // self._width
-        node.solid += self._solid(label)
+        node.end += len(label) // _WIDTH
         node.shortest = node.end * self._page_size + 1
 
     def _split(self, node: _Node, at: int) -> _Node:
@@ -282,7 +274,7 @@ class SharedRuns:
         self._beginnings -= 1
         self._stops.pop(node, None)
         if not node.below:
-            key = node.label[: self._width]
+            key = node.label[:_WIDTH]
             del above.below[key]
             above.shared.pop(key, None)
             self._tidy(above)
@@ -293,41 +285,36 @@ class SharedRuns:
 
     def _common(self, rows: Sequence[Paged], node: _Node, text: bytes) -> int:
         """Return how many bytes ``text`` has in common with the node's label, in whole pages."""
-        same = _common(node.label, text, self._width)
+        same = _common(node.label, text)
         if same == len(node.label) and len(node.members) == 1:
             (period,) = node.ends
             more = self._numbers(rows[self._index[period]], node.end)
             self._append(node, more)
-            same = _common(node.label, text, self._width)
+            same = _common(node.label, text)
         return same
-
-    def _solid(self, label: bytes) -> int:
-        if bytes(self._width) not in label:  # null pages are rare, and a search in bytes is short
-            return len(label) // self._width
-        numbers = np.frombuffer(label, dtype=np.int32).reshape(-1, self._groups)
-        return int((numbers != NULL_PAGE).any(axis=1).sum())
 
     # ---- the best runs
 
     def _list_runs(self) -> tuple[SharedRun, ...]:
         shared = self._beginnings - (len(self._periods) - len(self._longest))  # the others have a node of their own
-        plan = self._plan(self._empty, _Search(shared <= _EXACT, CASCADE_LEVELS, 0), 0)
+        plan = self._plan(self._empty, _Search(shared <= _EXACT, CASCADE_LEVELS, 0))
         at = self._index.__getitem__
         runs = [SharedRun(tuple(sorted(map(at, node.members))), start, node.end - start) for node, start in plan.runs]
         runs.sort(key=_BY_PAGE)
         return tuple(runs)
 
-    def _plan(self, node: _Node, search: _Search, solid: int) -> _Plan:
-        """Find the best runs of the members' pages from a page on, before which there are ``solid``."""
+    def _plan(self, node: _Node, search: _Search) -> _Plan:
+        """Find the best runs of the members' pages from a page on."""
         candidates = _candidates(node, search.exact)
-        below = self._plan_all(candidates, search, solid)
+        below = self._plan_all(candidates, search)
         saved = sum([plan.saved for plan in below])
-        own, runs = (len(node.members) - 1) * (node.solid - solid), []
-        if own >= self._least_saved and node.end - search.start >= self._least_pages:
+        pages, runs = node.end - search.start, []
+        own = (len(node.members) - 1) * pages
+        if own >= self._least_saved and pages >= self._least_pages:
             further: list[_Plan] = []
             if search.levels > 1:
                 next_level = _Search(search.exact, search.levels - 1, node.end)
-                further = self._plan_all(candidates, next_level, node.solid)
+                further = self._plan_all(candidates, next_level)
                 own += sum([plan.saved for plan in further])
             if own > saved:
                 saved, below, runs = own, further, [(node, search.start)]
@@ -336,8 +323,8 @@ class SharedRuns:
         plan = node.plans[search] = _Plan(saved, runs)
         return plan
 
-    def _plan_all(self, nodes: Collection[_Node], search: _Search, solid: int) -> list[_Plan]:
-        return [node.plans.get(search) or self._plan(node, search, solid) for node in nodes]
+    def _plan_all(self, nodes: Collection[_Node], search: _Search) -> list[_Plan]:
+        return [node.plans.get(search) or self._plan(node, search) for node in nodes]
 
 
 def _candidates(node: _Node, exact: bool) -> Collection[_Node]:
@@ -368,17 +355,17 @@ def _magnitude(node: _Node) -> int:
     return (len(node.members) - 1).bit_length()
 
 
-def _common(one: bytes, other: bytes, width: int) -> int:
-    """Return how many bytes two texts have in common, in steps of ``width``; slices are compared, not bytes."""
-    same, differs = 0, min(len(one), len(other)) // width + 1
+def _common(one: bytes, other: bytes) -> int:
+    """Return how many bytes two texts have in common, in whole page numbers; slices are compared, not bytes."""
+    same, differs = 0, min(len(one), len(other)) // _WIDTH + 1
     middle = differs - 1
     while same < differs - 1:
-        if one[same * width : middle * width] == other[same * width : middle * width]:
+        if one[same * _WIDTH : middle * _WIDTH] == other[same * _WIDTH : middle * _WIDTH]:
             same = middle
         else:
             differs = middle
         middle = (same + differs) // 2
-    return same * width
+    return same * _WIDTH
 
 
 def _same_ends(one: list[object], other: list[object]) -> tuple[int, int]:

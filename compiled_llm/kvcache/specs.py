@@ -8,13 +8,11 @@ Shapes: P pages, K kv heads, S page size, D head dimension as stored, B rows, C 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
@@ -57,15 +55,6 @@ class KVCacheSpec(LayerSpec, Protocol):
 
     That of a layer that attends is a ``PagedAttentionSpec``.
     """
-
-    def in_group(self, group: int) -> KVCacheSpec:
-        """Return the spec of such a layer in another group."""
-        ...
-
-    @property
-    def layout(self) -> Hashable:
-        """How the memory is laid out: layers whose specs have equal layouts may share one."""
-        ...
 
     def shape(self, pages: int) -> tuple[int, ...]:
         """Return the shape of a memory of ``pages`` pages."""
@@ -110,7 +99,6 @@ class FullAttentionSpec(NamedTuple):
         stored_head_dim: D; the part that the model does not need stays zero.
         page_size: S.
         dtype: of the model.
-        group: number of the group of layers whose page numbers it follows.
     """
 
     kv_heads: int
@@ -118,14 +106,6 @@ class FullAttentionSpec(NamedTuple):
     stored_head_dim: int
     page_size: int
     dtype: torch.dtype
-    group: int = 0
-
-    def in_group(self, group: int) -> KVCacheSpec:
-        return self._replace(group=group)
-
-    @property
-    def layout(self) -> Hashable:
-        return self._replace(group=0)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -168,17 +148,6 @@ class Fp8AttentionSpec(NamedTuple):
 
     unscaled: FullAttentionSpec
     scales: PageScales
-
-    @property
-    def group(self) -> int:
-        return self.unscaled.group
-
-    def in_group(self, group: int) -> KVCacheSpec:
-        return self._replace(unscaled=self.unscaled._replace(group=group))
-
-    @property
-    def layout(self) -> Hashable:
-        return FP8, self.unscaled.layout
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -230,7 +199,6 @@ class UnevenAttentionSpec(NamedTuple):
         value_head_dim: E.
         page_size: S.
         dtype: of the model.
-        group: number of the group of layers whose page numbers it follows.
     """
 
     kv_heads: int
@@ -238,14 +206,6 @@ class UnevenAttentionSpec(NamedTuple):
     value_head_dim: int
     page_size: int
     dtype: torch.dtype
-    group: int = 0
-
-    def in_group(self, group: int) -> KVCacheSpec:
-        return self._replace(group=group)
-
-    @property
-    def layout(self) -> Hashable:
-        return self._replace(group=0)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -286,7 +246,6 @@ class LatentAttentionSpec(NamedTuple):
         rope_size: E, of rotated parts; values of HuggingFace's caches.
         page_size: S.
         dtype: of the model.
-        group: number of the group of layers whose page numbers it follows.
         planned_by_backend: whether a backend's plan attends; else ops of our own that need none.
     """
 
@@ -294,15 +253,7 @@ class LatentAttentionSpec(NamedTuple):
     rope_size: int
     page_size: int
     dtype: torch.dtype
-    group: int = 0
     planned_by_backend: bool = False
-
-    def in_group(self, group: int) -> KVCacheSpec:
-        return self._replace(group=group)
-
-    @property
-    def layout(self) -> Hashable:
-        return self._replace(group=0)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -346,21 +297,12 @@ class IndexKeysSpec(NamedTuple):
         page_size: S.
         dtype: of the model.
         layer: whose indexer it is.
-        group: that of the layer.
     """
 
     size: int
     page_size: int
     dtype: torch.dtype
     layer: int
-    group: int = 0
-
-    def in_group(self, group: int) -> KVCacheSpec:
-        return self._replace(group=group)
-
-    @property
-    def layout(self) -> Hashable:
-        return self._replace(group=0, layer=0)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -386,19 +328,10 @@ class NoKeysSpec(NamedTuple):
     Attributes:
         page_size: S.
         dtype: of the model.
-        group: that of all layers.
     """
 
     page_size: int
     dtype: torch.dtype
-    group: int = 0
-
-    def in_group(self, group: int) -> KVCacheSpec:
-        return self._replace(group=group)
-
-    @property
-    def layout(self) -> Hashable:
-        return self._replace(group=0)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -444,12 +377,8 @@ def kv_cache_specs(
     specs: list[KVCacheSpec] = [_spec_of(layer, page_size, dtype, backend, plans_decode) for layer in layers]
     if scales:
         specs = [_in_fp8(spec, own) for spec, own in zip(specs, scales, strict=True)]
-    groups = layer_groups(layers)
-    for number, layer in enumerate(layers):
-        if layer.index_size is not None:
-            specs.append(IndexKeysSpec(layer.index_size, page_size, dtype, number))
-            groups.append(groups[number])
-    return tuple(spec.in_group(group) for spec, group in zip(specs, groups, strict=True))
+    indexers = [(number, layer.index_size) for number, layer in enumerate(layers) if layer.index_size is not None]
+    return *specs, *(IndexKeysSpec(size, page_size, dtype, number) for number, size in indexers)
 
 
 def _spec_of(layer: Layer, page_size: int, dtype: torch.dtype, backend: Backend, plans_decode: bool) -> KVCacheSpec:
@@ -479,35 +408,6 @@ def _in_fp8(spec: KVCacheSpec, scales: PageScales) -> KVCacheSpec:
     return Fp8AttentionSpec(spec, scales)
 
 
-def layer_groups(layers: Sequence[Layer]) -> list[int]:
-    """Return the number of each layer's group, from 0 on: layers that keep the same tokens have the same pages.
-
-    All layers keep all tokens, so there is one group.
-    """
-    return [0] * len(layers)
-
-
-def sharing_memory(specs: Sequence[KVCacheSpec]) -> list[list[int]]:
-    """Return the layers that share a memory: the first ones of all groups, then the second ones, and so on.
-
-    A page is in one group at a time, so what these layers have at one page never belongs to two of them. Later it may
-    be in another group: the part of it that stays zero must be the same.
-
-    Raises:
-        ValueError: they keep different things of a token.
-    """
-    sharing: dict[int, list[int]] = {}
-    before: Counter[int] = Counter()
-    for layer, spec in enumerate(specs):
-        sharing.setdefault(before[spec.group], []).append(layer)
-        before[spec.group] += 1
-    for layers in sharing.values():
-        if len({specs[layer].layout for layer in layers}) > 1:
-            kept = ", ".join(f"{layer}: {specs[layer]}" for layer in layers)
-            raise ValueError(f"layers of several groups share memory, and must have equal pages; got {kept}")
-    return [*sharing.values()]
-
-
 def page_size_bytes(spec: KVCacheSpec) -> int:
     """Return the bytes of a page in a layer."""
     return math.prod(spec.shape(1)) * spec.dtype.itemsize
@@ -524,8 +424,8 @@ def token_bytes(spec: KVCacheSpec) -> int:
 
 
 def page_bytes(specs: Sequence[KVCacheSpec]) -> int:
-    """Return what one page takes over all layers of its group, in bytes."""
-    return sum(page_size_bytes(specs[layers[0]]) for layers in sharing_memory(specs))
+    """Return what one page takes over all layers, in bytes."""
+    return sum(map(page_size_bytes, specs))
 
 
 def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, memory: ReleasableMemory) -> list[Tensor]:
@@ -533,13 +433,9 @@ def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, memory: ReleasableM
 
     On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
     """
-    memories: dict[int, Tensor] = {}
-    for first, *others in sharing_memory(specs):
-        memories[first] = memory.zeros(specs[first].shape(pages), specs[first].dtype)
-        # As views, all would be rebuilt from their base whenever a program writes one.
-        memories |= {layer: from_dlpack(memories[first]) for layer in others}
-    for tensor in memories.values():
+    memories = [memory.zeros(spec.shape(pages), spec.dtype) for spec in specs]
+    for tensor in memories:
         mark_static(tensor)
         # P depends on what memory is free; built into the code, it would make every start a cold one.
         torch._dynamo.mark_dynamic(tensor, 0)
-    return [memories[layer] for layer in range(len(specs))]
+    return memories

@@ -1,6 +1,6 @@
 """Page tables on the host: the pages that a batch of rows reads and writes.
 
-Shapes: B rows, N entries of the page table, G groups of layers, S page size.
+Shapes: B rows, N entries of the page table, S page size.
 """
 
 from __future__ import annotations
@@ -31,16 +31,13 @@ class Span:
     length: int
 
     @classmethod
-    def null(cls, length: int, page_size: int, groups: int = 1) -> Span:
+    def null(cls, length: int, page_size: int) -> Span:
         """Return a row of padding, whose tokens all go to the null page."""
-        return cls([NULL_PAGE] * (-(-length // page_size) * groups), length)
+        return cls([NULL_PAGE] * -(-length // page_size), length)
 
 
 class HostTable(NamedTuple):
-    """A page table on the host, int32; the columns are those of ``compiled_llm_ops.PageTable``.
-
-    Groups of layers differ in page numbers alone: ``indices`` is ``[G, N]``.
-    """
+    """A page table on the host, int32; the columns are those of ``compiled_llm_ops.PageTable``."""
 
     qo_indptr: NDArray[np.int32]
     indptr: NDArray[np.int32]
@@ -54,7 +51,6 @@ def build_table(
     page_size: int,
     padded: int,
     null_tokens: int = 1,
-    groups: int = 1,
 ) -> HostTable:
     """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows to B = ``padded``.
 
@@ -62,15 +58,13 @@ def build_table(
     """
     # Sums over lists: of numpy, each other function that a first token needs has to come into the caches first.
     null = padded - len(rows)
-    laid_out = rows if null == 0 else [*rows, *[Span.null(null_tokens, page_size, groups)] * null]
+    laid_out = rows if null == 0 else [*rows, *[Span.null(null_tokens, page_size)] * null]
     pages = [row.pages for row in laid_out]
-    counts = list(map(len, pages))
-    last = [row.length - (len(row.pages) // groups - 1) * page_size for row in laid_out]
-    numbers = np.array(list(chain.from_iterable(pages)), dtype=np.int32)
+    last = [row.length - (len(row.pages) - 1) * page_size for row in laid_out]
     return HostTable(
         qo_indptr=_starts([*queries, *[null_tokens] * null]),
-        indptr=_starts(counts) // np.int32(groups),
-        indices=np.ascontiguousarray(numbers.reshape(-1, groups).T),
+        indptr=_starts(list(map(len, pages))),
+        indices=np.array(list(chain.from_iterable(pages)), dtype=np.int32),
         last_page_len=np.array(last, dtype=np.int32),
     )
 

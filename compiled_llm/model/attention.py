@@ -378,11 +378,6 @@ class LayerSpec(Protocol):
     """The part of a KV spec that programs read, whether or not the layer attends."""
 
     @property
-    def group(self) -> int:
-        """Number of the group of layers whose page numbers it follows."""
-        ...
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The layer's own tensors that it reads or writes besides its memory."""
         ...
@@ -414,7 +409,7 @@ class PagedBatch(NamedTuple):
     Attributes:
         pages: the memory of each layer.
         specs: of each layer.
-        rows: the table of each group of layers; they differ in page numbers alone.
+        rows: where new tokens go, and the table of their rows' pages.
         windows: tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows;
             empty to use those.
         latents: what layers of multi-head latent attention hand over; None if layers keep keys and values.
@@ -425,7 +420,7 @@ class PagedBatch(NamedTuple):
 
     pages: list[Tensor]
     specs: tuple[LayerSpec, ...]
-    rows: tuple[PackedTokens | NewestTokens | UnpagedRows, ...]
+    rows: PackedTokens | NewestTokens | UnpagedRows
     windows: tuple[int, ...] = ()
     latents: Latents | None = None
     indexed: IndexedRows | None = None
@@ -484,7 +479,7 @@ def attention_forward(
         return paged_batch.visit(module, query, key, value, *seen)
     layer = cast(int, module.layer_idx)
     spec, memory = cast(AttentionSpec, paged_batch.specs[layer]), paged_batch.pages[layer]
-    rows = paged_batch.rows[spec.group]
+    rows = paged_batch.rows
     states = (_pack(query, rows.new_tokens), _pack(key, rows.new_tokens), _pack(value, rows.new_tokens))
     options = (
         query.shape[-1] ** -0.5 if scaling is None else scaling,

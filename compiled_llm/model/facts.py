@@ -311,7 +311,7 @@ def _indexed(
     total, size, _ = next(iter(pages.values())).shape
     most = cast(int, torch.sym_min(-(-max_positions_of(model) // size), total))
     chosen, block_size = _chosen(model.config.get_text_config(decoder=True), layers)
-    return cast(PackedTokens | NewestTokens, batch.rows[0]).indexed(size, most, chosen, block_size), pages
+    return cast(PackedTokens | NewestTokens, batch.rows).indexed(size, most, chosen, block_size), pages
 
 
 def _chosen(config: Any, layers: Sequence[Layer]) -> tuple[int, int]:

@@ -157,8 +157,8 @@ def with_hooks(forward: Callable[..., Any], hooks: TracedHooks) -> Callable[...,
 
 def _rows_of(batch: PagedBatch, position_ids: Tensor) -> Tensor:
     """Return ``[T]`` int64, the row of each token."""
-    if batch.rows and isinstance(batch.rows[0], PackedTokens):
-        return batch.rows[0].token_rows.long()
+    if isinstance(batch.rows, PackedTokens):
+        return batch.rows.token_rows.long()
     rows, new = position_ids.shape
     if rows == 1 and batch.states is not None:  # a prefill of layers without attention
         return batch.states.token_rows.long()

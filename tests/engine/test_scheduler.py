@@ -223,7 +223,7 @@ class Crowd(RuleBasedStateMachine):
         assert all(request.row is not None for request in scheduler.running)
         assert not any(request.done or request.row for request in scheduler.waiting)
         assert not any(leader.prefilled or leader.done for leader in scheduler._queue.leaders), "they wait for ever"
-        for (_, tokens), (page,) in [] if self.tree is None else self.tree._pages.items():
+        for (_, tokens), page in () if self.tree is None else self.tree._pages.items():
             assert np.frombuffer(tokens, dtype=np.int64).tolist() == [token for token, _ in pool.memory[page]]
         known = [*scheduler.running, *scheduler.waiting, *self.unread()]
         assert len(set(known)) == len(known)
@@ -232,7 +232,7 @@ class Crowd(RuleBasedStateMachine):
         owners = [0] * len(pool._owners)
         for page in (page for row in rows for page in row.pages):
             owners[page] += 1
-        for (page,) in [] if self.tree is None else self.tree._pages.values():
+        for page in () if self.tree is None else self.tree._pages.values():
             owners[page] += 1
         assert pool._owners == owners
         assert pool.available == pool.total - sum(map(bool, owners)) + pool._cached - sum(

@@ -14,7 +14,6 @@ import compiled_llm
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.kvcache import specs
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops.reference.backend import Reference
 from support.execution.alone import Alone
@@ -35,13 +34,6 @@ def wrapped(**options: Any) -> Any:
 
 def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
-
-
-def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specs, "layer_groups", lambda layers: [number % 2 for number in range(len(layers))])
-
-
-MORE = (planned, grouped)
 
 
 class Batch:
@@ -94,7 +86,7 @@ class Batch:
     [
         pytest.param(*case, set_up, marks=pytest.mark.whole if case[0] == "compile" else ())
         for case in (("eager", [4], 2), ("eager", [3, 4, 9], 5), ("compile", [1, 7, 8, 15], 2))
-        for set_up in (None, let_a_cpu_capture, *MORE)
+        for set_up in (None, let_a_cpu_capture, planned)
     ],
 )
 def test_what_counts_is_what_as_many_steps_give(

@@ -52,7 +52,7 @@ def naive_table(rows: list[tuple[list[int], int]], queries: list[int], page_size
         table["indptr"].append(table["indptr"][-1] + len(own))
         table["qo_indptr"].append(table["qo_indptr"][-1] + count)
         table["last_page_len"].append(slots[-1][1] + 1)
-    return {**table, "indices": [table["indices"]]}
+    return table
 
 
 @deterministic

@@ -1,6 +1,6 @@
 """A prefix tree finds pages with the state after them, and gives states up when rows need their entries.
 
-Pools, rows of several groups of layers, and tree run in random order against a naive memory: what a page or an entry
+Pools, rows and tree run in random order against a naive memory: what a page or an entry
 holds are the tokens that have led to it, and nothing once nobody owns it.
 """
 
@@ -29,11 +29,10 @@ Tokens = tuple[int, ...]
 
 
 class Text(NamedTuple):
-    """Tokens under a salt; of a page, in a group of layers."""
+    """Tokens under a salt."""
 
     salt: Hashable
     tokens: Tokens
-    group: int = 0
 
 
 NOTHING = Text("poison", (-1,))
@@ -46,13 +45,13 @@ def array(tokens: Tokens) -> NDArray[np.int64]:
 class World:
     """Rows that compute prompts in chunks, decode, fork and end, and what their tree keeps."""
 
-    def __init__(self, pages: int, size: int, entries: int, groups: int) -> None:
-        self.size, self.groups = size, groups
+    def __init__(self, pages: int, size: int, entries: int) -> None:
+        self.size = size
         self.states = StatePool(entries)
-        self.pool = PagePool(pages * groups + 1, size, groups=groups, states=self.states)
+        self.pool = PagePool(pages + 1, size, states=self.states)
         self.tree = PrefixTree(self.pool)
         self.texts: dict[Row, Text] = {}
-        self.pages: list[Text] = [NOTHING] * (pages * groups + 1)
+        self.pages: list[Text] = [NOTHING] * (pages + 1)
         self.memory: list[Text] = [NOTHING] * entries
         self.used_at: dict[int, int] = {}  # of the entries in the tree
         self.clock = 0
@@ -103,7 +102,7 @@ class World:
 
     def run(self, row: Row, tokens: Tokens) -> bool:
         """Grow a row by a step's tokens; whether there was room."""
-        (salt, old, _), before_it = self.texts[row], list(self.pages)
+        (salt, old), before_it = self.texts[row], list(self.pages)
         try:
             copies = row.grow(len(tokens))
         except OutOfPagesError:
@@ -116,12 +115,11 @@ class World:
         assert write not in self.tree._states.values()
         self.memory[write] = self.texts[row] = Text(salt, old + tokens)
         for number in range(len(old) // self.size, -(-row.length // self.size)):
-            for group, page in enumerate(row.pages[number * self.groups : (number + 1) * self.groups]):
-                assert self.pool._owners[page] == 1, "someone else reads the page that is written"
-                before = old[: (number + 1) * self.size]
-                if len(before) > number * self.size:
-                    assert self.pages[page].tokens[: len(before)] == before, "it goes on in another row's page"
-                self.pages[page] = Text(salt, (old + tokens)[: (number + 1) * self.size], group)
+            page, before = row.pages[number], old[: (number + 1) * self.size]
+            assert self.pool._owners[page] == 1, "someone else reads the page that is written"
+            if len(before) > number * self.size:
+                assert self.pages[page].tokens[: len(before)] == before, "it goes on in another row's page"
+            self.pages[page] = Text(salt, (old + tokens)[: (number + 1) * self.size])
         return True
 
     def end(self, row: Row) -> None:
@@ -135,13 +133,13 @@ class World:
 
     def match(self, salt: Hashable, tokens: Tokens) -> tuple[Row, PrefixMatch]:
         wanted = self.expected(salt, tokens)
-        plenty = self.pool.available > (len(tokens) + 1) * self.groups and self.states.available > 3
+        plenty = self.pool.available > len(tokens) + 1 and self.states.available > 3
         assert self.tree.known(array(tokens[:-1]), salt) == wanted
         match = self.tree.match(array(tokens), salt)
         found = match.tokens
         assert found == wanted or (found < wanted and not plenty)
         assert (match.state == NO_ENTRY) == (found == 0)
-        assert len(match.pages) == -(-found // self.size) * self.groups
+        assert len(match.pages) == -(-found // self.size)
         if found:
             assert self.memory[match.state] == Text(salt, tokens[:found])
             self.use(match.state)
@@ -185,7 +183,7 @@ class World:
 
     def keep(self, row: Row) -> None:
         """Where a launch ends at a border of pages, and the row goes on."""
-        salt, tokens, _ = self.texts[row]
+        salt, tokens = self.texts[row]
         try:
             state = row.lend_state()
         except OutOfStatesError:
@@ -202,7 +200,7 @@ class World:
         row = self.some_row(random) if row is None else row
         if row is None:
             return
-        salt, tokens, _ = self.texts[row]
+        salt, tokens = self.texts[row]
         shared = bool(row.pages) and any(row.pages[-1] in other.pages for other in self.texts if other is not row)
         kept = bool(row.pages) and row.pages[-1] in self.pool._in_tree  # what is known of a text never gets less
         if len(tokens) - 1 in self.of(row)._lengths and not (shared or kept):
@@ -218,7 +216,7 @@ class World:
         """With all of it, as a chat does, or with its beginning."""
         kept = [self.memory[entry] for entry in self.tree._states.values()]
         if kept:
-            salt, tokens, _ = random.choice(kept)
+            salt, tokens = random.choice(kept)
             begin = tokens if random.random() < 0.5 else tokens[: random.randint(0, len(tokens))]
             self._compute(random, salt, begin + self.some_tokens(random))
 
@@ -237,7 +235,7 @@ class World:
 
     def keep_pages(self, random: Random) -> None:
         if (row := self.some_row(random)) is not None:
-            salt, tokens, _ = self.texts[row]
+            salt, tokens = self.texts[row]
             self.tree.insert(array(tokens), row.pages, salt)
 
     def fork(self, random: Random) -> None:
@@ -282,22 +280,20 @@ class World:
         assert all(self.pages[page] == NOTHING for page in self.pool._free)
 
     def _all_find_their_own(self) -> None:
-        for row, (salt, tokens, _) in self.texts.items():
+        for row, (salt, tokens) in self.texts.items():
             assert row.length == len(tokens)
             assert row.entry == NO_ENTRY if not tokens else self.memory[row.entry] == Text(salt, tokens)
             for number in range(-(-len(tokens) // self.size)):
                 begun = tokens[: (number + 1) * self.size]
-                for group, page in enumerate(row.pages[number * self.groups : (number + 1) * self.groups]):
-                    found = self.pages[page]
-                    assert found._replace(tokens=found.tokens[: len(begun)]) == Text(salt, begun, group)
+                found = self.pages[row.pages[number]]
+                assert found._replace(tokens=found.tokens[: len(begun)]) == Text(salt, begun)
         ends = [node for nodes in self.tree._ends.values() for node in nodes]
         assert len(ends) == len(set(ends))
         assert set(ends) == {node for node in self.tree._pages if self.tree._is_end(node)} <= set(self.tree._states)
         for node, entry in self.tree._states.items():
-            for group, page in enumerate(self.tree._pages[node]):
-                state, found = self.memory[entry], self.pages[page]
-                assert found._replace(tokens=found.tokens[: len(state.tokens)]) == state._replace(group=group)
-                assert len(state.tokens) % self.size == len(node[1]) // 8 % self.size, "a state of another page"
+            state, found = self.memory[entry], self.pages[self.tree._pages[node]]
+            assert found._replace(tokens=found.tokens[: len(state.tokens)]) == state
+            assert len(state.tokens) % self.size == len(node[1]) // 8 % self.size, "a state of another page"
 
     def close(self) -> None:
         for row in list(self.texts):
@@ -320,9 +316,9 @@ RULES: dict[str, Callable[[World, Random], None]] = {
 class RowsWithStates(RuleBasedStateMachine):
     """The world as Hypothesis runs it, which finds short cases."""
 
-    @initialize(pages=st.integers(8, 40), size=st.integers(1, 4), entries=st.integers(3, 10), groups=st.integers(1, 3))
-    def start(self, pages: int, size: int, entries: int, groups: int) -> None:
-        self.world = World(pages, size, entries, groups)
+    @initialize(pages=st.integers(8, 40), size=st.integers(1, 4), entries=st.integers(3, 10))
+    def start(self, pages: int, size: int, entries: int) -> None:
+        self.world = World(pages, size, entries)
 
     @rule(name=st.sampled_from(list(RULES)), random=st.randoms(use_true_random=False))
     def act(self, name: str, random: Random) -> None:
@@ -347,9 +343,9 @@ class TestManyRowsWithStates(RowsWithStates.TestCase):  # type: ignore[misc]
     settings = settings(deadline=None, max_examples=400, stateful_step_count=100, database=None)
 
 
-def live(steps: int, seed: int, pages: int = 40, size: int = 3, entries: int = 10, groups: int = 2) -> World:
+def live(steps: int, seed: int, pages: int = 40, size: int = 3, entries: int = 10) -> World:
     """Run a world for long; its account is zero in the end."""
-    random, world = Random(f"states {seed}"), World(pages, size, entries, groups)
+    random, world = Random(f"states {seed}"), World(pages, size, entries)
     for _ in range(steps):
         random.choice(list(RULES.values()))(world, random)
         world.check()
@@ -357,12 +353,10 @@ def live(steps: int, seed: int, pages: int = 40, size: int = 3, entries: int = 1
     return world
 
 
-@pytest.mark.parametrize(
-    ("pages", "size", "entries", "groups"), [(40, 3, 10, 2), (16, 1, 4, 1), (200, 4, 30, 3), (12, 5, 40, 1)]
-)
+@pytest.mark.parametrize(("pages", "size", "entries"), [(40, 3, 10), (16, 1, 4), (200, 4, 30), (12, 5, 40)])
 @pytest.mark.parametrize("steps", [1000, pytest.param(10_000, marks=pytest.mark.whole)])
-def test_a_long_life_leaves_nothing(steps: int, pages: int, size: int, entries: int, groups: int, seed: int) -> None:
-    live(steps, seed, pages, size, entries, groups)
+def test_a_long_life_leaves_nothing(steps: int, pages: int, size: int, entries: int, seed: int) -> None:
+    live(steps, seed, pages, size, entries)
 
 
 def swapped(patch: pytest.MonkeyPatch) -> None:
@@ -386,7 +380,7 @@ def of_the_next_page(patch: pytest.MonkeyPatch) -> None:
     keep = PrefixTree._keep_state
 
     def for_another(tree: PrefixTree, node: Any, state: int) -> None:
-        below = [other for other in tree._pages if other[0] == tree._pages[node][0] and other not in tree._states]
+        below = [other for other in tree._pages if other[0] == tree._pages[node] and other not in tree._states]
         keep(tree, (below or [node])[0], state)
 
     patch.setattr(PrefixTree, "_keep_state", for_another)

@@ -444,7 +444,7 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def the_least_recently_used_are_next(self) -> None:
         if hasattr(self, "pool"):
-            assert [page for (page,) in self.tree._pages.values()] == self.naive.oldest_first()
+            assert [*self.tree._pages.values()] == self.naive.oldest_first()
             assert len(self.tree) == len(self.naive.stored) == len(set(self.naive.stored.values()))
 
     @invariant()

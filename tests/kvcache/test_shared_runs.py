@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from compiled_llm.kvcache import shared_runs
 from compiled_llm.kvcache.errors import OutOfPagesError
-from compiled_llm.kvcache.pool import NULL_PAGE, PagePool
+from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.shared_runs import Paged, SharedRuns
@@ -30,15 +30,12 @@ pytestmark = pytest.mark.core
 
 SIZE = 4
 LEVELS = 3
-Page = tuple[int, ...]
-"""One number of each group of layers."""
 
 
 class Rules(NamedTuple):
     """The arguments of ``SharedRuns``."""
 
     page_size: int = SIZE
-    groups: int = 1
     least_pages: int = 1
     least_saved: int = 1
 
@@ -46,24 +43,23 @@ class Rules(NamedTuple):
 class PlainRow:
     """A row of given pages, which are written over as in no pool."""
 
-    def __init__(self, pages: Sequence[int], groups: int = 1) -> None:
+    def __init__(self, pages: Sequence[int]) -> None:
         """Its newest token is in a page of its own, behind these."""
-        self.pages = [*pages, *[10_000_000 + id(self) % 1_000_000] * groups]
-        self.length = len(pages) // groups * SIZE + 1
+        self.pages = [*pages, 10_000_000 + id(self) % 1_000_000]
+        self.length = len(pages) * SIZE + 1
         self.page_period = object()
 
 
 # ---- the naive model
 
 
-def unwritten(row: Paged, rules: Rules) -> list[Page]:
-    count = max(0, row.length - 1) // rules.page_size
-    return list(zip(*(row.pages[group :: rules.groups] for group in range(rules.groups)), strict=True))[:count]
+def unwritten(row: Paged, rules: Rules) -> list[int]:
+    return row.pages[: max(0, row.length - 1) // rules.page_size]
 
 
-def beginnings(texts: Sequence[list[Page]]) -> dict[tuple[Page, ...], list[int]]:
+def beginnings(texts: Sequence[list[int]]) -> dict[tuple[int, ...], list[int]]:
     """The longest pages that some two rows begin with, and all rows that do."""
-    found: dict[tuple[Page, ...], list[int]] = {}
+    found: dict[tuple[int, ...], list[int]] = {}
     for one, other in combinations(texts, 2):
         same = 0
         while same < min(len(one), len(other)) and one[same] == other[same]:
@@ -74,11 +70,11 @@ def beginnings(texts: Sequence[list[Page]]) -> dict[tuple[Page, ...], list[int]]
     return found
 
 
-def saved_by(begin: tuple[Page, ...], rows: Sequence[int], start: int) -> int:
-    return (len(rows) - 1) * sum(any(page) for page in begin[start:])
+def saved_by(begin: tuple[int, ...], rows: Sequence[int], start: int) -> int:
+    return (len(rows) - 1) * (len(begin) - start)
 
 
-def most_saved(texts: Sequence[list[Page]], rules: Rules) -> int:
+def most_saved(texts: Sequence[list[int]], rules: Rules) -> int:
     """The most reads of pages that any choice of beginnings saves."""
     begins, best = beginnings(texts), 0
     for mask in range(2 ** len(begins)):
@@ -137,59 +133,17 @@ class UnreadCount:
         return self._tokens
 
 
-class Windowed:
-    """A row as it is once pages outside of the windows of some groups are given back."""
-
-    def __init__(self, row: Row, groups: int, windowed: int, window: int) -> None:
-        self.row, self._groups, self._windowed, self._window = row, groups, windowed, window
-        self._seen: tuple[object, int] = (None, 0)
-        self._period = object()
-
-    @property
-    def length(self) -> int:
-        return self.row.length
-
-    @property
-    def _outside(self) -> int:
-        return max(0, self.row.length - self._window) // SIZE if self._windowed else 0
-
-    @property
-    def pages(self) -> list[int]:
-        pages = list(self.row.pages)
-        for group in range(self._windowed):
-            pages[group : self._outside * self._groups : self._groups] = [NULL_PAGE] * self._outside
-        return pages
-
-    @property
-    def page_period(self) -> object:
-        seen = (self.row.page_period, self._outside)
-        if seen != self._seen:
-            self._seen, self._period = seen, object()
-        return self._period
-
-
 class Batches(RuleBasedStateMachine):
     """Rows with their tokens, of which few are different, and one ``SharedRuns`` for batches of some of them."""
 
-    @initialize(
-        groups=st.integers(1, 2),
-        windowed=st.sampled_from([0, 0, 0, 0, 1, 2]),
-        least_pages=st.sampled_from([1, 1, 1, 2]),
-        least_saved=st.sampled_from([1, 1, 1, 4]),
-    )
-    def start(self, groups: int, windowed: int, least_pages: int, least_saved: int) -> None:
-        self.pool = PagePool(200 * groups + 1, SIZE, groups=groups)
+    @initialize(least_pages=st.sampled_from([1, 1, 1, 2]), least_saved=st.sampled_from([1, 1, 1, 4]))
+    def start(self, least_pages: int, least_saved: int) -> None:
+        self.pool = PagePool(201, SIZE)
         self.tree = PrefixTree(self.pool)
-        self.rules = Rules(SIZE, groups, least_pages, least_saved)
-        self.windowed = min(windowed, groups)
+        self.rules = Rules(SIZE, least_pages, least_saved)
         self.shared = SharedRuns(*self.rules)
         self.texts: dict[Row, tuple[int, ...]] = {}
-        self.views: dict[Row, Windowed] = {}
         self.seen: dict[object, list[int]] = {}  # the most pages of each period of a row
-
-    def come(self, row: Row, tokens: tuple[int, ...]) -> None:
-        self.texts[row] = tokens
-        self.views[row] = Windowed(row, self.rules.groups, self.windowed, 3 * SIZE)
 
     def write(self, row: Row, tokens: tuple[int, ...]) -> None:
         try:
@@ -224,9 +178,9 @@ class Batches(RuleBasedStateMachine):
         tokens = (*self.a_beginning(data), *self.some_tokens(data), 3)
         row = Row(self.pool, 0)
         row.begin_from(self.tree.match(np.array(tokens)).pages)
-        self.come(row, tokens[: row.length])
+        self.texts[row] = tokens[: row.length]
         self.write(row, tokens[row.length :])
-        if self.pool.available > ahead * self.pool.groups:
+        if self.pool.available > ahead:
             row.reserve(row.length + ahead * SIZE)
         if data.draw(st.booleans()):
             self.store(row)
@@ -238,8 +192,8 @@ class Batches(RuleBasedStateMachine):
             return
         leader, row = Row(self.pool, len(tokens)), Row(self.pool, 0)
         shared = row.begin_as(leader, len(tokens))
-        self.come(leader, ())
-        self.come(row, tokens[:shared])
+        self.texts[leader] = ()
+        self.texts[row] = tokens[:shared]
         self.write(leader, tokens)
         self.write(row, tokens[shared:])
 
@@ -249,7 +203,7 @@ class Batches(RuleBasedStateMachine):
         """Its own pages hold what the tree's do, and those that it adds come into the tree below others."""
         tokens = self.a_beginning(data)
         row = Row(self.pool, 0)
-        self.come(row, ())
+        self.texts[row] = ()
         self.write(row, tokens + self.some_tokens(data))
         self.store(row)
 
@@ -266,7 +220,7 @@ class Batches(RuleBasedStateMachine):
         row = self.some_row(data)
         self.read(row)
         for _ in range(copies):
-            self.come(row.fork(), self.texts[row])
+            self.texts[row.fork()] = self.texts[row]
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), more=st.booleans())
@@ -302,7 +256,7 @@ class Batches(RuleBasedStateMachine):
     def enter_a_listed_page(self, data: st.DataObject, pages: int) -> None:
         row = self.some_row(data)
         self.read(row)
-        row.list_pages(pages * self.pool.groups)
+        row.list_pages(pages)
         if row.ahead and row.length and row.length % SIZE == 0:
             row.enter_page()
             row.length += 1
@@ -336,7 +290,7 @@ class Batches(RuleBasedStateMachine):
 
     def end(self, row: Row) -> None:
         row.free()
-        del self.texts[row], self.views[row]
+        del self.texts[row]
 
     @invariant()
     def pages_of_one_period_begin_alike(self) -> None:
@@ -354,23 +308,23 @@ class Batches(RuleBasedStateMachine):
     @rule(data=st.data())
     def run_some(self, data: st.DataObject) -> None:
         """They are grown by the token that they feed in, which lies in a page of their own."""
-        rows = data.draw(st.lists(st.sampled_from(list(self.views)), unique=True, max_size=9))
+        rows = data.draw(st.lists(st.sampled_from(list(self.texts)), unique=True, max_size=9))
         for row in rows:
             self.write(row, (2,))
-        self.compare([self.views[row] for row in rows])
+        self.compare(rows)
 
     @precondition(lambda self: self.texts)
     @rule(steps=st.integers(1, 2 * SIZE))
     def run_all_for_some_steps(self, steps: int) -> None:
         for _ in range(steps):
-            runs = self.shared.runs([*self.views.values()][:9])
-            steady, periods = self.shared.steady, [view.page_period for view in [*self.views.values()][:9]]
-            lengths = [view.length for view in [*self.views.values()][:9]]
-            for row in list(self.views)[:9]:
+            rows = [*self.texts][:9]
+            runs = self.shared.runs(rows)
+            steady, lengths = self.shared.steady, [row.length for row in rows]
+            periods = [row.page_period for row in rows]
+            for row in rows:
                 self.write(row, (2,))
-            rows = [*self.views.values()][:9]
-            grown = all(view.length >= length for view, length in zip(rows, lengths, strict=True))  # counts may be read
-            if steady and grown and periods == [view.page_period for view in rows]:
+            grown = all(row.length >= length for row, length in zip(rows, lengths, strict=True))  # counts may be read
+            if steady and grown and periods == [row.page_period for row in rows]:
                 assert self.shared.runs(rows) is runs
             self.compare(rows)
 
@@ -378,11 +332,11 @@ class Batches(RuleBasedStateMachine):
     @rule(rng=st.randoms())
     def look(self, rng: random.Random) -> None:
         """Also at rows that are not grown, and whose last page others share."""
-        rows = [*self.views.values()]
+        rows = [*self.texts]
         rng.shuffle(rows)
         self.compare(rows[:9])
 
-    def compare(self, rows: Sequence[Windowed]) -> None:
+    def compare(self, rows: Sequence[Row]) -> None:
         runs = self.shared.runs(rows)
         assert check(runs, rows, self.rules) == most_saved([unwritten(row, self.rules) for row in rows], self.rules)
         assert self.shared.runs(rows) is runs
@@ -403,34 +357,34 @@ class TestManyBatches(Batches.TestCase):  # type: ignore[misc]
 # ---- rows of any pages
 
 
-def at_random(rng: random.Random, rows: int, pages: int, groups: int = 1) -> list[PlainRow]:
+def at_random(rng: random.Random, rows: int, pages: int) -> list[PlainRow]:
     """Rows that begin as an earlier one does, for some pages."""
     texts: list[list[int]] = []
     for _ in range(rows):
         text = list(rng.choice(texts)) if texts and rng.random() < 0.9 else []
-        text = text[: rng.randint(0, len(text) // groups) * groups]
-        while len(text) < pages * groups and rng.random() < 0.9:
-            text += [rng.choice([NULL_PAGE, *range(1, 4), 256, 65536]) for _ in range(groups)]
+        text = text[: rng.randint(0, len(text))]
+        while len(text) < pages and rng.random() < 0.9:
+            text.append(rng.choice([1, 2, 3, 256, 65536]))
         texts.append(text)
-    return [PlainRow(text, groups) for text in texts]
+    return [PlainRow(text) for text in texts]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_pages_give_the_runs_that_save_most(seed: int) -> None:
     rng = random.Random(seed)
-    rules = Rules(SIZE, rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 5]))
-    shared, rows = SharedRuns(*rules), at_random(rng, 8, 12, rules.groups)
+    rules = Rules(SIZE, rng.choice([1, 1, 2, 3]), rng.choice([1, 1, 5]))
+    shared, rows = SharedRuns(*rules), at_random(rng, 8, 12)
     for _ in range(10):
         runs = shared.runs(rows)
         assert check(runs, rows, rules) == most_saved([unwritten(row, rules) for row in rows], rules)
         assert runs == SharedRuns(*rules).runs(rows)
         leaving = rng.randrange(8)
-        rows = [row for at, row in enumerate(rows) if at != leaving] + at_random(rng, 1, 12, rules.groups)
+        rows = [row for at, row in enumerate(rows) if at != leaving] + at_random(rng, 1, 12)
         rng.shuffle(rows)
         for row in rng.sample(rows, 3):
             at = rng.randrange(len(row.pages))
             row.pages[at], row.page_period = rng.randint(1, 3), object()
-        rows[0].length = rng.randint(0, len(rows[0].pages) // rules.groups * SIZE)  # with the same pages
+        rows[0].length = rng.randint(0, len(rows[0].pages) * SIZE)  # with the same pages
 
 
 def nested(depth: int) -> list[PlainRow]:

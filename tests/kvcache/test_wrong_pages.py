@@ -63,7 +63,7 @@ class Scene:
         """The row's page numbers on the device."""
         assert row.slot is not None
         each = self.state.slots.pages_each
-        return self.state.slots.pages[0][row.slot * each : (row.slot + 1) * each]
+        return self.state.slots.pages[row.slot * each : (row.slot + 1) * each]
 
     def buffer(self, name: str) -> Tensor:
         """A column of the decode buffers; the first row is at 0."""
@@ -289,7 +289,7 @@ def test_an_engine_names_the_request_and_goes_on(monkeypatch: pytest.MonkeyPatch
             slots._arena.flush()
             for row in rows[:1]:
                 assert row.slot is not None
-                slots.pages[0][row.slot * slots.pages_each] = 60
+                slots.pages[row.slot * slots.pages_each] = 60
         return changed
 
     monkeypatch.setattr(Slots, "list_pages", listed)

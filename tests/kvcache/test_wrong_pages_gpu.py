@@ -41,7 +41,7 @@ def test_swapped_pages_are_named_and_the_next_call_works(mode: str) -> None:
         generate_loop.step()
     state = generate_loop.model_runner.state
     assert first.slot is not None
-    listed, start = state.slots.pages[0], first.slot * state.slots.pages_each
+    listed, start = state.slots.pages, first.slot * state.slots.pages_each
     listed[start : start + 2] = listed[start : start + 2].flip(0)
     said = rf"row {first.number} \(of a call\) has read page {first.pages[1]} at position 0,"
     with pytest.raises(WrongPageError, match=said):

@@ -43,13 +43,13 @@ class PersistentBatch:
         self._validity, self._slots, self._readbacks = state.validity, state.slots, readbacks
         self._arena = state.arena
         self._page_watch = state.page_watch
-        self._page_size, self._groups, self._longest = state.config.page_size, state.pool.groups, state.max_positions
+        self._page_size, self._longest = state.config.page_size, state.max_positions
         self.bucket = 0
         self._wanted: StepKey | None = None
         self.step: DecodeStep | None = None
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state)
-        paging = (self._page_size, self._groups, -(-LEAST_KEYS // self._page_size))
+        paging = (self._page_size, -(-LEAST_KEYS // self._page_size))
         self._cascade, self._shared = state.cascade, SharedRuns(*paging)
         self._found: Sequence[SharedRun] = ()  # which rows share, and whether they are read once
         self._pays = False
@@ -158,7 +158,7 @@ class PersistentBatch:
         """Tokens that a row can grow by before anything has to be written."""
         if self._decode.follows_tokens or (row.states is not None and not row.states.alternates):
             return 0
-        return row.room if self._decode.follows_pages else row.listed // self._groups * self._page_size - row.length
+        return row.room if self._decode.follows_pages else row.listed * self._page_size - row.length
 
     # ---- rows come and go
 

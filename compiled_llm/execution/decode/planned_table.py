@@ -25,14 +25,12 @@ class PlannedTable:
 
     def __init__(self, state: RunnerState, planner: Planner) -> None:
         self._planner, self._staging = planner, state.staging
-        self._page_size, self._groups = state.config.page_size, state.pool.groups
+        self._page_size = state.config.page_size
         max_rows, device = state.config.max_batch_size, state.device
         entries = max_rows * state.slots.pages_each
         with torch.inference_mode(False):
             self._indptr = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-            self._indices = tuple(
-                mark_static(torch.zeros(entries, dtype=torch.int32, device=device)) for _ in range(self._groups)
-            )
+            self._indices = mark_static(torch.zeros(entries, dtype=torch.int32, device=device))
             self._last_page_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
             self._rows = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._qo_indptr = {1: self._rows}  # by q
@@ -40,7 +38,7 @@ class PlannedTable:
 
     @property
     def nbytes(self) -> int:
-        own = (self._indptr, *self._indices, self._last_page_len, *self._qo_indptr.values())
+        own = (self._indptr, self._indices, self._last_page_len, *self._qo_indptr.values())
         return sum(column.nbytes for column in own)
 
     def of(self, step: StepKey) -> PlannedRows:
@@ -66,7 +64,7 @@ class PlannedTable:
         self._staging.upload(
             [
                 (table.indptr, self._indptr),
-                *zip(table.indices, self._indices, strict=True),
+                (table.indices, self._indices),
                 (table.last_page_len, self._last_page_len),
             ]
         )
@@ -74,5 +72,4 @@ class PlannedTable:
 
     def _on_host(self, rows: Sequence[Row], step: StepKey) -> HostTable:
         new = step.new_tokens_per_row
-        paging = (self._page_size, step.rows, new, self._groups)
-        return build_table(rows, [new] * len(rows), *paging)
+        return build_table(rows, [new] * len(rows), self._page_size, step.rows, new)

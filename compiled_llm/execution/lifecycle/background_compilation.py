@@ -35,7 +35,7 @@ from compiled_llm.model.facts import ModelFacts
 logger = logging.getLogger("compiled_llm.graphs")
 
 _PAGES = 4
-"""Of each group of layers, for rows of padding."""
+"""Its own, for rows of padding."""
 _DRAIN_AFTER = 10.0
 """Seconds that rows may go on coming in while others run uncompiled; later ones wait until these have ended."""
 _TIME_TO_STOP = 2.0

@@ -153,7 +153,6 @@ class Runtime:
             states=None if model_runner.pool.states is None else model_runner.pool.states.account(),
             peak_pages=model_runner.pool.peak_used,
             page_size=self.config.page_size,
-            page_groups=model_runner.pool.groups,
             memory=model_runner.memory(),
             cuda_graph_table=self.cuda_graphs.as_dicts(),
         )

@@ -44,10 +44,10 @@ class Packed(NamedTuple):
     write: NDArray[np.int32]  # [B]
 
 
-def padded(batch: Sequence[Extension], shape: StepKey, page_size: int, groups: int = 1) -> list[Extension]:
+def padded(batch: Sequence[Extension], shape: StepKey, page_size: int) -> list[Extension]:
     """Return the batch with rows of padding, so that it has exactly the tokens and rows of ``shape``."""
-    nulls = [null_extension(0, page_size, groups)] * (shape.rows - len(batch))
-    return [*batch, *nulls, null_extension(shape.tokens - token_count(batch), page_size, groups)]
+    nulls = [null_extension(0, page_size)] * (shape.rows - len(batch))
+    return [*batch, *nulls, null_extension(shape.tokens - token_count(batch), page_size)]
 
 
 def token_count(batch: Sequence[Extension]) -> int:
@@ -55,11 +55,11 @@ def token_count(batch: Sequence[Extension]) -> int:
 
 
 @lru_cache(1024)
-def null_extension(length: int, page_size: int, groups: int = 1) -> Extension:
+def null_extension(length: int, page_size: int) -> Extension:
     """Return a row of padding, whose tokens all go to the null page and to position 0, which every model has."""
     none = np.zeros(length, dtype=np.int64)
     none.flags.writeable = False
-    row = Span.null(max(1, length), page_size, groups)  # it has a page, with tokens or without
+    row = Span.null(max(1, length), page_size)  # it has a page, with tokens or without
     return Extension(row, none, none)
 
 
@@ -68,7 +68,6 @@ def pack(
     keep: NDArray[np.int64],
     slots: NDArray[np.int64],
     page_size: int,
-    groups: int = 1,
     tagged: bool = False,
     recurrent: bool = False,
 ) -> tuple[Packed, HostTable]:
@@ -79,12 +78,11 @@ def pack(
         keep: ``[L]``, the tokens whose logits are wanted.
         slots: ``[C]``, the slots of the rows for which a token is sampled after the first C of them.
         page_size: S.
-        groups: of layers, with page numbers of their own.
         tagged: whether pages are checked.
         recurrent: whether rows have states.
     """
     queries = [len(extension.ids) for extension in batch]
-    table = build_table([extension.row for extension in batch], queries, page_size, len(batch), groups=groups)
+    table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
     packed = _allocated(sum(queries), len(keep), len(slots), len(batch), len(batch) * tagged, len(batch) * recurrent)
     np.concatenate([extension.ids for extension in batch], out=packed.ids)
     np.concatenate([extension.positions for extension in batch], out=packed.positions)
@@ -129,7 +127,6 @@ def chunks(
     batch: Sequence[Extension],
     most: int,
     page_size: int,
-    groups: int = 1,
     holds: Holds | None = None,
     spare_states: tuple[int, int] = (NO_ENTRY, NO_ENTRY),
 ) -> Iterator[list[Extension]]:
@@ -147,7 +144,7 @@ def chunks(
             if holds is not None:
                 part = _that_fit(part, before, Taken(tokens, pages, len(chunk)), page_size, holds)
             if part:
-                cut = _part(extension, start, start + part, page_size, groups)
+                cut = _part(extension, start, start + part, page_size)
                 spare_states = spare_states[1], spare_states[0]
                 chunk.append(cut._replace(states=_states_of(extension, start, start + part, spare_states)))
                 start, tokens, pages = start + part, tokens + part, pages - -(before + part) // page_size
@@ -182,12 +179,12 @@ def _that_fit(part: int, before: int, taken: Taken, page_size: int, holds: Holds
     return bisect.bisect_left(range(1, part + 1), True, key=is_too_large)
 
 
-def _part(extension: Extension, start: int, stop: int, page_size: int, groups: int) -> Extension:
+def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extension:
     """Return tokens ``start`` to ``stop`` of an extension, with the row as it is once they are stored."""
     if (start, stop) == (0, len(extension.ids)):
         return extension
     length = extension.row.length - len(extension.ids) + stop
-    row = Span(extension.row.pages[: -(-length // page_size) * groups], length)
+    row = Span(extension.row.pages[: -(-length // page_size)], length)
     ends = extension.is_last and stop == len(extension.ids)
     ids = extension.ids[start:stop]
     return Extension(row, ids, extension.positions[start:stop], ends, _tag_from(extension, start))

@@ -73,7 +73,7 @@ class Prefill:
         self._holds = None if state.scores is None else state.scores.holds
         self._planner = planner
         self._shapes = shapes
-        self._paging = state.config.page_size, state.pool.groups
+        self._page_size = state.config.page_size
         self._page_watch = state.page_watch
         self._recurrent = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
@@ -118,8 +118,8 @@ class Prefill:
             graph_manager.check_model()
         with graph_manager.preparing(program, waiting, program, number=number):
             state = self._state
-            length = compiled_length(state.facts.layers, state.device, state.max_positions, self._paging[0])
-            null = [null_extension(length, *self._paging)] * COMPILED_ROWS
+            length = compiled_length(state.facts.layers, state.device, state.max_positions, self._page_size)
+            null = [null_extension(length, self._page_size)] * COMPILED_ROWS
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
             for variant in self._variants_of_programs(embedded):
@@ -201,7 +201,7 @@ class Prefill:
             extensions = [_with_states(extension) for extension in extensions]
         start, parts = 0, []
         spare = self._state.spare_states
-        for chunk in chunks(extensions, self._state.config.prefill_tokens, *self._paging, self._holds, spare):
+        for chunk in chunks(extensions, self._state.config.prefill_tokens, self._page_size, self._holds, spare):
             end = start + token_count(chunk)
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
@@ -242,7 +242,7 @@ class Prefill:
         # A symbolic size is at least 2.
         if len(chunk) == 1:
             missing = max(0, 2 - token_count(chunk))
-            chunk = [*chunk, null_extension(missing, *self._paging)]
+            chunk = [*chunk, null_extension(missing, self._page_size)]
             if embeddings is not None and missing:
                 embeddings = torch.cat([embeddings, self._null_embeddings(missing)])
         if wanted < 2:
@@ -269,20 +269,27 @@ class Prefill:
         """Copy a prefill into new tensors on the device, and plan it, which chooses its own variant."""
         state = self._state
         tagged = self._page_watch is not None
-        packed, table = pack(chunk, keep, slots, *self._paging, tagged=tagged, recurrent=self._recurrent)
+        packed, table = pack(chunk, keep, slots, self._page_size, tagged=tagged, recurrent=self._recurrent)
         alone = self._planner.attends_alone(variant)
-        inputs = self._as_inputs(state.staging.to_device(packed), None)._replace(alone=alone, hidden_states=states)
+        columns, indices = state.staging.to_device(packed), state.prefill_indices
+        if indices is not None:
+            state.staging.upload([(table.indices, indices)])
+        else:
+            (own,) = state.staging.to_device([table.indices])
+            indices = _of_any_size(own)
+        inputs = self._as_inputs(columns, indices, None)._replace(alone=alone, hidden_states=states)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
-        if state.scores is None:
-            state.staging.upload([*zip(table.indices, state.prefill_indices, strict=True)])
-        else:
-            inputs = inputs._replace(indices=tuple(map(_of_any_size, state.staging.to_device([*table.indices]))))
         if not alone:
             self._planner.plan_prefill(table)
         return inputs
 
-    def _as_inputs(self, columns: Sequence[Tensor], shape: StepKey | None) -> PrefillInputs:
+    @property
+    def _indices(self) -> Tensor:
+        assert self._state.prefill_indices is not None, "no prefill of layers with indexers is captured"
+        return self._state.prefill_indices
+
+    def _as_inputs(self, columns: Sequence[Tensor], indices: Tensor, shape: StepKey | None) -> PrefillInputs:
         """Return device tensors, in the order of ``Packed``, as inputs of the program, with the plans of a shape."""
         named = Packed(*columns)._asdict()  # type: ignore[arg-type]
         named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
@@ -294,7 +301,7 @@ class Prefill:
             named |= {"read": None, "write": None}
         alone = shape is not None and self._planner.attends_alone(shape.variant)
         plans = self._planner.for_prefill(shape)
-        return PrefillInputs(indices=self._state.prefill_indices, plans=plans, alone=alone, **named)
+        return PrefillInputs(indices=indices, plans=plans, alone=alone, **named)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:
         graph_manager = self._graph_manager
@@ -384,7 +391,7 @@ class Prefill:
         """
         if sum(queries) > self._state.config.prefill_tokens:
             return False
-        pages = sum(-(-length // self._paging[0]) for length in lengths)
+        pages = sum(-(-length // self._page_size) for length in lengths)
         if self._holds is not None and not self._holds(sum(queries), pages, len(queries)):
             return False
         captured = self._captures and self._shapes.smallest(sum(queries), len(queries)) is not None
@@ -445,13 +452,13 @@ class Prefill:
         keep = np.concatenate([keep, np.zeros(logits - len(keep), dtype=np.int64)])
         slots = np.concatenate([slots, self._state.slots.of([], sampled - len(slots))])
         tagged = self._page_watch is not None
-        chunk = padded(chunk, shape, *self._paging)
-        return pack(chunk, keep, slots, *self._paging, tagged=tagged, recurrent=self._recurrent)
+        chunk = padded(chunk, shape, self._page_size)
+        return pack(chunk, keep, slots, self._page_size, tagged=tagged, recurrent=self._recurrent)
 
     def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
         columns = self._state.staging.to_device(packed)
-        inputs = self._as_inputs(columns, shape)._replace(hidden_states=shape.states)
+        inputs = self._as_inputs(columns, self._indices, shape)._replace(hidden_states=shape.states)
         (filled,) = self._state.staging.to_device([as_bytes(packed)])
         return inputs, filled
 
@@ -464,7 +471,7 @@ class Prefill:
 
     def _upload(self, packed: Packed, table: HostTable, shape: StepKey, filled: Tensor) -> None:
         state = self._state
-        state.staging.upload([(as_bytes(packed), filled), *zip(table.indices, state.prefill_indices, strict=True)])
+        state.staging.upload([(as_bytes(packed), filled), (table.indices, self._indices)])
         self._planner.plan_prefill(table, shape)
 
 

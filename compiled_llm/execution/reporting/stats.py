@@ -83,7 +83,6 @@ class Stats:
         states: the account of states of recurrent layers; None without such layers, or while nothing is allocated.
         peak_pages: how many pages were used at one time, at most.
         page_size: tokens in a page.
-        page_groups: how many pages so many tokens have, one for each group of layers.
         memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and
             sampling settings) and ``graphs`` (what capturing CUDA graphs took from the allocator).
         cuda_graph_table: a dict for each CUDA graph that we have captured, those that were evicted too: the fields of
@@ -121,7 +120,6 @@ class Stats:
     states: StateAccount | None = None
     peak_pages: int = 0
     page_size: int = 0
-    page_groups: int = 1
     memory: dict[str, int] = field(default_factory=dict)
     cuda_graph_table: list[dict[str, object]] = field(default_factory=list)
 
@@ -185,7 +183,7 @@ class Stats:
 
     def _page_rows(self, pages: PageAccount) -> Iterator[tuple[str, str]]:
         cached = f", {pages.cached} cached" if pages.cached else ""
-        tokens = pages.total // self.page_groups * self.page_size
+        tokens = pages.total * self.page_size
         if self.kv_saturated:
             yield "clamped", f"{self.kv_saturated} numbers of keys and values were too large for their scales"
         yield "pages", f"{pages.used} used, {self.peak_pages} at most{cached}, of {pages.total} ({tokens} tokens)"

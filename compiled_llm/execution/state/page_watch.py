@@ -139,7 +139,7 @@ class PageWatch:
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         self.inputs.tags.index_copy_(0, target, self.inputs.tags.index_select(0, source))
 
-    def imported(self, rows: Sequence[Row], counts: Sequence[int], groups: int) -> None:
+    def imported(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         """Tag what was written to the ends of rows without their tokens being known, by position alone."""
         ids = [np.zeros(count, dtype=np.int64) for count in counts]
         extensions = [Extension(row, own, own) for row, own in zip(rows, ids, strict=True) if len(own)]
@@ -148,9 +148,7 @@ class PageWatch:
         tags = [self.tagged(extension).tag for extension in extensions]
         lengths = np.array([extension.row.length for extension in extensions], dtype=np.int32)
         queries = [len(extension.ids) for extension in extensions]
-        table = build_table(
-            [extension.row for extension in extensions], queries, self._page_size, len(tags), groups=groups
-        )
+        table = build_table([extension.row for extension in extensions], queries, self._page_size, len(tags))
         chains = self.inputs.chains.clone()
         begins = [int(chains[tag.slot]) if tag.chain == CHAIN_IN_SLOT else tag.chain for tag in tags]
         columns: list[NDArray[Any]] = [
@@ -161,12 +159,11 @@ class PageWatch:
             np.array([tag.number for tag in tags], dtype=np.int32),
             table.qo_indptr,
             np.array(begins, dtype=np.int64),
-            *table.indices,
+            table.indices,
         ]
-        ids_, starts, lengths_, slots, numbers, qo_indptr, chains, *indices = self._staging.to_device(columns)
-        for own in indices:
-            tensors = (ids_, starts, lengths_, own, slots, numbers, qo_indptr)
-            check_pages(self.inputs.tags, chains.clone(), self.inputs.faults, *tensors)
+        ids_, starts, lengths_, slots, numbers, qo_indptr, chains, indices = self._staging.to_device(columns)
+        tensors = (ids_, starts, lengths_, indices, slots, numbers, qo_indptr)
+        check_pages(self.inputs.tags, chains, self.inputs.faults, *tensors)
         self.stored(extensions)
 
     # ---- faults

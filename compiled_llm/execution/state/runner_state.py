@@ -36,7 +36,7 @@ from compiled_llm.kvcache.page_scales import allocate_scales
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import PageCopy, Row
-from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes, sharing_memory
+from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes
 from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StatePool
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
@@ -69,8 +69,8 @@ class RunnerState:
         spare_states: entries for the states of a row whose prompt is cut into several launches.
         page_watch: checks that rows read their own pages; None if nothing does.
         scores: what choosing tokens may take; None if layers have no indexers.
-        prefill_indices: the page numbers of the prefill that runs, for each group of layers; none with ``scores``,
-            where each prefill has a tensor of as many as it scores.
+        prefill_indices: the page numbers of the prefill that runs; None with ``scores``, where each prefill has a
+            tensor of as many as it scores.
     """
 
     def __init__(
@@ -104,34 +104,30 @@ class RunnerState:
         self.specs = kv_cache_specs(facts.layers, *paging, chosen.backend, self.page_scales, plans_decode)
         own_specs = self.specs[: len(facts.layers)]
         self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops, self.dtype)
-        groups = 1 + max(spec.group for spec in self.specs)
         entries = self._entries_of_states() if entries is None else entries
-        count, self.scores = self._room_for_pages(groups, entries)
+        count, self.scores = self._room_for_pages(entries)
         with torch.inference_mode(False):
             self.kv_memory = ReleasableMemory(self.device)
             self.pages = allocate_pages(self.specs, count, self.kv_memory)
             self.states = self._allocate_states(entries)
             self.memories = [*self.pages, *self.states]
-            self._memories = [self.pages[layers[0]] for layers in sharing_memory(self.specs)]
             self.staging = Staging(self.device)
-            self.arena = Arena(self._columns(groups), self.device, self.staging)
+            self.arena = Arena(self._columns(), self.device, self.staging)
             self.page_watch: PageWatch | None = None
             if config.checks_pages:
                 self.page_watch = PageWatch(config, count, self.arena, self.staging, self.kv_memory)
             chains = None if self.page_watch is None else self.page_watch.inputs.chains
-            self.slots = Slots(
-                self.arena, self.staging, logits_width(model), self.validity, groups, chains, bool(facts.states)
-            )
+            self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity, chains, bool(facts.states))
             self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
-            self.prefill_indices = tuple(
-                mark_for_any_room(torch.zeros(prefill_pages, dtype=torch.int32, device=self.device))
-                for _ in range(groups if self.scores is None else 0)
-            )
+            self.prefill_indices: Tensor | None = None
+            if self.scores is None:
+                indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
+                self.prefill_indices = mark_for_any_room(indices)
         states, self.spare_states = self._pool_of_states(entries)
-        self.pool = PagePool(count, config.page_size, self.validity, groups, config.checks_pages, states)
+        self.pool = PagePool(count, config.page_size, self.validity, config.checks_pages, states)
 
-    def _room_for_pages(self, groups: int, entries: int) -> tuple[int, ScoreRoom | None]:
+    def _room_for_pages(self, entries: int) -> tuple[int, ScoreRoom | None]:
         """Return how many pages there are beside so many states, and the room for what an indexer scores of them."""
         beside = self._score_room()
         count = pages_to_allocate(
@@ -139,7 +135,6 @@ class RunnerState:
             page_bytes(self.specs),
             self.device,
             self.max_positions,
-            groups,
             None if beside is None else lambda pages: beside(pages).limit,
             entries * self.bytes_of_a_state,
         )
@@ -148,11 +143,11 @@ class RunnerState:
             scores.check_pool(count - 1)
         return count, scores
 
-    def _columns(self, groups: int) -> dict[str, tuple[int, torch.dtype]]:
+    def _columns(self) -> dict[str, tuple[int, torch.dtype]]:
         """Return the columns of slots and decode buffers."""
         rows, pages_each = self.config.max_batch_size, -(-self.max_positions // self.config.page_size) + 1
         columns = DecodeBuffers.columns(rows)
-        columns |= Slots.columns(rows, pages_each, groups, bool(self.facts.states))
+        columns |= Slots.columns(rows, pages_each, bool(self.facts.states))
         return columns | (PageWatch.columns(columns["next_token"][0]) if self.config.checks_pages else {})
 
     def _pool_of_states(self, entries: int) -> tuple[StatePool | None, tuple[int, int]]:
@@ -215,14 +210,13 @@ class RunnerState:
     @property
     def page_bytes(self) -> int:
         """Bytes of the pages; 0 while they are given back."""
-        return 0 if self.kv_memory.given_back else sum(memory.nbytes for memory in self._memories)
+        return 0 if self.kv_memory.given_back else sum(memory.nbytes for memory in self.pages)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all tensors but the pages."""
         parts = (self.arena, self.slots, self.decode_buffers, self.sampling_graphs)
-        tags = 0 if self.page_watch is None else self.page_watch.nbytes
-        return tags + sum(part.nbytes for part in parts) + sum(indices.nbytes for indices in self.prefill_indices)
+        return sum(part.nbytes for part in (*parts, self.page_watch, self.prefill_indices) if part is not None)
 
     def release(self) -> None:
         """Give most of the memory back; nothing may be run afterwards."""
@@ -234,10 +228,10 @@ class RunnerState:
         self.sampling_graphs.release()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy whole pages in all layers of their groups, in stream order."""
+        """Copy whole pages in all layers, in stream order."""
         columns = [np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)]
         source, target = self.staging.to_device(columns)
-        for memory in map(as_bytes, self._memories):
+        for memory in map(as_bytes, self.pages):
             memory.index_copy_(0, target, memory.index_select(0, source))
         if self.page_watch is not None:
             self.page_watch.copy_pages(source, target)
@@ -255,19 +249,13 @@ class RunnerState:
         counts = stored.sum(axis=1).tolist()
         at = [np.arange(row.length - count, row.length) for row, count in zip(rows, counts, strict=True)]
         size = self.config.page_size
-        groups = self.pool.groups
-        numbers = [
-            np.array(row.pages, dtype=np.int64).reshape(-1, groups)[places // size]
-            for row, places in zip(rows, at, strict=True)
-        ]
-        pages = np.ascontiguousarray(np.concatenate(numbers).T)
-        entries = [np.concatenate(at) % size, batch_indices, columns, *pages]
-        slots, own_rows, own_columns, *of_group = self.staging.to_device(entries)
+        numbers = [np.array(row.pages, dtype=np.int64)[own // size] for row, own in zip(rows, at, strict=True)]
+        entries = [np.concatenate(numbers), np.concatenate(at) % size, batch_indices, columns]
+        places = TokenPlaces(stored.shape[1], *self.staging.to_device(entries))
         for spec, memory, (keys, values) in zip(self.specs, self.pages, states, strict=True):
-            places = TokenPlaces(stored.shape[1], of_group[spec.group], slots, own_rows, own_columns)
             spec.write(memory, places, keys, values)
         if self.page_watch is not None:
-            self.page_watch.imported(rows, counts, groups)
+            self.page_watch.imported(rows, counts)
 
     def read_states(self, rows: Sequence[Row]) -> dict[Place, StateMemory]:
         """Return copies of rows' states at each place of recurrent layers, ``[B, ...]``; they hold tokens."""
@@ -280,5 +268,5 @@ class RunnerState:
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
         """Return copies of a row's keys and values in one layer, each ``[K, length, D]``."""
         spec = self.specs[layer]
-        (pages,) = self.staging.to_device([np.array(row.pages[spec.group :: self.pool.groups], dtype=np.int64)])
+        (pages,) = self.staging.to_device([np.array(row.pages, dtype=np.int64)])
         return spec.read(self.pages[layer], pages, row.length)

@@ -45,30 +45,23 @@ class _Waiting(NamedTuple):
     chain: Tensor | None = None
 
 
-def _columns_of_pages(groups: int) -> list[str]:
-    return [f"pages_{group}" for group in range(groups)]
-
-
 class Slots:
     """Gives slots to rows; in the model's executor only.
 
     Attributes:
         padding: the slot of padding rows, which is greedy and has the null page alone.
-        pages: ``[X * N]`` int32 for each group of layers, the page numbers of each slot.
+        pages: ``[X * N]`` int32, the page numbers of each slot.
         pages_each: N.
         states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
             without recurrent layers.
     """
 
     @staticmethod
-    def columns(
-        max_rows: int, pages_each: int, groups: int = 1, recurrent: bool = False
-    ) -> dict[str, tuple[int, torch.dtype]]:
+    def columns(max_rows: int, pages_each: int, recurrent: bool = False) -> dict[str, tuple[int, torch.dtype]]:
         """Return the columns of an arena for slots for this many rows, with states if there are recurrent layers."""
         count = SLOTS_FOR_A_ROW * max_rows + 1
-        pages = dict.fromkeys(_columns_of_pages(groups), (count * pages_each, torch.int32))
         states = dict.fromkeys(_STATES if recurrent else (), (count, torch.int32))
-        return SlotSettings.columns(count) | pages | states
+        return SlotSettings.columns(count) | {"pages": (count * pages_each, torch.int32)} | states
 
     def __init__(
         self,
@@ -76,7 +69,6 @@ class Slots:
         staging: Staging,
         vocabulary: int,
         validity: StepValidity | None = None,
-        groups: int = 1,
         chains: Tensor | None = None,
         recurrent: bool = False,
     ) -> None:
@@ -84,7 +76,6 @@ class Slots:
 
         Args:
             validity: of decode steps.
-            groups: of layers.
             chains: ``[X + 1]``, those of the rows in the slots, where pages are checked.
             recurrent: whether rows have states.
         """
@@ -92,11 +83,10 @@ class Slots:
         self._validity = StepValidity() if validity is None else validity
         self._settings = SlotSettings(arena, staging, vocabulary)
         self._chains = chains
-        self._groups, self._columns = groups, _columns_of_pages(groups)
-        self.pages = tuple(arena[name] for name in self._columns)
+        self.pages = arena["pages"]
         self.states = (arena[_STATES[0]], arena[_STATES[1]]) if recurrent else None
         self.padding = len(self.tables.next_token) - 1
-        self.pages_each = len(self.pages[0]) // (self.padding + 1)
+        self.pages_each = len(self.pages) // (self.padding + 1)
         self._free = list(range(self.padding - 1, -1, -1))
         if self.states is not None:
             for name in _STATES:
@@ -279,16 +269,14 @@ class Slots:
         if all(row.listed >= len(row.pages) for row in rows):
             return False
         with deferred():  # pages that a row takes as listed are written
-            where, pages, groups = [], [], self._groups
+            where, pages = [], []
             for row in rows:
-                if row.listed < len(row.pages) + _AHEAD // 2 * groups:  # the others later, all together
-                    first, new = row.list_pages(min(_AHEAD * groups, self.pages_each * groups - len(row.pages)))
-                    start = cast(int, row.slot) * self.pages_each + first // groups
-                    where.append(np.arange(start, start + len(new) // groups))
+                if row.listed < len(row.pages) + _AHEAD // 2:  # the others later, all together
+                    first, new = row.list_pages(min(_AHEAD, self.pages_each - len(row.pages)))
+                    start = cast(int, row.slot) * self.pages_each + first
+                    where.append(np.arange(start, start + len(new)))
                     pages += new
-            numbers = np.array(pages, dtype=np.int32).reshape(-1, groups)
-            for group, column in enumerate(self._columns):
-                self._arena.write(column, np.concatenate(where), np.ascontiguousarray(numbers[:, group]))
+            self._arena.write("pages", np.concatenate(where), np.array(pages, dtype=np.int32))
         return True
 
     def list_states(self, rows: Sequence[Row]) -> None:

@@ -189,7 +189,7 @@ def test_one_token_of_the_longest_row_always_fits() -> None:
 
 
 def allocated(config: WrapConfig, one: int, beside: Callable[[int], int] | None) -> int:
-    return pages_to_allocate(config, one, CPU, 4096, 1, beside)
+    return pages_to_allocate(config, one, CPU, 4096, beside)
 
 
 def test_a_fraction_of_the_free_memory_holds_pages_and_scores(monkeypatch: pytest.MonkeyPatch) -> None:
