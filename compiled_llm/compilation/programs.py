@@ -103,11 +103,14 @@ class PreparedCall(NamedTuple):
         """Whether it would compile nothing."""
         return self.interpreted or is_compiled_for(self.function, self.arguments)
 
-    def unguarded(self) -> PreparedCall:
-        """Return a call like one that has just been made; it checks no guards, and is good until something changes."""
+    def unguarded(self, ran: Callable[..., Any] | None) -> PreparedCall:
+        """Return a call like the one just made, which checks no guards: it is good until something changes.
+
+        ``ran`` is the code that ran, if that is known.
+        """
         if self.interpreted:
             return self
-        return self._replace(code=self.code or compiled_code(self.function, self.arguments))
+        return self._replace(code=ran or self.code or compiled_code(self.function, self.arguments))
 
     def bound(self) -> Callable[[], Any]:
         """Return what makes the call."""

@@ -99,6 +99,7 @@ ONE = [("the quick", {"until": ["\n\n", "Q:"], "max_gen_toks": 8})]
 
 
 def test_the_harnesss_criteria_leave_the_model_alone(wrapped: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness(wrapped, 1).generate_until(requests("generate_until", ONE), disable_tqdm=True)  # prepares all
     looks = note_calls(monkeypatch, GraphManager, "check_model", lambda *_: None)
     harness(wrapped, 1).generate_until(requests("generate_until", ONE), disable_tqdm=True)
     assert len(looks) == 1, "the first step looks at the model, and no later one"

@@ -178,6 +178,7 @@ def test_the_model_is_looked_at_again_after_code_that_may_have_changed_it(
 ) -> None:
     """A call's prefill looks in any case."""
     model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", page_size=4)
+    greedy(model, mixed_prompts([5], 128, seed=0), 6)  # what is prepared is looked at, too
     looks = note_calls(monkeypatch, GraphManager, "check_model", lambda *_: None)
     options = {"streamer": None if streamer is None else streamer(tokenizer)}
     greedy(model, mixed_prompts([5], 128, seed=0), 6, stopping_criteria=StoppingCriteriaList(criteria), **options)

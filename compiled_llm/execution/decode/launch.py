@@ -39,6 +39,7 @@ class BoundProgram:
         """
         self._prepare, self._paged, self._guarded, self._in_trees = prepare, paged, guarded, in_trees
         self._call: Callable[[], StepOutputs] | None = None
+        self._code: Callable[..., Any] | None = None  # that ran, if it is known
         self._profiled = False
         self.runs = 0
 
@@ -55,7 +56,9 @@ class BoundProgram:
 
     def _bind(self) -> None:
         call, self._profiled = self._prepare(), is_profiling()
-        self._call = (call.unguarded() if self.runs and not self._guarded else call).bound()
+        if self.runs and not self._guarded:
+            call = call.unguarded(self._code)
+        self._call, self._code = call.bound(), call.code
 
 
 class Launch:
