@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "results"
+CHECKOUT = Path(__file__).parents[1]
+RESULTS = CHECKOUT / "results"
+LAST_WITH_ALL_SCRIPTS = "d868dfb9"
+"""The commit that still has the scripts of all published runs."""
 _PLACE = re.compile(r"^<!-- run: (\S+\.json) -->$", re.MULTILINE)
 
 Entry = dict[str, Any]
@@ -48,6 +51,9 @@ def _made_by(run: Entry) -> str:
     parts = [f"Commit {machine['commit'][:7]}", machine.get("date"), device["name"]]
     if bandwidth := run.get("read_bandwidth"):
         parts.append(f"read bandwidth {number(bandwidth / 1e9)} GB/s")
+    script = re.search(r"tools/\S+\.py", run.get("command") or "")
+    if script and not (CHECKOUT / script[0]).exists():
+        parts.append(f"script at commit {LAST_WITH_ALL_SCRIPTS}")
     return ", ".join(filter(None, parts))
 
 
@@ -185,7 +191,7 @@ def _over(entry: Entry) -> str:
 
 
 _PROMPTS = (10, *range(50, 401, 50))
-"""Lengths that ``tools/bench/graphs.py`` asks with."""
+"""Lengths of prompts that runs of the modes side by side have."""
 
 CONTENDER = {"contender": _text("contender")}
 TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {

@@ -25,7 +25,8 @@ from compiled_llm import Engine, SamplingParams, StructuredOutputsParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
 from common import checkout
-from shapes import SHAPES, build, made_up_tokenizer, vocabulary_of
+from models import build, made_up_tokenizer, vocabulary_of
+from shapes import SHAPES
 
 from compiled_llm.commands.bench.report import describe_machine
 

@@ -124,7 +124,7 @@ bench() {
   prepare_vllm
   local -a runs arguments
   local run number=0 status=0
-  IFS=';' read -ra runs <<<"${BENCH:-latency --model qwen3-0.6b --decoding both; roofline --model qwen3-0.6b}"
+  IFS=';' read -ra runs <<<"${BENCH:-latency --model qwen3-0.6b --decoding both}"
   for run in "${runs[@]}"; do
     read -ra arguments <<<"$run"
     number=$((number + 1))

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "bench"))
-from shapes import SHAPES, build
+from models import build
+from shapes import SHAPES
 
 STEPS = 220
 BATCHES = ([1, 15, 16, 17, 33, 64, 100, 250], [100])

@@ -95,7 +95,7 @@ class ScriptedSession(BenchSession):
 
     def prepare(self, workload: Workload) -> None: ...
 
-    def run(self, workload: Workload, clock: TokenClock | None = None) -> CallTiming:
+    def run(self, workload: Workload) -> CallTiming:
         return next(self._timings)
 
     def memory(self) -> dict[str, int]:
@@ -172,7 +172,7 @@ def test_prompts_never_repeat() -> None:
 
 def test_choosing_contenders() -> None:
     def names(asked: str, device: str) -> list[str]:
-        return [one.name for one in contenders.choose(asked, device)]
+        return [one.name for one in contenders.choose(asked, device, contenders.ALL)]
 
     assert names("ours", "cpu") == ["compiled-llm:compile"]
     assert names("ours, hf-eager", "cuda") == ["hf-eager", "compiled-llm:cuda-graphs"]

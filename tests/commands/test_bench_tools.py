@@ -15,11 +15,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from compiled_llm.commands.bench.contenders import Ours
 from compiled_llm.commands.bench.report import BenchReport
 from support.docs.pages import CHECKOUT
-from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
-from support.imports import module_at
 
 TOOLS = CHECKOUT / "tools" / "bench"
 pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="no checkout")
@@ -106,8 +103,7 @@ def test_shapes_have_as_many_parameters_as_the_models_that_they_are_named_for(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
-    shapes = importlib.import_module("shapes")
-    model = shapes.build(name, torch.bfloat16, torch.device("meta"))
+    model = importlib.import_module("models").build(name, torch.bfloat16, torch.device("meta"))
     assert model.num_parameters() / 1e9 == pytest.approx(SIZES[name], abs=0.01)
 
 
@@ -140,19 +136,6 @@ def test_an_engine_that_comes_short_or_dies_says_why(tool: Any, tmp_path: Path) 
     dies.write_text("import sys; sys.exit('loading\\nValueError: no CUDA for you\\nleft in peace')")
     printed = tool("latency", *quick, f"{sys.executable} {dies}", code=1)[1]
     assert "the worker ended with exit code 1: ValueError: no CUDA for you" in printed
-
-
-def test_roofline_sees_exactly_the_steps_that_it_says(tool: Any) -> None:
-    quick = ("--prompts", "8", "--new", "12", "--runs", "2", "--contenders", "hf-eager,compiled-llm:eager")
-    report, printed = tool("roofline", *quick)
-    theirs, ours = report.results["roofline"]
-    assert ours["steps"] == 6
-    assert (theirs["host_us"] is None, ours["host_us"] is None) == (True, False)
-    assert {"attention", "matrix products"} <= {kind["name"] for kind in ours["kinds"]}
-    calls = {kernel["name"]: kernel["launches"] for kernel in [*ours["kernels"], *theirs["kernels"]]}
-    assert calls["compiled_llm::decode_attention"] == 2, "one of each layer"
-    assert calls["aten::_scaled_dot_product_flash_attention_for_cpu"] == 2
-    assert "| one decode step |" in printed
 
 
 def test_offline(tool: Any, tmp_path: Path) -> None:
@@ -215,63 +198,6 @@ def test_online(tool: Any) -> None:
     assert result["load"] == "4 requests/s"
     assert result["prompts"] == "20 shared and 4 to 8"
     assert 0 < result["first_s"]["p50"] < result["end_s"]["p50"]
-
-
-def test_graphs(tool: Any) -> None:
-    quick = ("--prompts=4,8", "--new=8", "--requests=2", "--seconds=0", "--contenders=compiled-llm:eager")
-    report, _ = tool("graphs", *quick)
-    found = [(one["recordings"], one["prompt"], len(one["running_s"])) for one in report.results["graph_times"]]
-    assert found == [("prepared", 4, 1), ("prepared", 8, 1)]
-
-
-MODES_IN_SHORT = ("--prompts=10,50", "--new=8", "--requests=1", "--seconds=0")
-
-
-@pytest.mark.whole
-@pytest.mark.usefixtures("without_inductor")
-def test_a_cpu_has_one_of_the_modes(tool: Any) -> None:
-    report, _ = tool("graphs", *MODES_IN_SHORT)
-    assert [(one["contender"], one["recordings"]) for one in report.results["graph_modes"]] == [
-        ("compiled-llm:compile", "prepared")
-    ]
-    assert len(report.unavailable) == 3
-
-
-@pytest.mark.whole
-@pytest.mark.usefixtures("without_inductor")
-def test_graphs_in_each_state_side_by_side(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins for CUDA graphs."""
-    monkeypatch.setattr(Ours, "obstacle", lambda self, setup: None)
-    let_a_cpu_capture(monkeypatch)
-    report, printed = tool("graphs", *MODES_IN_SHORT, "--few=2")
-    modes = report.results["graph_modes"]
-    assert [(one["contender"].removeprefix("compiled-llm:"), one["recordings"]) for one in modes] == [
-        ("compile", "prepared"),
-        ("reduce-overhead", "prepared"),
-        ("cuda-graphs", "prepared"),
-        ("cuda-graphs", "on demand"),
-        ("cuda-graphs", "rolling"),
-        ("piecewise", "prepared"),
-    ]
-    for one in modes:
-        assert {*one["figures"]["first_s"]} == {"10", "50"}
-        assert 0 < min(one["figures"]["first_s"].values()) <= one["figures"]["slowest_first_s"]
-        assert one["start_s"] > 0
-        assert one["nbytes"] > 0
-    use = {(one["contender"], one["recordings"]): one["evictions"] for one in report.results["graph_use"]}
-    assert use["compiled-llm:cuda-graphs", "rolling"] > use["compiled-llm:cuda-graphs", "prepared"] == 0
-    (line,) = [line for line in printed.splitlines() if line.startswith("| compiled-llm:cuda-graphs | rolling |")][:1]
-    figures = module_at(CHECKOUT / "docs" / "figures.py")
-    shown = figures._tables(modes, *figures.TABLES["graph_modes"])
-    assert "first of 50, ms" in "\n".join(shown)
-    assert line.count("|") == 2 + 4 + 2 + 1
-
-
-def test_beams_and_drafts(tool: Any) -> None:
-    quick = ("--prompt", "8", "--new", "4", "--turns", "2", "--rows", "2", "--runs", "1")
-    report, _ = tool("beams_and_drafts", *quick, "--contenders", "hf-eager,compiled-llm:eager")
-    tasks = [one["task"].split(",")[0] for one in report.results["beams_and_drafts"]]
-    assert tasks == ["beam search", "drafts of 5", "prompt lookup", "chat of 2 turns", "scoring"] * 2
 
 
 @pytest.mark.whole  # HuggingFace's batching fills most of a CPU's memory with zeros

@@ -128,6 +128,13 @@ def test_a_run_with_figures_that_no_table_shows_is_an_error(tmp_path: Path, monk
         figures().shown("run.json")
 
 
+def test_a_run_whose_script_is_gone_names_a_commit_that_has_it() -> None:
+    shown = figures().shown("d84d17f-sparse.json")
+    assert "python tools/bench/sparse.py" in shown
+    assert "script at commit d868dfb9" in shown
+    assert "script at" not in figures().shown("439edf7-latency-qwen3-0.6b.json")
+
+
 # ---- the chart
 
 

@@ -1,4 +1,4 @@
-"""A client of a server at the end of a pipe, as `peers.py` speaks; it imports no torch: the server is measured."""
+"""A client of a server at the end of a pipe, as `processes.py` says; it imports no torch: the server is measured."""
 
 from __future__ import annotations
 

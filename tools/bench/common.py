@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -12,15 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import tables  # noqa: F401  of all that these scripts measure
 import torch
 import typer
-from shapes import SHAPES, build
+from models import build
+from shapes import SHAPES
 
 from compiled_llm.commands.bench.commands import finish, new_report, progress
-from compiled_llm.commands.bench.contenders import Contender, Setup
+from compiled_llm.commands.bench.contenders import C, Setup
 from compiled_llm.commands.bench.report import BenchReport, failure
 from compiled_llm.commands.bench.timing import Workload
 from compiled_llm.commands.loading.load import device_of, dtype_of
@@ -42,7 +42,6 @@ Vllm = Annotated[
     str,
     typer.Option("--vllm", envvar="COMPILED_LLM_VLLM", help="A Python that has vLLM: 'env PYTHONPATH=... python3'."),
 ]
-C = TypeVar("C", bound=Contender)
 
 
 @dataclass
@@ -97,20 +96,11 @@ def bench(
         report.machine["commit"] = commit or checkout()
         report.machine["cpu"]["threads"] = torch.get_num_threads()
         if where.type == "cuda":
-            report.machine["gpu"].update(driver=driver(), clocks=clocks_under_load(where))
+            report.machine["gpu"].update(driver_and_clocks(where))
         if bandwidth:
             report.read_bandwidth = read_bandwidth(where, dtype)
         yield Bench(Setup(model, where, dtype, workloads, log, build), report, json)
     finish(report, json)
-
-
-def named(names: str, known: Sequence[C]) -> list[C]:
-    """Contenders by their comma-separated names, in the order of `known`."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if unknown := set(wanted) - {one.name for one in known}:
-        there = ", ".join(one.name for one in known)
-        raise SystemExit(f"--contenders: no {', '.join(sorted(unknown))}; there are {there}")
-    return [one for one in known if one.name in wanted]
 
 
 def integers(text: str) -> list[int]:
@@ -131,20 +121,13 @@ def _output(*command: str) -> str | None:
     return None
 
 
-def driver() -> str | None:
-    with suppress(OSError):
-        if found := re.search(r"(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text()):
-            return found[1]
-    return None
-
-
-def clocks_under_load(device: torch.device) -> dict[str, str] | None:
+def driver_and_clocks(device: torch.device) -> dict[str, Any]:
     """nvidia-smi's answer while the device is busy: idle clocks say nothing."""
     command = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/local/nvidia/bin")
     if command is None:
-        return None
+        return {"driver": None, "clocks": None}
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # whatever CUDA_VISIBLE_DEVICES says
-    query = [command, f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader", f"--id={uuid}"]
+    query = [command, f"--query-gpu=driver_version,{','.join(CLOCKS)}", "--format=csv,noheader", f"--id={uuid}"]
     busy, until = torch.ones(2**26, device=device), time.monotonic() + 20
     with subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as asking:
         while asking.poll() is None and time.monotonic() < until:
@@ -152,9 +135,5 @@ def clocks_under_load(device: torch.device) -> dict[str, str] | None:
                 busy.sum()
             torch.cuda.synchronize(device)
         asking.kill()
-        answer = asking.communicate()[0].strip().splitlines()[:1]
-    return dict(zip(CLOCKS, answer[0].split(", "), strict=False)) if answer else None
-
-
-if __name__ == "__main__":
-    sys.exit("this is what the other scripts share")
+        driver, *clocks = asking.communicate()[0].strip().partition("\n")[0].split(", ")
+    return {"driver": driver or None, "clocks": dict(zip(CLOCKS, clocks, strict=False)) or None}

@@ -5,22 +5,31 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from peers import Peer, Worker
-from shapes import vocabulary_of
+from models import vocabulary_of
+from peers import Peer
+from processes import Worker
 
 import compiled_llm
 from compiled_llm.commands.bench.contenders import Contender, Setup
 from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
-from compiled_llm.config import Mode, WrapConfig
+from compiled_llm.config import Mode
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 
-OURS, CASCADE, NO_CASCADE, INVARIANT, FP8 = "compiled-llm:engine", "cascade", "no-cascade", "batch-invariant", "fp8"
+OURS, VLLM, CASCADE, NO_CASCADE, FP8 = "compiled-llm:engine", "vllm", "cascade", "no-cascade", "fp8"
+OF_WRAP: dict[str, dict[str, Any]] = {
+    **{mode: {"mode": mode} for mode in get_args(Mode)},
+    NO_CASCADE: {"cascade": False},
+    "batch-invariant": {"batch_invariant": True},
+    FP8: {"kv_dtype": "fp8_e4m3"},
+}
+"""Options that are not the defaults, by what a name says of them after a colon; 8 bits have no scales."""
+OF_ENGINE: dict[str, dict[str, Any]] = {"mixed": {"mixed": True}, "no-prefix-cache": {"prefix_cache": False}}
 COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cached_tokens"}
 """What is counted of a pass, and the fields of the engine's `stats`."""
 
@@ -43,32 +52,19 @@ class EngineContender(Contender):
 
 
 class OurEngine(EngineContender):
-    """`compiled_llm.Engine`; a mode that is not named is `wrap`'s choice. Its name says what is not the default."""
+    """`compiled_llm.Engine`; its name says what is not the default, after colons. `options` are the engine's."""
 
-    def __init__(
-        self,
-        mode: Mode | None = None,
-        *,
-        cascade: bool = True,
-        batch_invariant: bool = False,
-        fp8: bool = False,
-        **options: Any,
-    ) -> None:
-        """`fp8`: keys and values in 8 bits, without scales. `options` are the engine's."""
-        said = ["mixed" if options.get("mixed") is True else None, None if cascade else NO_CASCADE]
-        said += [None if options.get("prefix_cache", True) else "no-prefix-cache"]
-        said += [INVARIANT if batch_invariant else None, FP8 if fp8 else None]
-        self.name = ":".join(filter(None, [OURS, mode, *said]))
-        self._mode: Mode = WrapConfig.mode if mode is None else mode
-        self._wrap: dict[str, Any] = {"cascade": "auto" if cascade else False, "batch_invariant": batch_invariant}
-        self._wrap["kv_dtype"] = "fp8_e4m3" if fp8 else None
-        self._options = options
+    def __init__(self, name: str = OURS, **options: Any) -> None:
+        self.name, self._wrap, self._options = name, dict[str, Any](), options
+        for part in parts_of(name, OURS, {**OF_WRAP, **OF_ENGINE}):
+            self._wrap |= OF_WRAP.get(part, {})
+            self._options |= OF_ENGINE.get(part, {})
 
     @contextmanager
     def engine(self, setup: Setup) -> Iterator[OurSession]:
         setup.free_memory()  # whoever measured the last contender held its engine until now
         model = setup.model()
-        compiled_llm.wrap(model, mode=self._mode, **self._wrap, progress=False)
+        compiled_llm.wrap(model, **self._wrap, progress=False)
         try:
             with Engine(model, **self._options) as engine:
                 setup.log(f"{self.name}: compiling and capturing")
@@ -113,9 +109,9 @@ class OurSession:
 class VllmEngine(EngineContender):
     """vLLM's `LLM`, or with `streams` its `AsyncLLM`, in a worker."""
 
-    def __init__(self, python: str, streams: bool, cascade: bool = False, fp8: bool = False) -> None:
-        self.name = ":".join(filter(None, ["vllm", CASCADE if cascade else None, FP8 if fp8 else None]))
-        self._peer = Peer(python, streams, cascade, fp8)
+    def __init__(self, python: str, streams: bool, name: str = VLLM) -> None:
+        self.name, parts = name, parts_of(name, VLLM, (CASCADE, FP8))
+        self._peer = Peer(python, streams, CASCADE in parts, FP8 in parts)
 
     def obstacle(self, setup: Setup) -> str | None:
         return self._peer.obstacle(setup)
@@ -147,14 +143,30 @@ class VllmSession:
         return self.worker.ask([request.prompt for request in asked], [request.new for request in asked], **more)
 
 
-def with_cascade(contenders: str) -> str:
-    """Add to each engine the one that does otherwise with pages which requests share: ours reads them for each."""
-    return ",".join(f"{name},{name}:{CASCADE if name == 'vllm' else NO_CASCADE}" for name in contenders.split(","))
+def parts_of(name: str, kind: str, known: Iterable[str]) -> list[str]:
+    """Return what a name says after its kind; raises SystemExit if it is of another kind, or says something else."""
+    parts = [part for part in name.removeprefix(kind).split(":") if part]
+    if not set(parts) <= {*known}:
+        raise SystemExit(f"--contenders: no {name}; there are {OURS}, {VLLM}, and {kind} with :{', :'.join(known)}")
+    return parts
 
 
-def with_fp8(contenders: str) -> str:
-    """Add to each engine the same one with keys and values in 8 bits."""
-    return ",".join(f"{name},{name}:{FP8}" for name in contenders.split(","))
+def engines_of(names: str, vllm: str, streams: bool, cascade: bool, fp8: bool, **options: Any) -> list[EngineContender]:
+    """Return engines by their comma-separated names.
+
+    Args:
+        vllm: a Python that has it.
+        streams: of vLLM's, the one that takes requests as they arrive.
+        cascade: also each with the other choice about pages that requests share: ours reads them for each of these.
+        fp8: also each with keys and values in 8 bits.
+        options: of our engines.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if cascade:
+        wanted = [more for one in wanted for more in (one, f"{one}:{CASCADE if one == VLLM else NO_CASCADE}")]
+    if fp8:
+        wanted = [more for one in wanted for more in (one, f"{one}:{FP8}")]
+    return [VllmEngine(vllm, streams, one) if one.startswith(VLLM) else OurEngine(one, **options) for one in wanted]
 
 
 def params_of(request: Asked, temperature: float) -> SamplingParams:

@@ -19,11 +19,11 @@ from typing import Annotated, Any, get_args
 
 import torch
 import typer
-from common import Commit, Contenders, DeviceName, Json, Model, bench, named
-from shapes import made_up_tokenizer, vocabulary_of
+from common import Commit, Contenders, DeviceName, Json, Model, bench
+from models import made_up_tokenizer, vocabulary_of
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from compiled_llm.commands.bench.contenders import Contender, Setup, wrapped
+from compiled_llm.commands.bench.contenders import Contender, Setup, choose, wrapped
 from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
@@ -289,7 +289,7 @@ def main(
                     run.report.memory[contender.name] = {"weights": weights, **clock.memory}
             run.add("grpo", result_of(contender.name, asked, clock.steps))
 
-        run.each(named(contenders, known), measure)
+        run.each(choose(contenders, run.setup.device.type, known), measure)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ def main(
     commit: Commit = None,
 ) -> None:
     """Measure the time to first token, decode and end to end, of all contenders side by side."""
-    ways = {"greedy": [False], "sampled": [True], "both": [False, True]}[decoding.value]
-    combinations = itertools.product(ways, integers(new), integers(prompts), integers(batches))
+    combinations = itertools.product(decoding.ways, integers(new), integers(prompts), integers(batches))
     asked = [Workload(batch, prompt, length, sampled) for sampled, length, prompt, batch in combinations]
     first, *rest = ours.ALL
     known = [first, HFStatic(), *rest, Peer(vllm)]

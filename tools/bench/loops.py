@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from common import Commit, Contenders, DeviceName, Json, Model, Vllm, bench, named
-from engines import EngineContender, VllmEngine
-from shapes import vocabulary_of
+from common import Commit, Contenders, DeviceName, Json, Model, Vllm, bench
+from engines import VLLM, EngineContender, VllmEngine
+from models import vocabulary_of
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -201,12 +201,10 @@ def main(
                 task = f"rollouts, {prompts} x {answers} answers of {new} tokens"
                 measure_each(contender.name, {task: rollouts})
 
-        engines: list[EngineContender] = [VllmEngine(vllm, False)]
-        wanted = contenders.split(",")
-        of_engines = [name for name in wanted if name in {one.name for one in engines}]
-        in_process = ",".join(name for name in wanted if name not in of_engines)
-        run.each(ours.choose(in_process, setup.device.type), measure)
-        run.each(named(",".join(of_engines), engines), measure_engine)
+        wanted = [name.strip() for name in contenders.split(",")]
+        in_process = ",".join(name for name in wanted if name != VLLM)
+        run.each(ours.choose(in_process, setup.device.type, ours.ALL), measure)
+        run.each([VllmEngine(vllm, False)] if VLLM in wanted else [], measure_engine)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
-from common import AlsoFp8, Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, named
-from engines import EngineContender, OurEngine, Served, VllmEngine, with_cascade, with_fp8
-from shapes import vocabulary_of
+from common import AlsoFp8, Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench
+from engines import EngineContender, Served, engines_of
+from models import vocabulary_of
 
 from compiled_llm.commands.bench.commands import DecodingOption
 from compiled_llm.commands.bench.load import VOCABULARY, Asked, Lengths
 from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.commands.options.choices import KvDtype
-from compiled_llm.config import Mode
 from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
 
 TEMPERATURE = 0.6
@@ -104,17 +103,9 @@ def main(
 ) -> None:
     """Measure how fast engines answer many requests that come at once."""
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
-    ways = {"greedy": [0.0], "sampled": [TEMPERATURE], "both": [0.0, TEMPERATURE]}[decoding.value]
-    ways_of_ours = itertools.product((None, *get_args(Mode)), (True, False), (False, True))
-    ours = [OurEngine(mode, cascade=option, fp8=fp8) for mode, option, fp8 in ways_of_ours]
-    ours += [OurEngine(cascade=False, prefix_cache=False)]
-    ours += [OurEngine(mixed=True, fp8=fp8) for fp8 in (False, True)]
-    ours += [OurEngine(batch_invariant=True, fp8=fp8) for fp8 in (False, True)]
-    known = [*ours, *(VllmEngine(vllm, False, *way) for way in itertools.product((False, True), repeat=2))]
     bounds = Workload(requests, system_prompt + lengths[0].most, max(2, lengths[1].most))
     begun = f"{system_prompt:,} shared and {lengths[0]}" if system_prompt else str(lengths[0])
-    chosen = with_cascade(contenders) if cascade else contenders
-    chosen = with_fp8(chosen) if kv_dtype.option is not None else chosen
+    chosen = engines_of(contenders, vllm, False, cascade, kv_dtype.option is not None)
     with bench(model, device, [bounds], json, commit) as run:
         vocabulary = vocabulary_of(model)
 
@@ -122,7 +113,7 @@ def main(
             numbers, begin = itertools.count(), time.perf_counter()
             with contender.engine(run.setup) as session:
                 prepared, results, passes = time.perf_counter() - begin, [], []
-                for temperature in ways:
+                for temperature in (TEMPERATURE * sampled for sampled in decoding.ways):
                     decoded = f"temperature {temperature:g}" if temperature else "greedy"
                     said = f"{requests} requests, prompts of {begun} tokens, answers of {lengths[1]}, {decoded}"
                     asked = [
@@ -142,7 +133,7 @@ def main(
                         one_pass = lambda asked=asked_more, at=temperature: session.all(asked, at)  # noqa: E731
                         result["busy"] = busy_share(one_pass, seconds, run)
 
-        run.each(named(chosen, known), measure)
+        run.each(chosen, measure)
 
 
 if __name__ == "__main__":

@@ -5,18 +5,17 @@ python tools/bench/online.py --model qwen3-0.6b --rates 4,16,64 --seconds 20
 
 from __future__ import annotations
 
-import itertools
-from typing import Annotated, get_args
+from dataclasses import replace
+from typing import Annotated
 
 import typer
-from common import AlsoFp8, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers, named
-from engines import EngineContender, OurEngine, VllmEngine, with_cascade, with_fp8
-from shapes import vocabulary_of
+from common import AlsoFp8, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers
+from engines import EngineContender, engines_of
+from models import vocabulary_of
 
 from compiled_llm.commands.bench.load import Lengths, Load, measure_all
 from compiled_llm.commands.bench.timing import Workload
 from compiled_llm.commands.options.choices import KvDtype
-from compiled_llm.config import Mode
 
 
 def main(
@@ -39,24 +38,20 @@ def main(
     """Measure how long requests that arrive at random wait for their tokens, at several rates."""
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     load = Load(*lengths, seconds=seconds, system_prompt=system_prompt, vocabulary=vocabulary_of(model))
-    loads = [Load(**{**vars(load), "rate": rate}) for rate in integers(rates)]
-    ways = itertools.product((None, *get_args(Mode)), (True, False), (False, True))
-    known = [OurEngine(mode, cascade=option, fp8=fp8, max_step_ms=max_step_ms) for mode, option, fp8 in ways]
-    known += [OurEngine(max_step_ms=max_step_ms, mixed=True, fp8=fp8) for fp8 in (False, True)]
-    peers = [VllmEngine(vllm, True, *way) for way in itertools.product((False, True), repeat=2)]
+    loads = [replace(load, rate=rate) for rate in integers(rates)]
     bounds = [
         Workload(max(1, round(rate * seconds)), system_prompt + lengths[0].most, max(2, lengths[1].most))
         for rate in integers(rates)
     ]
-    chosen = with_cascade(contenders) if cascade else contenders
-    chosen = with_fp8(chosen) if kv_dtype.option is not None else chosen
+    fp8 = kv_dtype.option is not None
+    chosen = engines_of(contenders, vllm, True, cascade, fp8, max_step_ms=max_step_ms)
     with bench(model, device, bounds, json, commit) as run:
 
         def measure(contender: EngineContender) -> None:
             with contender.engine(run.setup) as session:
                 measure_all({contender.name: session.stream}, loads, runs, run.report, run.save, run.setup.log)
 
-        run.each(named(chosen, [*known, *peers]), measure)
+        run.each(chosen, measure)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""vLLM at the end of a pipe, as `peers.py` speaks; it runs in its own environment, so it imports nothing else.
+"""vLLM at the end of a pipe, as `processes.py` says; it runs in its own environment, so it imports nothing else.
 
 With `"streams": true` vLLM's `AsyncLLM`, which its server runs on, answers requests when they arrive (`arrivals`), and
 `times` are added: when each token of each request came, in seconds from the begin.

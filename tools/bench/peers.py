@@ -1,8 +1,4 @@
-"""Contenders that users do not get by default: HuggingFace's own compile, and vLLM at the end of a pipe.
-
-A worker says `{"mark": "imported"}` and `{"mark": "loaded"}` (with `versions`, if it likes), one line of JSON each. To
-each request, `{"prompts": [...], "new": [...], "sampling": {...}}`, it answers `{"seconds": 5.0, "lengths": [...]}`.
-"""
+"""Contenders that users do not get by default: HuggingFace's own compile, and vLLM at the end of a pipe."""
 
 from __future__ import annotations
 
@@ -10,92 +6,26 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import shlex
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
 
 import torch
-from shapes import SHAPES, vocabulary_of, write_config
+from models import vocabulary_of, write_config
+from processes import Worker, started
+from shapes import SHAPES
 from transformers import PreTrainedModel
 
 from compiled_llm.commands.bench.contenders import BenchSession, Contender, Setup
-from compiled_llm.commands.bench.timing import SAMPLING, CallTiming, TokenClock, Workload
+from compiled_llm.commands.bench.timing import SAMPLING, CallTiming, Workload
 
 HERE = Path(__file__).parent
 GPU_SHARE = 0.6
 """How much of the GPU's memory an engine may take; this process's CUDA context needs some, too."""
 LEAST_LENGTH = 4096
-
-
-class Worker:
-    """A running worker."""
-
-    def __init__(self, process: subprocess.Popen[str], log: IO[str], mark: Callable[[str], object]) -> None:
-        self._process, self._log, self._mark = process, log, mark
-        self.versions: dict[str, str] = {}
-
-    def wait_for(self, mark: str) -> None:
-        while self._receive().get("mark") != mark:
-            pass
-
-    def ask(self, prompts: Sequence[Sequence[int]], new: Sequence[int], **more: Any) -> dict[str, Any]:
-        """Have requests answered, each with as many tokens as it asks for."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"prompts": prompts, "new": new, **more}) + "\n")
-            self._process.stdin.flush()
-        except OSError:
-            raise self._ended() from None
-        answer = self._receive()
-        if answer["lengths"] != list(new):
-            raise RuntimeError(f"{answer['lengths']} tokens came instead of {list(new)}")
-        return answer
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._ended()
-        message: dict[str, Any] = json.loads(line)
-        if "mark" in message:
-            self._mark(message["mark"])
-        self.versions.update(message.get("versions", {}))
-        return message
-
-    def _ended(self) -> RuntimeError:
-        return RuntimeError(f"the worker ended with exit code {self._process.wait()}: {last_words(self._log)}")
-
-
-def last_words(log: IO[str]) -> str:
-    """The line of a log that says best why its process has ended."""
-    log.seek(0)
-    lines = [line.strip() for line in log if line.strip()] or ["it said nothing"]
-    errors = [line for line in lines if re.search(r"(Error|Exception|error:)", line)]  # more may follow
-    return (errors or lines)[-1]
-
-
-@contextmanager
-def started(
-    command: Sequence[str], mark: Callable[[str], object], environ: Mapping[str, str] | None = None
-) -> Iterator[Worker]:
-    """Start a worker for the block; closing its stdin asks it to end; if it does not, it is killed."""
-    pipe = subprocess.PIPE
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environ)
-        try:
-            yield Worker(process, log, mark)
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=60)
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
 
 
 class Peer(Contender):
@@ -158,7 +88,7 @@ class PeerSession(BenchSession):
         for _ in range(2):  # an engine may still compile something in the first runs
             self.run(workload)
 
-    def run(self, workload: Workload, clock: TokenClock | None = None) -> CallTiming:
+    def run(self, workload: Workload) -> CallTiming:
         sampling = SAMPLING if workload.sampled else {"temperature": 0.0}
         seconds = [
             self._worker.ask(

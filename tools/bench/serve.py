@@ -10,12 +10,8 @@ from __future__ import annotations
 import json as js
 import os
 import shlex
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -24,11 +20,13 @@ from typing import Annotated, Any
 
 import httpx
 import typer
-from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers, named
+from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, integers
 from engines import OURS, EngineContender, OurEngine
-from peers import GPU_SHARE, HERE, LEAST_LENGTH, Peer, last_words, started
-from shapes import vocabulary_of, write_model
+from models import vocabulary_of, write_model
+from peers import GPU_SHARE, HERE, LEAST_LENGTH, Peer
+from processes import ServerProcess, free_port, log_at, started
 
+from compiled_llm.commands.bench.contenders import choose
 from compiled_llm.commands.bench.load import Asked, Lengths, Load, LoadAnswer, Run, measure_all
 from compiled_llm.commands.bench.timing import Workload
 from compiled_llm.config import WrapConfig
@@ -47,7 +45,7 @@ class Clients:
 
     def __init__(self, closing: ExitStack, processes: int, **job: Any) -> None:
         command = [sys.executable, os.fspath(HERE / "client_worker.py"), js.dumps(job)]
-        self._workers = [closing.enter_context(started(command, lambda mark: None)) for _ in range(processes)]
+        self._workers = [closing.enter_context(started(command)) for _ in range(processes)]
         for worker in self._workers:
             worker.wait_for("loaded")
 
@@ -84,7 +82,7 @@ class InProcess(Server):
     name = OURS
 
     def __init__(self, mode: str) -> None:
-        self._engine = OurEngine(mode, watch_model=False)  # type: ignore[arg-type]
+        self._engine = OurEngine(f"{OURS}:{mode}", watch_model=False)
 
     @contextmanager
     def ways(self, run: Bench) -> Iterator[Mapping[str, Run]]:
@@ -154,38 +152,13 @@ def http(closing: ExitStack, processes: int, port: int) -> Clients:
 @contextmanager
 def running(command: Sequence[str], ready: str, name: str, run: Bench) -> Iterator[None]:
     """Run a server for the block, which begins when `ready` answers with status 200."""
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        silent = subprocess.DEVNULL
-        process = subprocess.Popen(command, stdin=silent, stdout=log, stderr=log, start_new_session=True)
+    with log_at(None) as log:
+        server = ServerProcess(name, command, ready, log)
         try:
-            while (doing := doing_at(ready)) is not None:
-                if process.poll() is not None:
-                    raise RuntimeError(f"the server ended with exit code {process.returncode}: {last_words(log)}")
-                run.setup.log(f"{name}: {doing}")
-                time.sleep(0.5)
+            server.wait(run.setup.log)
             yield
         finally:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # and those that it has started
-                process.wait()
-
-
-def doing_at(url: str) -> str | None:
-    """What the server does, if it says so; None if it is ready."""
-    try:
-        response = httpx.get(url, timeout=10, trust_env=False)
-        return None if response.status_code == 200 else str(js.loads(response.text).get("doing") or "starting")
-    except (httpx.HTTPError, ValueError, AttributeError):
-        return "starting"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+            server.close()
 
 
 def main(
@@ -229,7 +202,7 @@ def main(
                 for loads, passes in ((alone, 1), (together, runs), (arriving, 1)):
                     measure_all(ways, loads, passes, run.report, run.save, run.setup.log)
 
-        run.each(named(contenders, known), measure)
+        run.each(choose(contenders, run.setup.device.type, known), measure)
 
 
 if __name__ == "__main__":

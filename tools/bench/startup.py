@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench, named
-from peers import HERE, HFStatic, Peer, started
-from shapes import write_model
+from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench
+from models import write_model
+from peers import HERE, HFStatic, Peer
+from processes import started
 
-from compiled_llm.commands.bench.contenders import ALL, Contender, Ours
+from compiled_llm.commands.bench.contenders import ALL, Contender, Ours, choose
 from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.server.own_process import own_command
 
@@ -112,7 +113,9 @@ class Starts:
         model = write_model(setup.name, setup.dtype, setup.device, self.root / "model")
         command = own_command("compile", model, "-o", str(folder), "--mode", mode, "--device", setup.device.type)
         command += ["--max-num-seqs", rows, "--warmup", rows, "--quiet"]
-        subprocess.run(command, env=environ(self.empty("for_artifacts")), check=True, stdout=sys.stderr)
+        subprocess.run(
+            command, env=environ(self.empty("for_artifacts")), check=True, stdout=2
+        )  # tables alone go to stdout
         return str(folder)
 
 
@@ -153,7 +156,7 @@ def main(
                     fresh = [{**starts.empty(f"artifacts_{number}"), **python} for number in range(runs)]
                     starts.timed("artifacts", fresh, artifacts)
 
-        run.each(named(contenders, known), measure)
+        run.each(choose(contenders, run.setup.device.type, known), measure)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A contender of this environment at the end of a pipe, as `peers.py` speaks, to time its start."""
+"""A contender of this environment at the end of a pipe, as `processes.py` says, to time its start."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def main() -> None:
     job = json.loads(sys.argv[1])
 
     import torch
+    from models import build
     from peers import HFStatic
-    from shapes import build
 
     from compiled_llm.commands.bench.contenders import ALL, Ours, Setup
     from compiled_llm.commands.bench.timing import Workload

@@ -20,18 +20,14 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
+from processes import Worker, started
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
+from shapes import SHAPES
 
 HERE = Path(__file__).resolve().parent
 ALL = ("first", "generate", "submit", "offline", "online", "http")
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 512},
-    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "head_dim": 128},
-}
-HEADS = {"tiny": (4, 2), "qwen3-0.6b": (16, 8), "qwen3-8b": (32, 8)}
 LABELS = ("before", "after")
 Rounds = dict[str, dict[str, list[float]]]
 
@@ -54,64 +50,32 @@ def environment_of(root: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-class Worker:
-    """The process of one checkout."""
+class Checkout:
+    """The process of one checkout, which has loaded its model."""
 
-    def __init__(self, label: str, root: Path, job: dict[str, Any], log: Path) -> None:
-        self.label, self.log = label, log
-        command = [sys.executable, str(HERE / "turns_worker.py"), js.dumps(job)]
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment_of(root),
-            )
-
-    def ask(self, what: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(what + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(
-                f"{self.label}: the process has ended; {self.log} says why:\n{self.log.read_text()[-2000:]}"
-            )
-        return dict(js.loads(line))
+    def __init__(self, label: str, worker: Worker) -> None:
+        self.label, self.worker = label, worker
 
     def measure(self, name: str, number: int) -> dict[str, float]:
         """Return the figures of a round; each draws other tokens than the one before, whatever its ``number``."""
-        self.ask(name)
-        return self.answer()
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.worker.send({"measure": name})
+        return self.worker.receive()
 
 
 @contextmanager
-def workers(roots: Sequence[Path], job: dict[str, Any], logs: Path) -> Iterator[list[Worker]]:
+def workers(roots: Sequence[Path], job: dict[str, Any], logs: Path) -> Iterator[list[Checkout]]:
     """Both checkouts, warm: they get warm at the same time, since nothing is measured yet."""
+    command = [sys.executable, str(HERE / "turns_worker.py"), js.dumps(job)]
     with ExitStack() as stack:
         both = []
         for label, root in zip(LABELS, roots, strict=True):
-            both.append(Worker(label, root, job, logs / f"turns-{label}.log"))
-            stack.callback(both[-1].close)
-        for worker, root in zip(both, roots, strict=True):
-            check_place(worker.label, Path(worker.answer()["from"]), root)
-            worker.ask("warm")
-        for worker in both:
-            worker.answer()
+            log = logs / f"turns-{label}.log"
+            worker = stack.enter_context(started(command, environ=environment_of(root), log_file=log, name=label))
+            both.append(Checkout(label, worker))
+        for one in both:
+            one.worker.send({"measure": "warm"})
+        for one in both:
+            one.worker.receive()
         yield both
 
 
@@ -124,22 +88,16 @@ def servers(
     from turns_http import turns_servers
 
     environments = {label: environment_of(root) for label, root in zip(LABELS, roots, strict=True)}
-    for label, root in zip(LABELS, roots, strict=True):
-        check_place(label, Path(place_in(environments[label])), root)
     with turns_servers(environments, environment_of(HERE.parents[1]), size, job, logs, status) as both:
         yield both
 
 
-def place_in(environment: dict[str, str]) -> str:
-    """Return where a process of the environment finds `compiled_llm`, if the folder it runs in has none."""
+def check_place(label: str, root: Path) -> None:
+    """Raise SystemExit if a process of a checkout finds `compiled_llm` elsewhere; the folder it runs in has none."""
     find = "import importlib.util as found; print(found.find_spec('compiled_llm').origin)"
-    command = [sys.executable, "-c", find]
-    return subprocess.run(command, env=environment, cwd=HERE, check=True, stdout=subprocess.PIPE, text=True).stdout
-
-
-def check_place(label: str, file: Path, root: Path) -> None:
-    """Raise SystemExit if `compiled_llm` came from elsewhere than a checkout."""
-    if (found := file.resolve().parents[1]) != root:
+    command, environment = [sys.executable, "-c", find], environment_of(root)
+    file = subprocess.run(command, env=environment, cwd=HERE, check=True, stdout=subprocess.PIPE, text=True).stdout
+    if (found := Path(file).resolve().parents[1]) != root:
         raise SystemExit(f"--{label}: compiled_llm came from {found}, and not from {root}")
 
 
@@ -157,7 +115,7 @@ def table_of(figures: dict[str, Rounds]) -> Table:
 def main(
     before: Annotated[Path, typer.Option(exists=True, file_okay=False, help="The checkout of the older commit.")],
     after: Annotated[Path, typer.Option(exists=True, file_okay=False, help="The other one.")] = HERE.parents[1],
-    size: Annotated[str, typer.Option(help=f"Random weights in the shape of {', '.join(SIZES)}.")] = "qwen3-0.6b",
+    size: Annotated[str, typer.Option(help=f"Random weights in the shape of {', '.join(SHAPES)}.")] = "qwen3-0.6b",
     what: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = ",".join(ALL),
     rounds: Annotated[int, typer.Option(min=1, help="How often each checkout measures each.")] = 3,
     new: Annotated[int, typer.Option(min=4, help="Most new tokens of a row.")] = 128,
@@ -171,20 +129,19 @@ def main(
     logs: Annotated[Path, typer.Option(help="A folder for what the two processes say.")] = Path("build"),
 ) -> None:
     """Measure two checkouts in turns: one round of the older, one of the newer, then the newer first."""
-    if size not in SIZES:
-        raise SystemExit(f"--size {size}: there are {', '.join(SIZES)}")
+    if size not in SHAPES:
+        raise SystemExit(f"--size {size}: there are {', '.join(SHAPES)}")
     names = [name.strip() for name in what.split(",") if name.strip()]
     if unknown := set(names) - {*ALL}:
         raise SystemExit(f"--what: no {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
-    heads, kv_heads = HEADS[size]
-    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": 151936} | SIZES[size]
-    shape |= {"max_position_embeddings": 40960, "tie_word_embeddings": size != "qwen3-8b"}
     limits = {"kv_memory": kv_memory, "mode": mode, "dtype": dtype}
-    job = {"shape": shape, **limits, "new": new, "requests": requests, "rate": rate, "seconds": seconds}
+    job = {"size": size, **limits, "new": new, "requests": requests, "rate": rate, "seconds": seconds}
     logs.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     figures: dict[str, Rounds] = {label: defaultdict(lambda: {"rounds": []}) for label in LABELS}
     roots = [before.resolve(), after.resolve()]
+    for label, root in zip(LABELS, roots, strict=True):
+        check_place(label, root)
 
     def measure(both: Sequence[Measured], names: Sequence[str], status: Status) -> None:
         for name, number in itertools.product(names, range(rounds)):
@@ -195,13 +152,16 @@ def main(
             if json is not None:
                 json.write_text(js.dumps({"command": sys.argv, "job": job, "figures": figures}, indent=1))
 
-    with console.status("both checkouts compile and get warm") as status:
-        if within := [name for name in names if name != "http"]:
-            with workers(roots, job, logs) as both:
-                measure(both, within, status)
-        if "http" in names:  # once the workers have ended: two more models may not fit
-            with servers(roots, size, job, logs, status) as both_servers:
-                measure(both_servers, ["http"], status)
+    try:
+        with console.status("both checkouts compile and get warm") as status:
+            if within := [name for name in names if name != "http"]:
+                with workers(roots, job, logs) as both:
+                    measure(both, within, status)
+            if "http" in names:  # once the workers have ended: two more models may not fit
+                with servers(roots, size, job, logs, status) as both_servers:
+                    measure(both_servers, ["http"], status)
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from error
     Console().print(table_of(figures))
 
 

@@ -5,23 +5,20 @@ As a script it writes the model that they serve. The options and paths used here
 
 from __future__ import annotations
 
-import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from models import vocabulary_of, write_model
+from processes import ServerProcess, free_port, log_at
 from rich.status import Status
-from serve import doing_at, free_port
-from shapes import vocabulary_of, write_model
 
 from compiled_llm.commands.bench.http_client import HttpClient
 from compiled_llm.commands.bench.load import VOCABULARY, Lengths, Load, LoadAnswer, pieces_of
@@ -37,26 +34,22 @@ class TurnsServer:
     """The server of one checkout. It loads and gets warm while others do: `wait` before it is asked."""
 
     def __init__(
-        self, label: str, environment: Mapping[str, str], folder: Path, size: str, job: dict[str, Any], log: Path
+        self, label: str, environment: Mapping[str, str], folder: Path, size: str, job: dict[str, Any], log: IO[str]
     ) -> None:
-        self.label, self._log, self._job, self._port = label, log, job, free_port()
+        self.label, self._job, port = label, job, free_port()
         self._vocabulary = min(VOCABULARY, vocabulary_of(size))
+        self._url = f"http://127.0.0.1:{port}"
         self._client: HttpClient | None = None
-        command = [sys.executable, "-m", "compiled_llm", "serve", str(folder), f"--port={self._port}", "--quiet"]
+        command = [sys.executable, "-m", "compiled_llm", "serve", str(folder), f"--port={port}", "--quiet"]
         command += [f"--served-model-name={MODEL}", f"--kv-memory={job['kv_memory']}", f"--mode={job['mode']}"]
         command += [f"--dtype={job['dtype']}", f"--device={device()}"]
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": environment, "cwd": folder}
-        with log.open("w") as said:
-            self._process = subprocess.Popen(command, stdout=said, stderr=said, start_new_session=True, **options)
+        self._server = ServerProcess(label, command, f"{self._url}/ready", log, env=environment, cwd=folder)
+        self.close = self._server.close
 
     def wait(self, status: Status) -> None:
-        """Return once it is ready; raises SystemExit if it ends instead."""
-        while (doing := doing_at(f"http://127.0.0.1:{self._port}/ready")) is not None:
-            if self._process.poll() is not None:
-                raise SystemExit(self._failure(f"the server has ended with exit code {self._process.returncode}"))
-            status.update(f"http, {self.label}: {doing}")
-            time.sleep(0.2)
-        self._client = HttpClient(f"http://127.0.0.1:{self._port}/v1", MODEL, TIMEOUT)
+        """Return once it is ready; raises RuntimeError if it ends instead."""
+        self._server.wait(lambda doing: status.update(f"http, {doing}"))
+        self._client = HttpClient(f"{self._url}/v1", MODEL, TIMEOUT)
 
     def measure(self, name: str, number: int) -> dict[str, float]:
         """Return the figures of a round. Tokens are those of its number, which no prefix cache has seen."""
@@ -77,21 +70,7 @@ class TurnsServer:
 
     def _run(self, load: Load, number: int) -> list[LoadAnswer]:
         assert self._client is not None, "wait first"
-        try:
-            return self._client.run(load.drawn(number), load.concurrency)
-        except RuntimeError as error:
-            raise SystemExit(self._failure(str(error))) from error
-
-    def _failure(self, what: str) -> str:
-        return f"{self.label}: {what}; {self._log} says:\n{self._log.read_text(errors='replace')[-2000:]}"
-
-    def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # and those that it has started
-            self._process.wait()
+        return self._client.run(load.drawn(number), load.concurrency)
 
 
 @contextmanager
@@ -108,7 +87,7 @@ def turns_servers(
         )
         both = []
         for label, environment in environments.items():
-            log = logs / f"turns-http-{label}.log"
+            log = stack.enter_context(log_at(logs / f"turns-http-{label}.log"))
             both.append(TurnsServer(label, environment, folder, size, job, log))
             stack.callback(both[-1].close)
         for server in both:

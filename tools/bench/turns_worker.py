@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from shapes import SHAPES
+from transformers import AutoModelForCausalLM
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
@@ -33,8 +34,8 @@ class Measured:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(0)
         with torch.device(device):
-            config = Qwen3Config(**job["shape"], bos_token_id=None, eos_token_id=None, pad_token_id=0)
-            plain = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job["dtype"])).eval()
+            config, dtype = SHAPES[job["size"]].config(), getattr(torch, job["dtype"])
+            plain = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         options = {"max_batch_size": max(BATCHES), "kv_memory": job["kv_memory"], "progress": False}
         self.model: Any = compiled_llm.wrap(plain, mode=job["mode"], **options)
         self.engine = Engine(self.model)
@@ -140,9 +141,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # stdout is for answers alone
     measured = Measured(json.loads(sys.argv[1]))
-    answers.write(json.dumps({"from": compiled_llm.__file__}) + "\n")
     for line in sys.stdin:
-        answers.write(json.dumps(getattr(measured, line.strip())()) + "\n")
+        answers.write(json.dumps(getattr(measured, json.loads(line)["measure"])()) + "\n")
     measured.engine.close()
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from compiled_llm_ops.contracts import FP8, DecodeAttention
 from compiled_llm_ops.kernels.attention import decode_tiling
 from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling, choose_attention_tiling
-from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, pages_of, random
+from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, case_of, pages_of, random
+from fitting.measuring import captured
 
 MOST_KEYS = 2**21
 """Keys of all rows, up to which two layers of them fit on the device: 8 GB each."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from bench import cold_launches
-from bench.cold_launches import NumberedLaunch, copies_of
 from torch import Tensor
+
+from fitting.measuring import copies_of
 
 MODELS = {"0.6B": (1024, 2048, 1024, 3072), "8B": (4096, 4096, 1024, 12288)}
 """Qwen3: hidden size, columns of all query heads, of all kv heads, intermediate size."""
@@ -73,29 +72,6 @@ def case_of(rule: str, name: str, candidates: Iterable[Any], chosen: Any, prepar
 def pages_of(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """As many layers' pages `[P, 2, K, S, D]` as no cache holds."""
     return copies_of(torch.zeros(count, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=dtype))
-
-
-def captured(launch: NumberedLaunch) -> float:
-    """Microseconds of a launch, captured many times in a row; infinite if the device has too little for a candidate."""
-    from triton.runtime.errors import OutOfResources
-
-    try:
-        return cold_launches.captured(launch)
-    except OutOfResources:
-        return math.inf
-
-
-def by_the_clock(run: Callable[[], object], synchronize: Callable[[], object], seconds: float = 0.2) -> float:
-    """Microseconds of a run, launches of the host included: the best of as many runs as take so long."""
-    run()
-    best, end = math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        synchronize()
-        start = time.perf_counter()
-        run()
-        synchronize()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e6
 
 
 def random(*shape: int) -> Tensor:

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-from bench.cold_launches import LARGER_THAN_CACHES
 from torch import Tensor
 
 from compiled_llm_ops.linear import linear, onednn
-from fitting.cases import Case, Machine, by_the_clock
+from fitting.cases import Case, Machine
+from fitting.measuring import LARGER_THAN_CACHES, by_the_clock
 
 
 def cpu_linear_cases(_: Machine, quick: bool) -> Iterator[Case]:

@@ -9,14 +9,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from bench.cold_launches import copies_of
 from torch import Tensor
 
 from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
 from compiled_llm_ops.kernels.linear.invariant_tiling import InvariantLinearTiling, invariant_linear_tiling
-from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, captured, case_of, pages_of, random
+from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, case_of, pages_of, random
 from fitting.linear import products
+from fitting.measuring import captured, copies_of
 
 
 def invariant_linear_cases(machine: Machine, quick: bool) -> Iterator[Case]:

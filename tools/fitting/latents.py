@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from bench.cold_launches import copies_of
 from torch import Tensor
 
 from compiled_llm_ops import latent_attention, ragged_attention
@@ -26,7 +25,8 @@ from compiled_llm_ops.kernels.latent.latent_tiling import (
     ragged_tiling,
     worth_expanding,
 )
-from fitting.cases import Case, Machine, captured, case_of, random
+from fitting.cases import Case, Machine, case_of, random
+from fitting.measuring import captured, copies_of
 
 RANK, ROPE, PLAIN, VALUE, PAGE = 512, 64, 128, 128, 16
 

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-from bench.cold_launches import copies_of
 from torch import Tensor
 
 from compiled_llm_ops import normed_linear, skinny_linear
 from compiled_llm_ops.kernels.linear import chained_tiling, skinny_tiling
 from compiled_llm_ops.kernels.linear.chained_tiling import HELD_BLOCK, ChainedTiling, MatmulTile, choose_chained_tiling
 from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling, choose_linear_tiling, choose_normed_tiling
-from fitting.cases import MODELS, VOCABULARY, Case, Machine, captured, case_of, random
+from fitting.cases import MODELS, VOCABULARY, Case, Machine, case_of, random
+from fitting.measuring import captured, copies_of
 
 # ---- linear and normed: `kernels/linear/skinny_tiling.py`
 

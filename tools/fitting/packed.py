@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from bench.cold_launches import copies_of
 
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
-from fitting.cases import PAGE_SIZE, Case, Machine, captured, case_of
+from fitting.cases import PAGE_SIZE, Case, Machine, case_of
+from fitting.measuring import captured, copies_of
 
 FEWER_HEADS = 256
 """Head sizes from which on models have fewer kv heads."""

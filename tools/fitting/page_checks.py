@@ -9,7 +9,8 @@ import torch
 
 from compiled_llm_ops.contracts import CHAIN_KNOWN, CheckPages
 from compiled_llm_ops.kernels.attention.check_pages_tiling import DIVISION, Division
-from fitting.cases import PAGE_SIZE, Case, Machine, captured, case_of
+from fitting.cases import PAGE_SIZE, Case, Machine, case_of
+from fitting.measuring import captured
 
 
 def page_check_cases(_: Machine, quick: bool) -> Iterator[Case]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from bench.cold_launches import LAUNCHES
 from torch import Tensor
 
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
@@ -14,7 +13,8 @@ from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import Geometry, PageTable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, worth_splitting
 from compiled_llm_ops.protocol import CapturedLaunch
-from fitting.cases import HEAD_DIM, KV_HEADS, MODELS, PAGE_SIZE, Case, Machine, by_the_clock, captured, pages_of, random
+from fitting.cases import HEAD_DIM, KV_HEADS, MODELS, PAGE_SIZE, Case, Machine, pages_of, random
+from fitting.measuring import LAUNCHES, by_the_clock, captured
 
 # ---- splitting: `flashinfer/splitting.py`
 

@@ -14,7 +14,8 @@ import torch
 from compiled_llm_ops.attention.sparse.work_items import block_sparse_items
 from compiled_llm_ops.contracts import BlockSparseAttention
 from compiled_llm_ops.kernels.sparse.block_sparse_tiling import SparseTile, sparse_tile
-from fitting.cases import HEAD_DIM, KV_HEADS, Case, Machine, captured, case_of
+from fitting.cases import HEAD_DIM, KV_HEADS, Case, Machine, case_of
+from fitting.measuring import captured
 
 HEADS, READ, SHARED = 32, 2048, 512
 """Query heads, keys that each row of blocks reads, and partial results that rows of blocks may have."""

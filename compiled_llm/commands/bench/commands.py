@@ -42,6 +42,11 @@ class DecodingOption(str, Enum):
     sampled = "sampled"
     both = "both"
 
+    @property
+    def ways(self) -> list[bool]:
+        """Return for each way whether it is sampled."""
+        return [False, True] if self is DecodingOption.both else [self is DecodingOption.sampled]
+
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this JSON file, after each result.")]
 Plot = Annotated[
@@ -86,7 +91,7 @@ def latency(
         check_driver(device.value)
         check_plot(plot)
         with progress() as log:
-            from compiled_llm.commands.bench.contenders import Setup, choose
+            from compiled_llm.commands.bench.contenders import ALL, Setup, choose
             from compiled_llm.commands.bench.latency import measure
             from compiled_llm.commands.bench.timing import Workload
             from compiled_llm.commands.loading.load import device_of, dtype_of
@@ -96,9 +101,8 @@ def latency(
             cuda = where.type == "cuda"
             rows = integers("--batches", batches or ("1,8,32,64" if cuda else "1,4"))
             lengths = integers("--prompts", prompts), integers("--new", new or ("256" if cuda else "64"))
-            ways = {"greedy": [False], "sampled": [True], "both": [False, True]}[decoding.value]
-            asked = [Workload(*work) for work in itertools.product(rows, *lengths, ways)]
-            taking_part = choose(contenders, where.type)
+            asked = [Workload(*work) for work in itertools.product(rows, *lengths, decoding.ways)]
+            taking_part = choose(contenders, where.type, ALL)
             setup = Setup(model, where, dtype_of("auto", where), asked, log)
             report = new_report({"name": model, "weights": "its own", "dtype": str(setup.dtype).removeprefix("torch.")})
             log("measuring the read bandwidth")

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -98,8 +98,8 @@ class BenchSession:
             workload = replace(workload, new=min(_WARM_TOKENS, workload.new))
         self.run(workload)
 
-    def run(self, workload: Workload, clock: TokenClock | None = None) -> CallTiming:
-        clock = clock or TokenClock()
+    def run(self, workload: Workload) -> CallTiming:
+        clock = TokenClock()
         prompts = workload.prompts(self.vocabulary, next(self._numbers))
         ids = torch.tensor(prompts, device=self.setup.device)
         sampling = {"do_sample": True, **SAMPLING} if workload.sampled else {"do_sample": False}
@@ -132,6 +132,9 @@ class Contender:
 
     def opened(self, setup: Setup) -> AbstractContextManager[BenchSession]:
         return nullcontext(BenchSession(setup, setup.model()))
+
+
+C = TypeVar("C", bound=Contender)
 
 
 class Ours(Contender):
@@ -176,7 +179,7 @@ ALL: list[Contender] = [
 """In the order in which they run; the first that runs is what the others are compared with."""
 
 
-def choose(names: str, device_type: str, known: Sequence[Contender] = ALL) -> list[Contender]:
+def choose(names: str, device_type: str, known: Sequence[C]) -> list[C]:
     """Return contenders by their comma-separated names, in the order of ``known``.
 
     ``ours`` is the mode that ``wrap`` has by default on the device, ``all`` is every one.

@@ -1,1 +1,0 @@
-"""Cases, contenders and tables of `recurrent.py`."""
