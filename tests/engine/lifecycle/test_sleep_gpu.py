@@ -70,6 +70,7 @@ def captures(model: PreTrainedModel) -> int:
     return model.compiled.cuda_graphs.captures
 
 
+@pytest.mark.whole_device
 def test_pages_go_and_come_back_under_the_same_cuda_graphs(model: PreTrainedModel) -> None:
     with Engine(model, max_num_seqs=16) as engine:
         engine.warmup([4])
