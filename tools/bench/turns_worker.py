@@ -88,7 +88,7 @@ class Measured:
         return self._of_prompts(answered)
 
     def _of_prompts(self, one: Callable[[int], float]) -> dict[str, float]:
-        figures = {}
+        figures: dict[str, float] = {}
         for length in PROMPTS:
             times = [one(length) * 1000 for _ in range(FIRST_CALLS)]
             deciles = statistics.quantiles(times, n=10)
@@ -126,7 +126,7 @@ class Measured:
             threads[-1].start()
         for thread in threads:
             thread.join()
-        figures = {}
+        figures: dict[str, float] = {}
         for name, times in (("first token", first), ("gap", gaps)):
             if len(times) > 1:
                 percentiles = statistics.quantiles(times, n=100, method="inclusive")
