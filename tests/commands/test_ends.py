@@ -105,7 +105,6 @@ def test_ctrl_c_while_torch_is_imported_ends_the_command_at_once(command: str, t
     (tmp_path / "torch.py").write_text(TORCH_THAT_DROPS_CTRL_C)
     given = {
         "compile": ["demo", "--output", str(tmp_path / "new")],
-        "doctor": ["--quick"],
         "explain": ["demo"],
         "generate": ["Hi"],
     }

@@ -1,1 +1,1 @@
-"""`compiled-llm doctor`: what this machine has, what it lacks, and a trial of what it can do."""
+"""`compiled-llm doctor`: what this machine has, and what it lacks."""

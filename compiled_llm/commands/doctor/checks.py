@@ -53,7 +53,6 @@ class DoctorFinding(NamedTuple):
     detail: str
     fix: str = ""
     needed: bool = False
-    seconds: float | None = None
 
     @property
     def prevents(self) -> bool:

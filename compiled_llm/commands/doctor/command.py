@@ -17,7 +17,6 @@ from rich.text import Text
 
 from compiled_llm import __version__
 from compiled_llm.commands.doctor.checks import DoctorFinding, checks
-from compiled_llm.commands.doctor.trial import PART, try_builds
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import ended_by_ctrl_c
 from compiled_llm.execution.reporting.progress import ProgressDisplay
@@ -28,10 +27,9 @@ _ONE_LINE = 1_000
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Build no kernels, and run no model.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write the report as one JSON object.")] = False,
 ) -> None:
-    """Check this machine: what it has, what is missing, and whether kernels build and a model runs.
+    """Check this machine: what it has, and what is missing.
 
     Exit code 0 if compiled_llm can run here, on CUDA if there is a device, else on the CPU; 1 if not.
     """
@@ -43,16 +41,9 @@ def doctor(
             cuda = has_cuda()
             findings = examine(cuda)
         show(console, findings)
-        if not quick and not any(finding.prevents for finding in findings):
-            for number, finding in enumerate(try_builds(cuda)):
-                show(console, [finding], heading=number == 0)
-                findings.append(finding)
     where = "on CUDA" if cuda else "on the CPU"
     wrong = ", ".join(f"{finding.name} ({finding.status})" for finding in findings if finding.prevents)
-    tried = "" if any(finding.part == PART for finding in findings) else "; whether kernels build was not tried"
-    verdict = (
-        f"compiled_llm cannot run here {where}: {wrong}" if wrong else f"compiled_llm can run here, {where}{tried}"
-    )
+    verdict = f"compiled_llm cannot run here {where}: {wrong}" if wrong else f"compiled_llm can run here, {where}"
     console.print(Text(verdict, "bold red" if wrong else "bold green"), soft_wrap=True)
     if as_json:
         head = {"compiled_llm": __version__, "device": "cuda" if cuda else "cpu", "can_run": not wrong}
@@ -74,18 +65,16 @@ def examine(cuda: bool) -> list[DoctorFinding]:
     return [check.finding() for check in checks(cuda)]
 
 
-def show(console: Console, findings: Iterable[DoctorFinding], heading: bool = True) -> None:
+def show(console: Console, findings: Iterable[DoctorFinding]) -> None:
     """Print a table of findings for each part; what is too long for a terminal goes on in its column."""
     for part, of_part in groupby(findings, key=lambda finding: finding.part):
         table = Table.grid(Column(width=10), Column(width=17), "", padding=(0, 2, 0, 0))
         for finding in of_part:
             style = "red" if finding.prevents else _STYLES.get(finding.status, "dim")
-            seconds = "" if finding.seconds is None else f", {finding.seconds:.1f} s"
             fix = (f" -> {finding.fix}" if finding.fix else "", "cyan")
-            what = Text.assemble(f"{finding.detail}{seconds}", fix, overflow="fold")
+            what = Text.assemble(finding.detail, fix, overflow="fold")
             table.add_row(Text(finding.status, style), finding.name, what)
-        if heading:
-            console.print(Text(part, "bold"))
+        console.print(Text(part, "bold"))
         with console.capture() as captured:
             console.print(Padding(table, (0, 0, 0, 2)))
         console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
