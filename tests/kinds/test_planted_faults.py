@@ -17,8 +17,6 @@ import pytest
 import compiled_llm
 import compiled_llm_ops
 
-pytestmark = [pytest.mark.slow, pytest.mark.whole]
-
 TESTS = Path(__file__).with_name("test_kinds.py")
 
 
@@ -56,8 +54,8 @@ TOKENS: dict[str, Fault] = {
 CAPTURED: dict[str, Fault] = {
     "a replay reads the tokens of an earlier prefill": Fault(
         "test_captured_steps_give_the_same_tokens[full]",
-        "state.staging.upload([(as_bytes(packed), filled), *zip(",
-        "state.staging.upload([*zip(",
+        "staging.upload([(as_bytes(packed), filled), (",
+        "staging.upload([(",
     ),
     "a later chunk overwrites what an earlier one gave": Fault(
         "test_captured_steps_give_the_same_tokens[windowed]",
@@ -173,22 +171,24 @@ REFUSALS: dict[str, Fault] = {
 FAULTS = TOKENS | CAPTURED | COMPILED | LOGITS | CACHES | BEAMS_AND_DRAFTS | PREFIX_HITS | REFUSALS
 
 
-def plant(fault: Fault, folder: Path) -> None:
-    """Copy the package and the ops into a folder, and plant a fault there."""
-    for package in (compiled_llm, compiled_llm_ops):
-        (source,) = package.__path__
-        shutil.copytree(source, folder / package.__name__, ignore=shutil.ignore_patterns("__pycache__"))
-    found = [path for path in folder.rglob("*.py") if fault.old in path.read_text()]
-    assert len(found) == 1, f"{fault.old!r} stands in {len(found)} files; plant the fault where it belongs now"
-    text = found[0].read_text()
-    assert text.count(fault.old) == 1
-    found[0].write_text(text.replace(fault.old, fault.new))
+PACKAGES = [Path(path) for package in (compiled_llm, compiled_llm_ops) for path in package.__path__]
 
 
+def test_each_fault_can_be_planted() -> None:
+    texts = [path.read_text() for folder in PACKAGES for path in folder.rglob("*.py")]
+    moved = {name for name, fault in FAULTS.items() if sum(text.count(fault.old) for text in texts) != 1}
+    assert not moved, "plant them where they belong now"
+
+
+@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path, seed: int) -> None:
     fault = FAULTS[name]
-    plant(fault, tmp_path)
+    for package in PACKAGES:
+        shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (file,) = (path for path in tmp_path.rglob("*.py") if fault.old in path.read_text())
+    file.write_text(file.read_text().replace(fault.old, fault.new))
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     asked = [f"{TESTS}::{fault.case}", "-q", "--whole", f"--seed={seed}", "-p", "no:cacheprovider"]
     run = subprocess.run(
