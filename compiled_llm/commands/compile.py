@@ -107,7 +107,7 @@ def compiled_into(
     sizes: list[int],
     profile: Path | None,
 ) -> Manifest:
-    """Compile for batches of ``sizes``, or all if none is named; put ``profile`` into the folder if there is one."""
+    """Compile for batches of ``sizes``, or all if none is named."""
     import compiled_llm
     from compiled_llm.compat.torch.inductor import uncached_graphs
     from compiled_llm.compilation.artifacts import stand_in_compiler

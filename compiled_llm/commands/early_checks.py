@@ -7,21 +7,13 @@ import importlib.util
 
 
 def check_driver(device: str) -> None:
-    """Check what ``--device`` says.
-
-    Raises:
-        ValueError: it is ``cuda``, and there is no driver, so that torch will see no device.
-    """
+    """Raise ValueError for ``cuda`` if there is no driver, so that torch will see no device."""
     if device == "cuda" and not has_driver():
         raise ValueError("--device cuda: there is no CUDA driver here (libcuda.so.1); use --device cpu")
 
 
 def check_package(module: str, extra: str) -> None:
-    """Check that a package is installed that one of our extras brings.
-
-    Raises:
-        RuntimeError: it is not.
-    """
+    """Raise RuntimeError if a package is missing that one of our extras brings."""
     try:
         found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that it would be in
@@ -31,11 +23,7 @@ def check_package(module: str, extra: str) -> None:
 
 
 def check_server_packages(http: bool) -> None:
-    """Check that what an engine process imports is installed, and with ``http`` what serves HTTP.
-
-    Raises:
-        RuntimeError: it is not.
-    """
+    """Raise RuntimeError if what an engine process imports is missing, or with ``http`` what serves HTTP."""
     for module in ("msgspec", *(("fastapi", "httptools", "prometheus_client", "uvicorn") if http else ())):
         check_package(module, "server")
 

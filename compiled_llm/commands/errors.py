@@ -29,12 +29,7 @@ def readable_errors() -> Iterator[None]:
 
 
 def complaint(error: Exception) -> str:
-    """Return what a user is told of an error.
-
-    Raises:
-        Exception: the error itself, if it is none to be told: not raised by this package, it is a bug, and keeps its
-            traceback.
-    """
+    """Return what a user is told of an error; one that this package has not raised is a bug, and is raised again."""
     if isinstance(error, BrokenPipeError) or not _raised_here(error):  # our reader has gone: click ends quietly
         raise error
     return printable(as_typed(" ".join(str(error).split())))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 
 def answer_figures(tokens: int, seconds: float, first: float | None) -> str:
-    """Return how long an answer took: its first token, and the speed of the others, apart.
+    """Return how long an answer took: its first token, which is None if there was none, and the others, apart.
 
     Args:
-        tokens: how many it has.
-        seconds: from the question to the last one.
-        first: seconds to the first one; None if there was none.
+        seconds: from the question to the last token.
+        first: seconds from the question to it.
     """
     said = f"{tokens} token{'s' * (tokens != 1)} in {seconds:.2f} s"
     if first is None:

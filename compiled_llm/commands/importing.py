@@ -18,11 +18,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 @contextmanager
 def importing(progress: bool) -> Iterator[None]:
-    """Show on stderr that the block imports torch and transformers; Ctrl-C ends the process at once meanwhile.
-
-    Args:
-        progress: show it.
-    """
+    """Show on stderr that the block imports torch and transformers; Ctrl-C ends the process at once meanwhile."""
     with ProgressDisplay(progress).task(IMPORTING), ended_by_ctrl_c():
         yield
 

@@ -21,7 +21,6 @@ class KnownCommands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _shown(self, ctx: Any) -> list[str]:
-        """Return the commands that the help lists; others are called by programs alone."""
         return [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
 
 

@@ -13,10 +13,7 @@ _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def set_up_threads(environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
-    """Let waiting threads sleep soon, and start no more threads than this process may use cores.
-
-    What the user has set stays. ``root`` is that of the file system.
-    """
+    """Let waiting threads sleep soon, and start no more than there are cores; what the user has set stays."""
     if not any(name in environment for name in _WAITING):
         environment["GOMP_SPINCOUNT"] = _SPINS
     share = cores_of_control_group(root)
@@ -40,7 +37,6 @@ def cores_of_control_group(root: Path = Path("/")) -> float | None:
 
 
 def _quotas(mounted: Path, group: str, *files: str) -> list[float]:
-    """Return the cores of a group and of each above it that has a limit."""
     found = []
     folder = mounted / group.strip("/")
     for each in (folder, *folder.parents):

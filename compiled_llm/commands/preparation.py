@@ -28,7 +28,6 @@ class Preparation:
         self._compiled = _compiled_so_far() > self._compiled_before
 
     def figures(self, stats: Stats) -> str:
-        """Return what was compiled, in words, and what should not have been."""
         if not stats.graphs:
             return "nothing compiled"
         graphs = f"{stats.graphs} graph{'s' if stats.graphs > 1 else ''}"

@@ -75,14 +75,13 @@ def speeds_of(report: BenchReport) -> Speeds:
 
 
 def draw(speeds: Speeds, path: Path, columns: int = _PANELS_IN_A_ROW, panel_width: float = 2.05) -> None:
-    """Write the chart as the kind of picture that the file's name ends with, an SVG with colours for dark pages, too.
+    """Write the chart as the kind of picture that the file's name ends with; an SVG has colours for dark pages, too.
 
     Args:
-        columns: panels beside each other.
-        panel_width: of each, in inches; letters are an eighth of an inch.
+        panel_width: in inches; letters are an eighth of an inch.
 
     Raises:
-        ValueError: the name of the picture ends with another kind.
+        ValueError: the name ends with another kind.
     """
     kind = path.suffix.removeprefix(".").lower()
     if kind not in _KINDS:

@@ -44,7 +44,6 @@ class DecodingOption(str, Enum):
 
     @property
     def ways(self) -> list[bool]:
-        """Return for each way whether it is sampled."""
         return [False, True] if self is DecodingOption.both else [self is DecodingOption.sampled]
 
 

@@ -42,11 +42,7 @@ class Setup:
     _model: PreTrainedModel | None = None
 
     def model(self) -> PreTrainedModel:
-        """Return the model, loaded at the first call; contenders in this process share it.
-
-        Raises:
-            ValueError: a workload is longer than the model allows.
-        """
+        """Return the model, which contenders share; raises ValueError if a workload is longer than it allows."""
         if self._model is None:
             self.log(f"{self.name}: loading the model")
             self._model = model = self.load(self.name, self.dtype, self.device).eval()
@@ -76,10 +72,7 @@ class Setup:
 
 
 class BenchSession:
-    """A model of this process, wrapped or not; ``options`` are further ones of ``generate``.
-
-    ``versions`` are those of packages that this process does not have.
-    """
+    """A model of this process, wrapped or not; ``options`` are further ones of ``generate``."""
 
     def __init__(self, setup: Setup, model: PreTrainedModel, **options: Any) -> None:
         self.setup, self.options = setup, options
@@ -180,9 +173,7 @@ ALL: list[Contender] = [
 
 
 def choose(names: str, device_type: str, known: Sequence[C]) -> list[C]:
-    """Return contenders by their comma-separated names, in the order of ``known``.
-
-    ``ours`` is the mode that ``wrap`` has by default on the device, ``all`` is every one.
+    """Return contenders by their comma-separated names, in the order of ``known``; ``ours`` is the default mode.
 
     Raises:
         ValueError: there is no such contender.

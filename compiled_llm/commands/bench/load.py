@@ -86,7 +86,6 @@ class Load:
     vocabulary: int = VOCABULARY
 
     def arrivals(self) -> list[float]:
-        """Return when requests arrive, in seconds; the first one always does."""
         if self.rate is None:
             return [0.0] * max(self.requests, self.concurrency or 1)
         generator = random.Random(f"{self.seed} {self.rate:g}")

@@ -75,10 +75,7 @@ def failure(doing: str, error: BaseException) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return versions, processor and load of this machine, and its GPU if torch is imported and sees one.
-
-    ``tools/bench`` adds commit, driver and clocks.
-    """
+    """Return versions, processor and load of this machine, and its GPU if torch is imported and sees one."""
     torch, gpu = sys.modules.get("torch"), None
     if torch is not None and torch.cuda.is_available():
         gpu = {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda}

@@ -36,7 +36,6 @@ def number(value: float) -> str:
 
 
 def pair(spread: dict[str, Any], scale: float = 1.0) -> str:
-    """Return the best, the median and the 99th percentile, as far as they are known."""
     known = [spread[name] for name in ("best", "median", "p99") if spread.get(name) is not None]
     return " / ".join(number(value * scale) for value in known)
 

@@ -112,10 +112,10 @@ class TokenClock:
 
 
 def timed(generate: Callable[[], object], clock: TokenClock, new: int, synchronize: Callable[[], object]) -> CallTiming:
-    """Time one call of ``new`` tokens, which has the fresh ``clock`` as its streamer, the device idle before and after.
+    """Time one call, which has the fresh ``clock`` as its streamer, the device idle before and after.
 
     Raises:
-        RuntimeError: another number of tokens came.
+        RuntimeError: other than ``new`` tokens came.
         ValueError: decode took no time.
     """
     synchronize()

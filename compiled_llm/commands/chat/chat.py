@@ -46,11 +46,7 @@ class Chat:
     failed: bool = False
 
     def run(self) -> None:
-        """Go on until the end of the questions, `/exit`, or Ctrl-C twice.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed, and stdin is no terminal.
-        """
+        """Go on until the end of the questions, `/exit`, or Ctrl-C twice; without a terminal it is raised."""
         interrupted = False
         while True:
             try:
@@ -124,7 +120,6 @@ class Chat:
         return interrupted
 
     def _figures(self) -> Iterator[tuple[str, str]]:
-        """Yield the figures of the last answer, and of the engine with all of its clients."""
         if (last := self._last) is None:
             yield "last answer", "none yet"
         else:

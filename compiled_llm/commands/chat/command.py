@@ -100,7 +100,6 @@ def chat(
 
 
 def _check_remote(context: typer.Context, server: str) -> None:
-    """Raise ValueError for options of a model in this process."""
     for name in _OF_OWN_MODEL:
         if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
             flag = {"model": "MODEL", "same_model": "--model"}.get(name, f"--{name.replace('_', '-')}")
@@ -111,11 +110,7 @@ def _check_remote(context: typer.Context, server: str) -> None:
 
 @contextmanager
 def _remote_model(server: str, api_key_file: Path | None, quiet: bool) -> Iterator[AnsweringModel]:
-    """Connect to a server for the block.
-
-    Raises:
-        RuntimeError: there is none, or it does not want to talk to this client.
-    """
+    """Connect for the block; RuntimeError if there is no server, or it does not want to talk to this client."""
     if is_url(server):
         from compiled_llm.commands.remote.http_api import HttpApi
 
@@ -133,7 +128,7 @@ def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> I
     """Load a model, and compile what a chat needs.
 
     Raises:
-        ValueError: the options do not fit the model or the machine, or there is no tokenizer or chat template.
+        ValueError: options do not fit the model or the machine, or there is no tokenizer or chat template.
         RuntimeError: the model cannot be loaded.
     """
     with importing(not options.quiet):

@@ -17,7 +17,6 @@ class Conversation:
         model.check(self.with_question("Hi"))  # a template that does not take the system message is refused at once
 
     def with_question(self, question: str) -> list[dict[str, str]]:
-        """Return the messages of the chat with a further question."""
         *first, last = messages_of(question, self.system)
         return [*first, *self.messages, last]
 

@@ -44,12 +44,7 @@ class AnsweringModel(Protocol):
 
 @dataclasses.dataclass
 class ChatModel:
-    """An engine in this process.
-
-    Attributes:
-        max_tokens: those that a prompt may have with its answer.
-        sampling: settings for what is not given.
-    """
+    """An engine in this process; a prompt and its answer may have ``max_tokens``."""
 
     engine: Engine | Client
     name: str
@@ -58,7 +53,6 @@ class ChatModel:
     sampling: dict[str, int | float]
 
     def refresh(self) -> bool:
-        """Do nothing: it is always the same."""
         return False
 
     def check(self, messages: Messages) -> None:
@@ -66,7 +60,6 @@ class ChatModel:
         self._tokens(messages)
 
     def submit(self, messages: Messages, given: dict[str, Any]) -> Answering:
-        """Begin an answer; raises ValueError if the chat is too long, or the template does not take it."""
         prompt, most = self._tokens(messages), self.max_tokens
         if len(prompt) >= most:
             raise ValueError(
@@ -80,7 +73,6 @@ class ChatModel:
         return EngineAnswer(self.engine.submit(prompt, params))
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """Yield the figures of the engine with all of its clients."""
         stats = self.engine.stats()
         yield "requests", f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished"
         share = f", {100 * stats.cached_tokens / stats.prompt_tokens:.0f}% cached" if stats.prompt_tokens else ""
@@ -113,7 +105,6 @@ class RemoteChatModel(ChatModel):
         self.refresh()
 
     def refresh(self) -> bool:
-        """Wait until it answers, take its attributes, and return whether it is another model than before."""
         before, ready = self._ready, wait_until_ready(self._client, self._quiet)
         if ready is not before:
             self.tokenizer = self._client.tokenizer
@@ -131,7 +122,6 @@ class HttpChatModel:
         self.name = api.wait_until_ready(quiet)
 
     def refresh(self) -> bool:
-        """Wait until it answers, and return whether it is another model than before."""
         before, self.name = self.name, self._api.wait_until_ready(self._quiet)
         return self.name != before
 
@@ -139,11 +129,9 @@ class HttpChatModel:
         """Leave it to the server."""
 
     def submit(self, messages: Messages, given: dict[str, Any]) -> Answering:
-        """Begin an answer; raises ValueError if the server refuses it."""
         return self._api.submit(self.name, messages, given)
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """Yield where they are."""
         yield "the server", f"its figures are at {self._api.url}/metrics"
 
 

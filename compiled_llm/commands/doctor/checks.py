@@ -153,7 +153,6 @@ def _gpus() -> Iterator[Check]:
 
 
 def essence(error: BaseException) -> str:
-    """Return an error in one line: its first line, and the next one that mentions an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     cause = next((line for line in lines[1:] if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)), None)
     text = lines[0] if cause is None else f"{lines[0].rstrip(':')}: {cause}"
@@ -258,7 +257,6 @@ def gpu(index: int) -> Outcome:
 
 
 def no_gpu() -> Outcome:
-    """Return why torch sees no GPU, if there seems to be one."""
     import torch
 
     driver = _driver_version()
@@ -313,7 +311,6 @@ def python_headers() -> Outcome:
 
 
 def find_nvcc() -> str | None:
-    """Return the nvcc that FlashInfer builds its kernels with, if it has to build them."""
     from compiled_llm_ops.backends import backend_named
 
     return backend_named("flashinfer").installation.compiler()

@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateRequest(RunningOptions):
-    """One call of `compiled-llm generate`: its options, with the prompt read.
-
-    Raises:
-        ValueError: a value is impossible, or two do not go together.
-    """
+    """One call of `compiled-llm generate`; ValueError if a value is impossible, or two do not go together."""
 
     prompt: str
     chat: bool

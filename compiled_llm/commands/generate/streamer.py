@@ -13,10 +13,7 @@ from compiled_llm.commands.printable import printable
 
 
 class AnswerStreamer(TextStreamer):
-    """Writes text to stdout unless ``silent``, on a terminal with control characters spelled out.
-
-    `generate` puts the prompt first, then each step's token.
-    """
+    """Writes text to stdout unless ``silent``, on a terminal with control characters spelled out."""
 
     leaves_model_alone = True
 

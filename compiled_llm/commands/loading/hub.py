@@ -9,11 +9,7 @@ _CONFIGS = ("config.json", "adapter_config.json")
 
 
 def check_on_hub(model: str) -> None:
-    """Check that a model has been downloaded, or that the hub has it.
-
-    Raises:
-        RuntimeError: neither; or the hub cannot be reached, or does not hand it out.
-    """
+    """Raise RuntimeError if a model is not downloaded, and the hub lacks it, cannot be reached or hands nothing out."""
     if any(isinstance(try_to_load_from_cache(model, name), str) for name in _CONFIGS):
         return
     try:

@@ -39,10 +39,9 @@ def load(
     """Load a causal LM and its tokenizer.
 
     Args:
-        model: where it is, or its name: ``demo`` (see `compiled_llm.demo`), a folder, a GGUF file or a hub id.
-        dtype: a torch dtype, its name, or ``auto``: float32 on the CPU, bfloat16 elsewhere.
-        device: a torch device, its name, or ``auto``: CUDA if there is one, else the CPU.
-        progress: show on stderr what is downloaded and loaded.
+        model: ``demo`` (see `compiled_llm.demo`), a folder, a GGUF file or a hub id.
+        dtype: as for ``dtype_of``.
+        device: as for ``device_of``.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
@@ -78,11 +77,7 @@ def load(
 
 
 def device_of(device: torch.device | str) -> torch.device:
-    """Return a device by its name; ``auto`` is CUDA if there is one, else the CPU.
-
-    Raises:
-        ValueError: it is unknown or unavailable.
-    """
+    """Return a device by its name, ``auto`` for CUDA if there is one; ValueError if it is unknown or unavailable."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -95,11 +90,7 @@ def device_of(device: torch.device | str) -> torch.device:
 
 
 def dtype_of(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
-    """Return a dtype by its name; ``auto`` is float32 on the CPU, bfloat16 elsewhere.
-
-    Raises:
-        ValueError: it is unknown, or no dtype for weights.
-    """
+    """Return a dtype by its name; ``auto`` is float32 on the CPU, else bfloat16; ValueError if it is unknown."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -109,11 +100,7 @@ def dtype_of(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
 
 
 def fetched(source: Source, progress: bool = True) -> Source:
-    """Return where a model is on this machine or the hub; the demo model is fetched.
-
-    Raises:
-        RuntimeError: it cannot be.
-    """
+    """Return where a model is on this machine or the hub; the demo model is fetched, or RuntimeError says why not."""
     return source._replace(location=str(demo_folder(progress))) if source.name == DEMO else source
 
 

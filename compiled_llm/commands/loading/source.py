@@ -23,8 +23,8 @@ class Source(NamedTuple):
     """Where `from_pretrained` finds a model: a folder or hub id, and the GGUF file in it if it is one.
 
     Attributes:
-        tokenizer: the folder or hub id of another tokenizer than the model's; None for its own.
-        chat_template: the text of another template than the tokenizer's; None for its own.
+        tokenizer: the folder or hub id of another tokenizer than the model's.
+        chat_template: the text of another template than the tokenizer's.
     """
 
     name: str
@@ -36,7 +36,6 @@ class Source(NamedTuple):
 
     @property
     def tokenizer_place(self) -> tuple[str, str | None]:
-        """Where `from_pretrained` finds the tokenizer: a folder or hub id, and the GGUF file in it if it is one."""
         return (self.location, self.gguf_file) if self.tokenizer is None else (self.tokenizer, None)
 
     @property
@@ -55,7 +54,6 @@ def locate(
 
     Args:
         model: ``demo``, a folder, a GGUF file or a hub id.
-        progress: show on stderr what is asked.
         tokenizer: the folder or hub id of another tokenizer than the model's.
         chat_template: the file of another chat template than the tokenizer's.
 

@@ -24,7 +24,6 @@ class KvDtype(str, Enum):
 
     @property
     def option(self) -> str | None:
-        """The option of ``wrap``."""
         return None if self is KvDtype.auto else self.value
 
 
@@ -45,11 +44,7 @@ class Device(str, Enum):
 
 
 def integers(option: str, text: str) -> list[int]:
-    """Return the integers of a comma-separated list.
-
-    Raises:
-        ValueError: one is not an integer from 1.
-    """
+    """Return the integers of a comma-separated list; ValueError if one is not an integer from 1."""
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:

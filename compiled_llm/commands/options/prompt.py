@@ -16,31 +16,19 @@ if TYPE_CHECKING:
 
 
 def check_quoted(argument: str | None, others: Sequence[str]) -> None:
-    """Check that PROMPT is one argument.
-
-    Raises:
-        ValueError: others follow it.
-    """
+    """Raise ValueError if PROMPT is more than one argument."""
     if others:
         raise ValueError(f"PROMPT is one argument: quote it, as in {shlex.quote(' '.join([argument or '', *others]))}")
 
 
 def check_system(system: str | None, chat: bool, way_out: str = "give --chat as well") -> None:
-    """Check that a system message has a chat to stand in.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Raise ValueError if a system message has no chat to stand in."""
     if system is not None and not chat:
         raise ValueError(f"--system is a part of the chat template: {way_out}")
 
 
 def read_prompt(argument: str | None, file: str | None) -> str:
-    """Return the prompt: the argument, a file's text, or what is piped in.
-
-    Args:
-        argument: PROMPT; `-` is stdin.
-        file: a path; `-` is stdin.
+    """Return the prompt: the argument, a file's text, or what is piped in; `-` is stdin in both.
 
     Raises:
         ValueError: there is no prompt, there are two, or it is not text.
@@ -83,13 +71,7 @@ def _text(content: bytes, source: str, drops_line_end: bool = True) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, system: str | None = None) -> dict[str, Tensor]:
-    """Return a prompt's ``input_ids`` and ``attention_mask``, ``[1, T]``.
-
-    Args:
-        tokenizer: the model's.
-        prompt: the text, or with ``chat`` the user's message.
-        chat: apply the chat template.
-        system: the system message of the chat, if there is one.
+    """Return a prompt's ``input_ids`` and ``attention_mask``, ``[1, T]``, with ``chat`` by the chat template.
 
     Raises:
         ValueError: there is no chat template, or it refuses the messages.
@@ -104,7 +86,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, system: 
 
 
 def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
-    """Return a chat of one message, with the system's before it if there is one."""
     before = [] if system is None else [{"role": "system", "content": system}]
     return [*before, {"role": "user", "content": prompt}]
 

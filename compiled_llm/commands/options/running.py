@@ -46,7 +46,6 @@ class RunningOptions:
         return {**options, "progress": not self.quiet, **rows, **artifacts}
 
     def wrap_config(self, device: str) -> WrapConfig:
-        """Return the options of ``wrap`` on a kind of device, checked."""
         return WrapConfig.from_options(self.wrap_options(device))
 
     def checked_device(self) -> torch.device:

@@ -21,11 +21,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How to sample tokens; None if the model's own generation config decides.
-
-    Attributes:
-        sample: sample, or take the most likely token; None: sample if any other option is given.
-    """
+    """How to sample tokens; what is None the model decides, and whether to ``sample``, the other options."""
 
     sample: bool | None = None
     temperature: float | None = None
@@ -36,11 +32,7 @@ class SamplingFlags:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Check every value.
-
-        Raises:
-            ValueError: one is out of range, or contradicts ``--greedy``.
-        """
+        """Raise ValueError if a value is out of range, or contradicts ``--greedy``."""
         for name, value in self._given().items():
             check_range(name, value)
         drawing = [_flag(name) for name in self._given() if name != "repetition_penalty"]
@@ -52,16 +44,11 @@ class SamplingFlags:
         return bool(self._given()) if self.sample is None else self.sample
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``generate``."""
         settings = {name: value for name, value in self._given().items() if name != "seed"}
         return {"do_sample": self.draws, **settings}
 
     def given(self, max_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
-        """Return the settings of a request that were given, by their names in ``SamplingParams`` and in the API.
-
-        Raises:
-            ValueError: one is impossible.
-        """
+        """Return what was given, by names of ``SamplingParams`` and of the API; ValueError if one is impossible."""
         from compiled_llm.requests.sampling_params import SamplingParams
 
         drawn: dict[str, Any] = {} if self.sample is None else {"temperature": 1.0 if self.sample else 0.0}
@@ -76,11 +63,7 @@ class SamplingFlags:
 
 
 def check_range(name: str, value: float) -> None:
-    """Check one number of the command line.
-
-    Raises:
-        ValueError: it is out of range.
-    """
+    """Raise ValueError if a number of the command line is out of range."""
     holds, wanted = _RANGES[name]
     if not holds(value):
         raise ValueError(f"{_flag(name)} {value}: must be {wanted}")

@@ -154,11 +154,7 @@ Quiet = Annotated[bool, _output("--quiet", "-q", help="Show no progress and no f
 
 
 def model_of(place: str | None, same: str | None) -> str:
-    """Return the model that MODEL or ``--model`` names.
-
-    Raises:
-        ValueError: neither does, or both.
-    """
+    """Return the model that MODEL or ``--model`` names; ValueError if neither does, or both."""
     if place is not None and same is not None:
         raise ValueError(f"MODEL {place} and --model {same} were both given; leave one of them out")
     if (model := place or same) is None:

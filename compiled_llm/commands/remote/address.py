@@ -54,11 +54,7 @@ def check_server(address: str, api_key_file: Path | None) -> None:
 
 
 def key_of(api_key_file: Path | None) -> str | None:
-    """Return the key that requests bear: the file's first line, or what the environment has; None for none.
-
-    Raises:
-        ValueError: the file cannot be read, or is empty.
-    """
+    """Return the key that requests bear: a file's first line, or the environment's; ValueError if the file has none."""
     if api_key_file is None:
         return os.environ.get("COMPILED_LLM_API_KEY") or None
     try:

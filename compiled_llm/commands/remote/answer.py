@@ -38,15 +38,11 @@ class AnswerFigures(NamedTuple):
 
 
 class Answering(Protocol):
-    """An answer that comes."""
+    """An answer that comes, as text, piece by piece, or as its tokens."""
 
-    def text(self) -> Iterable[str]:
-        """Yield its text, piece by piece."""
-        ...
+    def text(self) -> Iterable[str]: ...
 
-    def __iter__(self) -> Iterator[int]:
-        """Yield its tokens."""
-        ...
+    def __iter__(self) -> Iterator[int]: ...
 
     def cancel(self) -> None:
         """End it, if it has not ended."""

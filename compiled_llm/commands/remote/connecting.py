@@ -16,11 +16,7 @@ _LOOK = 0.2
 
 
 def wait_until_ready(client: Client, quiet: bool) -> Ready:
-    """Wait until an engine process is ready, and return what it says; if it is, nothing is shown.
-
-    Args:
-        client: of the engine process; if that has gone, its successor is looked for.
-        quiet: show nothing.
+    """Wait until an engine process, or its successor, is ready, and return what it says.
 
     Raises:
         EngineDeadError: there is no engine process.

@@ -22,7 +22,6 @@ class EngineAnswer:
         return self._handle.text()
 
     def __iter__(self) -> Iterator[int]:
-        """Yield its tokens."""
         return iter(self._handle)
 
     def cancel(self) -> None:

@@ -24,11 +24,7 @@ class HttpApi:
     """Sends requests to a server, each over a connection of its own."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """``url``: of the server, with or without ``/v1``; ``key``: that requests bear.
-
-        Raises:
-            ValueError: it is no URL of a server.
-        """
+        """Take a URL with or without ``/v1``; ValueError if it is none of a server."""
         parts = urlsplit(url)
         try:
             self._port = parts.port
@@ -44,14 +40,7 @@ class HttpApi:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def wait_until_ready(self, quiet: bool) -> str:
-        """Wait until the server answers requests, and return the name of its model.
-
-        Args:
-            quiet: show nothing meanwhile.
-
-        Raises:
-            RuntimeError: it cannot be reached.
-        """
+        """Wait until the server answers, and return the name of its model; RuntimeError if it cannot be reached."""
         if (doing := self._doing()) is not None:
             with ProgressDisplay(not quiet).task(f"the server is not ready: {doing}") as now:
                 while (doing := self._doing()) is not None:
@@ -66,8 +55,6 @@ class HttpApi:
         """Begin to answer a prompt: a text, token ids, or the messages of a chat.
 
         Args:
-            model: its name, for the server.
-            prompt: what to answer.
             given: settings, by their names in the API; the server knows the others.
             ids: have the answer's token ids come, too.
 
@@ -137,7 +124,6 @@ class HttpAnswer:
                 yield piece
 
     def __iter__(self) -> Iterator[int]:
-        """Yield its tokens, which were asked for."""
         for choice in self._choices():
             if "token_ids" not in choice:
                 raise RuntimeError("the server sends no token ids; leave --ids out")

@@ -85,11 +85,7 @@ class ServeOptions(NamedTuple):
         return {"tokenizer_eos": True, **{name: getattr(self, name) for name in names}}
 
     def prepare(self, engine: Engine, structured: bool) -> None:
-        """Prepare the sizes that requests of earlier runs have used, or else those of ``--warmup``.
-
-        Args:
-            structured: whether answers can follow grammars.
-        """
+        """Prepare the sizes that requests of earlier runs have used, or else those of ``--warmup``."""
         if self.profile is not None and self.profile.exists():
             engine.warmup(profile=self.profile, structured=structured)
             return

@@ -79,7 +79,6 @@ def _in_environ(name: str) -> str:
 
 
 def _entries(file: Path) -> Iterator[tuple[int, str, Any]]:
-    """Yield the line, the key and the value of each entry of a file in YAML."""
     import yaml  # type: ignore[import-untyped]  # comes with transformers
 
     try:

@@ -105,7 +105,7 @@ def run_with_api_server(
         uds: the socket of the engine process; None for one in a folder that is removed afterwards.
         arguments: of ``compiled-llm`` for the engine process, without its socket.
         drain_seconds: the time that requests have to end.
-        log: the level and the format of the log, None for none.
+        log: the level and the format of the log.
 
     Raises:
         ValueError: the flags are impossible.

@@ -35,12 +35,7 @@ class LogFormat(str, Enum):
 
 
 def show_log(level: str, form: str) -> None:
-    """Write the server's log to stderr: a line a request, what happens to the server, and warnings of other packages.
-
-    Args:
-        level: a value of ``LogLevel``; records below it are left out.
-        form: a value of ``LogFormat``.
-    """
+    """Write the server's log to stderr: a line a request, what happens to the server, warnings of other packages."""
     if form == LogFormat.json:
         write_json_lines()
     handler = logging.StreamHandler(sys.stderr.stream if isinstance(sys.stderr, _JsonLines) else sys.stderr)
@@ -85,7 +80,6 @@ class _JsonLines(TextIOBase):
 
 
 def _level(line: str) -> str:
-    """Return the level of a line that is no record of logging's."""
     if line.startswith("error: "):
         return "error"
     return "info" if line.startswith(_PREFIX) else "warning"

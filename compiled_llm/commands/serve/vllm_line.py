@@ -48,7 +48,6 @@ class VllmLine(NamedTuple):
 
 
 def read_line(arguments: Sequence[str]) -> VllmLine:
-    """Find all options of vLLM among the arguments of a command line."""
     line, rest = VllmLine([], [], []), deque(arguments)
     while rest:
         argument = rest.popleft()
