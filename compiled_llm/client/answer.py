@@ -20,7 +20,6 @@ class Received:
     """An answer as it comes; only the reader of the connection writes it.
 
     Attributes:
-        logprobs: of each token; None if they are not wanted.
         finish_reason: None while it has not ended.
         pieces: what was emitted of its tokens, by layer or name.
     """
@@ -35,11 +34,9 @@ class Received:
 
     @property
     def done(self) -> bool:
-        """Whether nothing more comes."""
         return self.finish_reason is not None
 
     def take(self, update: Update) -> None:
-        """Take what is new."""
         if update.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += update.logprobs  # in place: an answer may have many tokens

@@ -104,7 +104,6 @@ class BaseClient(ABC):
             self._finalizer()
 
     def __repr__(self) -> str:
-        """The path, and what the engine process does."""
         return f"<{type(self).__name__}: {self._path}, {self._session.lost or self._session.doing}>"
 
     @property
@@ -238,7 +237,6 @@ class BaseClient(ABC):
         return reply
 
     async def _asked(self, question: Callable[[int], Struct], timeout: float | None) -> Reply:
-        """Ask a question, which is made with its number, and wait for the answer."""
         await self._rejoin()
         session = self._session
         session.check_ready()

@@ -60,7 +60,6 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return a number of NumPy's as one of Python's."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -79,11 +78,7 @@ def plain_list(name: str, asked: Any, kind: type[T]) -> list[T] | None:
 
 
 def token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Return a prompt's tokens, of which the engine process checks whether the model has them.
-
-    Raises:
-        ValueError: it is no prompt, or there is no tokenizer for it.
-    """
+    """Return a prompt's tokens, which the engine process checks; ValueError if it is none, or lacks a tokenizer."""
     if is_dictionary(prompt):
         return token_ids(content_of(prompt), tokenizer)
     if isinstance(prompt, str):

@@ -22,7 +22,6 @@ class RemoteTokenizer:
     clean_up_tokenization_spaces = False
 
     def __init__(self, path: str | Path) -> None:
-        """``path``: of the engine process's socket."""
         self._path = path
 
     def __call__(self, text: str) -> dict[str, list[int]]:
@@ -34,7 +33,6 @@ class RemoteTokenizer:
         return self._tokens([dict(message) for message in messages])
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens."""
         ids = list(tokens)
         reply = self._client.ask(lambda number: AskText(number, ids, skip_special_tokens))
         assert isinstance(reply, TextReply)

@@ -19,14 +19,12 @@ class TextOfPrompt:
             raise
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the pieces as they come."""
         try:
             yield from self._text
         finally:
             self.handle.cancel()
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """As ``__iter__``, for ``async for``."""
         try:
             async for piece in self._text:
                 yield piece

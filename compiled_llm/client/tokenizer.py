@@ -12,11 +12,7 @@ Given = str | Path | Literal[True] | Any | None
 
 
 def tokenizer_of(given: Given, ready: Ready) -> Any:
-    """Return a tokenizer; to load one imports transformers.
-
-    Raises:
-        ValueError: the engine process is to name one, and names none.
-    """
+    """Return a tokenizer, which imports transformers; ValueError if the engine process is to name one, and does not."""
     if given is True:
         if ready.tokenizer is None:
             raise ValueError("tokenizer=True: the engine process has no tokenizer; give one, or use token ids")

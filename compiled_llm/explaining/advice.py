@@ -127,12 +127,7 @@ CHANGES = (
 
 
 def advise_break(said: str, source: str) -> tuple[str, str]:
-    """Return a sentence and a remedy for a graph break.
-
-    Args:
-        said: Dynamo's reason.
-        source: the line at fault.
-    """
+    """Return a sentence and a remedy for a graph break: ``said`` is Dynamo's reason, ``source`` the line at fault."""
     found = _first(BREAKS, said) or _first(BREAKS, source)
     return found or (_summary(said), _hints(said))
 

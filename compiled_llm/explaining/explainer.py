@@ -111,12 +111,7 @@ def explain(
 
 
 class _Subject:
-    """A model, wrapped or not.
-
-    Attributes:
-        config: the options that it is or would be wrapped with.
-        refusal: why ``wrap`` would not take the model.
-    """
+    """A model, wrapped or not; ``refusal`` says why ``wrap`` would not take it."""
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime | None) -> None:
         self.model = model
@@ -169,7 +164,6 @@ class _Subject:
 
 
 def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings: Findings) -> list[Trace]:
-    """Run both passes; what forward itself raises ends them."""
     traces: list[Trace] = []
     try:
         traces = sandbox.whole()

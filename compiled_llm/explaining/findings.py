@@ -26,12 +26,9 @@ prepared, or a call took a slower path."""
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong, the line at fault if it has one, and the remedy.
 
     Attributes:
-        place: the line at fault.
-        reason: a sentence.
-        advice: the remedy.
         programs: the names of our programs in which it was found.
         detail: torch's own words.
         pinned_by: for a recompile, the name or attribute that the graph relied on; ``old`` is its value when the graph
@@ -82,5 +79,4 @@ class Findings:
 
 
 def general(kind: Kind, reason: str, advice: str, place: Place = NOWHERE, detail: str = "") -> Finding:
-    """Return a finding that belongs to no program."""
     return Finding(kind, place, reason, advice, detail=detail)

@@ -29,7 +29,6 @@ _SHOWN = 5
 
 
 def report_of(runtime: Runtime, timings: bool | Sequence[int] = False) -> Report:
-    """Return the report of what has happened so far, before the timings."""
     counters, found = history_of(runtime)
     timed = timings_of(runtime, timings) if timings else []
     return Report.of(runtime.facts.model, found, history=counters, timings=timed)
@@ -49,7 +48,6 @@ def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts 
 
 
 def history_of(runtime: Runtime) -> tuple[dict[str, Any], list[Finding]]:
-    """Return counters as plain data, and findings on the causes of slow calls."""
     stats = dataclasses.asdict(runtime.stats())
     stats["pages"] = {} if stats["pages"] is None else stats["pages"]._asdict()
     again, moved = runtime.recaptures()

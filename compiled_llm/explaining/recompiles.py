@@ -72,7 +72,6 @@ def _readable(source: str) -> str:
 
 
 def _value_in(what: str, guards: str) -> str:
-    """Return the value that a newer graph relies on."""
     match = re.search(rf": {re.escape(what)} == (.+?)(?:\s+#|$)", _LOCAL.sub(r"\1", guards), re.MULTILINE)
     return match[1] if match else ""
 

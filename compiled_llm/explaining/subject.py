@@ -17,7 +17,6 @@ from compiled_llm.explaining.cpu import cpu_name
 
 
 def subject_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the head of a report, as plain data."""
     return {
         "model": type(model).__name__,
         "name": str(model.name_or_path),
@@ -36,7 +35,6 @@ def subject_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def head_rows(data: dict[str, Any]) -> dict[str, str]:
-    """Return the head of a report as names and values."""
     others = {**data["versions"]}
     own = others.pop("compiled_llm")
     return {

@@ -55,7 +55,6 @@ class Timing:
 
 
 def tokens_to_hold(batches: Sequence[int], prompts: Prompts | None, page_size: int) -> int:
-    """Return how many tokens of pages ``measure`` needs."""
     longest = _PROMPT if prompts is None else max(map(len, prompts))
     return max(batches) * (-(-(longest + _STEPS) // page_size) + 1) * page_size
 
@@ -68,7 +67,6 @@ def measure(
     Args:
         model_runner: its pages must hold ``tokens_to_hold``.
         prompts: the beginnings of rows, in turn; meaningless tokens if None.
-        progress: show progress on stderr.
 
     Raises:
         OutOfPagesError: the pages are in use.
@@ -199,7 +197,6 @@ class _Stopwatch:
         return time.perf_counter() - start
 
     def _launch_seconds(self, generate_loop: GenerateLoop) -> float:
-        """Return how long launching a step takes on an idle device."""
         self._synchronize()
         start = time.perf_counter()
         generate_loop.step()

@@ -138,11 +138,7 @@ def _whole(trace: Trace) -> Callable[..., Any]:
 
 
 class BrokenPrograms(Programs):
-    """The programs compiled frame by frame, with every size built in.
-
-    Attributes:
-        graphs: one for each part between breaks, in the order in which they were compiled.
-    """
+    """The programs compiled frame by frame, with every size built in; a graph for each part between breaks."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
         super().__init__(config, facts, device)
@@ -196,10 +192,7 @@ class CompiledFrame(NamedTuple):
 
 
 class InductorPrograms(Programs):
-    """The programs with Inductor's files kept: each one whole, also if ``wrap`` compiles regions.
-
-    Every layer is traced, so that nodes have the names that they have in the graphs of ``WholePrograms``.
-    """
+    """The programs with Inductor's files kept: each one whole, also if ``wrap`` compiles regions."""
 
     outlines_layers = False
     cuts_regions = False
@@ -212,7 +205,6 @@ class InductorPrograms(Programs):
         weights: FusedWeights,
         folders: Mapping[str, Path],
     ) -> None:
-        """Prepare like ``Programs``; ``folders`` are where the files of each program go."""
         self._folders = folders
         super().__init__(config, facts, device, weights)
 
@@ -225,7 +217,6 @@ class Sandbox:
     """A model on a few pages of its own, away from the ones that serve."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, prompts: Sequence[NDArray[np.int64]]) -> None:
-        """Prepare a model to run the prompts with the options that it is or would be wrapped with."""
         longest = max(1, max_positions_of(facts.model) + 1 - _STEPS)
         self._prompts = [prompts[index % len(prompts)][:longest] for index in range(_MAX_ROWS - 1)]
         self._given = config
@@ -255,7 +246,6 @@ class Sandbox:
         return messages
 
     def inductor(self, folders: Mapping[str, Path]) -> None:
-        """Compile all programs with Inductor, and have it write its files into each program's folder."""
         config = dataclasses.replace(self._config, mode="compile")
         with self._laid_out(config) as weights:
             programs = InductorPrograms(self._facts, config, self._device, weights, folders)

@@ -69,7 +69,6 @@ def following(consequences: list[dict[str, Any]]) -> str:
 
 
 def program_rows(programs: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return for each program whether it is one graph, and of how many operations."""
     graphs = {True: "one graph, {nodes:,} operations", False: "not one graph"}
     return {name: graphs[program["whole"]].format(**program) for name, program in programs.items()}
 
@@ -82,7 +81,6 @@ def timed_in(timing: dict[str, Any]) -> str:
 
 
 def speed_of(timing: dict[str, Any]) -> str:
-    """Return the read bandwidth, and the host's time for a step, in words."""
     speed = (
         f"This memory was read at {timing['read_bandwidth'] / 1e9:,.1f} GB/s at best, just before; the last column is "
         "a share of it."
@@ -136,7 +134,6 @@ def cause_of(cold: ColdStart) -> str:
 
 
 def history_rows(history: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield names and values, without those that are empty."""
     for name, value in history.items():
         if name == "cold_starts":
             for cold in [ColdStart(**entry) for entry in value]:

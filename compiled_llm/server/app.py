@@ -24,7 +24,6 @@ from compiled_llm.server.settings import ApiServerSettings
 
 
 def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
-    """Return the application that serves an engine process's model by OpenAI's API."""
     app = FastAPI(title="compiled_llm", version=OWN_VERSION, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.api_server = ApiServer(settings, link)
     app.state.metrics = metrics.ApiServerMetrics(settings.figures)

@@ -29,7 +29,6 @@ class HttpServer(uvicorn.Server):
     """Serves an API server by uvicorn, which reads and writes HTTP.
 
     Args:
-        settings: of the API server.
         path: of the engine process's socket.
         changed: is called with whether there is an engine process to answer requests, when that changes.
 
@@ -103,21 +102,17 @@ class ListeningServer(HttpServer):
 
     @property
     def was_ready(self) -> bool:
-        """Whether it could ask the engine process, once."""
         return self.api_server.link.was_ready
 
     @property
     def at_once(self) -> bool:
-        """Whether requests are not waited for any more."""
         return self.force_exit
 
     async def answer(self) -> str | None:
-        """As of ``Serving``."""
         await self.serve(sockets=[self._listening])
         return self.why
 
     def end(self) -> None:
-        """As of ``Serving``."""
         self.should_exit = True
 
     def _changed(self, has_model: bool) -> None:

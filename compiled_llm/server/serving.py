@@ -78,11 +78,7 @@ def with_room(settings: ApiServerSettings) -> ApiServerSettings:
 
 
 async def serve(serving: Serving, engine_process: EngineProcess) -> str | None:
-    """Serve until SIGTERM or Ctrl-C; requests may end then, the second signal ends them.
-
-    Returns:
-        Why the server has ended, if it was not told to.
-    """
+    """Serve until SIGTERM or Ctrl-C, the second of which ends requests; return why it has ended if not told to."""
     for number in SIGNALS:
         signal.signal(number, _passed_over)  # the engine process still runs when the last answer has gone out
     answering = asyncio.create_task(serving.answer())
@@ -98,7 +94,6 @@ async def serve(serving: Serving, engine_process: EngineProcess) -> str | None:
 
 
 async def _stop(engine_process: EngineProcess, at_once: bool) -> None:
-    """End an engine process; a further signal ends it by force."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, engine_process.kill)

@@ -135,7 +135,6 @@ def settings_of(options: Mapping[str, Any], name: str, **others: Any) -> ApiServ
     Args:
         options: by their names with underscores; None for one that is not given.
         name: that requests call the model by, unless an option says so.
-        others: further attributes.
 
     Raises:
         ValueError: as ``ApiServerSettings``, or the file of keys has none, or short ones.

@@ -130,7 +130,6 @@ def _answers(handles: Sequence[RemoteHandle]) -> list[RemoteAnswer]:
 
 
 def _tell_times(span: Span, submitted: Submitted) -> None:
-    """Tell when the request first ran and when its first token came; of several prompts, those of the first."""
     came, found = submitted.came, [handle.figures for handle in submitted.handles if handle.figures is not None]
     if queued := [figures["queue_seconds"] for figures in found if figures["queue_seconds"] is not None]:
         span.set_attribute("gen_ai.latency.time_in_queue", min(queued))

@@ -82,7 +82,6 @@ class ThreadConnection:
         return first
 
     def start(self, handle: Handle, lost: Lose) -> None:
-        """Have a thread read from now on."""
         handle(self._early)  # here: a client that has just connected knows whether the engine process is ready
         threading.Thread(target=self._serve, args=(handle, lost), name="compiled_llm client", daemon=True).start()
 
@@ -100,11 +99,7 @@ class ThreadConnection:
         return messages
 
     def receive(self, flags: int = 0) -> list[FromEngine]:
-        """Receive some bytes, with ``flags`` of ``socket.recv``, and return the messages that they complete.
-
-        Raises:
-            EngineDeadError: no more will come.
-        """
+        """Receive some bytes, with ``flags`` of ``socket.recv``, and return the messages that they complete."""
         try:
             data = self._socket.recv(_AT_ONCE, flags)
             messages = list(self._frames.feed(data))
@@ -137,7 +132,6 @@ class ThreadConnection:
         """Let any thread wait: a thread of its own reads the connection."""
 
     def close(self) -> None:
-        """End the connection, and with it the requests of the client."""
         with suppress(OSError):  # it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

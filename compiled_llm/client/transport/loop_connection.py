@@ -27,7 +27,6 @@ class LoopConnection(ThreadConnection):
         self._ending: asyncio.Task[None] | None = None  # kept here: an event loop knows its tasks only weakly
 
     def start(self, handle: Handle, lost: Lose) -> None:
-        """Have the event loop read from now on."""
         self._loop.call_soon_threadsafe(self._begin, handle, lost)
 
     def _begin(self, handle: Handle, lost: Lose) -> None:
@@ -48,7 +47,6 @@ class LoopConnection(ThreadConnection):
                 ended.set_result(loss_of(error))
 
     def send(self, message: Struct) -> None:
-        """Send a message, whose answer may come soon."""
         super().send(message)
         if self._busy_poll:
             with suppress(RuntimeError):  # the loop is closed: no answer is read

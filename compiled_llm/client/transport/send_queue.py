@@ -44,7 +44,6 @@ class SendQueue:
             return len(frame)
 
     def _send(self) -> None:
-        """Send what waits, until nothing does."""
         while True:
             with suppress(OSError):  # once the connection has ended, each frame is dropped so
                 self._send_whole(self._frames[0])

@@ -39,11 +39,9 @@ class ClientSession:
     Attributes:
         listeners: told when the engine process is ready, has answered a question, or is gone.
         heard: how often something has come of it; its heartbeat comes every few seconds.
-        preparing: what the engine process does before it is ready.
         ready: what it has said when it was; None while it is not.
-        unready_since: when it has stopped being ready, as ``time.monotonic``; None if it has not.
-        lost: why nothing more comes; None while something may.
-        loss_reported: whether that was raised.
+        unready_since: when it has stopped being ready, as ``time.monotonic``.
+        lost: why nothing more comes; ``loss_reported`` once that was raised.
         closed: whether this side has ended it.
     """
 
@@ -106,14 +104,10 @@ class ClientSession:
 
     @property
     def broken(self) -> bool:
-        """Whether the other side has ended it, and another one may follow.
-
-        Why an engine process has never been ready is raised before that.
-        """
+        """Whether the other side has ended it, and another one may follow."""
         return self.lost is not None and not self.closed and (self.loss_reported or self.ready is not None)
 
     def close(self) -> None:
-        """End the connection, and with it its requests."""
         self.closed = True
         self.lost = self.lost or EngineDeadError("the client is closed; make another one")
         if self._line is not None:
@@ -122,7 +116,6 @@ class ClientSession:
     # ---- requests and questions
 
     def number(self) -> int:
-        """Return a number that no other request or question has."""
         return next(self._numbers)
 
     def ask(self, question: Callable[[int], Struct]) -> int:
@@ -152,7 +145,6 @@ class ClientSession:
             self._handles[number] = handle
 
     def forget(self, number: int) -> None:
-        """Expect nothing for a request or a question."""
         self._handles.pop(number, None)
         self._questions.pop(number, None)
 

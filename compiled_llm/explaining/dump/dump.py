@@ -38,11 +38,7 @@ _INDUCTORS = {_ATEN: "fx_graph_transformed.py", INDUCTOR: "output_code.py"}
 
 
 def new_folder(path: Path) -> Path:
-    """Return the folder; make it if it does not exist.
-
-    Raises:
-        ValueError: there is something in it already, it is a file, or it belongs to another user.
-    """
+    """Return the folder, made if it is not there; ValueError if it is a file, another user's, or not empty."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise ValueError(f"dump={str(path)!r}: there is something already; name a new or an empty folder")
     if belongs_to_another(path):  # who could make any of its files a link
@@ -52,11 +48,7 @@ def new_folder(path: Path) -> Path:
 
 
 class Dump:
-    """Writes one dump into a folder that is empty.
-
-    Attributes:
-        notes: what could not be written, and why.
-    """
+    """Writes one dump into a folder that is empty; ``notes`` say what could not be written, and why."""
 
     def __init__(self, root: Path) -> None:
         self.notes: list[str] = []
@@ -64,7 +56,6 @@ class Dump:
         self._programs: list[DumpedProgram] = []
 
     def add_programs(self, traces: Sequence[Trace], sandbox: Sandbox) -> None:
-        """Write the programs that are one graph each; and if all are, Inductor's files."""
         folders = {trace.name: self._folder(trace.name) / "inductor" for trace in traces}
         if traces and all(trace.error is None for trace in traces):
             self._attempt("Inductor's code is missing", lambda: sandbox.inductor(folders))
@@ -91,7 +82,7 @@ class Dump:
             self._write(program, f"graph_{number:03}.py", text, "a part of Dynamo's graph")
 
     def finish(self, report: Report) -> Path:
-        """Write the report and the index; returns the path of the index."""
+        """Write the report and the index; return the path of the index."""
         (self._root / "report.json").write_text(json.dumps(report.data, indent=1), encoding="utf-8")
         (self._root / "report.html").write_text(page(report.data, home="index.html"), encoding="utf-8")
         return DumpPages(self._root).write(self._programs, report)
@@ -131,7 +122,6 @@ class Dump:
         program.files[name] = what or _STAGES[name]
 
     def _take_inductors(self, program: DumpedProgram) -> dict[str, Any]:
-        """Give Inductor's files their names; return which node became which kernel."""
         traces = sorted((program.folder / "inductor").glob("torchinductor/*/"))
         if not traces:
             return {}

@@ -43,7 +43,6 @@ def links_of(graph: fx.GraphModule, provenance: Mapping[str, Any]) -> list[Sourc
     """Return the lines of Dynamo's graph in the order in which they run.
 
     Args:
-        graph: Dynamo's.
         provenance: Inductor's ``preToPost`` and ``postToCppCode``; may be empty.
     """
     lines: dict[tuple[str, Place], tuple[list[str], dict[str, str]]] = {}
@@ -58,7 +57,6 @@ def links_of(graph: fx.GraphModule, provenance: Mapping[str, Any]) -> list[Sourc
 
 
 def kernels_of(node: str, provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the kernels that compute a node of Dynamo's graph."""
     for post in provenance.get("preToPost", {}).get(node, ()):
         for kernel in provenance.get("postToCppCode", {}).get(post, ()):
             if _computes(kernel, post):
@@ -79,7 +77,6 @@ def _computes(kernel: str, post: str) -> bool:
 
 
 def _module_of(node: fx.Node) -> str:
-    """Return the path of the innermost module that the node ran in, as the user would write it."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return ""
@@ -105,7 +102,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        """``model.layers.0-29, alike``."""
+        """Such as ``model.layers.0-29, alike``."""
         if len(self.modules) == 1:
             return self.modules[0] or "around the model"
         layers = [module.rpartition(".") for module in self.modules]

@@ -30,11 +30,7 @@ _COLOURS = {"light": _FORMATTER, "dark": HtmlFormatter(style="monokai")}
 
 @dataclass
 class DumpedProgram:
-    """The files of one program in their folder: their names and what each is, in order.
-
-    Attributes:
-        links: lines, nodes and kernels; empty if there is not one graph.
-    """
+    """The files of one program in their folder: their names and what each is; ``links`` only of one graph."""
 
     name: str
     folder: Path
@@ -79,7 +75,6 @@ class DumpPages:
         return self._sources[place.file]
 
     def _parts(self, program: DumpedProgram) -> Iterator[tuple[Path, Part]]:
-        """Yield each part and its page, which shows its lines, their nodes, and the kernels of these."""
         lines: dict[str, tuple[Path, int]] = {}
         for name, names in ((GRAPH, NODES), (INDUCTOR, KERNELS)):
             if (file := program.folder / name).exists():

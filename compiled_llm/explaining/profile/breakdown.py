@@ -79,7 +79,6 @@ class Breakdown:
 
     @property
     def nbytes(self) -> int | None:
-        """The bytes that a step has to read."""
         return None if self.weight_bytes is None else self.weight_bytes + self.kv_bytes
 
     def share_of_bandwidth(self, nbytes: int, us: float) -> float:
@@ -93,7 +92,6 @@ class Breakdown:
         return [self.measured, head, "us", "of the step", "MB", "of the read bandwidth"]
 
     def rows(self) -> list[list[str]]:
-        """A row for each kind, one for the gaps, and one for the whole step."""
         rows = [
             [kind.name, f"{kind.launches:.1f}", *self._spent(kind.us), *self._moved(kind.nbytes, kind.us)]
             for kind in self.kinds
@@ -138,12 +136,7 @@ def moved_by_prefill(
 
 
 def kinds_of(launches: Sequence[KernelLaunch], steps: int, moved: Mapping[str, int | None]) -> list[Kind]:
-    """Return time and bytes by kind, for one step; kinds that never ran are left out.
-
-    Args:
-        launches: those of all steps.
-        moved: bytes that one step has to move, by kind.
-    """
+    """Return time and ``moved`` bytes by kind, for one of the steps; kinds that never ran are left out."""
     kinds = []
     for kind, _ in KINDS:
         spent = [launch.us for launch in launches if launch.kind == kind]

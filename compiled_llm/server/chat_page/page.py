@@ -30,12 +30,7 @@ PATHS = tuple(SCRIPTS.format(name=name) for name in (*_LIBRARIES, *_MODULES))
 
 
 class Script(NamedTuple):
-    """A file as it is sent.
-
-    Attributes:
-        hash: of its SHA-256, as policies and ``integrity`` write it.
-        kind: an attribute of its element: in order, once the page has been read.
-    """
+    """A file as it is sent; ``hash`` is of its SHA-256, ``kind`` an attribute of its element."""
 
     content: bytes
     packed: bytes

@@ -31,10 +31,9 @@ def takes_long(submit: Submit) -> bool:
 
 
 class Beginnings:
-    """A connection's requests that are about to begin; its event loop alone uses this."""
+    """A connection's requests that are about to begin; its event loop alone uses this, and hears of those that have."""
 
     def __init__(self, desk: Beginner, begun: Callable[[Submit, Stream | Refused], None]) -> None:
-        """``begun``: is called in the event loop with each request that has begun, or was refused."""
         self._desk = desk
         self._begun = begun
         self._tasks: dict[int, asyncio.Task[None]] = {}  # kept here: an event loop knows its tasks only weakly
@@ -47,7 +46,6 @@ class Beginnings:
         return request in self._tasks
 
     def begin(self, submit: Submit) -> None:
-        """Begin a request in a thread."""
         self._cancelled[submit.request] = []
         self._tasks[submit.request] = asyncio.create_task(self._begin(submit))
 

@@ -50,9 +50,7 @@ _MAX_WAITING = 1000
 class Desk(Protocol):
     """An engine process, as its connections use it."""
 
-    def greeting(self) -> list[Struct]:
-        """Return a client's first messages."""
-        ...
+    def greeting(self) -> list[Struct]: ...
 
     def begin(self, submit: Submit) -> Stream | Refused: ...
 
@@ -68,7 +66,6 @@ class ClientConnection:
 
     Attributes:
         streams: its requests that have not ended, by their numbers.
-        greeted: whether it has said hello, and was answered.
     """
 
     def __init__(
@@ -157,7 +154,6 @@ class ClientConnection:
             stream.handle.cancel()
 
     async def _refuse(self, reason: str) -> None:
-        """Say why the connection ends, unless the client reads no more."""
         logger.warning("compiled_llm: %s: the connection is closed: %s", self._client, reason)
         self._end_requests()
         self.send(Problem(reason))

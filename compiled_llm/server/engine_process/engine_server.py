@@ -63,10 +63,9 @@ class EngineServer:
     """
 
     def __init__(self, path: Path, max_unsent: int = MAX_UNSENT) -> None:
-        """Listen; clients are answered once it runs.
+        """Listen at a path; clients are answered once it runs.
 
         Args:
-            path: of its socket.
             max_unsent: tokens that wait for a client that does not read, before its requests end.
 
         Raises:
@@ -87,7 +86,6 @@ class EngineServer:
         self._over = threading.Event()
 
     async def start(self) -> None:
-        """Begin to answer clients."""
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._beat, name="compiled_llm heartbeat", daemon=True).start()
         self._server = await asyncio.start_unix_server(self._serve, sock=self._listening)
@@ -99,7 +97,6 @@ class EngineServer:
         self._call(self._tell_preparing, Preparing(doing, step, steps))
 
     def open(self, engine: Engine, ready: Ready) -> None:
-        """Take requests from now on."""
         self._call(self._begin_taking, engine, ready)
 
     def wake(self) -> None:
@@ -172,7 +169,6 @@ class EngineServer:
     # ---- what connections ask for
 
     def greeting(self) -> list[Struct]:
-        """Return a client's first messages."""
         welcome = Welcome(VERSION, f"compiled-llm {OWN_VERSION}", os.getpid())
         leaving = [] if self.leaving is None else [Leaving(self.leaving)]
         return [welcome, self._ready or self.preparing, *leaving]
@@ -197,7 +193,6 @@ class EngineServer:
         return stats_of(self._engine, number, len(self._connections))
 
     def reply(self, question: AskTokens | AskText) -> Struct:
-        """Tokenize or detokenize for a client, in any thread."""
         if self._engine is None or self._ready is None:
             return Refused(question.number, "unavailable", f"the engine process is not ready ({self.doing})")
         from compiled_llm.server.engine_process.tokenizing import reply_of
@@ -230,7 +225,6 @@ class EngineServer:
             connection.close()
 
     async def _quiet(self, seconds: float) -> bool:
-        """Wait so many seconds at most until clients have got all answers; return whether they have."""
         deadline = time.monotonic() + seconds
         while any(connection.busy for connection in self._connections) and time.monotonic() < deadline:
             await asyncio.sleep(_LOOKING)

@@ -26,12 +26,7 @@ def ready_of(
     """Return the facts of a wrapped model.
 
     Args:
-        model: wrapped.
-        engine: that serves it.
-        name: of the model, for clients.
-        tokenizer: of the engine; None if it has none.
-        location: where clients can load the tokenizer from.
-        gguf_file: the file there, if it is one.
+        location: where clients can load the tokenizer from; ``gguf_file`` is the file there, if it is one.
         chat_template: the text of another template than the tokenizer's.
     """
     described, runtime = engine.describe(), runtime_of(model)
@@ -62,7 +57,6 @@ def _form_ends(model: TokenFacts, tokenizer: Any) -> list[int]:
 
 
 def stats_of(engine: Engine, number: int, connections: int) -> StatsReply:
-    """Return an engine's figures, as an answer to a question."""
     figures = engine.stats()
     names = [name for name in StatsReply.__struct_fields__ if name not in ("number", "connections")]
     values = {name: msgspec.to_builtins(_as_map(getattr(figures, name))) for name in names}

@@ -28,7 +28,6 @@ class KeptProfile:
         self._lock = threading.Lock()
 
     def begin(self, runtime: Runtime) -> None:
-        """Save the profile of this model from now on."""
         self._runtime = runtime
 
     async def run(self) -> None:

@@ -63,11 +63,9 @@ class Operations:
     """Serves the operator in threads of its own, and tells clients of the engine process that it sleeps."""
 
     def __init__(self, server: EngineServer, path: Path, profile: KeptProfile | None = None) -> None:
-        """Listen; requests are answered once it runs.
+        """Listen at a path; requests are answered once it runs.
 
         Args:
-            server: whose model sleeps and wakes.
-            path: of the socket.
             profile: saved before the model sleeps: it cannot be saved then, and the process may end asleep.
 
         Raises:
@@ -114,7 +112,6 @@ class Operations:
             self._server.open(engine, ready)
 
     def close(self) -> None:
-        """Answer no more, and remove the socket."""
         self._http.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_PATIENCE)
@@ -182,7 +179,6 @@ class Operations:
 
 
 async def _answered(request: Request, doing: Callable[[], Awaitable[Answer]]) -> Response:
-    """Return the response: what was done, or why it was not, in a sentence."""
     try:
         return JSONResponse(await doing())
     except (ValueError, msgspec.DecodeError) as error:

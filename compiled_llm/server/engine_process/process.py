@@ -41,14 +41,9 @@ def run(
     If the engine's device is lost, requests end with the reason, and the process with the exit code ``DEVICE_LOST``.
 
     Args:
-        server: listens already.
-        prepare: returns the engine, and the facts that clients are told of it.
+        prepare: returns the engine, and the facts that clients are told of it; what it raises is raised.
         drain_seconds: how long requests may go on after the first signal.
-        operations: the operator's, at a socket of their own.
         profile: saved now and then, and once requests have ended.
-
-    Raises:
-        Exception: what kept the engine from being ready.
     """
     asyncio.run(_Life(server, prepare, drain_seconds, operations, profile).run())
 

@@ -24,7 +24,6 @@ def listen(path: Path, of: str = "") -> socket.socket:
     """Return a socket that listens at a path, for this user alone; a folder that is missing is made so, too.
 
     Args:
-        path: of the socket.
         of: the beginning of the argument's name, for errors; it ends with ``uds``.
 
     Raises:

@@ -16,15 +16,10 @@ _LOCK = "lock"
 
 
 class SocketFolder:
-    """A folder that only this user can read, until it is removed.
-
-    Attributes:
-        socket: a path in it.
-        figures: an empty folder in it.
-    """
+    """A folder that only this user can read, with a path for a ``socket`` and an empty folder for ``figures``."""
 
     def __init__(self) -> None:
-        """Make it, and remove those whose processes have gone."""
+        """Remove those whose processes have gone, too."""
         _remove_left_behind()
         self._folder, self._lock = _locked_folder()
         self.socket = self._folder / "engine"

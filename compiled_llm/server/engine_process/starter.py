@@ -63,7 +63,6 @@ class EngineProcess:
                 await process.wait()
 
     def kill(self) -> None:
-        """End it by force, if it has not ended."""
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()

@@ -78,7 +78,6 @@ def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
 
 
 def _params(plain: dict[str, Any]) -> SamplingParams:
-    """Return settings that were sent as plain data."""
     if "logits_processors" in plain:
         raise ValueError("SamplingParams: logits_processors: functions cannot be sent to an engine process")
     form = plain.get("structured_outputs")
@@ -107,12 +106,10 @@ class Stream:
 
     @property
     def unsent(self) -> int:
-        """How many tokens have come and were not sent."""
         return sum(sent.answer.tokens - sent.tokens for sent in self._open)
 
     @property
     def ended(self) -> bool:
-        """Whether all of its answers were sent."""
         return not self._open
 
     def updates(self) -> Iterator[Update]:
@@ -138,7 +135,6 @@ class Stream:
         return None if logprobs is None else list(map(_entries, logprobs))
 
     def summary(self) -> Summary:
-        """Return its figures, once it has ``ended``."""
         return Summary(self._number, **self.handle.figures())
 
     def next_part(self) -> PromptScores | EmittedPiece | None:
@@ -146,7 +142,6 @@ class Stream:
         return self._prompt_scores() or (next(self._pieces, None) if self.ended else None)
 
     def _emitted_pieces(self) -> Iterator[EmittedPiece]:
-        """Yield what was emitted of the answers, which have ended."""
         for answer in self.handle.answers:
             found = itertools.chain(_items(answer.hidden_states), _items(answer.emitted))
             for key, tensor in found:
@@ -179,8 +174,6 @@ def _items(tensors: Mapping[K, Tensor] | None) -> Iterator[tuple[int | str, Tens
 
 
 class _Sent:
-    """How many tokens of an answer were sent."""
-
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.tokens = 0

@@ -14,7 +14,6 @@ _MOST = 2**22
 
 
 def reply_of(tokenizer: Any, question: AskTokens | AskText) -> Struct:
-    """Return the answer to a client's question, or why there is none."""
     if tokenizer is None:
         return Refused(question.number, "invalid", "the engine process has no tokenizer; give token ids")
     if isinstance(question, AskTokens) and not isinstance(question.prompt, str) and not tokenizer.chat_template:

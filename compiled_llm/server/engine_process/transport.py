@@ -47,7 +47,6 @@ class Transport:
         return self._sending.locked() or self.blocked  # in this order: a thread that sends may leave a rest
 
     def flush(self) -> None:
-        """Send what is due, in any thread."""
         self._wanted = True
         while self._wanted and self._sending.acquire(blocking=False):
             try:

@@ -58,12 +58,10 @@ def _shortened(text: str) -> str:
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error of a request that can never be answered."""
     return ApiError(400, message, param, code)
 
 
 def unavailable(message: str, code: str = "unavailable", seconds: str = _LOADING_SECONDS) -> ApiError:
-    """Return the error of a request that can be answered later."""
     return ApiError(503, message, code=code, headers={"Retry-After": seconds})
 
 
@@ -88,7 +86,6 @@ def of_exception(error: BaseException) -> ApiError:
 
 
 def unexpected() -> ApiError:
-    """Return the error of a request that has failed by our own fault."""
     return ApiError(500, "an error of the server; its log has it under the request's id", code="internal_error")
 
 

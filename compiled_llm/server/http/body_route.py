@@ -29,7 +29,6 @@ class BodyRoute(APIRoute):
 
     @cached_property
     def answer(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The function that answers a request."""
         endpoint, kind = self.endpoint, get_type_hints(self.endpoint)["body"]
 
         async def answer(request: Request) -> Response:

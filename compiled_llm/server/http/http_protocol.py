@@ -60,7 +60,6 @@ class LimitedHttpTools(HttpToolsProtocol):
     ``limit_concurrency`` counts only those that have sent a head.
 
     Args:
-        config: uvicorn's, as are the next three.
         client_seconds: in which a head has to come, and something of an answer has to be taken.
         max_connections: at a time.
         when_lost: is called when the connection has ended.
@@ -124,7 +123,6 @@ class LimitedHttpTools(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header, or a trailer."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
@@ -151,7 +149,6 @@ class LimitedHttpTools(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Wait for the next request, as long as uvicorn does."""
         self._in_body, self._owed_since = False, None
         super().on_message_complete()
 

@@ -67,8 +67,6 @@ class ApiServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """The engine process's figures."""
-
     def __init__(self, stats: StatsReply) -> None:
         self._stats = stats
 

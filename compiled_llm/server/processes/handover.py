@@ -23,10 +23,7 @@ CANNOT_SERVE = 78
 
 
 class Start(NamedTuple):
-    """First sent to an API server: settings (with API keys, so no arguments), the engine's socket, its log.
-
-    ``log`` is the level and the format of the log; None for none.
-    """
+    """First sent to an API server: settings (with API keys, so no arguments), the engine's socket, how to log."""
 
     settings: ApiServerSettings
     path: Path
@@ -34,7 +31,6 @@ class Start(NamedTuple):
 
 
 def send_start(end: socket.socket, start: Start) -> None:
-    """Send it to a new process."""
     with Connection(end.dup().detach()) as connection:
         connection.send(start)
 

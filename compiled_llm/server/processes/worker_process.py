@@ -88,7 +88,6 @@ class ApiServerProcess:
         return True
 
     def tell(self, all_ready: bool) -> None:
-        """Tell it whether all API servers are ready."""
         if self.takes and self._told_ready != all_ready:
             self._told_ready = all_ready
             self._words.write(READY if all_ready else NOT_READY)

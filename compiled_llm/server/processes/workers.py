@@ -106,7 +106,6 @@ class ApiServers:
         self.end()
 
     def _changed(self) -> None:
-        """Look whether all are ready, and whether one takes connections."""
         if self._ending.is_set():
             return
         api_servers = self._api_servers.values()

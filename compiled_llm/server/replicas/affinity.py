@@ -25,17 +25,15 @@ class Affinity(Generic[R]):
 
     Pages are forgotten in the order of their last use; of a prompt the last ones before those that lead to them, so
     that the known pages of a prompt are always its first ones.
+
+    Args:
+        max_pages: that are remembered.
+        max_longer: by how many requests a replica's queue may be longer than the shortest one.
+        least_share: of a prompt's pages that a replica has to have, to be chosen for them: a beginning that nearly all
+            prompts have would bring them all to one replica.
     """
 
     def __init__(self, max_pages: int, max_longer: int, least_share: float) -> None:
-        """Set the limits.
-
-        Args:
-            max_pages: that are remembered.
-            max_longer: by how many requests a replica's queue may be longer than the shortest one.
-            least_share: of a prompt's pages that a replica has to have, to be chosen for them: a beginning that nearly
-                all prompts have would bring them all to one replica.
-        """
         self._max_pages = max_pages
         self._max_longer = max_longer
         self._least_share = least_share
@@ -45,12 +43,7 @@ class Affinity(Generic[R]):
         return len(self._owners)
 
     def choose(self, pages: Sequence[bytes], queues: Mapping[R, int]) -> Chosen[R]:
-        """Choose a replica, and remember it.
-
-        Args:
-            pages: keys of the prompt's leading pages.
-            queues: how many requests each replica has; at least one replica.
-        """
+        """Choose a replica by keys of the prompt's leading pages and how many requests each has, and remember it."""
         owner = self._owner(pages, queues)
         chosen = shorter_of_two(queues) if owner is None else owner
         self._remember(pages, chosen)
@@ -76,7 +69,6 @@ class Affinity(Generic[R]):
             self._owners.popitem(last=False)
 
     def keep(self, replicas: set[R]) -> None:
-        """Forget all replicas but these."""
         for page, owners in tuple(self._owners.items()):
             owners &= replicas
             if not owners:

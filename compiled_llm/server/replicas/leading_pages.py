@@ -10,10 +10,9 @@ _KEY_BYTES = 16
 
 
 def leading_pages(prompt: Sequence[int], salt: str | None, page_size: int, max_pages: int) -> list[bytes]:
-    """Return a key for each full page: two prompts have one in common if they are equal up to there, salts included.
+    """Return a key for each full page of token ids: two prompts have one in common if they are equal up to there.
 
     Args:
-        prompt: token ids.
         salt: of the prefix cache; only prompts with an equal one share pages.
         page_size: tokens of a page.
         max_pages: how many pages are looked at.

@@ -28,7 +28,6 @@ class ReplicaFigures:
         self._counted = dict.fromkeys(COUNTERS, 0)
 
     def tell(self, stats: StatsReply) -> None:
-        """Set the metrics to an engine process's figures."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
         for name, counter in self._counters.items():

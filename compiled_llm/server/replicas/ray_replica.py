@@ -31,11 +31,7 @@ class Replica:
     """A replica, of which Ray Serve runs several."""
 
     async def __init__(self, arguments: Sequence[str]) -> None:  # type: ignore[misc]  # Ray awaits it
-        """Start an engine process with these arguments and a socket, and wait until it is ready.
-
-        Raises:
-            RuntimeError: the engine process has ended; its log is in Ray's, of this replica.
-        """
+        """Start an engine process and wait until it is ready; RuntimeError if it has ended: Ray's log says why."""
         self._ends = False
         self._folder = SocketFolder()
         path = self._folder.socket

@@ -17,7 +17,6 @@ class ServeReplicas:
     """Asks replicas by Ray Serve, whose router chooses one for each request."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        """``handle``: of the deployment."""
         self._handle = handle
         self._streaming = handle.options(stream=True)
 

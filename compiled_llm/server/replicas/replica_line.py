@@ -69,7 +69,6 @@ class ReplicaLine:
         check_may_wait(self._loop)
 
     def close(self) -> None:
-        """End all requests."""
         self._call(self._end)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:

@@ -93,7 +93,6 @@ class _ChatResponseWriter:
         return found
 
     def _ids(self, name: str, tokens: Sequence[int]) -> dict[str, Any]:
-        """Return token ids, if they are wanted."""
         return {name: list(tokens)} if self._body.return_token_ids else {}
 
     def _choice(self, index: int, completion: Completion) -> ChatChoice:

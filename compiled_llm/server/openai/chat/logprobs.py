@@ -16,7 +16,6 @@ LEAST = -9999.0
 
 
 def entries_of(logprobs: Iterable[dict[int, Logprob]]) -> list[list[Entry]]:
-    """Return log-probabilities of an output as those of a stream."""
     return [[(token, entry.logprob, entry.rank) for token, entry in place.items()] for place in logprobs]
 
 

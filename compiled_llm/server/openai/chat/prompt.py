@@ -43,7 +43,6 @@ def chat_prompt(
     """Return a chat as the model sees it; a long one takes seconds.
 
     Args:
-        vocabulary: of the model.
         messages: as templates read them.
         offer: tools that answers may call.
         template: further variables of the template.

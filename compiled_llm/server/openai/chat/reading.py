@@ -32,7 +32,6 @@ class Reading:
         return parts if self._tells_thoughts else replace(parts, reasoning="")
 
     def deltas(self, parts: Parts, finished: bool) -> list[Delta]:
-        """Return parts as deltas; one at least if the answer has ended."""
         deltas = [Delta(reasoning_content=parts.reasoning)] if parts.reasoning else []
         if parts.content:
             deltas.append(Delta(content=parts.content))

@@ -41,7 +41,7 @@ class Answers:
         keeps_ends: whether a token that has ended an answer is told of.
         max_unsent: tokens that may wait for a client that does not read a stream.
         stream_interval: tokens of an answer that are told of together, between its first and its last.
-        form: the field of the request that their form is from; None if they have none.
+        form: the field of the request that their form is from.
 
     Attributes:
         finished: whether all have ended, at the last of ``changes`` and after it.
@@ -126,7 +126,6 @@ class Answers:
         ]
 
     def _count_told(self, answer: RemoteAnswer) -> int:
-        """Return how many tokens of an answer that has ended are told of."""
         tokens, ends = answer.received.tokens, answer.received.stop_token_ids
         return len(tokens) - (bool(tokens) and tokens[-1] in ends and not self._keeps_ends)
 
@@ -158,7 +157,6 @@ class Answers:
         return type(error)(self._form + message.removeprefix(_ENGINES_NAME))
 
     def choices(self) -> list[Choice]:
-        """Return all answers, to be read as they come."""
         every = [(handle, answer) for handle in self.handles for answer in handle.answers]
         self._choices = [
             Choice(number, handle, answer, self._count_told, self._interval)
@@ -235,9 +233,6 @@ class Choice:
     """One answer of a stream, by its ``index`` in the response, and how much of it was told.
 
     Args:
-        index: of the answer.
-        handle: of its prompt.
-        answer: one of the prompt's.
         count_told: returns how many tokens of it are told of, once it has ended.
         interval: tokens that are told of together, between the first and the last.
     """
@@ -261,7 +256,6 @@ class Choice:
 
     @property
     def untold(self) -> int:
-        """How many tokens have come and were not told."""
         return self._answer.tokens - self._tokens
 
     @property

@@ -30,12 +30,7 @@ REQUEST_ID, SUBMITTED = "compiled_llm.request_id", "compiled_llm.submitted"
 
 
 class Submitted(NamedTuple):
-    """What a request has begun.
-
-    Attributes:
-        model: the name that it calls the model by.
-        came: when the engine process was asked, in nanoseconds since 1970.
-    """
+    """What a request has begun; it ``came`` when the engine process was asked, in nanoseconds since 1970."""
 
     model: str
     params: SamplingParams
@@ -57,7 +52,6 @@ class ApiServer:
 
     @property
     def doing(self) -> str:
-        """The step before requests are answered, or ``"ready"``."""
         return "waiting for the other API servers" if self.link.is_ready and not self.all_ready else self.link.doing
 
     @property
@@ -81,12 +75,10 @@ class ApiServer:
         body: SamplingFields,
         form: Form | None,
     ) -> Answers:
-        """Begin to answer prompts.
+        """Begin to answer prompts, which are token ids.
 
         Args:
             request: whose client may leave.
-            prompts: token ids.
-            params: of all answers.
             param: the field that the prompts are from.
             body: says with which requests it shares cached pages, and its priority.
             form: of the answers, which ``params`` have; None for any text.
@@ -159,5 +151,4 @@ def api_server_of(request: Request) -> ApiServer:
 
 
 def new_id(prefix: str) -> str:
-    """Return a unique name for an answer."""
     return f"{prefix}-{secrets.token_hex(16)}"

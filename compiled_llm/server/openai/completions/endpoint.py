@@ -184,7 +184,6 @@ class _CompletionResponseWriter:
         )
 
     def _echo(self, index: int) -> str:
-        """Return the text before an answer."""
         return self._echoes[index // self._body.answers]
 
 

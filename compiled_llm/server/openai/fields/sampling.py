@@ -86,23 +86,15 @@ class SamplingFields(FormFields):
     length_penalty: Annotated[Any, RefusedField("it is for beam search", (1.0, 1))] = None
 
     def params(self, defaults: Mapping[str, int | float], **others: Any) -> SamplingParams:
-        """Return the sampling parameters, with ``others`` besides; ApiError or ValueError if they are impossible.
-
-        Args:
-            defaults: the model's, for settings that the request leaves out.
-        """
+        """Return the sampling parameters, with ``others`` besides; ApiError or ValueError if they are impossible."""
         same = {name: value for name in _SAME_NAMES if (value := getattr(self, name, None)) not in (None, [])}
         return SamplingParams(**with_defaults(same, defaults), logit_bias=self._biases(), **others)
 
     def cut(self, prompt: list[int], room: int) -> list[int]:
-        """Return the last tokens of a prompt, or the first, if it is to be cut.
+        """Return the last tokens of a prompt, or the first, if it is to be cut; ApiError if nothing would be left.
 
         Args:
-            prompt: token ids.
             room: how many tokens fit before the answer.
-
-        Raises:
-            ApiError: nothing would be left.
         """
         most = self.truncate_prompt_tokens
         if most is None:

@@ -60,19 +60,15 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class Offer:
-    """Tools as a request offers them.
+    """Tools as a request offers them; ApiError if two have one name, or the one that has to be called is missing.
 
     Args:
-        tools: all of them.
         choice: ``"none"``, ``"auto"``, ``"required"``, or ``=`` and the name of one.
         several: whether an answer may have several calls.
 
     Attributes:
         functions: that the model sees; none with ``tool_choice="none"``.
         called: functions one of which an answer has to call; None if it need not.
-
-    Raises:
-        ApiError: two have one name, or the one that has to be called is missing.
     """
 
     def __init__(self, tools: Sequence[Tool], choice: str | None, several: bool = True) -> None:

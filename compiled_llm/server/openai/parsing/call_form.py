@@ -96,8 +96,7 @@ def call_form(prompt: str, one: str, two: str | None, ends: Sequence[str], read:
 
     Args:
         prompt: a chat as the model sees it, before the answer.
-        one: the same chat with an answer that has one call.
-        two: with an answer that has two; None if the chat template takes none.
+        one: the same chat with an answer that has one call; ``two`` calls, None if the chat template takes none.
         ends: texts of tokens that end an answer.
         read: reads an answer to the prompt.
     """

@@ -76,7 +76,6 @@ class JsonCall:
         self.name = self._called
 
     def _step(self) -> bool:
-        """Read on, and return whether something was found."""
         if self._member is None:
             return self._begin_member()
         text = self._member.part(self._rest)

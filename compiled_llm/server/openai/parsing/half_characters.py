@@ -12,7 +12,6 @@ def escaped(text: str) -> str:
 
 
 def written(value: Any) -> str:
-    """Return a value as JSON."""
     return escaped(json.dumps(value, ensure_ascii=False))
 
 

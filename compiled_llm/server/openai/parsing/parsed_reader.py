@@ -28,12 +28,10 @@ class ParsedReader:
 
     Args:
         parser: of ``tokenizer.get_response_parser``, which has seen nothing.
-        fields: of the response template.
-        delimiters: of these fields.
+        fields: of the response template, with their delimiters.
         several_calls: whether calls after the first one are told of.
         begin_call: for calls that are read as they come, whose texts the parser leaves as they are.
         prompt: the part of it that may have begun the answer.
-        finds_calls: whether the parser looks for calls.
     """
 
     def __init__(
@@ -74,11 +72,9 @@ class ParsedReader:
         return [piece for piece in parts.pieces if call is not None and call.is_told and piece.id == call.id]
 
     def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
-        """Return the new parts in the next piece of text.
+        """Return the new parts in the next piece of text, which may be the last one.
 
         Args:
-            text: the next piece.
-            finished: whether it is the last one.
             cut: whether the answer was cut at its last piece: a call that has not ended is no content.
         """
         parts, self._begun = Parts(pieces=self._begun), []

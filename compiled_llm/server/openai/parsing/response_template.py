@@ -23,7 +23,6 @@ class ResponseTemplate:
     """A model's response template; parts that are not served are content.
 
     Args:
-        tokenizer: HuggingFace's.
         spec: the template; ValueError if HuggingFace does not understand it.
 
     Attributes:

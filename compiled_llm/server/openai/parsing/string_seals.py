@@ -16,11 +16,7 @@ _FIRST_SEAL = 0xFDD0
 
 
 class StringSeals:
-    """Seals strings: a character of each call's end in them becomes one that no text has.
-
-    Args:
-        field: of calls, in a response template.
-    """
+    """Seals strings of calls in a response template: a character of each call's end in them becomes one of no text."""
 
     def __init__(self, field: Mapping[str, Any]) -> None:
         marks = field.get("content_args", {}).get("string_delims", [])
@@ -53,7 +49,6 @@ class StringSeals:
         return min((found for found in matches if found is not None), key=lambda found: found.start(), default=None)
 
     def opened(self, text: str) -> str:
-        """Return a text as the model has written it."""
         for character, seal in self._seals.items():
             text = text.replace(seal, character)
         return text

@@ -9,7 +9,6 @@ class UntoldText:
     """Has the end of the prompt first, which is nothing to tell of, then the answer's.
 
     Attributes:
-        text: all of it, to which more is added.
         num_fed: characters of it that the parser has seen.
         in_prompt: whether all so far is the prompt's.
     """
@@ -20,7 +19,6 @@ class UntoldText:
         self._of_prompt = sys.maxsize
 
     def end_prompt(self) -> None:
-        """Note that the answer begins."""
         self.in_prompt, self._of_prompt = False, len(self.text)
 
     def feed(self) -> str:

@@ -63,8 +63,6 @@ class XmlArguments:
     """Reads the arguments of one call: those that are texts piece by piece, others whole.
 
     Args:
-        name: of the function.
-        tags: of its arguments.
         properties: its parameters, as JSON schemas.
         read: returns arguments by their tags, with the types of the schemas.
         are_closed: whether each value certainly ends with its tag; otherwise the call's end may end one, too.
@@ -120,7 +118,6 @@ class XmlArguments:
         return f"{before}{written(key)}: " + ('"' if self._is_text(key) else "")
 
     def _value(self, key: str) -> str | None:
-        """Return the new part of a value; None if there is none."""
         if not self._is_begun:
             self._rest = self._rest.lstrip(self._tags.spaces_before)
         end = self._end(key)

@@ -85,13 +85,11 @@ class Output:
             yield from self._close()
 
     def _begin(self, item: OutputMessage | Reasoning, content: list[_Part], part: _Part) -> Iterator[bytes]:
-        """Open an item with its one part, still empty."""
         yield from self._add(item)
         content.append(part)
         yield self._in_item("content_part.added", content_index=0, part=part.model_dump())
 
     def _add(self, item: Item) -> Iterator[bytes]:
-        """Close the open item, and open another."""
         yield from self._close()
         yield self._event("response.output_item.added", output_index=len(self.items), item=item.model_dump())
         self.items.append(item)

@@ -56,7 +56,6 @@ class Vocabulary:
     """Tokenizes the prompts of requests, and decodes tokens.
 
     Args:
-        tokenizer: HuggingFace's.
         model_type: of the model's configuration.
         ends: tokens that end an answer.
         max_tokens: that a prompt can have with its answer.
@@ -99,9 +98,8 @@ class Vocabulary:
         """Return the tokens of a chat, written by the model's template.
 
         Args:
-            messages: as templates read them.
+            messages: as templates read them; so are ``tools``, which the model may call.
             template: further variables of the template.
-            tools: that the model may call, as templates read them.
             **options: of ``apply_chat_template``.
 
         Raises:
@@ -177,7 +175,6 @@ class Vocabulary:
             return None
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
@@ -188,7 +185,6 @@ def check_texts(value: Any, param: str) -> None:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
