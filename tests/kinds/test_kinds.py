@@ -64,14 +64,16 @@ def padded_after(rows: list[list[int]], ends: list[int]) -> list[list[int]]:
 
 
 def check_tokens(kind: Kind, model: Any, seed: int, small: bool = False, new: int = 12) -> None:
-    """In one batch, twice, and one row alone; in an engine, too, where rows leave one by one."""
+    """In one batch, twice, and one row alone; in an engine, too; rows leave one by one."""
     prompts = prompts_of(LENGTHS, seed)
     wanted = expected(kind, prompts, new, seed, small)
-    for _ in range(2):
-        assert new_tokens(model, prompts, new) == wanted
+    ends = [wanted[0][4], wanted[3][9]]
+    assert new_tokens(model, prompts, new) == wanted
+    assert new_tokens(model, prompts, new, eos_token_id=ends) == padded_after(wanted, ends)
     assert new_tokens(model, prompts[:1], new) == wanted[:1]
     with Engine(model) as engine:
-        handles = [engine.submit(prompt, greedily(new - 2 * row)) for row, prompt in enumerate(prompts)]
+        with engine.paused(weights_stay=True):
+            handles = [engine.submit(prompt, greedily(new - 2 * row)) for row, prompt in enumerate(prompts)]
         answered = [handle.result(PATIENCE).token_ids for handle in handles]
     assert answered == [own[: new - 2 * row] for row, own in enumerate(wanted)]
     stats = model.compiled.stats()

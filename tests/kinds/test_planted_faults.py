@@ -142,7 +142,7 @@ PREFIX_HITS: dict[str, Fault] = {
     ),
     "a page is found whatever is before it": Fault(
         "test_prompts_that_begin_alike_begin_with_cached_pages[full]",
-        "            above = own[0]\n        return nodes, pages",
+        "            above = page\n        return nodes, pages",
         "            above = (salt,)\n        return nodes, pages",
     ),
     "a state is kept for the page before": Fault(
