@@ -58,7 +58,6 @@ class CacheChoice:
 
     @property
     def users(self) -> Cache | None:
-        """A cache of HuggingFace's that the user gave."""
         return None if isinstance(self.given, PagedCache) else self.given
 
     @property
@@ -77,7 +76,6 @@ class CacheChoice:
 
     @property
     def is_static(self) -> bool:
-        """Whether the call asks for a static cache by name."""
         return self.config.cache_implementation == "static" and self._own != "static"
 
     @property

@@ -320,7 +320,6 @@ def note_inner_calls(model: PreTrainedModel) -> None:
 
 
 def forget_inner_calls(model: PreTrainedModel) -> None:
-    """Undo ``note_inner_calls``."""
     stop_noting(model.base_model)
 
 

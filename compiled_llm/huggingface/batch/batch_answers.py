@@ -17,13 +17,10 @@ logger = logging.getLogger("compiled_llm.generate")
 
 
 class BatchAnswers:
-    """The answers to one prompt, as states of HuggingFace's: the request itself, and its children.
+    """The answers to one prompt, as states of HuggingFace's: the request itself first, then its children.
 
-    The engine's requests have the tokens; states are brought up to date when an output is due.
-
-    Attributes:
-        states: the request's own first.
-        handle: of the engine's requests, in the same order; None before ``follow``.
+    The engine's requests have the tokens; states are brought up to date when an output is due. ``handle`` is of the
+    engine's requests, in the same order, and None before ``follow``.
     """
 
     def __init__(
@@ -43,7 +40,6 @@ class BatchAnswers:
 
     @property
     def running(self) -> bool:
-        """Whether a request has been admitted to the batch."""
         return self.handle is not None and any(request.admitted is not None for request in self.handle.requests)
 
     def _is_over(self, state: RequestState) -> bool:
@@ -69,7 +65,6 @@ class BatchAnswers:
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """End all unfinished answers with an error."""
         with self._lock:
             open_ones = [state for state in self.states if not self._is_over(state)]
             for state in open_ones:

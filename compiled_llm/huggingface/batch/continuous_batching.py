@@ -128,7 +128,6 @@ class EngineManager(ManagerParts):
     # ---- HuggingFace's control of it
 
     def warmup(self) -> None:
-        """Compile and capture the first steps' graphs."""
         self.engine.warmup([min(self._expected, self._rows)])
         self.warmed_up = True
 
@@ -186,17 +185,13 @@ class EngineManager(ManagerParts):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Run nothing for the block, which may change the weights; requests keep their place.
-
-        RuntimeError if the manager does not run.
-        """
+        """Run nothing for the block, which may change the weights; RuntimeError if the manager does not run."""
         if not self.is_running():
             raise RuntimeError("pause: the manager does not run; call start() first")
         with self.engine.paused():
             yield
 
     def _finish(self) -> None:
-        """Wait for the last request, in the manager's thread."""
         with self._changed:
             self._changed.wait_for(lambda: self.hard_stop or not self._answers)
         error = RuntimeError("the manager was stopped before this request had ended")

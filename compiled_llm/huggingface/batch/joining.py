@@ -44,12 +44,9 @@ def _fits(call: PagedCall) -> bool:
 
 
 def run_in_engine(engine_thread: EngineThread, call: PagedCall, settings: Sequence[Sampling | None]) -> Sequences:
-    """Generate in the engine's batch, as ``fast_loop``.
+    """Generate in the engine's batch, as ``fast_loop``; not ``done`` if the engine takes no calls, or has stopped.
 
     A streamer gets each token in this thread, while a thread of the engine's runs the steps; it holds up no other row.
-
-    Returns:
-        The sequences so far; they are not ``done`` if the engine takes no calls, or has stopped meanwhile.
 
     Raises:
         ValueError: it does not fit the model or the batch size.

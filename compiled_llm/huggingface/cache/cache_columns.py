@@ -122,7 +122,6 @@ def kept_columns(logits_to_keep: Any, new: int) -> NDArray[np.int64]:
 
 
 def ascend(columns: NDArray[np.int64]) -> bool:
-    """Whether each column is further right than the previous one."""
     return bool((columns[1:] > columns[:-1]).all())
 
 

@@ -27,8 +27,7 @@ class WantedOutputs(NamedTuple):
     """What a call asks of its steps besides logits.
 
     Attributes:
-        hidden_states: whether it asks for hidden states.
-        numbers: those that it asks for, as HuggingFace counts them, from the end if negative; all if None.
+        numbers: hidden states, as HuggingFace counts them, from the end if negative; all if None.
         hooks: whether it gets what traced hooks emit.
     """
 
@@ -55,12 +54,10 @@ class WantedOutputs(NamedTuple):
         return EmittedColumns(self, generate_loop.model_runner.state.staging, places, (len(rows), new))
 
     def chosen(self, emitted: Emitted) -> dict[int | str, Tensor]:
-        """Return what is wanted of all that a launch has emitted."""
         numbers = self._of(sum(isinstance(name, int) for name in emitted))
         return {name: tensor for name, tensor in emitted.items() if isinstance(name, str) or name in numbers}
 
     def count_of(self, layers: int) -> int:
-        """Return how many hidden states are wanted of a model that has so many."""
         return len(self._of(layers)) if self.hidden_states else 0
 
     def _of(self, layers: int) -> Collection[int]:
@@ -91,11 +88,9 @@ class StepEmitted(NamedTuple):
 
     @property
     def by_name(self) -> dict[str, Tensor]:
-        """What hooks have emitted."""
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(name, str)}
 
     def put_into(self, output: ModelOutput) -> None:
-        """Add it to what a forward returns."""
         if self.hidden_states is not None:
             output["hidden_states"] = self.hidden_states
         if self.by_name:
@@ -103,7 +98,6 @@ class StepEmitted(NamedTuple):
 
     @classmethod
     def in_output(cls, output: ModelOutput) -> StepEmitted:
-        """Return what was ``put_into`` the output of a forward."""
         states = output.get("hidden_states") or ()
         chosen: dict[int | str, Tensor] = {number: own for number, own in enumerate(states) if own is not None}
         by_name: dict[int | str, Tensor] = output.get("emitted") or {}
@@ -114,7 +108,6 @@ class StepEmitted(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[StepEmitted]) -> StepEmitted:
-        """Return those of some rows, and then of others."""
         if len(parts) == 1:
             return parts[0]
         names = parts[0].tensors
@@ -129,12 +122,7 @@ class RowColumns(NamedTuple):
 
 
 class EmittedColumns:
-    """Collects what launches emit of a call's new tokens.
-
-    Attributes:
-        left: how many of the tokens have not been computed yet.
-        layers: how many hidden states there are.
-    """
+    """Collects what launches emit of a call's new tokens, of which ``left`` have not been computed yet."""
 
     def __init__(
         self, wanted: WantedOutputs, staging: Staging, places: dict[Row, RowColumns], shape: tuple[int, int]

@@ -26,8 +26,8 @@ class StandIn(PagedCache):
 
     Attributes:
         original: HuggingFace's cache; None once it is no longer needed.
-        returned: whether the user gets the original.
-        prefill: why HuggingFace's own forward runs over the original first; None if it does not, or has done so.
+        returned: whether the user gets it.
+        prefill: why HuggingFace's own forward runs over it first; None if it does not, or has done so.
     """
 
     def __init__(self, model_runner: ModelRunner, original: Cache, returned: bool, prefill: Reason | None) -> None:

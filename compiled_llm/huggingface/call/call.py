@@ -127,7 +127,6 @@ class PagedCall(LoopArguments):
 
     @property
     def embedded(self) -> bool:
-        """Whether embeddings stand for the tokens."""
         return "inputs_embeds" in self.kwargs
 
     @property
@@ -137,7 +136,6 @@ class PagedCall(LoopArguments):
 
     @property
     def last(self) -> int:
-        """One past the column of the last input token."""
         return self.first + self.input_ids.shape[1]
 
     @property
@@ -158,13 +156,11 @@ class PagedCall(LoopArguments):
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
-        """``input_ids`` on the host."""
         ids: Tensor = self.copies.of(self.input_ids)
         return ids.numpy().astype(np.int64)
 
     @cached_property
     def tokens(self) -> list[NDArray[np.int64]]:
-        """The tokens that are new in each row, on the host."""
         return [ids[row.columns - self.first] for ids, row in zip(self.ids, self.updates, strict=True)]
 
     @cached_property

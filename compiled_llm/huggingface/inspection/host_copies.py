@@ -27,5 +27,4 @@ class HostCopies:
         return self._known[id(value)][1]
 
     def note(self, tensor: Tensor, copy: Tensor) -> None:
-        """Store ``copy``, on the host, as the value of ``tensor``."""
         self._known[id(tensor)] = tensor, copy  # keeps the tensor alive, so that its id stays its own

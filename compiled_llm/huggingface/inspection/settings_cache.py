@@ -76,7 +76,6 @@ def _again(known: _Entry, arguments: Mapping[str, Any]) -> Prepared:
 
 
 def _content(config: GenerationConfig) -> bytes | None:
-    """Return the content of a config, or None if it does not consist of plain values."""
     values = vars(config)
     if type(config) is not GenerationConfig or not all(value is None or _is_plain(value) for value in values.values()):
         return None

@@ -24,12 +24,10 @@ class Grammar(LogitsProcessor):
 
 
 def grammar_of(processors: Iterable[Any]) -> Any:
-    """Return the first grammar among logits processors; None if there is none."""
     return next((processor for processor in processors if is_grammar(processor)), None)
 
 
 def all_tokens(width: int) -> NDArray[np.int32]:
-    """Return the mask that allows all of ``width`` tokens."""
     return np.full(-(-width // 32), -1, dtype=np.int32)
 
 
