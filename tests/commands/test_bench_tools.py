@@ -161,7 +161,7 @@ def test_offline_also_with_shared_pages_read_once(tool: Any, tmp_path: Path) -> 
 
 
 def test_offline_also_with_keys_and_values_in_8_bits(tool: Any, tmp_path: Path) -> None:
-    python, _ = fake_vllm(tmp_path)
+    python, log = fake_vllm(tmp_path)
     quick = ("--requests", "3", "--prompts", "4-8", "--answers", "5-9", "--decoding", "greedy", "--runs", "1")
     both = ("--contenders", "compiled-llm:engine:eager,vllm", "--vllm", python)
     report, _ = tool("offline", *quick, *both, "--kv-dtype", "fp8_e4m3")
@@ -169,6 +169,24 @@ def test_offline_also_with_keys_and_values_in_8_bits(tool: Any, tmp_path: Path) 
     names = [result["contender"] for result in report.results["offline"]]
     assert names == [ours, f"{ours}:fp8", theirs, f"{theirs}:fp8"]
     assert len({result["new_tokens"] for result in report.results["offline"]}) == 1
+    loads = [call[1] for call in map(json.loads, log.read_text().splitlines()) if call[0] == "load"]
+    assert [load.get("kv_cache_dtype") for load in loads] == [None, "fp8"]
+
+
+def test_the_name_of_an_engine_says_what_is_not_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    engine = importlib.import_module("engines").OurEngine
+    plain, other = engine(max_step_ms=20.0), engine("compiled-llm:engine:eager:no-cascade:fp8:mixed:no-prefix-cache")
+    assert (plain.name, plain._wrap, plain._options) == ("compiled-llm:engine", {}, {"max_step_ms": 20.0})
+    assert other._wrap == {"mode": "eager", "cascade": False, "kv_dtype": "fp8_e4m3"}
+    assert other._options == {"mixed": True, "prefix_cache": False}
+
+
+@pytest.mark.parametrize("name", ["compiled-llm:engine:fast", "compiled-llm:fp8", "vllm:no-cascade", "hf-eager"])
+def test_engines_that_there_are_not_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    with pytest.raises(SystemExit, match=f"--contenders: no {name}; there are compiled-llm:engine, vllm, and"):
+        importlib.import_module("engines").engines_of(name, "", streams=False, cascade=False, fp8=False)
 
 
 def test_the_requests_are_those_of_nano_vllms_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
