@@ -10,17 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm import Engine, kv_scales
-from compiled_llm.config import KVScales, Mode
+from compiled_llm.config import KVScales
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Mixed
 from compiled_llm.execution.decode import persistent_batch
-from compiled_llm.model.refusals import UnsupportedModelError
 from support.engine.invariant_answers import answers_of, check_answers, invariant, some_requests
 from support.engine.random_requests import (
     BY_WEIGHTS,
-    CAPTURES,
     KINDS,
-    MODES,
     WEIGHTS,
     WORDS,
     answers,
@@ -102,20 +99,6 @@ def test_rows_that_are_preempted(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("kind", BY_KIND)
 def test_layers_of_each_kind(kind: str, seed: int) -> None:
     assert_options_change_nothing(KINDS[kind], seed, cascade=True)
-
-
-def test_values_that_are_no_keys_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="pages of fp8 need one size"):
-        wrapped(200, KINDS["values that are no keys"](), kv_dtype="fp8_e4m3")
-
-
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.either("mode")
-@pytest.mark.parametrize("mode", MODES)
-def test_each_mode(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {**WORDS, "num_hidden_layers": 1}
-    CAPTURES.get(mode, lambda _: None)(monkeypatch)
-    assert_options_change_nothing(lambda: tiny_qwen3(**plain), seed, mode=mode)
 
 
 @pytest.mark.parametrize("weights", BY_WEIGHTS)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
@@ -28,8 +26,7 @@ from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.reference.backend import Reference
-from support.engine import tiny_engines
-from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn, wrap_and_compare
+from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
 from support.uneven_heads import VALUE_DIM, uneven_llama
 
 CPU = torch.device("cpu")
@@ -96,21 +93,6 @@ def test_layers_of_one_model_may_have_different_specs() -> None:
 # ---- values of another size than keys
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.whole])])
-def test_such_a_model_gives_huggingfaces_tokens(mode: Any, seed: int) -> None:
-    """Alone and in batches, on and beside page boundaries of 4 tokens; some rows end early."""
-    plain, model = pair(seed, mode)
-    for lengths in ([5], [4, 8, 1], [5, 19, 11, 16]):
-        inputs = mixed_prompts(lengths, 128, seed)
-        expected = greedy(plain, inputs, 20)
-        torch.testing.assert_close(greedy(model, inputs, 20), expected)
-        early = {"eos_token_id": int(expected[0, -15]), "pad_token_id": 0}
-        torch.testing.assert_close(greedy(model, inputs, 20, **early), greedy(plain, inputs, 20, **early))
-    stats = model.compiled.stats()
-    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": 6}, 0)
-    assert_account_is_empty(model)
-
-
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_such_a_model_decodes_by_plan(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,62 +107,6 @@ def test_its_pages_take_what_keys_and_values_take(seed: int) -> None:
         described = engine.describe()
     one = 2 * 2 * 4 * (16 + VALUE_DIM) * 4  # layers, heads, tokens, numbers, bytes
     assert described.memory["pages"] == one * (described.pages.total + 1)
-
-
-def test_its_beams_copy_shared_pages(seed: int) -> None:
-    plain, model = pair(seed)
-    inputs = mixed_prompts([6, 9], 128, seed)
-    torch.testing.assert_close(greedy(model, inputs, 12, num_beams=3), greedy(plain, inputs, 12, num_beams=3))
-    assert_account_is_empty(model)
-
-
-def test_an_engine_begins_with_its_cached_pages(seed: int) -> None:
-    plain, model = pair(seed)
-    prompts = [ids.tolist() for ids in torch.randint(3, 128, (2, 23), generator=torch.Generator().manual_seed(seed))]
-    prompts.append([*prompts[0][:17], 5, 6])
-    with Engine(model) as engine:
-        for _ in range(2):
-            outputs = engine.generate(prompts, tiny_engines.greedy(9))
-            for prompt, output in zip(prompts, outputs, strict=True):
-                expected = greedy(plain, {"input_ids": torch.tensor([prompt])}, 9)[0, len(prompt) :]
-                assert output.token_ids == expected.tolist()
-        assert [output.cached_tokens for output in outputs] == [20, 20, 16]
-    assert_account_is_empty(model)
-
-
-def test_its_caches_are_read_and_go_on(seed: int) -> None:
-    plain, model = pair(seed)
-    inputs = mixed_prompts([5, 11], 128, seed)
-    words = torch.randint(3, 128, (2, 3), generator=torch.Generator().manual_seed(seed))
-    ours, theirs = (greedy(own, inputs, 6, return_dict_in_generate=True) for own in (model, plain))
-    shown = ours.past_key_values.stored
-    for layer, expected in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
-        for own, wanted in ((layer.keys, expected.keys), (layer.values, expected.values)):
-            assert own.shape == wanted.shape
-            for row in range(2):
-                columns = np.flatnonzero(shown[row])
-                torch.testing.assert_close(own[row][:, columns], wanted[row][:, columns], **CLOSE)
-    following = [greedy(own, next_turn(inputs, out, words), 6) for own, out in ((model, ours), (plain, theirs))]
-    assert torch.equal(*following)
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_huggingfaces_caches_of_it_are_read_in_and_written_back(kind: str, seed: int) -> None:
-    plain, model = pair(seed)
-    answers: list[list[Tensor]] = [[], []]
-    for own, answer in zip((plain, model), answers, strict=True):
-        config: Any = own.config
-        cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=64)
-        inputs: dict[str, Any] = {"input_ids": mixed_prompts([7, 7], 128, seed)["input_ids"]}
-        for turn in range(3):
-            out = greedy(own, inputs, 5, past_key_values=cache)
-            answer.append(out)
-            inputs = {"input_ids": torch.cat([out, torch.full((2, 2), 5 + turn)], dim=1)}
-        answer += [states for layer in cache.layers for states in (layer.keys, layer.values)]
-    for own, wanted in zip(*answers, strict=True):
-        torch.testing.assert_close(own, wanted, **CLOSE)
-    assert model.compiled.stats().generate_calls == {"fast loop": 3}
-    assert_account_is_empty(model)
 
 
 @pytest.mark.usefixtures("problems")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
@@ -57,6 +58,13 @@ BLOCKS: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+
+
+class PlacedOnCuda:
+    """What checks read of a model that is on a GPU."""
+
+    device, dtype = torch.device("cuda:0"), torch.bfloat16
+
 
 needs_blocks = pytest.mark.skipif(
     not hasattr(transformers, "MiniMaxM3VLForCausalLM"),

@@ -121,6 +121,10 @@ def _layers(*types: str) -> dict[str, Any]:
     return {"num_hidden_layers": len(types), "layer_types": [*types], "mlp_layer_types": ["dense"] * len(types)}
 
 
+_SHARED, _SHARING = "GlmMoeDsa, shared choices", {"indexer_types": ["full", "shared"]}
+"""A layer has an indexer, and one reads the tokens that the other's has chosen."""
+
+
 def _refused_by_latents() -> dict[str, str]:
     keep = r"attention layer 0 keeps latents \(multi-head latent attention\)"
     return {
@@ -150,7 +154,8 @@ LATENT = Kind(
 )
 INDEXED = Kind(
     "latent with chosen tokens",
-    lambda seed, **config: indexed_model(seed=seed, **{**WITHOUT_EXPERTS, **config}),
+    lambda seed, **config: indexed_model(_SHARED, seed, **{**WITHOUT_EXPERTS, **_SHARING, **config}),
+    {"num_hidden_layers": 1, "indexer_types": ["full"]},
     answers=_refused_by_latents(),
     original=frozenset({"static"}),
     phases=("decode",),

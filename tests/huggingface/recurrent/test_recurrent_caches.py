@@ -307,17 +307,6 @@ def test_a_cache_that_is_handed_over_holds_huggingfaces_states(family: str, seed
     assert_nothing_left(model)
 
 
-def test_a_users_own_cache_takes_the_original_path(seed: int) -> None:
-    model, (prompt,) = wrapped_family("Lfm2"), prompts_of([9], seed)
-    caches = [DynamicCache(config=model.config), DynamicCache(config=model.config)]
-    both = [
-        begun(own, [prompt], 6, cache).sequences
-        for own, cache in zip((plain_family("Lfm2"), model), caches, strict=True)
-    ]
-    assert torch.equal(*both)
-    assert dict(model.compiled.stats().generate_calls) == {"original": 1}
-
-
 def test_a_call_that_fails_in_its_prompt_can_be_made_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from compiled_llm.execution.prefill.prefill import Prefill
     from support.execution.failing_calls import fail_once
@@ -374,9 +363,3 @@ def test_where_states_run_out_nothing_leaks(change: Callable[[Any], Any], seed: 
     cache.close()
     del out
     assert_nothing_left(model)
-
-
-def test_several_tokens_at_once_are_refused() -> None:
-    model = wrapped_family("Lfm2")
-    with pytest.raises(ValueError, match="2 new tokens for each row: a step of recurrent layers has one"):
-        model.compiled.model_runner().steps.step_of_several(1, 2)

@@ -147,25 +147,6 @@ def test_requests_go_on_after_sleep(family: str, mode: Any, seed: int, monkeypat
 # ---- options of wrap
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "cascade": {"cascade": True},
-    "checked pages": {"check_pages": "raise"},
-    "reference": {"backend": "reference"},
-    "fp8": {"kv_dtype": "fp8_e4m3"},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("FalconH1", marks=pytest.mark.whole)])
-def test_options_of_pages_leave_states_alone(family: str, option: str, seed: int) -> None:
-    """With pages of fp8, the first tokens are equal, as one layer's keys and values are rounded."""
-    model, prompts = wrapped_family(family, **OPTIONS[option]), prompts_of([5, 17, 33], seed)
-    new = 2 if option == "fp8" else 10
-    assert new_tokens_of(model, prompts, new, eos_token_id=None) == of_rows_alone(family, prompts, new)
-    assert model.compiled.stats().wrong_tags == 0
-    assert_account_is_empty(model)
-
-
 def test_scales_are_measured_of_layers_that_attend(seed: int) -> None:
     prompts = prompts_of([5, 17, 33], seed)
     scales = compiled_llm.kv_scales(plain_family("Qwen3_5"), prompts)
@@ -173,14 +154,6 @@ def test_scales_are_measured_of_layers_that_attend(seed: int) -> None:
     model = wrapped_family("Qwen3_5", kv_dtype="fp8_e4m3", kv_scales=scales)
     assert new_tokens_of(model, prompts, 2, eos_token_id=None) == of_rows_alone("Qwen3_5", prompts, 2)
     assert model.compiled.stats().kv_saturated == 0
-
-
-def test_batch_invariant_is_refused_by_name() -> None:
-    model = recurrent_model("Lfm2")
-    classes = [type(module) for module in model.modules()]
-    with pytest.raises(compiled_llm.UnsupportedModelError, match=r"batch_invariant=True: layer 0 .*wrap without batch"):
-        compiled_llm.wrap(model, batch_invariant=True, mode="compile", progress=False, **FEW)
-    assert [type(module) for module in model.modules()] == classes
 
 
 @pytest.mark.slow

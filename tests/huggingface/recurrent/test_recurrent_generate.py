@@ -11,7 +11,6 @@ import torch
 from transformers import LogitsProcessorList
 
 import compiled_llm
-from support.engine.random_requests import CAPTURES
 from support.huggingface.callbacks import Collected, Halve
 from support.huggingface.recurrent_families import WITH_EXPERTS, recurrent_model
 from support.huggingface.recurrent_pairs import (
@@ -80,18 +79,6 @@ def test_each_family_runs_in_16_bits(family: str, seed: int) -> None:
     assert set(model.compiled.stats().generate_calls) == {"fast loop"}
 
 
-@pytest.mark.either("mode")
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", CAPTURES)
-def test_captured_steps_read_and_write_states(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    CAPTURES[mode](monkeypatch)
-    model = wrapped_family("Lfm2", mode)
-    check_tokens("Lfm2", model, seed)
-    stats = model.compiled.stats()
-    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
-    assert_account_is_empty(model)
-
-
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -100,36 +87,6 @@ def test_compiled_steps_give_the_same_tokens_of_states(family: str, seed: int) -
     check_tokens(family, model, seed)
     stats = model.compiled.stats()
     assert (stats.graph_breaks, stats.recompiles) == (0, 0)
-
-
-@pytest.mark.parametrize("family", TWO)
-@pytest.mark.parametrize("length", [3, 4, 5, 8, 16, 17, 32, 33])
-@pytest.mark.drawn(most=4)
-def test_prompts_on_and_beside_pages_and_chunks(family: str, length: int, seed: int) -> None:
-    prompts = prompts_of([length, length + 1, 1], seed)
-    model = wrapped_family(family)
-    assert new_tokens_of(model, prompts, 9, eos_token_id=None) == of_rows_alone(family, prompts, 9)
-
-
-@pytest.mark.drawn
-@pytest.mark.parametrize("cached", [True, False], ids=["a cache is returned", "none is"])
-@pytest.mark.parametrize("family", TWO)
-def test_rows_that_end_early(family: str, cached: bool, reading: None, seed: int) -> None:
-    prompts = prompts_of(LENGTHS, seed)
-    expected = of_rows_alone(family, prompts, 16)
-    ends = [expected[0][4], expected[3][9]]
-    model = wrapped_family(family)
-    for _ in range(2):
-        found = new_tokens_of(model, prompts, 16, eos_token_id=ends, return_dict_in_generate=cached)
-        assert found == padded_after(expected, ends)
-    assert set(model.compiled.stats().generate_calls) == {"fast loop"}
-    assert_account_is_empty(model)
-
-
-def padded_after(rows: list[list[int]], ends: list[int]) -> list[list[int]]:
-    """Rows with pads after the first of the ends, as wide as the longest."""
-    stops = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows]
-    return [(row[:stop] + [PAD] * len(row))[: max(stops)] for row, stop in zip(rows, stops, strict=True)]
 
 
 @pytest.mark.parametrize("family", TWO)

@@ -26,9 +26,8 @@ from compiled_llm_ops.reference.backend import Reference
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine import tiny_engines
 from support.engine.random_requests import CAPTURES
-from support.indexed_caches import CLOSE, PlacedOnCuda, check_dynamic_caches, check_static_caches, index_keys_of
-from support.indexed_models import BLOCK, BLOCKS, block_model, needs_blocks
-from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
+from support.indexed_models import BLOCK, BLOCKS, PlacedOnCuda, block_model, needs_blocks
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
 
 pytestmark = needs_blocks
 
@@ -112,12 +111,6 @@ def test_tokens_equal_huggingfaces(seed: int) -> None:
     check_tokens(*pair(seed), seed, ([5], LENGTHS), 20)
 
 
-@pytest.mark.slow
-@pytest.mark.whole
-def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
-    check_tokens(*pair(seed, "compile", prefill_tokens=32), seed, ([5], LENGTHS), 20)
-
-
 def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_tokens(*pair(seed, prefill_tokens=11), seed)
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
@@ -135,72 +128,6 @@ def test_captured_steps_give_the_same_tokens(
     let_passes_run_on_a_cpu(monkeypatch)
     model = block_model(seed, **({} if whole else SMALL))
     check_tokens(plain_model(seed, small=not whole), compiled_llm.wrap(model, mode=mode, **FEW_PAGES), seed)
-
-
-def test_forward_gives_huggingfaces_logits(seed: int) -> None:
-    plain, model = pair(seed)
-    inputs = mixed_prompts([90, 90], 128, seed)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, **CLOSE)
-    assert set(model.compiled.stats().forward_calls) == {"compiled"}
-
-
-def test_beams_and_drafts(seed: int) -> None:
-    plain, model = pair(seed)
-    inputs = {**mixed_prompts([80], 128, seed), "pad_token_id": 0}
-    torch.testing.assert_close(greedy(model, inputs, 12, num_beams=3), greedy(plain, inputs, 12, num_beams=3))
-    torch.testing.assert_close(greedy(model, inputs, 16, prompt_lookup_num_tokens=3), greedy(plain, inputs, 16))
-    assert_account_is_empty(model)
-
-
-def test_an_engine_begins_with_cached_pages_and_preempts(seed: int) -> None:
-    """Prefix hits find index keys, too; with few pages rows are put off and computed again."""
-    plain, model = pair(seed)
-    prompts = prompts_of([75, 27, 75], seed)
-    prompts.append([*prompts[0][:41], 5, 6])
-    expected = [answer(plain, own, 9) for own in prompts]
-    with Engine(model) as engine:
-        for _ in range(2):
-            outputs = engine.generate(prompts, tiny_engines.greedy(9))
-            assert [output.token_ids for output in outputs] == expected
-        assert [output.cached_tokens for output in outputs] == [72, 24, 72, 40]
-        engine.sleep()
-        engine.wake()
-        outputs = engine.generate(prompts, tiny_engines.greedy(9))
-        assert [output.token_ids for output in outputs] == expected
-    assert_account_is_empty(model)
-    _, scarce = pair(seed, kv_memory="160 tokens")
-    with Engine(scarce) as engine:
-        outputs = engine.generate(prompts, tiny_engines.greedy(9))
-        assert [output.token_ids for output in outputs] == expected
-
-
-# ---- HuggingFace's caches
-
-
-def test_caches_are_handed_out_and_go_on(seed: int) -> None:
-    plain, model = pair(seed)
-    inputs = {**mixed_prompts([60, 60], 128, seed), "pad_token_id": 0}
-    words = torch.randint(3, 128, (2, 3), generator=torch.Generator().manual_seed(seed))
-    ours, theirs = (greedy(own, inputs, 6, return_dict_in_generate=True) for own in (model, plain))
-    own_keys = [keys for _, keys in ours.past_key_values.index_keys()]
-    for own, wanted in zip(own_keys, index_keys_of(theirs.past_key_values), strict=True):
-        torch.testing.assert_close(own, wanted, **CLOSE)
-    following = [
-        greedy(own, {**next_turn(inputs, out, words), "pad_token_id": 0}, 6)
-        for own, out in ((model, ours), (plain, theirs))
-    ]
-    assert torch.equal(*following)
-
-
-def test_huggingfaces_caches_are_read_in_and_written_back(seed: int) -> None:
-    plain, model = pair(seed)
-    check_dynamic_caches(plain, model, 37, 9, seed)
-
-
-def test_static_caches_take_huggingfaces_way(seed: int) -> None:
-    plain, model = pair(seed)
-    check_static_caches(plain, model, 37, seed)
 
 
 # ---- what is refused
@@ -236,19 +163,6 @@ def test_a_pool_holds_what_a_query_reads(seed: int) -> None:
         greedy(model, {"input_ids": torch.tensor([[5, 6]])}, 2)
     plain, least = pair(seed, kv_memory="24 tokens")
     assert greedy(least, {"input_ids": torch.tensor([[5, 6]])}, 20)[0, 2:].tolist() == answer(plain, [5, 6], 20)
-
-
-def test_several_new_tokens_a_row_are_refused(seed: int) -> None:
-    _, model = pair(seed)
-    loop = model.compiled.generate_loop()
-    loop.admit([5, 6, 7], 40)
-    loop.step()
-    loop.drain()
-    with pytest.raises(ValueError, match="2 new tokens for each row: an indexer chooses the blocks"):
-        loop.verify(torch.full((1, 2), 5), lambda sampled: torch.ones(1, dtype=torch.int64))
-    assert loop.rows[0].length == 3
-    loop.close()
-    assert_account_is_empty(model)
 
 
 # ---- planted faults

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,11 +23,17 @@ from compiled_llm.model.layers.latents import Expansion
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.engine import tiny_engines
-from support.engine.random_requests import CAPTURES
-from support.indexed_caches import CLOSE, PlacedOnCuda, check_dynamic_caches, check_static_caches, index_keys_of
-from support.indexed_models import FAMILIES, INDEX, TOP, indexed_model, model_with_other_latents, needs_indexers
+from support.indexed_models import (
+    FAMILIES,
+    INDEX,
+    TOP,
+    PlacedOnCuda,
+    indexed_model,
+    model_with_other_latents,
+    needs_indexers,
+)
 from support.latent_models import RANK, ROPE
-from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
 
 pytestmark = needs_indexers
 
@@ -36,14 +41,9 @@ needs_other_latents = pytest.mark.skipif(
     not hasattr(transformers, "MistralLarge4ForConditionalGeneration"), reason="transformers is too old for the model"
 )
 CASES = pytest.mark.parametrize("case", FAMILIES)
-_FEW = ("DeepseekV32", "GlmMoeDsa, shared choices")
-FEWER = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.whole] * (case not in _FEW)) for case in FAMILIES]
-)
 """Engines and caches see of a family whether its layers share choices; all give HuggingFace's tokens."""
 LONG = [5, 3 * TOP + 2, 40, 11, 4, TOP, 1]
 """Texts of up to five times as many tokens as a query reads."""
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
 """A layer without experts, which would take most of compiling; --whole compiles three."""
 
 
@@ -131,13 +131,6 @@ def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.whole
-def test_compiled_steps_give_the_same_tokens(seed: int) -> None:
-    model = functools.partial(indexed_model, seed=seed, **SMALL)
-    check_tokens(model(), compiled_llm.wrap(model(), mode="compile", **FEW_PAGES), seed)
-
-
-@pytest.mark.slow
-@pytest.mark.whole
 @pytest.mark.parametrize("case", ["DeepseekV32", "GlmMoeDsa, shared choices"])
 def test_compiled_steps_of_three_layers_give_the_same_tokens(case: str, seed: int) -> None:
     check_tokens(*pair(seed, case, "compile"), seed, ([5], LONG), 20)
@@ -147,95 +140,6 @@ def test_decode_by_plan_and_prefills_in_chunks(seed: int, monkeypatch: pytest.Mo
     check_tokens(*pair(seed, prefill_tokens=16), seed)
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
     check_tokens(*pair(seed), seed)
-
-
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.either("mode")
-@pytest.mark.parametrize("mode", CAPTURES)
-def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    CAPTURES[mode](monkeypatch)
-    model = functools.partial(indexed_model, seed=seed, **SMALL)
-    check_tokens(model(), compiled_llm.wrap(model(), mode=mode, **FEW_PAGES), seed)
-
-
-def test_checked_pages_are_the_rows_own(seed: int) -> None:
-    check_tokens(*pair(seed, check_pages="raise"), seed)
-
-
-def test_forward_gives_huggingfaces_logits(seed: int) -> None:
-    plain, model = pair(seed)
-    inputs = mixed_prompts([30, 30], 128, seed)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, **CLOSE)
-    assert set(model.compiled.stats().forward_calls) == {"compiled"}
-
-
-@FEWER
-def test_beams_and_drafts(case: str, seed: int) -> None:
-    plain, model = pair(seed, case)
-    inputs = {**mixed_prompts([6, 29], 128, seed), "pad_token_id": 0}
-    torch.testing.assert_close(greedy(model, inputs, 12, num_beams=3), greedy(plain, inputs, 12, num_beams=3))
-    inputs = {"input_ids": inputs["input_ids"][1:], "pad_token_id": 0}
-    torch.testing.assert_close(greedy(model, inputs, 16, prompt_lookup_num_tokens=3), greedy(plain, inputs, 16))
-    assert_account_is_empty(model)
-
-
-@FEWER
-def test_an_engine_begins_with_cached_pages_and_preempts(case: str, seed: int) -> None:
-    """Prefix hits find index keys, too; with few pages rows are put off and computed again."""
-    plain, model = pair(seed, case)
-    prompts = [ids.tolist() for ids in torch.randint(3, 128, (3, 27), generator=torch.Generator().manual_seed(seed))]
-    prompts.append([*prompts[0][:21], 5, 6])
-    expected = [
-        greedy(plain, {"input_ids": torch.tensor([own]), "pad_token_id": 0}, 9)[0, len(own) :] for own in prompts
-    ]
-    with Engine(model) as engine:
-        for _ in range(2):
-            outputs = engine.generate(prompts, tiny_engines.greedy(9))
-            assert [output.token_ids for output in outputs] == [own.tolist() for own in expected]
-        assert [output.cached_tokens for output in outputs] == [24, 24, 24, 20]
-        engine.sleep()
-        engine.wake()
-        outputs = engine.generate(prompts, tiny_engines.greedy(9))
-        assert [output.token_ids for output in outputs] == [own.tolist() for own in expected]
-    assert_account_is_empty(model)
-    _, scarce = pair(seed, case, kv_memory="96 tokens")
-    with Engine(scarce, mixed=True) as engine:
-        outputs = engine.generate(prompts, tiny_engines.greedy(9))
-        assert [output.token_ids for output in outputs] == [own.tolist() for own in expected]
-
-
-# ---- HuggingFace's caches
-
-
-@FEWER
-def test_caches_are_handed_out_and_go_on(case: str, seed: int) -> None:
-    plain, model = pair(seed, case)
-    inputs = {**mixed_prompts([5, 30], 128, seed), "pad_token_id": 0}
-    words = torch.randint(3, 128, (2, 3), generator=torch.Generator().manual_seed(seed))
-    ours, theirs = (greedy(own, inputs, 6, return_dict_in_generate=True) for own in (model, plain))
-    shown = ours.past_key_values.stored
-    own_keys = [keys for _, keys in ours.past_key_values.index_keys()]
-    for own, wanted in zip(own_keys, index_keys_of(theirs.past_key_values), strict=True):
-        for row in range(2):
-            columns = np.flatnonzero(shown[row])
-            torch.testing.assert_close(own[row][columns], wanted[row][columns], **CLOSE)
-    following = [
-        greedy(own, {**next_turn(inputs, out, words), "pad_token_id": 0}, 6)
-        for own, out in ((model, ours), (plain, theirs))
-    ]
-    assert torch.equal(*following)
-
-
-@FEWER
-def test_huggingfaces_caches_are_read_in_and_written_back(case: str, seed: int) -> None:
-    plain, model = pair(seed, case)
-    check_dynamic_caches(plain, model, 17, 5, seed)
-
-
-def test_static_caches_take_huggingfaces_way(seed: int) -> None:
-    plain, model = pair(seed)
-    check_static_caches(plain, model, 17, seed)
 
 
 # ---- what is refused
