@@ -266,7 +266,7 @@ def test_a_state_of_another_page_gives_other_tokens(engine: Engine, seed: int, m
     keep = PrefixTree._keep_state
 
     def for_the_page_before(tree: PrefixTree, node: Any, state: int) -> None:
-        before = next((above for above, pages in tree._pages.items() if pages[0] == node[0]), node)
+        before = next((above for above, page in tree._pages.items() if page == node[0]), node)
         keep(tree, before, state)
 
     monkeypatch.setattr(PrefixTree, "_keep_state", for_the_page_before)
