@@ -1,11 +1,13 @@
 """The house keeps its shape: arrows between rooms run one way, and a folder holds no more than one sees at a glance.
 
-Rooms are the folders and lone files of the two packages, and an arrow is an import, wherever it stands: at the top, in
+Rooms are the folders and lone files of the packages, and an arrow is an import, wherever it stands: at the top, in
 a function, under `if TYPE_CHECKING`. Inside of each folder its rooms import one another one way, too. At the top, left
 imports right:
 
     commands -> demo_model, server -> client -> huggingface -> explaining, engine -> execution -> compilation
              -> kvcache -> model -> requests -> compiled_llm_ops, protocol, config, compat, env
+
+FlashInfer's API, `compiled_llm_flashinfer`, stands beside: it imports the ops alone, and nobody imports it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import pytest
 import compiled_llm
 from support.imports import CHECKOUT, PACKAGES, Import, circles, imports, imports_of, sources, targets
 
+OPS, FLASHINFER = "compiled_llm_ops", "compiled_llm_flashinfer"
 FLOORS = [
+    {FLASHINFER},
     {"__main__"},
     {"commands"},
     {"compiled_llm"},  # `import compiled_llm` itself, which the rooms below must not need
@@ -34,7 +38,7 @@ FLOORS = [
     {"kvcache"},
     {"model"},
     {"requests"},  # imports no torch: clients have it, too
-    {"compiled_llm_ops", "protocol", "config", "compat", "env"},
+    {OPS, "protocol", "config", "compat", "env"},
 ]
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 SIDE_BY_SIDE = [
@@ -43,15 +47,16 @@ SIDE_BY_SIDE = [
     {"explaining", "engine"},
 ]  # neither imports the other; at the bottom, config may import compat
 
-OPS = "compiled_llm_ops"
 MAY_IMPORT = {
     f"{OPS}.kernels": {f"{OPS}.kernels", f"{OPS}.contracts"},
+    f"{FLASHINFER}.ops.kernels": {f"{FLASHINFER}.ops.contracts", f"{OPS}.kernels", f"{OPS}.contracts"},
     f"{OPS}.flashinfer": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.variants"},
     f"{OPS}.triton": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.kernels"},
     f"{OPS}.reference": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.variants"},
     f"{OPS}.varlen": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.kernels"},
 }
-LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer"}  # they import Triton and FlashInfer, which a CPU need not have
+# They import Triton and FlashInfer, which a CPU need not have.
+LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer", f"{FLASHINFER}.ops.kernels"}
 BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.triton", f"{OPS}.varlen", f"{OPS}.reference")
 DOORS = {folder: {f"{OPS}.backends"} for folder in BACKENDS}  # a backend, and the one module outside that imports it
 DOORS[f"{OPS}.triton"].add(f"{OPS}.attention.invariant")  # an op for decode, with the same plain attention
@@ -71,14 +76,14 @@ STILL: dict[str, list[str]] = {}
 
 
 def room_of(module: str) -> str:
-    """`execution` for `compiled_llm.execution.generate_loop`; each of the ops' modules is in `compiled_llm_ops`."""
+    """`execution` for `compiled_llm.execution.generate_loop`; other packages are a room each."""
     parts = module.split(".")
     return parts[1] if parts[0] == "compiled_llm" and len(parts) > 1 else parts[0]
 
 
 def folder_of(module: str) -> str:
-    """`compiled_llm_ops.kernels` for `compiled_llm_ops.kernels.linear.norm`."""
-    return ".".join(module.split(".")[:2])
+    """`compiled_llm_ops.kernels` for `compiled_llm_ops.kernels.linear.norm`; those of FlashInfer's API lie deeper."""
+    return ".".join(module.split(".")[: 3 if room_of(module) == FLASHINFER else 2])
 
 
 def runs_back(arrow: Import) -> bool:
@@ -86,20 +91,20 @@ def runs_back(arrow: Import) -> bool:
     here, there = room_of(arrow.importer), room_of(arrow.imported)
     if here == there:
         return False
-    if here == OPS or {here, there} in SIDE_BY_SIDE:
+    if here == OPS or (here == FLASHINFER and there != OPS) or {here, there} in SIDE_BY_SIDE:
         return True
     return FLOOR_OF[here] > FLOOR_OF[there]
 
 
 def breaks_a_rule_of_the_ops(arrow: Import) -> bool:
     here, there = folder_of(arrow.importer), folder_of(arrow.imported)
-    if here == there or room_of(arrow.imported) != OPS:
+    if here == there or room_of(arrow.imported) not in (OPS, FLASHINFER):
         return False
     if there in DOORS and arrow.importer not in DOORS[there]:
         return True
     if here in MAY_IMPORT:
         return there not in MAY_IMPORT[here]
-    return room_of(arrow.importer) == OPS and there in LAZILY and not arrow.lazily
+    return room_of(arrow.importer) in (OPS, FLASHINFER) and there in LAZILY and not arrow.lazily
 
 
 def folders_above(module: str) -> list[str]:
@@ -246,7 +251,11 @@ def test_a_circle_is_found_through_others() -> None:
         ("compiled_llm.engine.steps.loop", "compiled_llm.huggingface.wrap", True),
         ("compiled_llm.model.facts", "compiled_llm_ops.contracts", False),
         ("compiled_llm_ops.contracts", "compiled_llm.config", True),
+        ("compiled_llm_ops.contracts", "compiled_llm_flashinfer.ops.contracts", True),
         ("compiled_llm.config", "compiled_llm_ops", False),
+        ("compiled_llm.config", "compiled_llm_flashinfer", True),
+        ("compiled_llm_flashinfer.decode", "compiled_llm_ops.contracts", False),
+        ("compiled_llm_flashinfer.decode", "compiled_llm.config", True),
         ("compiled_llm.config", "compiled_llm.model.facts", True),
     ],
 )

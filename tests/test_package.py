@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).parents[1]
-PACKAGES = ("compiled_llm", "compiled_llm_ops")
+PACKAGES = ("compiled_llm", "compiled_llm_flashinfer", "compiled_llm_ops")
 
 
 def run_fresh(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -124,7 +124,7 @@ def test_ops_import_without_transformers_and_flashinfer(tmp_path: Path) -> None:
     code = """
 import sys
 sys.modules.update(transformers=None, flashinfer=None)
-import compiled_llm_ops
+import compiled_llm_flashinfer, compiled_llm_ops
 assert "compiled_llm" not in sys.modules
 """
     done = run_fresh(code, tmp_path)

@@ -1,4 +1,4 @@
-"""FlashInfer's own tests of the functions that `compiled_llm_ops.flashinfer_api` has, over our ops.
+"""FlashInfer's own tests of the functions that `compiled_llm_flashinfer` has.
 
     python tools/flashinfer_tests.py CHECKOUT
     python tools/flashinfer_tests.py CHECKOUT --device cuda:0 --most 1000
@@ -37,7 +37,7 @@ OWN = (
 )  # fmt: skip
 """FlashInfer's files with tests of what there is. Those of blocks need scipy."""
 MOST_FAILURES = 0.1
-ALIAS = "import sys\n\nimport compiled_llm_ops.flashinfer_api as own\n\nsys.modules[__name__] = own\n"
+ALIAS = "import sys\n\nimport compiled_llm_flashinfer as own\n\nsys.modules[__name__] = own\n"
 """The module `flashinfer` of the processes that tests start."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-import compiled_llm_ops.flashinfer_api as flashinfer
+import compiled_llm_flashinfer as flashinfer
 
 LIMITS: dict[str, Any] = json.loads(os.environ["FLASHINFER_TESTS"])
 TOKENS = ("kv_len", "kv_len_2", "max_kv_len", "max_seq_len", "seq_len", "unique_kv_len", "page_size")
@@ -144,7 +144,7 @@ def kind_of(error: BaseException) -> dict[str, str]:
         return {"kind": "skipped"}
     if isinstance(error, NotImplementedError) and "is left out of this API" in said:
         return {"kind": "left out", "said": said.split("=", 1)[0]}
-    if isinstance(error, AttributeError) and "flashinfer_api" in said:
+    if isinstance(error, AttributeError) and "compiled_llm_flashinfer" in said:
         return {"kind": "left out", "said": said.split("'")[-2]}
     if LIMITS["device"] == "cpu" and isinstance(error, (AssertionError, RuntimeError)) and needs_cuda(said):
         return {"kind": "left out", "said": "CUDA graphs, which need CUDA"}

@@ -65,7 +65,7 @@ import shutil
 import sys
 
 missing = []
-for name in ("torch", "transformers", "numpy", "rich", "pytest", "flashinfer", "compiled_llm", "compiled_llm_ops"):
+for name in ("torch", "transformers", "numpy", "rich", "pytest", "flashinfer", "compiled_llm", "compiled_llm_flashinfer", "compiled_llm_ops"):
     try:
         module = importlib.import_module(name)
         print(name, getattr(module, "__version__", ""), flush=True)

@@ -23,18 +23,6 @@ from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, 
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
 from compiled_llm_ops.attention.rope_append import rope_append_paged_kv
-from compiled_llm_ops.attention.sparse.block_sparse import block_sparse_attention, block_sparse_attention_lse
-from compiled_llm_ops.attention.sparse.variable import (
-    variable_block_sparse_attention,
-    variable_block_sparse_attention_lse,
-)
-from compiled_llm_ops.attention.sparse.work_items import (
-    block_sparse_items,
-    variable_block_sparse_tables,
-)
-from compiled_llm_ops.attention.strided.append import strided_append
-from compiled_llm_ops.attention.strided.attention import strided_attention
-from compiled_llm_ops.attention.strided.latents import strided_latent_attention
 from compiled_llm_ops.attention.variants import (
     decode_attention_variant,
     decode_attention_variant_lse,
@@ -103,9 +91,6 @@ __all__ = [
     "add_rms_norm",
     "append_latent",
     "append_paged_kv",
-    "block_sparse_attention",
-    "block_sparse_attention_lse",
-    "block_sparse_items",
     "build_sampling",
     "cascade_attention",
     "cascade_attention_lse",
@@ -150,11 +135,5 @@ __all__ = [
     "sample_tokens",
     "selective_scan",
     "skinny_linear",
-    "strided_append",
-    "strided_attention",
-    "strided_latent_attention",
     "top_logprobs",
-    "variable_block_sparse_attention",
-    "variable_block_sparse_attention_lse",
-    "variable_block_sparse_tables",
 ]

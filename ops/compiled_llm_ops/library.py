@@ -16,8 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-NAMESPACE = "compiled_llm"
-
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -34,7 +32,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
 }
 
 # Ops vanish with their Library object, so it lives as long as the module.
-_library = torch.library.Library(NAMESPACE, "DEF")
+LIBRARY = torch.library.Library("compiled_llm", "DEF")
 
 
 def define(
@@ -46,8 +44,9 @@ def define(
     fake: Callable[[Arguments], Any],
     cpu: Callable[[Arguments], Any],
     cuda: Callable[[Arguments], Any],
+    library: torch.library.Library = LIBRARY,
 ) -> torch._ops.OpOverload:
-    """Define an op of the namespace with its fake, its CPU kernel and its CUDA launcher, which take ``arguments``.
+    """Define an op of a namespace with its fake, its CPU kernel and its CUDA launcher, which take ``arguments``.
 
     No op has gradients: a call raises where they are recorded and an input requires them.
 
@@ -63,15 +62,16 @@ def define(
         fake: computes only the results' shapes, dtypes and strides.
         cpu: the kernel in plain PyTorch.
         cuda: launches the CUDA kernels; imports their modules inside.
+        library: of the namespace.
 
     Returns:
         The overload, to be bound once at module level.
     """
-    _library.define(schema(name, arguments, writes, returns), tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _taking(name, arguments, fake), lib=_library)
-    _library.impl(name, _taking(name, arguments, cpu), "CPU")
-    _library.impl(name, _taking(name, arguments, cuda), "CUDA")
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    library.define(schema(name, arguments, writes, returns), tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"{library.ns}::{name}", _taking(name, arguments, fake), lib=library)
+    library.impl(name, _taking(name, arguments, cpu), "CPU")
+    library.impl(name, _taking(name, arguments, cuda), "CUDA")
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, library.ns), name).default
     return overload
 
 
@@ -122,7 +122,7 @@ def _check_without_gradients(name: str, given: tuple[Any, ...]) -> None:
             fields = given._fields  # type: ignore[attr-defined]
             field = next(field for field, own in zip(fields, given, strict=True) if own is value)
             raise RuntimeError(
-                f"{name}: {field}.requires_grad is True, and ops of {NAMESPACE} have no gradients; call it under "
+                f"{name}: {field}.requires_grad is True, and the op has no gradients; call it under "
                 "torch.no_grad() or torch.inference_mode(), or detach() the tensor"
             )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import compiled_llm
+import compiled_llm_flashinfer
 import compiled_llm_ops
 
 pytestmark = pytest.mark.core
@@ -85,7 +86,9 @@ def our_attributes(files: Iterable[Nodes]) -> set[str]:
 
 
 def sources() -> dict[str, Nodes]:
-    folders = [Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_ops)]
+    folders = [
+        Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_flashinfer, compiled_llm_ops)
+    ]
     return {str(file): nodes_of(file.read_text()) for folder in folders for file in folder.rglob("*.py")}
 
 

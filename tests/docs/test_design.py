@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
+import compiled_llm_flashinfer
 import compiled_llm_ops
 from support.docs.pages import CHECKOUT
 from support.imports import sources
@@ -21,7 +22,7 @@ from support.tiny_models import tiny_qwen3
 
 FOLDER = CHECKOUT / "docs" / "design"
 DESIGN = (FOLDER / "index.md").read_text()
-PACKAGES = [Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_ops)]
+PACKAGES = [Path(str(package.__file__)).parent for package in (compiled_llm, compiled_llm_flashinfer, compiled_llm_ops)]
 
 
 class Stop(NamedTuple):
@@ -117,4 +118,4 @@ def test_each_room_says_what_the_page_says() -> None:
 
 def test_the_page_names_every_room() -> None:
     rooms = {f"compiled_llm/{path.parent.name}/" for path in PACKAGES[0].glob("*/__init__.py")}
-    assert set(ROOMS) == {*rooms, "ops/compiled_llm_ops/"}
+    assert set(ROOMS) == {*rooms, "ops/compiled_llm_flashinfer/", "ops/compiled_llm_ops/"}

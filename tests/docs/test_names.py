@@ -19,7 +19,7 @@ PAGES = sorted(
 )
 
 _PATH = re.compile(r"(?<![\w/.~-])(?:\.ci|compiled_llm|deploy|docs|ops|results|tests|tools)/[\w./-]*\w/?")
-_MODULE = re.compile(r"(?<![\w/.-])compiled_llm(?:_ops)?(?:\.\w+)+")
+_MODULE = re.compile(r"(?<![\w/.-])compiled_llm(?:_flashinfer|_ops)?(?:\.\w+)+")
 LOGGERS = {f"compiled_llm.{name}" for name in ("generate", "graphs", "pages", "progress", "uploads")}
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import compiled_llm
+import compiled_llm_flashinfer.ops
 import compiled_llm_ops
 from compiled_llm.config import WrapConfig
 from compiled_llm.env import Env
@@ -59,11 +60,11 @@ def test_a_field_that_the_docstring_leaves_out_is_an_error() -> None:
 
 def test_api_pages_name_everything_public() -> None:
     reference = DOCS / "reference"
-    api, ops = ("\n".join(page.read_text() for page in reference.glob(pages)) for pages in ("api*.md", "ops*.md"))
-    for page, package in ((api, compiled_llm), (ops, compiled_llm_ops)):
+    packages = {"api": compiled_llm, "ops": compiled_llm_ops, "flashinfer": compiled_llm_flashinfer.ops}
+    for pages, package in packages.items():
+        page = "\n".join(page.read_text() for page in reference.glob(f"{pages}*.md"))
         for name in package.__all__:
             assert re.search(rf"^::: [\w.]+\.{name}$", page, re.MULTILINE), name
-    for page in (api, ops):
         for path in re.findall(r"^::: ([\w.]+)\.(\w+)$", page, re.MULTILINE):
             assert hasattr(importlib.import_module(path[0]), path[1]), path
 

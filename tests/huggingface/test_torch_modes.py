@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import compiled_llm
+import compiled_llm_flashinfer
 import compiled_llm_ops
 from support.huggingface.pairs import OPTIONS, pair
 from support.parity import greedy, mixed_prompts
@@ -214,7 +215,7 @@ def _unplaced(source: str) -> list[int]:
 
 def test_every_tensor_that_the_packages_make_says_where_it_is():
     assert _unplaced("x = torch.ones(3)") == [1]
-    folders = [Path(package.__path__[0]) for package in (compiled_llm, compiled_llm_ops)]
+    folders = [Path(package.__path__[0]) for package in (compiled_llm, compiled_llm_flashinfer, compiled_llm_ops)]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     assert len(files) > 100
     assert [(file.name, line) for file in files for line in _unplaced(file.read_text())] == []

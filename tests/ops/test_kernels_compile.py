@@ -5,17 +5,13 @@ variable's type.
 from __future__ import annotations
 
 import importlib
-import re
 from typing import Any
 
 import pytest
 
 from support.imports import CHECKOUT
-from support.ops.compiling import compiled
+from support.ops.compiling import compiled, compiled_in, launched_by
 from support.ops.interpreting import needs_triton, not_interpreted
-
-KERNELS = CHECKOUT / "ops" / "compiled_llm_ops" / "kernels"
-LAUNCH = re.compile(r"^ +(?:\w+ = )?(_\w+)\[\(", re.MULTILINE)
 
 CHECKED = dict.fromkeys(("starts", "lengths", "indices", "row_numbers", "qo_indptr", "tags"), "*i32")
 CHECKED |= dict.fromkeys(("chains", "faults", "tokens", "slots"), "*i64")
@@ -69,8 +65,6 @@ def test_kernels_without_tests_of_their_code_compile(case: str) -> None:
 
 
 def test_every_kernel_that_is_launched_is_compiled_by_a_test() -> None:
-    launched = {name for path in KERNELS.rglob("*.py") for name in LAUNCH.findall(path.read_text())}
-    tests = [path.read_text() for path in (CHECKOUT / "tests" / "ops").rglob("*.py")]
-    compiling = "\n".join(text for text in tests if "support.ops.compiling" in text)
+    launched = launched_by(CHECKOUT / "ops" / "compiled_llm_ops" / "kernels")
     assert len(launched) > 15, "the pattern of launches finds them"
-    assert not {name for name in launched if not re.search(rf"\b{name}\b", compiling)}
+    assert compiled_in("ops", launched) == launched

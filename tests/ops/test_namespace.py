@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import random
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ from compiled_llm_ops import (
 )
 from compiled_llm_ops.library import schema
 from support.ops.fp8_pages import Fp8Batch, Fp8Scales, scales_of
+from support.ops.namespace import check_definition, check_gradients_are_refused, opcheck, ops_of
 from support.ops.op_cases import CASES, UNREAD, Batch
 
 pytestmark = pytest.mark.core
@@ -31,98 +29,21 @@ MARKS = {"layer_begins", "layer_ends"}
 """Not to be called: they stand in graphs until ``compiled_llm.compilation.tracing.outline`` takes them out."""
 
 
-def ops_of_the_namespace() -> list[str]:
-    return sorted(
-        {
-            schema.name.removeprefix("compiled_llm::")
-            for schema in torch._C._jit_get_all_schemas()
-            if schema.name.startswith("compiled_llm::")
-        }
-        - MARKS
-    )
+OPS = ops_of("compiled_llm", left_out=MARKS)
 
 
 def test_the_namespace_is_what_is_walked():
-    assert set(ops_of_the_namespace()) >= {"append_paged_kv", "decode_attention", "paged_attention_lse"}
+    assert set(OPS) >= {"append_paged_kv", "decode_attention", "paged_attention_lse"}
 
 
-@pytest.mark.parametrize("name", ops_of_the_namespace())
+@pytest.mark.parametrize("name", OPS)
 def test_every_op_has_a_fake_kernels_a_docstring_and_an_opcheck_case(name):
-    packet = getattr(torch.ops.compiled_llm, name)
-    for overload in packet.overloads():
-        qualified = f"compiled_llm::{name}"
-        assert torch._library.simple_registry.singleton.find(qualified).fake_impl.kernel is not None, "no fake"
-        for key in ("CPU", "CUDA"):
-            assert torch._C._dispatch_has_kernel_for_dispatch_key(
-                f"{qualified}.{overload}".removesuffix(".default"), key
-            )
-    assert CASES[name]()
-    public = getattr(compiled_llm_ops, name)
-    documented = inspect.getdoc(public)
-    assert documented is not None
-    check_signature(packet.default._schema, inspect.signature(public))
-    returns = len(getattr(packet, packet.overloads()[0])._schema.returns) > 0
-    sections = ["Args:", *(["Returns:"] if returns else []), "Raises:", "Source:"]
-    referred = re.search(r"\nArgs: those of ``(\w+)``\.\n", documented)
-    if referred is not None:
-        documented = documented.replace(referred[0], arguments_section(getattr(compiled_llm_ops, referred[1])))
-    found = [documented.find(f"\n{section}\n") for section in sections]
-    assert -1 not in found
-    assert found == sorted(found)
-    arguments = documented[found[0] : found[1]]
-    for argument in packet.default._schema.arguments:
-        (line,) = [line for line in arguments.splitlines() if line.strip().startswith(f"{argument.name}: ")]
-        if str(argument.type) == "Tensor":
-            assert "[" in line or "like ``key``" in line, f"the shape of {argument.name}"
-    assert re.search(r"int32|int64|dtype", arguments)
-    assert "https://" in documented[found[-1] :] or name == "skinny_linear", "the measurement is our own"
+    check_definition(compiled_llm_ops, "compiled_llm", name, CASES[name]())
 
 
-def check_signature(schema: torch.FunctionSchema, signature: inspect.Signature) -> None:
-    """A public function takes what its op takes: names, order, types and defaults."""
-    types = {"Tensor": "Tensor", "Tensor | None": "Optional[Tensor]", "torch.dtype": "int"}
-    types["list[Tensor]"] = "List[Tensor]"
-    taken = [
-        (name, types.get(entry.annotation, entry.annotation), None if entry.default is entry.empty else entry.default)
-        for name, entry in signature.parameters.items()
-    ]
-    assert taken == [(entry.name, str(entry.type), entry.default_value) for entry in schema.arguments]
-
-
-def arguments_section(function: Callable[..., Any]) -> str:
-    """What an op that takes the same arguments refers to."""
-    documented = inspect.getdoc(function)
-    assert documented is not None
-    return documented[documented.index("\nArgs:\n") : documented.index("\nReturns:\n")]
-
-
-def allclose_of_any_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let opcheck compare tensors of fp8, which PyTorch does not on a CPU."""
-    allclose = torch.allclose
-
-    def compared(*tensors: Tensor, **options: Any) -> bool:
-        return allclose(*(own.float() if own.dtype == torch.float8_e4m3fn else own for own in tensors), **options)
-
-    monkeypatch.setattr(torch, "allclose", compared)
-
-
-@pytest.mark.parametrize("name", ops_of_the_namespace())
+@pytest.mark.parametrize("name", OPS)
 def test_an_input_that_asks_for_gradients_is_refused_unless_gradients_are_off(name):
-    op = getattr(torch.ops.compiled_llm, name).default
-    fields, case = [entry.name for entry in op._schema.arguments], CASES[name]()[0]
-    asking: dict[str, Any] = {}
-    for field, value in zip(fields, case, strict=False):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            asking[field] = value.detach().clone().requires_grad_()
-        elif isinstance(value, list) and value:
-            asking[field] = [tensor.detach().float().requires_grad_() for tensor in value]
-    for field, value in asking.items():
-        given = {**dict(zip(fields, case, strict=False)), field: value}
-        with pytest.raises(RuntimeError, match=rf"^{name}: {field}\.requires_grad is True.*torch\.no_grad\(\)"):
-            op(**given)
-        for off in (torch.no_grad, torch.inference_mode):
-            with off():
-                op(**given)
+    check_gradients_are_refused(getattr(torch.ops.compiled_llm, name).default, CASES[name]()[0])
 
 
 @pytest.mark.parametrize("name", ["merge_state", "append_paged_kv"])
@@ -134,19 +55,9 @@ def test_an_input_that_asks_for_gradients_is_refused_as_an_op_is_traced(name):
         traced(first.detach().clone().requires_grad_())
 
 
-@pytest.mark.parametrize("name", ops_of_the_namespace())
+@pytest.mark.parametrize("name", OPS)
 def test_opcheck(name, seed, whole, monkeypatch):
-    """All of it for one case that is drawn; of the others, that its fake and its schema are right."""
-    allclose_of_any_dtype(monkeypatch)
-    cases = CASES[name]()
-    drawn = random.Random(f"{seed} {name}").randrange(len(cases))
-    for number, case in enumerate(cases):
-        tests: tuple[str, ...] = ("test_schema", "test_faketensor")
-        if whole or number == drawn:
-            tests = (*tests, "test_autograd_registration", "test_aot_dispatch_dynamic")
-        results = torch.library.opcheck(getattr(torch.ops.compiled_llm, name).default, case, test_utils=tests)
-        assert set(results) == set(tests)
-        assert set(results.values()) == {"SUCCESS"}
+    opcheck(getattr(torch.ops.compiled_llm, name).default, CASES[name](), seed, whole, monkeypatch)
 
 
 def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):

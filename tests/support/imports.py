@@ -1,4 +1,4 @@
-"""Every import of the two packages, read from their source: lazy ones, ones for types, `import_module("literal")`."""
+"""Every import of the packages, read from their source: lazy ones, ones for types, `import_module("literal")`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 CHECKOUT = Path(__file__).parents[2]
-PACKAGES = (CHECKOUT / "compiled_llm", CHECKOUT / "ops" / "compiled_llm_ops")
+PACKAGES = (
+    CHECKOUT / "compiled_llm",
+    CHECKOUT / "ops" / "compiled_llm_flashinfer",
+    CHECKOUT / "ops" / "compiled_llm_ops",
+)
 
 
 @dataclass(frozen=True, order=True)

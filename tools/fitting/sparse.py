@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_llm_ops.attention.sparse.work_items import block_sparse_items
-from compiled_llm_ops.contracts import BlockSparseAttention
-from compiled_llm_ops.kernels.sparse.block_sparse_tiling import SparseTile, sparse_tile
+from compiled_llm_flashinfer.ops.contracts import BlockSparseAttention
+from compiled_llm_flashinfer.ops.kernels.sparse.block_sparse_tiling import SparseTile, sparse_tile
+from compiled_llm_flashinfer.ops.sparse.work_items import block_sparse_items
 from fitting.cases import HEAD_DIM, KV_HEADS, Case, Machine, case_of
 from fitting.measuring import captured
 
@@ -61,7 +61,7 @@ def tiles_like(rule: SparseTile, quick: bool) -> list[SparseTile]:
 
 
 def block_sparse_timer(shape: Blocks, machine: Machine) -> Callable[[SparseTile], float]:
-    from compiled_llm_ops.kernels.sparse.block_sparse import attend
+    from compiled_llm_flashinfer.ops.kernels.sparse.block_sparse import attend
 
     generator = torch.Generator("cuda").manual_seed(0)
 

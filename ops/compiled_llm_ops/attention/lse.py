@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm_ops.attention.left_out import may_be_left_out
 from compiled_llm_ops.contracts import value_size
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import LIBRARY, define
 
 _Arguments = TypeVar("_Arguments", bound=tuple[Any, ...])
 """Arguments whose first ones are the queries ``[T, H, D]``."""
@@ -32,6 +32,7 @@ def define_with_lse(
     cpu: Kernel[_Arguments],
     cuda: Kernel[_Arguments],
     sizes: Callable[[_Arguments], tuple[int, int, int]] = _over_pages,
+    library: torch.library.Library = LIBRARY,
 ) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
     """Define ``name``, and ``name_lse`` which also returns the log-sum-exp; arguments as of ``library.define``.
 
@@ -53,6 +54,7 @@ def define_with_lse(
         fake=_out,
         cpu=may_be_left_out(lambda args: cpu(args, False)[0], _out),
         cuda=may_be_left_out(lambda args: cuda(args, False)[0], _out),
+        library=library,
     )
     with_lse = define(
         f"{name}_lse",
@@ -62,5 +64,6 @@ def define_with_lse(
         fake=_out_and_lse,
         cpu=may_be_left_out(lambda args: cpu(args, True), _out_and_lse),
         cuda=may_be_left_out(lambda args: cuda(args, True), _out_and_lse),
+        library=library,
     )
     return without, with_lse

@@ -29,7 +29,7 @@ class ForeignFolder:
 
 
 STANDARD = {*sys.stdlib_module_names, "sitecustomize", "usercustomize"}
-OURS = {"compiled_llm", "compiled_llm_ops"}
+OURS = {"compiled_llm", "compiled_llm_flashinfer", "compiled_llm_ops"}
 
 
 def imported() -> set[str]:

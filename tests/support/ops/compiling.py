@@ -8,6 +8,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from support.imports import CHECKOUT
+
+LAUNCH = re.compile(r"^ +(?:\w+ = )?(_\w+)\[\(", re.MULTILINE)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that Triton has compiled before is found."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def launched_by(kernels: Path) -> set[str]:
+    """The kernels that a folder's functions launch."""
+    return {name for path in kernels.rglob("*.py") for name in LAUNCH.findall(path.read_text())}
+
+
+def compiled_in(tests: str, kernels: set[str]) -> set[str]:
+    """Those that a folder's tests of compiling name."""
+    texts = [path.read_text() for path in (CHECKOUT / "tests" / tests).rglob("*.py")]
+    compiling = "\n".join(text for text in texts if "support.ops.compiling" in text)
+    return {name for name in kernels if re.search(rf"\b{name}\b", compiling)}
+
 
 def compiled(
     kernel: Any,

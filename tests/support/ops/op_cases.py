@@ -20,14 +20,11 @@ from compiled_llm_ops import Geometry, append_paged_kv, register_variant
 from compiled_llm_ops.contracts import SampleTokens
 from support.ops.cascade_rows import CascadeRows
 from support.ops.expert_rows import ExpertRows
-from support.ops.latent_pools import LatentPools
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
 from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
 from support.ops.recurrent_rows import COUNTS, RecurrentRows
 from support.ops.sampling_cases import EVERYTHING, arguments
-from support.ops.sparse_blocks import Sizes as Sparse, SparseBlocks, VariableBlocks
-from support.ops.strided_rows import StridedRows, packed
 from support.ops.tagged_rows import some_rows
 
 UNWRITTEN = 1e4
@@ -328,43 +325,6 @@ def merge_in_place_cases() -> list[tuple[Any, ...]]:
     return [(*case, mask) for mask in (None, torch.tensor([True, False, True, False])) for case in merge_state_cases()]
 
 
-def strided_attention_cases() -> list[tuple[Any, ...]]:
-    rows = StridedRows([1, 5, 0, 9], [1, 2, 1, 3], seed=1)
-    mask = packed(rows.masks())
-    out, lse, factors = torch.zeros(7, 4, 16), torch.zeros(7, 4), torch.rand(3, 4)
-    paged = (rows.query, *rows.pools, out, lse, *rows.table, 0.3)
-    states = [states.unsqueeze(2) for states in rows.ragged]
-    table = (rows.qo_indptr, starts_of(rows.lengths), None, None)
-    one = (rows.query[:4], *states, out[:4], None, None, None, None, None, 0.3, True)
-    return [
-        (*paged, True, 3, 1.5),
-        (*paged, False, -1, 0.0, 0.5, factors[0], factors[1], *mask, factors[2]),
-        (rows.query, *states, out, None, *table, 0.3),
-        (*one, 2, 0.0, 1.0, None, None, None, None, None, 1.0, 1e4),
-    ]
-
-
-def strided_latent_cases() -> list[tuple[Any, ...]]:
-    rows = LatentPools([1, 5, 0, 9], [1, 2, 1, 3], seed=1)
-    rows.pool = rows.pool.nan_to_num()
-    out, lse = torch.zeros(7, 4, 16), torch.zeros(7, 4)
-    return [
-        (*rows.parts, out, lse, *rows.table, 0.3, True),
-        (*rows.apart, out, None, *rows.table, 0.3),
-    ]
-
-
-def strided_append_cases() -> list[tuple[Any, ...]]:
-    rows = StridedRows([5, 3], [1, 1], seed=1)
-    places = torch.tensor([0, 0, -1, 1]), torch.tensor([4, 2, 0, 0])
-    table = (*places, rows.indptr, rows.indices)
-    states = [states[:4] for states in rows.ragged]
-    return [
-        (*states, *rows.pools, *table),
-        (*states, *(pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in rows.pools), *table),
-    ]
-
-
 def linear_cases() -> list[tuple[Any, ...]]:
     weight = torch.randn(7, 5)
     return [(torch.randn(count, 5), weight) for count in (1, 4, 5)] + [(torch.randn(5, 3).T, weight)]
@@ -432,18 +392,6 @@ def ragged_cases() -> list[tuple[Any, ...]]:
     return [RaggedRows(counts, key_heads=2, seed=4).arguments() for counts in ([3, 0, 5], [1, 7])]
 
 
-def block_sparse_cases() -> list[tuple[Any, ...]]:
-    sizes = Sparse(12, 40)
-    cases: list[tuple[Any, ...]] = [
-        tuple(SparseBlocks((4, 8), sizes, masked=masked).arguments(2.0 * masked)) for masked in (False, True)
-    ]
-    return [*cases, tuple(SparseBlocks((1, 1), sizes._replace(dtype=torch.bfloat16), spare=3).arguments())]
-
-
-def variable_block_sparse_cases() -> list[tuple[Any, ...]]:
-    return [tuple(VariableBlocks((3, 5), Sparse(12, 40), seed=number).arguments(1.5 * number)) for number in range(2)]
-
-
 def conv_cases() -> list[tuple[Any, ...]]:
     rows = [RecurrentRows(COUNTS[name], seed=5) for name in ("decode", "mixed")]
     return [*(tuple(own.conv()) for own in rows), tuple(rows[1].conv(bias=False, activation="none"))]
@@ -486,8 +434,6 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "add_rms_norm": norm_cases,
     "append_latent": append_latent_cases,
     "append_paged_kv": append_cases,
-    "block_sparse_attention": block_sparse_cases,
-    "block_sparse_attention_lse": block_sparse_cases,
     "cascade_attention": cascade_cases,
     "cascade_attention_lse": cascade_cases,
     "causal_conv1d": conv_cases,
@@ -527,10 +473,5 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "sample_tokens": sample_cases,
     "selective_scan": selective_scan_cases,
     "skinny_linear": linear_cases,
-    "strided_append": strided_append_cases,
-    "strided_attention": strided_attention_cases,
-    "strided_latent_attention": strided_latent_cases,
     "top_logprobs": logprob_cases,
-    "variable_block_sparse_attention": variable_block_sparse_cases,
-    "variable_block_sparse_attention_lse": variable_block_sparse_cases,
 }

@@ -1,0 +1,447 @@
+"""FlashInfer's decode: one query a row, or equally many, over one row or over pages.
+
+Shapes: B rows, Q queries of a row, T = B * Q, H query heads, K kv heads, D head dimension, L tokens of the one row, P
+pages, S page size, N entries of the page table.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm_flashinfer.arguments import (
+    DataTypes,
+    Scale,
+    check_backend,
+    data_types,
+    refuse,
+)
+from compiled_llm_flashinfer.attend import BatchTable, Logits, attend, logits
+from compiled_llm_flashinfer.layouts import Pages, check_layout, paged, ragged
+from compiled_llm_flashinfer.workspace import PlannedRun, as_index
+
+
+def single_decode_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: Scale = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend with one query over one row.
+
+    Args:
+        q: ``[H, D]`` float16, bfloat16, float32 or fp8.
+        k: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of those dtypes.
+        v: like ``k``.
+        kv_layout: "NHD" or "HND".
+        pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
+        use_tensor_cores: not read.
+        q_scale: factor on the logits, like ``k_scale``.
+        k_scale: as ``q_scale``.
+        v_scale: factor on the result.
+        window_left: tokens visible to the left of the query; -1 for all.
+        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
+        sm_scale: factor on the logits; None for ``D ** -0.5``.
+        rope_scale: positions are divided by it; None for 1.
+        rope_theta: base of the rotation's frequencies; None for 10,000.
+        return_lse: whether the log-sum-exp is returned, too.
+
+    Returns:
+        ``[H, D]`` of the query's dtype and, if wanted, ``[H]`` float32: the log-sum-exp in base 2.
+
+    Raises:
+        KeyError: a layout or mode does not exist.
+        ValueError: shapes or dtypes do not fit together.
+    """
+    if q.dim() != 2:
+        raise ValueError(f"q must be [H, D]; got {tuple(q.shape)}")
+    keys, values = ragged("k", k, kv_layout), ragged("v", v, kv_layout)
+    how = logits(
+        q.shape[0], q.device, causal=False, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+        logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+    )  # fmt: skip
+    out = torch.empty((1, q.shape[0], values.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((1, q.shape[0]), dtype=torch.float32, device=q.device) if return_lse else None
+    scales: dict[str, Scale] = {"q_scale": q_scale, "k_scale": k_scale}
+    attend(
+        q[None], keys, values, out, lse, BatchTable(), how, logit_scales=scales, value_scales={"v_scale": v_scale}
+    )  # fmt: skip
+    return out[0] if lse is None else (out[0], lse[0])
+
+
+class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
+    """Decode over pages: ``plan`` says where they lie, ``run`` attends."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+    ) -> None:
+        """Make a wrapper for a device.
+
+        Args:
+            float_workspace_buffer: any tensor on the device; it is not written.
+            kv_layout: "NHD" or "HND".
+            use_cuda_graph: whether plans write to the buffers, which captured launches read.
+            use_tensor_cores: not read.
+            paged_kv_indptr_buffer: ``[B + 1]`` int32 or int64, with CUDA graphs.
+            paged_kv_indices_buffer: ``[N]`` likewise, of the largest N that is planned.
+            paged_kv_last_page_len_buffer: ``[B]`` likewise.
+            backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
+            jit_args: must be None.
+
+        Raises:
+            KeyError: the layout does not exist.
+            ValueError: with CUDA graphs, a buffer is missing or of another size.
+            NotImplementedError: an argument is left out here.
+        """
+        check_layout(kv_layout)
+        check_backend(backend)
+        refuse(jit_args=jit_args)
+        super().__init__(float_workspace_buffer, use_cuda_graph)
+        self._kv_layout, self._use_tensor_cores = kv_layout, use_tensor_cores
+        self._indptr_buffer = self._buffer("paged_kv_indptr_buffer", paged_kv_indptr_buffer)
+        self._indices_buffer = self._buffer("paged_kv_indices_buffer", paged_kv_indices_buffer)
+        self._last_page_len_buffer = self._buffer("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer)
+        self._check_rows(self._indptr_buffer, self._last_page_len_buffer, "buffer")
+        self._table: BatchTable | None = None
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """What the wrapper was made with."""
+        return self._use_tensor_cores
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> None:
+        """Say where pages lie, and how logits are made.
+
+        Args:
+            indptr: ``[B + 1]`` int32 or int64, where each row's pages begin in ``indices``; on any device.
+            indices: ``[N]``, page numbers.
+            last_page_len: ``[B]``, tokens in each row's last page.
+            num_qo_heads: H.
+            num_kv_heads: K.
+            head_dim: D; not read, nor is ``page_size``: the states say it.
+            page_size: S.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
+            window_left: tokens visible to the left of each query; -1 for all.
+            logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
+            q_data_type: dtype of queries.
+            kv_data_type: dtype of pages; None for that of queries.
+            o_data_type: dtype of results; None for that of queries.
+            data_type: dtype of what is None.
+            sm_scale: factor on the logits; None for ``D ** -0.5``.
+            rope_scale: positions are divided by it; None for 1.
+            rope_theta: base of the rotation's frequencies; None for 10,000.
+            non_blocking: whether copies to the device may go on after the return.
+            block_tables: must be None.
+            seq_lens: not read: lengths follow from the tables, which captured launches read.
+            fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
+            disable_split_kv: whether keys are summed in one order, whatever the batch is.
+            q_len_per_req: not read: ``run`` counts the queries.
+
+        Raises:
+            KeyError: the mode does not exist.
+            ValueError: sizes do not fit together, or tables not into the buffers; nothing is written.
+            NotImplementedError: an argument is left out here; nothing is written.
+        """
+        refuse(block_tables=block_tables)
+        self._check_rows(indptr, last_page_len, "table")
+        types = data_types(
+            (data_type or "float16") if q_data_type is None else q_data_type,
+            data_type if kv_data_type is None else kv_data_type,
+            o_data_type,
+        )
+        how = logits(
+            num_qo_heads, self.device, causal=True, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+            one_order=disable_split_kv or fixed_split_size is not None,
+        )  # fmt: skip
+        tables = self._place(
+            non_blocking,
+            paged_kv_indptr_buffer=(as_index(indptr), self._indptr_buffer),
+            paged_kv_indices_buffer=(as_index(indices), self._indices_buffer),
+            paged_kv_last_page_len_buffer=(as_index(last_page_len), self._last_page_len_buffer),
+        )
+        self._planned(tables, num_qo_heads, types, how)
+
+    begin_forward = plan
+
+    def _check_rows(self, indptr: Tensor | None, last_page_len: Tensor | None, what: str) -> None:
+        if indptr is None or last_page_len is None:
+            return
+        rows = len(last_page_len)
+        if len(indptr) != rows + 1:
+            raise ValueError(f"the {what} of indptr must be [{rows + 1}] for {rows} rows; got [{len(indptr)}]")
+        if self._last_page_len_buffer is not None and len(self._last_page_len_buffer) != rows:
+            raise ValueError(
+                f"with CUDA graphs the batch is always {len(self._last_page_len_buffer)}, as buffers are; got {rows}"
+            )
+
+    def _planned(self, tables: list[Tensor], heads: int, types: DataTypes, how: Logits) -> None:
+        indptr, indices, last_page_len = tables
+        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
+        self._paged_kv_last_page_len_buf = last_page_len
+        self._table = BatchTable(None, indptr, indices, last_page_len)
+        self._heads, self._types, self._how = heads, types, how
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Pages,
+        *args: Scale,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Pages | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend as planned. With several queries a row, each sees the keys up to its own position.
+
+        Args:
+            q: ``[T, H, D]``, the queries of a row next to each other.
+            paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
+                values, each without the second axis.
+            *args: scales of queries, keys and values in fp8, ``[H]`` or ``[K]`` float32.
+            q_scale: factor on the logits, like ``k_scale``.
+            k_scale: as ``q_scale``.
+            v_scale: factor on the results.
+            out: ``[T, H, D]``, written and returned if given.
+            lse: ``[T, H]`` float32, likewise.
+            return_lse: whether the log-sum-exp, in base 2, is returned, too.
+            enable_pdl: not read.
+            window_left: as planned, or None.
+            sinks: must be None.
+            q_len_per_req: deprecated: Q, which is checked.
+            skip_softmax_threshold_scale_factor: must be None.
+            kv_cache_sf: must be None.
+
+        Returns:
+            ``[T, H, D]`` of the planned dtype and, if wanted, ``[T, H]`` float32. A query that sees no key has zeros,
+            and minus infinity.
+
+        Raises:
+            RuntimeError: nothing was planned.
+            ValueError: shapes or dtypes are not as planned; nothing is written.
+            NotImplementedError: an argument is left out here; nothing is written.
+        """
+        refuse(
+            sinks=sinks,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            kv_cache_sf=kv_cache_sf,
+        )
+        if self._table is None:
+            raise RuntimeError("call plan() before run()")
+        keys, values = paged(paged_kv_cache, self._kv_layout)
+        self._types.check(q, keys)
+        self._check_run(q, window_left, q_len_per_req)
+        return self._attend(
+            q, keys, values, self._table, out, lse, return_lse, self._types.result, args,
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+
+    def _check_run(self, q: Tensor, window_left: int | None, q_len_per_req: int | None) -> None:
+        rows = self._paged_kv_last_page_len_buf.shape[0]
+        if window_left is not None and window_left != self._how.window_left:
+            raise ValueError(f"window_left must be {self._how.window_left}, as planned; got {window_left}")
+        if q.dim() != 3 or q.shape[0] % max(1, rows):
+            raise ValueError(f"q must be [T, H, D], T a multiple of {rows} rows; got {tuple(q.shape)}")
+        if q_len_per_req is None:
+            return
+        warnings.warn("run(q_len_per_req) is deprecated: give it to plan()", DeprecationWarning, stacklevel=3)
+        if q.shape[0] != rows * q_len_per_req:
+            raise ValueError(
+                f"q must have {rows} * {q_len_per_req} queries, rows times q_len_per_req; got {tuple(q.shape)}"
+            )
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Pages,
+        pos_encoding_mode: str = "NONE",
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor:
+        """Deprecated: ``run``, after how logits are made was planned anew. Arguments as of both."""
+        self._plan_logits(
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        out = self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        assert isinstance(out, Tensor)
+        return out
+
+    def forward_return_lse(
+        self,
+        q: Tensor,
+        paged_kv_cache: Pages,
+        pos_encoding_mode: str = "NONE",
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Deprecated: ``forward`` that also returns the log-sum-exp."""
+        self._plan_logits(
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run_return_lse(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+    def _plan_logits(self, **how: Any) -> None:
+        if self._table is None:
+            raise RuntimeError("call plan() before forward()")
+        self._how = logits(self._heads, self.device, causal=True, one_order=self._how.one_order, **how)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """``BatchDecodeWithPagedKVCacheWrapper`` with ``use_cuda_graph=True``."""
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        """Make a wrapper for a device; arguments as of the other, buffers first."""
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            use_cuda_graph=True,
+            use_tensor_cores=use_tensor_cores,
+            paged_kv_indptr_buffer=indptr_buffer,
+            paged_kv_indices_buffer=indices_buffer,
+            paged_kv_last_page_len_buffer=last_page_len_buffer,
+        )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None,
+    data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """``plan`` without copies: with CUDA graphs, the caller has written to the buffers.
+
+    Args:
+        self: a wrapper.
+        indptr: as of ``plan``; without CUDA graphs on the device.
+        indices: as of ``plan``; without CUDA graphs on the device.
+        last_page_len: as of ``plan``; without CUDA graphs on the device.
+        num_qo_heads: as of ``plan``, like all after it.
+        num_kv_heads: as of ``plan``.
+        head_dim: as of ``plan``.
+        page_size: as of ``plan``.
+        pos_encoding_mode: as of ``plan``.
+        window_left: as of ``plan``.
+        logits_soft_cap: as of ``plan``.
+        q_data_type: as of ``plan``; None for ``data_type``.
+        kv_data_type: as of ``plan``.
+        data_type: as of ``plan``.
+        sm_scale: as of ``plan``.
+        rope_scale: as of ``plan``.
+        rope_theta: as of ``plan``.
+        non_blocking: as of ``plan``.
+        fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
+        disable_split_kv: as of ``plan``.
+        global_override_indptr_cpu: not read: no table is read on the host.
+
+    Raises:
+        KeyError: as of ``plan``, like other errors.
+    """
+    if self.is_cuda_graph_enabled:
+        given = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}
+        buffers = (self._indptr_buffer, self._indices_buffer, self._last_page_len_buffer)
+        for (name, table), buffer in zip(given.items(), buffers, strict=True):
+            if buffer is not None and len(table) > len(buffer):
+                raise ValueError(f"{name} has room for {len(buffer)} entries in its buffer; got {len(table)}")
+        indptr, indices, last_page_len = (
+            table if buffer is None else buffer for table, buffer in zip(given.values(), buffers, strict=True)
+        )
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
+        window_left, logits_soft_cap, q_data_type, kv_data_type, None, data_type, sm_scale, rope_scale, rope_theta,
+        non_blocking, None, None, fixed_split_size, disable_split_kv,
+    )  # fmt: skip

@@ -1,0 +1,27 @@
+"""Ops under FlashInfer's API that no program of ``compiled_llm`` runs: keys and values in any layout, sparse blocks.
+
+Each has a fake for tracing, a Triton kernel for CUDA and a kernel in plain PyTorch for the CPU, as those of
+``compiled_llm_ops`` have.
+"""
+
+from compiled_llm_flashinfer.ops.sparse.block_sparse import block_sparse_attention, block_sparse_attention_lse
+from compiled_llm_flashinfer.ops.sparse.variable import (
+    variable_block_sparse_attention,
+    variable_block_sparse_attention_lse,
+)
+from compiled_llm_flashinfer.ops.sparse.work_items import block_sparse_items, variable_block_sparse_tables
+from compiled_llm_flashinfer.ops.strided.append import strided_append
+from compiled_llm_flashinfer.ops.strided.attention import strided_attention
+from compiled_llm_flashinfer.ops.strided.latents import strided_latent_attention
+
+__all__ = [
+    "block_sparse_attention",
+    "block_sparse_attention_lse",
+    "block_sparse_items",
+    "strided_append",
+    "strided_attention",
+    "strided_latent_attention",
+    "variable_block_sparse_attention",
+    "variable_block_sparse_attention_lse",
+    "variable_block_sparse_tables",
+]

@@ -1,0 +1,138 @@
+"""Signatures of the ops, as those of ``compiled_llm_ops.contracts``, and constants that they share with their kernels.
+
+Shapes: B rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class StridedAttention(NamedTuple):
+    """Arguments of ``strided_attention``."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    out: Tensor
+    lse: Tensor | None
+    qo_indptr: Tensor | None
+    indptr: Tensor | None
+    indices: Tensor | None
+    last_page_len: Tensor | None
+    scale: float
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    value_scale: float = 1.0
+    logit_factors: Tensor | None = None
+    value_factors: Tensor | None = None
+    mask: Tensor | None = None
+    mask_indptr: Tensor | None = None
+    slopes: Tensor | None = None
+    rope_scale: float = 0.0
+    rope_theta: float = 0.0
+    one_order: bool = False
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return 1 if self.indptr is None else self.indptr.shape[0] - 1
+
+
+class StridedLatentAttention(NamedTuple):
+    """Arguments of ``strided_latent_attention``."""
+
+    query_latent: Tensor
+    query_rope: Tensor
+    latents: Tensor
+    ropes: Tensor
+    out: Tensor
+    lse: Tensor | None
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    lengths: Tensor
+    scale: float
+    causal: bool = False
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.lengths.shape[0]
+
+
+class StridedAppend(NamedTuple):
+    """Arguments of ``strided_append``."""
+
+    key: Tensor
+    value: Tensor
+    keys: Tensor
+    values: Tensor
+    token_rows: Tensor
+    token_positions: Tensor
+    indptr: Tensor
+    indices: Tensor
+
+
+class SparseItem(NamedTuple):
+    """A work item of block-sparse attention: some queries of a row of blocks, with all of its keys or a share of them.
+
+    Attributes:
+        kv_head: of an item of ``variable_block_sparse_attention``; 0 where all kv heads read the same.
+        first_query: the first of its queries.
+        queries: how many they are; 0 if there is no item.
+        first_piece: where its keys begin in the lists of the op.
+        pieces: how many entries they are; 0 for queries that see no key.
+        first_part: the first of the partial results of these queries.
+        part: the item's own, counted from there.
+        parts: how many they are; 1 if there is nothing to merge.
+    """
+
+    kv_head: int
+    first_query: int
+    queries: int
+    first_piece: int
+    pieces: int
+    first_part: int
+    part: int
+    parts: int
+
+
+SPARSE_PIECE = 64
+"""Keys of a piece of ``variable_block_sparse_attention``, at most."""
+
+
+class BlockSparseAttention(NamedTuple):
+    """Arguments of ``block_sparse_attention`` and ``block_sparse_attention_lse``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    indptr: Tensor
+    indices: Tensor
+    work_items: Tensor
+    block_rows: int
+    block_columns: int
+    max_parts: int
+    scale: float
+    logits_soft_cap: float = 0.0
+    mask: Tensor | None = None
+
+
+class VariableBlockSparseAttention(NamedTuple):
+    """Arguments of ``variable_block_sparse_attention`` and ``variable_block_sparse_attention_lse``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    block_mask_map: Tensor
+    block_row_sz: Tensor
+    block_col_sz: Tensor
+    work_items: Tensor
+    pieces: Tensor
+    max_parts: int
+    scale: float
+    logits_soft_cap: float = 0.0

@@ -1,0 +1,405 @@
+"""FlashInfer's prefill: any number of queries a row, over one row or over pages; ``ragged`` has that without pages.
+
+Shapes: B rows, T packed tokens, Q queries and L tokens of the one row, H query heads, K kv heads, D head dimension of
+queries and keys, E that of values, P pages, S page size, N entries of the page table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm_flashinfer.arguments import (
+    Scale,
+    check_backend,
+    data_types,
+    refuse,
+)
+from compiled_llm_flashinfer.attend import BatchTable, attend, logits
+from compiled_llm_flashinfer.layouts import Pages, check_layout, paged, ragged
+from compiled_llm_flashinfer.masks import packed_mask
+from compiled_llm_flashinfer.page import get_seq_lens
+from compiled_llm_flashinfer.quantization import packbits
+from compiled_llm_flashinfer.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from compiled_llm_flashinfer.workspace import PlannedPrefill, as_index
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
+
+
+def single_prefill_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale_q: Tensor | None = None,
+    scale_k: Tensor | None = None,
+    scale_v: Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: Tensor | None = None,
+    packed_custom_mask: Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: tuple[Tensor, Tensor] | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend with the last queries of one row.
+
+    Args:
+        q: ``[Q, H, D]`` float16, bfloat16, float32 or fp8.
+        k: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of those dtypes.
+        v: like ``k``, or of another head size E.
+        scale_q: ``[H]`` float32 or one for all, factors on the logits, like ``scale_k``.
+        scale_k: ``[K]``, as ``scale_q``.
+        scale_v: ``[K]``, factors on the results.
+        o_dtype: of results; None for that of queries.
+        custom_mask: ``[Q, L]`` bool, in place of ``causal``: which keys each query sees.
+        packed_custom_mask: uint8, the same as of ``packbits`` with ``bitorder="little"``; then the other is not read.
+        causal: whether queries see no keys after their own position.
+        kv_layout: "NHD" or "HND".
+        pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
+        use_fp16_qk_reduction: not read: sums are float32.
+        sm_scale: factor on the logits; None for ``D ** -0.5``.
+        window_left: tokens visible to the left of each query; -1 for all.
+        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
+        rope_scale: positions are divided by it; None for 1.
+        rope_theta: base of the rotation's frequencies; None for 10,000.
+        backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
+        return_lse: whether the log-sum-exp is returned, too.
+        kv_cache_sf: must be None.
+        k_scale: factor on the logits.
+        v_scale: factor on the results.
+
+    Returns:
+        ``[Q, H, E]`` and, if wanted, ``[Q, H]`` float32: the log-sum-exp in base 2.
+
+    Raises:
+        KeyError: a layout or mode does not exist.
+        ValueError: shapes or dtypes do not fit together.
+        NotImplementedError: an argument is left out here.
+    """
+    refuse(kv_cache_sf=kv_cache_sf)
+    check_backend(backend)
+    if q.dim() != 3:
+        raise ValueError(f"q must be [Q, H, D]; got {tuple(q.shape)}")
+    keys, values = ragged("k", k, kv_layout), ragged("v", v, kv_layout)
+    how = logits(
+        q.shape[1], q.device, causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+        logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+    )  # fmt: skip
+    mask, pairs = packed_custom_mask, q.shape[0] * keys.shape[0]
+    if mask is None and custom_mask is not None:
+        if custom_mask.numel() != pairs:
+            raise ValueError(
+                f"custom_mask must be [{q.shape[0]}, {keys.shape[0]}], queries and keys; got {tuple(custom_mask.shape)}"
+            )
+        mask = packbits(custom_mask, bitorder="little")
+    elif mask is not None and mask.numel() < (pairs + 7) // 8:
+        raise ValueError(f"packed_custom_mask must be [{(pairs + 7) // 8}] uint8; got {tuple(mask.shape)}")
+    dtype = q.dtype if o_dtype is None else o_dtype
+    out = torch.empty((*q.shape[:2], values.shape[3]), dtype=dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    attend(
+        q, keys, values, out, lse, BatchTable(mask=mask), how,
+        logit_scales={"scale_q": scale_q, "scale_k": scale_k, "k_scale": k_scale},
+        value_scales={"scale_v": scale_v, "v_scale": v_scale},
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def single_prefill_with_kv_cache_return_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``single_prefill_with_kv_cache`` with ``return_lse=True``."""
+    out, lse = single_prefill_with_kv_cache(*args, **{**kwargs, "return_lse": True})
+    return out, lse
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
+    """Prefill over pages: ``plan`` says where they lie, ``run`` attends."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Make a wrapper for a device.
+
+        Args:
+            float_workspace_buffer: any tensor on the device; it is not written.
+            kv_layout: "NHD" or "HND".
+            use_cuda_graph: whether plans write to the buffers, which captured launches read.
+            qo_indptr_buf: ``[B + 1]`` int32 or int64, with CUDA graphs.
+            paged_kv_indptr_buf: ``[B + 1]`` likewise.
+            paged_kv_indices_buf: ``[N]`` likewise, of the largest N that is planned.
+            paged_kv_last_page_len_buf: ``[B]`` likewise.
+            custom_mask_buf: uint8, of the largest mask that is planned; None without masks.
+            mask_indptr_buf: ``[B + 1]`` int32 or int64, with a mask.
+            backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
+            jit_args: must be None.
+            jit_kwargs: must be None.
+
+        Raises:
+            KeyError: the layout does not exist.
+            ValueError: with CUDA graphs, a buffer is missing or of another size.
+            NotImplementedError: an argument is left out here.
+        """
+        check_layout(kv_layout)
+        check_backend(backend)
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        super().__init__(float_workspace_buffer, use_cuda_graph, custom_mask_buf, mask_indptr_buf)
+        self._kv_layout = kv_layout
+        self._buffers = {
+            "qo_indptr_buf": self._buffer("qo_indptr_buf", qo_indptr_buf),
+            "paged_kv_indptr_buf": self._buffer("paged_kv_indptr_buf", paged_kv_indptr_buf),
+            "paged_kv_indices_buf": self._buffer("paged_kv_indices_buf", paged_kv_indices_buf),
+            "paged_kv_last_page_len_buf": self._buffer("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+        }
+        if qo_indptr_buf is not None and use_cuda_graph:
+            self._rows = len(qo_indptr_buf) - 1
+            self._check_rows(
+                self._rows,
+                paged_kv_indptr_buf=(paged_kv_indptr_buf, 1),
+                paged_kv_last_page_len_buf=(paged_kv_last_page_len_buf, 0),
+            )
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Say where queries and pages lie, and how logits are made.
+
+        Args:
+            qo_indptr: ``[B + 1]`` int32 or int64, where each row's queries begin; on any device.
+            paged_kv_indptr: ``[B + 1]``, where each row's pages begin in ``paged_kv_indices``.
+            paged_kv_indices: ``[N]``, page numbers.
+            paged_kv_last_page_len: ``[B]``, tokens in each row's last page.
+            num_qo_heads: H.
+            num_kv_heads: K.
+            head_dim_qk: D; not read: the states say it.
+            page_size: S, from which the sizes of masks follow.
+            head_dim_vo: E; not read.
+            custom_mask: bool, in place of ``causal``: which keys each query sees, ``[Q, L]`` of each row, one row after
+                the other.
+            packed_custom_mask: uint8, the same as of ``segment_packbits`` with ``bitorder="little"``; then the other is
+                not read.
+            causal: whether queries see no keys after their own position.
+            pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
+            use_fp16_qk_reduction: not read: sums are float32.
+            sm_scale: factor on the logits; None for ``D ** -0.5``.
+            window_left: tokens visible to the left of each query; -1 for all.
+            logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
+            rope_scale: positions are divided by it; None for 1.
+            rope_theta: base of the rotation's frequencies; None for 10,000.
+            q_data_type: dtype of queries.
+            kv_data_type: dtype of pages; None for that of queries.
+            o_data_type: dtype of results; None for that of queries.
+            non_blocking: whether copies to the device may go on after the return.
+            prefix_len_ptr: must be None, like the other arguments of several items.
+            token_pos_in_items_ptr: must be None.
+            token_pos_in_items_len: not read.
+            max_item_len_ptr: must be None.
+            seq_lens: not read: lengths follow from the tables, which captured launches read.
+            seq_lens_q: not read.
+            block_tables: must be None.
+            max_token_per_sequence: not read.
+            max_sequence_kv: not read.
+            fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
+            disable_split_kv: whether keys are summed in one order, whatever the batch is.
+
+        Raises:
+            KeyError: the mode does not exist.
+            ValueError: sizes do not fit together, or tables not into the buffers; nothing is written.
+            NotImplementedError: an argument is left out here; nothing is written.
+        """
+        refuse(
+            prefix_len_ptr=prefix_len_ptr,
+            token_pos_in_items_ptr=token_pos_in_items_ptr,
+            max_item_len_ptr=max_item_len_ptr,
+            block_tables=block_tables,
+        )
+        self._check_rows(
+            len(qo_indptr) - 1, paged_kv_indptr=(paged_kv_indptr, 1), paged_kv_last_page_len=(paged_kv_last_page_len, 0)
+        )
+        types = data_types(q_data_type, kv_data_type, o_data_type)
+        how = logits(
+            num_qo_heads, self.device, causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+            one_order=disable_split_kv or fixed_split_size is not None,
+        )  # fmt: skip
+        mask = None
+        if custom_mask is not None or packed_custom_mask is not None:
+            lengths = get_seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
+            mask = packed_mask(custom_mask, packed_custom_mask, qo_indptr, lengths)
+        tables = {
+            "qo_indptr_buf": qo_indptr,
+            "paged_kv_indptr_buf": paged_kv_indptr,
+            "paged_kv_indices_buf": paged_kv_indices,
+            "paged_kv_last_page_len_buf": paged_kv_last_page_len,
+        }
+        placed = self._place_with_mask(
+            non_blocking, mask, **{name: (as_index(table), self._buffers[name]) for name, table in tables.items()}
+        )
+        self._planned(placed, num_qo_heads, qo_indptr, types, how)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Pages,
+        *args: Scale,
+        q_scale: Scale = None,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        kv_cache_sf: Pages | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend as planned.
+
+        Args:
+            q: ``[T, H, D]``, any strides.
+            paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
+                values, each without the second axis.
+            *args: scales of queries, keys and values in fp8, ``[H]`` or ``[K]`` float32.
+            q_scale: factor on the logits, like ``k_scale``.
+            k_scale: as ``q_scale``.
+            v_scale: factor on the results.
+            out: ``[T, H, E]``, written and returned if given.
+            lse: ``[T, H]`` float32, likewise.
+            return_lse: whether the log-sum-exp, in base 2, is returned, too.
+            enable_pdl: not read.
+            window_left: as planned, or None.
+            sinks: must be None.
+            kv_cache_sf: must be None.
+            skip_softmax_threshold_scale_factor: must be None.
+
+        Returns:
+            ``[T, H, E]`` of the planned dtype and, if wanted, ``[T, H]`` float32. A query that sees no key has zeros,
+            and minus infinity.
+
+        Raises:
+            RuntimeError: nothing was planned.
+            ValueError: shapes or dtypes are not as planned; nothing is written.
+            NotImplementedError: an argument is left out here; nothing is written.
+        """
+        refuse(
+            sinks=sinks,
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+        )
+        table = self._checked(q, window_left)
+        keys, values = paged(paged_kv_cache, self._kv_layout)
+        self._types.check(q, keys)
+        return self._attend(
+            q, keys, values, table, out, lse, return_lse, self._types.result, args,
+            q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Pages,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Tensor:
+        """Deprecated: ``run``, after how logits are made was planned anew. Arguments as of both."""
+        self._plan_logits(
+            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        out = self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+        assert isinstance(out, Tensor)
+        return out
+
+    def forward_return_lse(
+        self,
+        q: Tensor,
+        paged_kv_cache: Pages,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Scale = None,
+        v_scale: Scale = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Deprecated: ``forward`` that also returns the log-sum-exp."""
+        self._plan_logits(
+            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run_return_lse(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
