@@ -59,7 +59,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype = "float16",
         non_blocking: bool = True,
     ) -> None:
         """Say which blocks there are, and decide on the host how they are divided.
@@ -87,7 +87,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             rope_theta: base of the rotation's frequencies; None for 10,000.
             q_data_type: dtype of queries.
             kv_data_type: dtype of keys; None for that of queries.
-            o_data_type: dtype of results; None for that of the queries, or float16 for queries of fp8.
+            o_data_type: dtype of results; float16 as in FlashInfer, whatever the queries have.
             non_blocking: not read.
 
         Raises:
@@ -121,7 +121,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             begins, numbers, queries, *own = self._write(**matrix, qo_indptr=(starts, len(indptr)), **masks)
             self._arguments, self._table = None, BatchTable(queries, begins, numbers, None, *own)
         self._how, self._mode, self._blocks = how, pos_encoding_mode, (R, C)
-        self._result = None if o_data_type is None else as_dtype(o_data_type)
+        self._result = as_dtype(o_data_type)
         self._shape, self._keys = (M, num_qo_heads, head_dim), (N, num_kv_heads, head_dim)
 
     begin_forward = plan
@@ -164,8 +164,7 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         for name, states in (("k", k), ("v", v)):
             if states.shape != self._keys:
                 raise ValueError(f"{name} must be {self._keys}, as planned; got {tuple(states.shape)}")
-        dtype = torch.float16 if q.dtype.itemsize == 1 else q.dtype
-        out = result_like("out", out, self._shape, self._result or dtype, q)
+        out = result_like("out", out, self._shape, self._result, q)
         if return_lse or lse is not None:
             lse = result_like("lse", lse, self._shape[:2], torch.float32, q)
         if self._table is None:
@@ -288,7 +287,7 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
                 qo_indptr=(starts, len(starts)), kv_indptr=(begins, len(begins)), kv_indices=(keys, entries)
             )
             self._arguments, self._table = None, BatchTable(*placed)
-        self._how, self._mode, self._kv_heads, self._result = how, pos_encoding_mode, num_kv_heads, None
+        self._how, self._mode, self._kv_heads = how, pos_encoding_mode, num_kv_heads
         self._shape = (int(host[1][0].sum()), num_qo_heads, head_dim)
 
     begin_forward = plan

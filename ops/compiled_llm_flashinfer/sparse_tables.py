@@ -29,7 +29,6 @@ class SparseWrapper(Planned):
 
     _how: Logits
     _mode: str
-    _result: torch.dtype | None
 
     def __init__(
         self,

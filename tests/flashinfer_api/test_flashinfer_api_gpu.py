@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -200,26 +198,6 @@ def test_as_flashinfer(kv_layout: str, how: dict[str, Any], seed: int) -> None:
             torch.testing.assert_close(
                 own, other, rtol=1e-2, atol=1e-2, msg=lambda said, name=call.__name__: name + said
             )
-
-
-@needs_flashinfer
-def test_signatures_are_those_of_flashinfer() -> None:
-    import flashinfer
-
-    for name in ours.__all__:
-        own, theirs = getattr(ours, name), getattr(flashinfer, name, None)
-        if inspect.isclass(own):
-            methods = [f"{name}.{method}" for method in vars(theirs) if method in vars(own)]
-        else:
-            methods = [] if inspect.ismodule(own) or theirs is None else [name]
-        for path in methods:
-            found, expected = (attrgetter(path)(module) for module in (ours, flashinfer))
-            if callable(found) and "*args" not in str(inspect.signature(found)):
-                assert arguments_of(found) == arguments_of(expected), path
-
-
-def arguments_of(function: Any) -> list[tuple[str, Any]]:
-    return [(name, entry.default) for name, entry in inspect.signature(function).parameters.items()]
 
 
 @needs_flashinfer
