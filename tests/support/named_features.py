@@ -1,0 +1,67 @@
+"""Which files of package and ops name a feature outside of its own files, and the list of them that is kept.
+
+``PYTHONPATH=. python support/named_features.py``, in ``tests/``, writes the list anew, with the reasons that stand in
+it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from support.imports import CHECKOUT, sources
+
+LIST = Path(__file__).with_suffix(".txt")
+WORDS = {
+    "fp8": "fp8",
+    "recurrent": "recurrent",
+    "latent": "latent",
+    "variant": "(?<!in)variant",  # "invariant" is another feature
+    "cascade": "cascade",
+}
+"""What names a feature, in code, comments and docstrings, as a pattern that ignores case."""
+
+
+def named_in() -> dict[str, list[str]]:
+    """Return the files that name each feature, from the checkout, without those whose path does."""
+    files = {str(path.relative_to(CHECKOUT)): path.read_text() for path in sources().values()}
+    return {
+        feature: sorted(file for file, text in files.items() if named(word, text) and not named(word, file))
+        for feature, word in WORDS.items()
+    }
+
+
+def named(word: str, text: str) -> bool:
+    return re.search(word, text, re.IGNORECASE) is not None
+
+
+def kept() -> dict[str, dict[str, str]]:
+    """Return each feature's files that the list has, with the reason of a file that came later, or nothing."""
+    found: dict[str, dict[str, str]] = {}
+    feature = ""
+    for line in filter(None, LIST.read_text().splitlines()):
+        if line.startswith("  "):
+            file, _, reason = line.strip().partition("  # ")
+            found[feature][file] = reason
+        else:
+            feature = line.partition(":")[0]
+            found[feature] = {}
+    return found
+
+
+def written(features: dict[str, dict[str, str]]) -> str:
+    """Return the list's text: a feature with the number of its files, then each file with its reason."""
+    lines: list[str] = []
+    for feature, files in features.items():
+        lines += [
+            f"{feature}: {len(files)}",
+            *(f"  {file}  # {why}" if why else f"  {file}" for file, why in files.items()),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    before = kept()
+    now = {name: {file: before[name].get(file, "") for file in files} for name, files in named_in().items()}
+    LIST.write_text(written(now))
