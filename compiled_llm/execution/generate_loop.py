@@ -214,9 +214,13 @@ class GenerateLoop:
         self.rows.clear()
         self.restart()
 
+    def end_step(self) -> None:
+        """Make the next decode step anew, at the end of a call: one that may be repeated keeps the model alive."""
+        if (step := self._persistent.step) is not None:
+            step.end()
+
     def restart(self) -> None:
         """Begin again with the rows as they are; forget prompts that wait and tokens that were not read."""
-        self.model_runner.expect_changes()
         self._pending.clear()
         self._computed = None
         self._unread.steps.clear()

@@ -80,6 +80,7 @@ def fast_loop(
         cache.extended(call.updates, call.last) as rows,
         generate_loop.observed(observer, masks_from(grammar, rows, settings, sequences.on_host), reader),
     ):
+        generate_loop.model_runner.expect_changes()  # since the last call
         generate_loop.restart()
         begun = list(begin_rows(call, rows))
         if reader is not None:

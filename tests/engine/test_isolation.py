@@ -52,7 +52,7 @@ def train(model: PreTrainedModel, seed: int) -> PreTrainedModel:
 
 
 PLACES = [
-    "make_ready",
+    "ready",
     "upload",
     "decode",
     "repeated decode",
@@ -68,7 +68,7 @@ PLACES = [
 def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, str]:
     model_runner, loop = model.compiled.model_runner(), loop_of(engine)
     return {
-        "make_ready": (model_runner.steps, "ready"),
+        "ready": (model_runner.steps, "ready"),
         "upload": (model_runner.state.staging, "upload"),
         "decode": (Launch, "__call__"),
         "repeated decode": (DecodeStep, "launch"),

@@ -134,8 +134,9 @@ class DecodeStep:
         return StepOutput(self.placed.rows, logits, tokens)
 
     def end(self) -> None:
-        """Let the next step be made anew, from the rows that sit in the decode buffers."""
+        """Let the next step be made anew, from the rows that sit in the decode buffers; it keeps no model alive."""
         self._limit = 0
+        self._launch.release()
 
     def run_in(
         self,

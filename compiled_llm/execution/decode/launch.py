@@ -20,7 +20,8 @@ from compiled_llm.execution.state.page_watch import PageWatch
 class BoundProgram:
     """A decode program over the buffers of a step, to be called again and again.
 
-    The first call checks the guards of compiled code. As long as nothing changes, later ones run the same code.
+    The first call checks the guards of compiled code. As long as nothing changes, later ones run the same code, with
+    the same arguments. Those keep the model alive until ``release``.
     """
 
     def __init__(
@@ -40,25 +41,31 @@ class BoundProgram:
         self._prepare, self._paged, self._guarded, self._in_trees = prepare, paged, guarded, in_trees
         self._call: Callable[[], StepOutputs] | None = None
         self._code: Callable[..., Any] | None = None  # that ran, if it is known
-        self._profiled = False
-        self.runs = 0
+        self._ran = self._profiled = False
 
     def __call__(self) -> StepOutputs:
         if self._in_trees:
             torch.compiler.cudagraph_mark_step_begin()
         with self._paged():
-            if self.runs < 2 or self._profiled is not is_profiling():  # a profile names ops
-                self._bind()
-            assert self._call is not None
-            outputs = self._call()
-        self.runs += 1
+            call = self._call
+            if call is None or self._profiled is not is_profiling():  # a profile names ops
+                call = self._bound()
+            outputs = call()
+        self._ran = True
         return outputs
 
-    def _bind(self) -> None:
-        call, self._profiled = self._prepare(), is_profiling()
-        if self.runs and not self._guarded:
-            call = call.unguarded(self._code)
-        self._call, self._code = call.bound(), call.code
+    def release(self) -> None:
+        """Let go of the arguments; a further call prepares them again."""
+        self._call = None
+
+    def _bound(self) -> Callable[[], StepOutputs]:
+        prepared, self._profiled = self._prepare(), is_profiling()
+        if self._ran and not self._guarded:
+            prepared = prepared.unguarded(self._code)
+        call, self._code = prepared.bound(), prepared.code
+        if self._ran:  # a step that is not repeated keeps nothing
+            self._call = call
+        return call
 
 
 class Launch:
@@ -87,24 +94,19 @@ class Launch:
         capture: Callable[[StepOutputs], None] | None,
         alone: bool,
     ) -> None:
-        """Run ``key`` in place of ``wanted``.
+        """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or if that is None, by the program.
 
-        Args:
-            wanted: as the attribute.
-            key: as the attribute.
-            entry: has the CUDA graph; None to run the program.
-            program: runs if there is no graph, and may take as long as the step itself.
-            events: count what runs.
-            missed: counts wanted steps whose graph is missing; None if it is not.
-            page_watch: looks at pages after it if it checks them.
-            capture: takes the outputs of a program whose graph is to be captured; None if nothing is.
-            alone: as the attribute.
+        ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured.
         """
         self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
         self.repeats = key.new_tokens_per_row == 1 and capture is None
         self._entry, self._program = entry, program
         self._used, self._cascaded = events.used, events.cascaded if key.cascade else None
         self._missed, self._page_watch, self._capture = missed, page_watch, capture
+
+    def release(self) -> None:
+        """Let go of the model: the step is not repeated any more."""
+        self._program.release()
 
     def __call__(self) -> StepOutputs:
         """Count it and run it."""

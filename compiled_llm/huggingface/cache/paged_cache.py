@@ -263,6 +263,7 @@ class PagedCache(Cache):
             for row, entry in zip(rows, lent, strict=True):
                 row.return_state(entry)
         finally:
+            self.generate_loop.end_step()
             with self.generate_loop.promise.drawn_on():
                 for row in rows:
                     row.settle()

@@ -19,10 +19,10 @@ earlier texts. The fifth makes another model runner, the last runs the probes of
 look, but compared whenever they are asked for, by any thread: that is before a path is chosen, together with the
 ``obstacles`` to ours.
 
-A look begins when a decode step is made (not when it is repeated), at each prefill, after code of the user's has run
-(a streamer, a criterion, a processor), and every 0.1 s while an engine runs. Writes through ``.data`` or into tensors
-of inference mode leave no trace, nor do changes inside objects of other kinds, on classes, in closures and globals,
-unless traced hooks read them (``users_code``).
+A look begins with the first step of a call, with the next one after code of the user's has run (a streamer, a
+criterion, a processor) and said so (``expect_changes``), before anything is compiled, and every 0.1 s while an engine
+runs. Writes through ``.data`` or into tensors of inference mode leave no trace, nor do changes inside objects of other
+kinds, on classes, in closures and globals, unless traced hooks read them (``users_code``).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ModelVersion:
         ) = 0
 
     def expect_changes(self) -> None:
-        """Note that code of the user's may have changed the model: who relies on it looks before the next step."""
+        """Note that code of the user's may have changed the model: the next step looks at it."""
         self.expected = object()
 
     def look(self) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,20 @@ def assert_all_given_back(model: PreTrainedModel, chats: Any = ()) -> None:
         chat.cache = None
     gc.collect()
     assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("forwards", [0, 3], ids=["generate", "forward"])
+def test_a_cache_that_is_kept_keeps_no_model_alive(forwards: int) -> None:
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "eager"})
+    ids = torch.tensor([[5, 6, 7, 8]])
+    cache = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True).past_key_values
+    for _ in range(forwards):
+        model(torch.tensor([[9]]), **{CACHE: cache})
+    layers = weakref.ref(model.model)
+    del model
+    gc.collect()
+    assert layers() is None
+    assert cache.get_seq_length() == 11 + forwards
 
 
 # ---- conversations
