@@ -52,7 +52,7 @@ class PrefillInputs(NamedTuple):
         alone: whether rows have no other tokens, and layers with latents attend to expanded keys and values.
         read: ``[B]`` int32, the entry of each row's state; None without recurrent layers.
         write: ``[B]`` int32, the entry of the state that it has afterwards; None without.
-        hidden_states: whether the step gives them, too.
+        wants: outputs of the model that the step gives besides logits, by HuggingFace's names.
     """
 
     ids: Tensor
@@ -74,7 +74,7 @@ class PrefillInputs(NamedTuple):
     alone: bool = False
     read: Tensor | None = None
     write: Tensor | None = None
-    hidden_states: bool = False
+    wants: tuple[str, ...] = ()
 
 
 class UnpagedInputs(NamedTuple):
@@ -95,9 +95,9 @@ class UnpagedInputs(NamedTuple):
     ends: tuple[int, ...] = ()
 
     @property
-    def hidden_states(self) -> bool:
-        """False: calls that ask for them run over pages."""
-        return False
+    def wants(self) -> tuple[str, ...]:
+        """Nothing: calls that ask for more than logits run over pages."""
+        return ()
 
 
 class PlannedRows(NamedTuple):
@@ -134,7 +134,7 @@ class DecodeInputs(NamedTuple):
         page_check: as of ``PrefillInputs``; rows' chains lie in their slots.
         states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
             without recurrent layers.
-        hidden_states: as of ``PrefillInputs``.
+        wants: as of ``PrefillInputs``.
         shares_places: whether layers attend together where they find their rows: the step runs uncompiled on a CPU.
     """
 
@@ -149,5 +149,5 @@ class DecodeInputs(NamedTuple):
     cascade: CascadeBatch | None = None
     page_check: PageCheck | None = None
     states: tuple[Tensor, Tensor] | None = None
-    hidden_states: bool = False
+    wants: tuple[str, ...] = ()
     shares_places: bool = False

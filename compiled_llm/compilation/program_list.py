@@ -3,8 +3,8 @@
 A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, and a
 third one for rows without cached tokens, where layers keep latents; a decode step for batch 1 and one for all larger
 batches, the same two for rows that feed in several tokens each, and one for rows that begin with the same pages.
-Each is there a second time, for steps that give hidden states, too. One more is for calls of the model itself whose
-rows are new, and needs no pages.
+Steps that give more outputs than logits run in programs of their own, made of these. One more is for calls of the model
+itself whose rows are new, and needs no pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ PREFILL_EMBEDDED = "prefill from embeddings"
 PREFILL_ALONE = "prefill of rows without cached tokens"
 UNPAGED = "forward without pages"
 DECODE_CASCADE = "decode, shared pages read once"
-WITH_STATES = ", with hidden states"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
 ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
@@ -36,13 +35,11 @@ class Program(NamedTuple):
 
     Attributes:
         name: its name in reports.
-        serves: whether it runs a step with these inputs, with hidden states or without; of several programs, the first
-            in ``PROGRAMS`` does.
+        serves: whether it runs a step with these inputs; of several programs, the first in ``PROGRAMS`` does.
         step: the function that is traced.
         options: Inductor's options for it.
         decodes: whether each row has one new token, or as many as the others.
         on_demand: whether it is compiled only for calls that need it, so that reports leave it out before.
-        states: whether it gives hidden states, too.
     """
 
     name: str
@@ -51,7 +48,6 @@ class Program(NamedTuple):
     options: Callable[[WrapConfig, torch.device], dict[str, Any]]
     decodes: bool = False
     on_demand: bool = False
-    states: bool = False
 
 
 def _reads_embeddings(inputs: ProgramInputs) -> bool:
@@ -84,7 +80,9 @@ def _decode(name: str, one_row: bool, several: bool) -> Program:
     return Program(name, serves, decode_step, options, decodes=True, on_demand=several)
 
 
-_WITHOUT_STATES: tuple[Program, ...] = (
+_UNPAGED = Program(UNPAGED, _is_unpaged, unpaged_step, prefill_options, on_demand=True)
+
+PROGRAMS: tuple[Program, ...] = (
     Program(PREFILL, _reads_ids, prefill_step, prefill_options),
     Program(PREFILL_EMBEDDED, _reads_embeddings, prefill_step, prefill_options, on_demand=True),
     Program(PREFILL_ALONE, partial(_reads_ids, alone=True), prefill_step, prefill_options, on_demand=True),
@@ -100,21 +98,19 @@ _WITHOUT_STATES: tuple[Program, ...] = (
         decodes=True,
         on_demand=True,
     ),
+    _UNPAGED,
 )
 
 
-def _with_states(program: Program) -> Program:
-    return program._replace(name=f"{program.name}{WITH_STATES}", on_demand=True, states=True)
-
-
-_UNPAGED = Program(UNPAGED, _is_unpaged, unpaged_step, prefill_options, on_demand=True)
-
-PROGRAMS: tuple[Program, ...] = (*_WITHOUT_STATES, *map(_with_states, _WITHOUT_STATES), _UNPAGED)
+def with_outputs(name: str, wants: tuple[str, ...]) -> str:
+    """Return the name of what also gives these outputs."""
+    return f"{name}, with {' and '.join(wants).replace('_', ' ')}" if wants else name
 
 
 def program_for(inputs: ProgramInputs) -> Program:
     """Return the program that runs a step with these inputs."""
     if _UNPAGED.serves(inputs):  # first: its calls are short, and looking through all others takes a part of them
         return _UNPAGED
-    states = inputs.hidden_states
-    return next(program for program in PROGRAMS if program.states is states and program.serves(inputs))
+    program = next(program for program in PROGRAMS if program.serves(inputs))
+    wants = inputs.wants
+    return program._replace(name=with_outputs(program.name, wants), on_demand=True) if wants else program

@@ -169,10 +169,23 @@ class Programs:
         if config.mode != "eager" and not self.eager:
             begin_during_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
-        self._functions = {program.name: own_copy(program.step) for program in PROGRAMS}
-        forget_when_gone(self, [*self._functions.values()])
         self._fused: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
-        self._programs = {program.name: self.compile(program) for program in PROGRAMS}
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._programs: dict[str, Callable[..., Any]] = {}
+        for program in PROGRAMS:
+            self._add(program)
+
+    def _add(self, program: Program) -> None:
+        self._functions[program.name] = function = own_copy(program.step)
+        forget_when_gone(self, [function])
+        self._programs[program.name] = self.compile(program)
+
+    def _name_for(self, inputs: ProgramInputs) -> str:
+        """Return the name of the program that runs a step with these inputs, made now if its outputs are new."""
+        program = program_for(inputs)
+        if program.name not in self._functions:
+            self._add(program)
+        return program.name
 
     def compile(self, program: Program, more: Mapping[str, Any] = MappingProxyType({})) -> Callable[..., Any]:
         """Return a compiled program; ``more`` are options of Inductor's besides its own."""
@@ -220,10 +233,10 @@ class Programs:
 
         ``compare`` says to check for recompilation of a prefill now; if False, the caller must, for any program.
         """
-        if arguments.inputs.hidden_states and not self._captures_outputs:
+        if arguments.inputs.wants and not self._captures_outputs:
             let_outputs_be_captured(arguments.model)
             self._captures_outputs = True
-        name = program_for(arguments.inputs).name
+        name = self._name_for(arguments.inputs)
         prepared = self._prepared(name, arguments, compare)
         call = self._call(name, arguments._replace(model=prepared.model))
         if not (prepared.code or call.interpreted or isinstance(arguments.inputs, DecodeInputs)):
@@ -232,7 +245,7 @@ class Programs:
 
     def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been looked at."""
-        name = program_for(arguments.inputs).name
+        name = self._name_for(arguments.inputs)
         return self._call(name, arguments._replace(model=self._stand_in(arguments))).compiled
 
     def look(self, model: PreTrainedModel, replays: bool) -> bool:
@@ -247,7 +260,7 @@ class Programs:
 
         They do not notice layers whose tensors have been replaced since then: ``ModelVersion.tensors`` does.
         """
-        function, named = self._functions[program_for(arguments.inputs).name], self._by_name(arguments)
+        function, named = self._functions[self._name_for(arguments.inputs)], self._by_name(arguments)
         called_with = None if call is None else call.arguments
         return Guards(function, named, lambda: {"model": self._stand_in(arguments)}, called_with)
 
@@ -296,12 +309,8 @@ class Programs:
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
         """The compiled functions by name; those that are compiled on demand once they were needed."""
-        on_demand = {program.name for program in PROGRAMS if program.on_demand}
-        return {
-            name: function
-            for name, function in self._functions.items()
-            if name not in on_demand or graph_count(function)
-        }
+        always = {program.name for program in PROGRAMS if not program.on_demand}
+        return {name: function for name, function in self._functions.items() if name in always or graph_count(function)}
 
     def pattern_matches(self) -> dict[str, int]:
         """Return how often each pattern was found in the graphs that were searched for it."""
@@ -325,7 +334,7 @@ class Programs:
 
     def full(self, inputs: ProgramInputs | None = None) -> bool:
         """Whether torch's limit is reached for the program that serves ``inputs``, or for any program."""
-        programs = [*self._programs.values()] if inputs is None else [self._programs[program_for(inputs).name]]
+        programs = [*self._programs.values()] if inputs is None else [self._programs[self._name_for(inputs)]]
         return any(isinstance(program, Bounded) and program.full for program in programs)
 
     def uncompiled(self) -> dict[str, int]:

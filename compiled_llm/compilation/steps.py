@@ -141,13 +141,13 @@ def decode_step(
 
 def _asked(inputs: PrefillInputs | DecodeInputs) -> dict[str, bool]:
     """Return the outputs that HuggingFace's forward is asked for; not every forward takes the question."""
-    return {"output_hidden_states": True} if inputs.hidden_states else {}
+    return {f"output_{name}": True for name in inputs.wants}
 
 
 def _emitted(inputs: PrefillInputs | DecodeInputs, out: Any) -> Emitted:
-    """Return hidden states ``[T, hidden]``, none of a model without any, and what hooks have emitted."""
-    states = (getattr(out, "hidden_states", None) or ()) if inputs.hidden_states else ()
-    return {**{number: state.flatten(0, 1) for number, state in enumerate(states)}, **getattr(out, "emitted", {})}
+    """Return the wanted outputs of layers ``[T, ...]``, of a model that has them, and what hooks have emitted."""
+    layers = [layer for name in inputs.wants for layer in getattr(out, name, None) or ()]
+    return {**{number: layer.flatten(0, 1) for number, layer in enumerate(layers)}, **getattr(out, "emitted", {})}
 
 
 def _known(ids: Tensor, tables: SamplingTables) -> Tensor:

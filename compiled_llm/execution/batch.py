@@ -5,8 +5,8 @@ Shapes: Q new tokens of a row, N rows that a token is sampled for, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,25 +85,34 @@ def last_tokens(rows: Sequence[Row], size: int = 1) -> list[TokenSpan]:
     return [TokenSpan(row, row.length - size, size) for row in rows]
 
 
-class Reader(Protocol):
-    """Reads what launches compute of their tokens besides logits.
+class Tap:
+    """A watcher of steps, called in the model's executor; nothing that it overrides may wait for the device.
 
     Attributes:
-        hidden_states: whether steps are to give hidden states.
+        wants: outputs of the model that steps give it besides logits, by HuggingFace's names.
     """
 
-    @property
-    def hidden_states(self) -> bool: ...
+    wants: tuple[str, ...] = ()
 
-    def read(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
-        """Copy what a launch has emitted, without waiting, in the model's executor.
+    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+        """Copy what a launch has emitted.
 
         Args:
             spans: whose tokens these are, in order; padding may follow. The same object stands for the same rows.
             emitted: ``[T, ...]`` each, until the next launch.
             later: how many tokens of its row come between each span and the tokens.
         """
-        ...
+
+    def sampled(self, step: StepOutput) -> None:
+        """Look at a launch's own step, while its logits are what they are.
+
+        Of rows whose sampling is deferred once their tokens are sampled; of the others of the launch before.
+        """
+
+
+def outputs_of(taps: Sequence[Tap]) -> tuple[str, ...]:
+    """Return what the steps of a batch give besides logits."""
+    return tuple(sorted({want for tap in taps for want in tap.wants})) if taps else ()
 
 
 class Batch(NamedTuple):
@@ -115,25 +124,21 @@ class Batch(NamedTuple):
         tokens: ``[len(decode)]`` or ``[len(decode), q]`` integers on the device, the tokens that the rows of ``decode``
             feed in; None for those that were sampled for them.
         promise: pages that the rows may take together, besides those promised to each.
-        observer: called with each launch's own step, in the model's executor, while its logits are what they are;
-            with rows whose sampling is deferred once their tokens are sampled, and with the others of the launch
-            before.
         mixed: run both parts in one launch, ``decode`` as rows of the prefill; ``ModelRunner.can_mix`` says whether.
-        reader: reads each launch; None if nobody asks for more than tokens.
+        taps: who watches its launches.
     """
 
     decode: Sequence[Row] = ()
     extend: Sequence[Extension] = ()
     tokens: Tensor | None = None
     promise: Promise | None = None
-    observer: Observer | None = None
     mixed: bool = False
-    reader: Reader | None = None
+    taps: Sequence[Tap] = ()
 
     @property
-    def states(self) -> bool:
-        """Whether its steps give hidden states."""
-        return self.reader is not None and self.reader.hidden_states
+    def wants(self) -> tuple[str, ...]:
+        """The outputs that its steps give besides logits."""
+        return outputs_of(self.taps)
 
     @property
     def new_tokens(self) -> int:
@@ -155,7 +160,3 @@ class StepOutput(NamedTuple):
     logits: Tensor | None
     tokens: Tensor
     processed: Tensor | None = None
-
-
-Observer = Callable[[StepOutput], object]
-"""Looks at what a launch has computed."""

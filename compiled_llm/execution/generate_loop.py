@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.batch import Batch, Extension, Observer, Reader, StepOutput
+from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.decode.verification import Verification, make_exact
@@ -67,7 +67,7 @@ class GenerateLoop:
     @property
     def prepared(self) -> bool:
         """Whether the next decode step can be launched at once: nothing has to be compiled or captured for it."""
-        return self.model_runner.steps.is_ready(self._persistent.step_for(self.rows, states=self._every_row.states))
+        return self.model_runner.steps.is_ready(self._persistent.step_for(self.rows, wants=self._every_row.wants))
 
     # ---- the three verbs
 
@@ -174,15 +174,13 @@ class GenerateLoop:
     # ---- around them
 
     @contextmanager
-    def observed(
-        self, observer: Observer | None = None, masks: Callable[[], Masks] | None = None, reader: Reader | None = None
-    ) -> Iterator[None]:
-        """Call ``observer`` in the executor with each launch's own step for the block, and ``reader``; see ``Batch``.
+    def watched(self, taps: Sequence[Tap] = (), masks: Callable[[], Masks] | None = None) -> Iterator[None]:
+        """Let ``taps`` watch each launch of the block.
 
         ``masks`` is called before deferred sampling, in the caller's thread, after all earlier tokens were returned.
         """
         before = self._every_row, self._masks
-        self._every_row, self._masks = self._every_row._replace(observer=observer, reader=reader), masks
+        self._every_row, self._masks = self._every_row._replace(taps=taps), masks
         try:
             yield
         finally:
@@ -408,8 +406,8 @@ class GenerateLoop:
             return self.model_runner.run(batch, self._persistent)
         self._enter_settings()
         if self._computed is not None:
-            rows, logits, observer = list(self.rows), self._computed.clone(), self._every_row.observer
-            return self.model_runner.sample(rows, logits, self._persistent, observer)
+            rows, logits = list(self.rows), self._computed.clone()
+            return self.model_runner.sample(rows, logits, self._persistent, self._every_row.taps)
         extend = [Extension.of(row, ids) for row, ids, _ in self._pending]
         return self.model_runner.run(self._every_row._replace(decode=(), extend=extend), self._persistent)
 
@@ -422,7 +420,7 @@ class GenerateLoop:
         self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None
     ) -> Tensor:
         self._persistent.invalidate()
-        return self.model_runner.extend(extensions, self.promise, keep, embeddings, self._every_row.reader)
+        return self.model_runner.extend(extensions, self.promise, keep, embeddings, self._every_row.taps)
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None) -> Tensor:
         if positions is not None:

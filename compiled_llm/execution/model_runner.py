@@ -23,7 +23,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import Sampling, sample
 from compiled_llm.config import KVScales, WrapConfig
-from compiled_llm.execution.batch import Batch, Extension, Observer, Reader, StepOutput, last_tokens
+from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap, last_tokens
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
@@ -203,7 +203,7 @@ class ModelRunner:
         one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made
         if one_each and step is not None and step.is_valid_for(batch):
             return step.launch(batch, persistent.lose)
-        return persistent.deferred.keep(self._decode(batch, persistent), batch.observer)
+        return persistent.deferred.keep(self._decode(batch, persistent), batch.taps)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
         rows, decode, new = batch.decode, self.decode, batch.new_tokens
@@ -212,7 +212,7 @@ class ModelRunner:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new, batch.states)
+        wanted = persistent.step_for(rows, new, batch.wants)
         launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
@@ -225,8 +225,10 @@ class ModelRunner:
             except BaseException:  # the decode buffers may have advanced
                 persistent.lose(rows)
                 raise
-        if batch.reader is not None:
-            batch.reader.read(last_tokens(rows, new), outputs.emitted)
+        if batch.taps:
+            spans = last_tokens(rows, new)
+            for tap in batch.taps:
+                tap.launched(spans, outputs.emitted)
         for row in rows:
             row.position += new
         return persistent.has_run(rows, launch, placed, period)
@@ -261,12 +263,12 @@ class ModelRunner:
         with self._grown_by(batch.extend, batch.promise):
             decoded = self._decode(batch, persistent) if batch.decode else None
             if decoded is not None:
-                persistent.deferred.keep(decoded, batch.observer)
+                persistent.deferred.keep(decoded, batch.taps)
             # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
             try:
-                logits, tokens, _ = self.prefill.run(batch.extend, exact=persistent.exact, reader=batch.reader)
+                logits, tokens, _ = self.prefill.run(batch.extend, exact=persistent.exact, taps=batch.taps)
             except BaseException:
                 if batch.mixed:  # it may have sampled tokens of rows that go on
                     persistent.lose(rows)
@@ -274,7 +276,7 @@ class ModelRunner:
         extended = StepOutput(_rows([extension for extension in batch.extend if extension.is_last]), logits, tokens)
         persistent.chose(extended)
         if extended.rows:
-            persistent.deferred.keep(extended, batch.observer)
+            persistent.deferred.keep(extended, batch.taps)
         if decoded is None or sampled is None:
             return extended
         return StepOutput([*decoded.rows, *extended.rows], None, torch.cat([sampled, tokens]))
@@ -285,7 +287,7 @@ class ModelRunner:
         promise: Promise | None = None,
         keep: NDArray[np.int64] | None = None,
         embeddings: Tensor | None = None,
-        reader: Reader | None = None,
+        taps: Sequence[Tap] = (),
     ) -> Tensor:
         """Run new tokens of some rows, and return ``[L, V]`` logits without sampling tokens that would be remembered.
 
@@ -294,7 +296,7 @@ class ModelRunner:
             promise: pages that the rows may take together.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row.
             embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
-            reader: as in ``Batch``.
+            taps: as in ``Batch``.
 
         Raises:
             OutOfPagesError: as ``run``.
@@ -303,7 +305,7 @@ class ModelRunner:
         self.expect_changes()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
-            logits = self.prefill.run(extensions, keep, embeddings, remember=False, exact=True, reader=reader).logits
+            logits = self.prefill.run(extensions, keep, embeddings, remember=False, exact=True, taps=taps).logits
         self.state.slots.forget_next(rows)
         return logits
 
@@ -321,7 +323,7 @@ class ModelRunner:
             self.state.write(rows, stored, states)
 
     def sample(
-        self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, observer: Observer | None = None
+        self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, taps: Sequence[Tap] = ()
     ) -> StepOutput:
         """Sample the next tokens of rows from logits ``[B, V]`` that were computed elsewhere.
 
@@ -336,7 +338,7 @@ class ModelRunner:
         )
         step = StepOutput(rows, logits, sample(logits, slots, positions, state.slots.tables))
         persistent.chose(step)
-        return persistent.deferred.keep(step, observer)
+        return persistent.deferred.keep(step, taps)
 
     def sample_deferred(
         self, persistent: PersistentBatch, masks: Masks | None = None, processed: Mapping[Row, Tensor] = _NOTHING

@@ -73,18 +73,18 @@ def fast_loop(
     """
     sequences = sequences or Sequences(call)
     cache, generate_loop, left = call.cache, call.cache.generate_loop, sequences.max_new - sequences.generated
-    observer = sequences.step_scores.see if call.wants_scores() else None
-    reader, grammar = sequences.step_states, grammar_of(call.processors)
+    states, grammar = sequences.step_states, grammar_of(call.processors)
+    taps = [*[sequences.step_scores] * call.wants_scores(), *([] if states is None else [states])]
     with (
         counted(call, sequences),
         cache.extended(call.updates, call.last) as rows,
-        generate_loop.observed(observer, masks_from(grammar, rows, settings, sequences.on_host), reader),
+        generate_loop.watched(taps, masks_from(grammar, rows, settings, sequences.on_host)),
     ):
         generate_loop.model_runner.expect_changes()  # since the last call
         generate_loop.restart()
         begun = list(begin_rows(call, rows))
-        if reader is not None:
-            reader.begin(rows, [len(tokens) for tokens in begun])
+        if states is not None:
+            states.begin(rows, [len(tokens) for tokens in begun])
         if call.logits is None:
             for row, tokens, sampling, answer in zip(rows, begun, settings, sequences.answers(), strict=True):
                 going_on = replace(sampling, output_ids=answer) if sampling and len(answer) else sampling
@@ -94,7 +94,7 @@ def fast_loop(
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
         # Outputs of later steps are to be those of HuggingFace's pads, and a state does not go back by several tokens.
-        pads = observer is not None or reader is not None or bool(call.runtime.facts.states)
+        pads = bool(taps) or bool(call.runtime.facts.states)
         while not sequences.done:
             if watched:
                 check_hooks(call)
@@ -319,4 +319,4 @@ class Sequences:
 
     @property
     def _gives_states(self) -> bool:
-        return self.step_states is not None and self.step_states.hidden_states
+        return self.step_states is not None and bool(self.step_states.wants)

@@ -35,7 +35,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
     """
     sequences = Sequences(call)
     with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:
-        stack.enter_context(call.cache.generate_loop.observed(reader=sequences.step_states))
+        stack.enter_context(call.cache.generate_loop.watched([*filter(None, [sequences.step_states])]))
         steps = _Steps(call, twins, sequences)
         steps.begin(
             rows, [] if twins is None else stack.enter_context(twins.rows_in(call.cache.generate_loop, call.max_new))

@@ -21,14 +21,14 @@ class StepKey(NamedTuple):
             any are missing, fill up ``tokens``.
         variant: of a prefill how the backend divides it among thread blocks, which only the backend understands; of a
             sampling 1 if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0.
-        states: whether it gives hidden states, too.
+        wants: outputs of the model that it gives besides logits, by HuggingFace's names.
     """
 
     phase: Phase
     tokens: int
     rows: int
     variant: int = 0
-    states: bool = False
+    wants: tuple[str, ...] = ()
 
     @classmethod
     def decode(cls, rows: int, new_tokens: int = 1, cascade: bool = False) -> StepKey:
@@ -63,5 +63,5 @@ class StepKey(NamedTuple):
         return self.phase == "decode" and self.variant > 0
 
     def __str__(self) -> str:
-        states = ", hidden states" if self.states else ""
-        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}{states}"
+        wants = "".join(f", {want}" for want in self.wants)
+        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}{wants}"

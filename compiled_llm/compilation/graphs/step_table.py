@@ -134,7 +134,8 @@ class StepEntry(Generic[KeptT]):
 
     def row(self) -> CudaGraphRow:
         return CudaGraphRow(
-            **self.key._asdict(),
+            *self.key[:4],
+            states=bool(self.key.wants),
             state=self.state,
             nbytes=self.nbytes if self.state == "ready" else 0,
             captures=self.captures,
@@ -212,10 +213,10 @@ class StepTable:
         """Return the steps that run at once, smallest first; any thread may ask.
 
         Of decode those of one new token, which any rows can run in: without the ones that read shared pages once, or
-        give hidden states.
+        give more than logits.
         """
         keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
-        plain = [key for key in keys if key.phase == phase and not (key.cascade or key.states)]
+        plain = [key for key in keys if key.phase == phase and not (key.cascade or key.wants)]
         return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
 
     @property

@@ -276,12 +276,12 @@ class Loop:
 
     def _run(self, prepared: _Prepared) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
-        _, _, batch, scored, watch, reader, _ = prepared
+        _, _, batch, scored, watch, _, _ = prepared
         if batch.decode or batch.extend:
             self.mixed_steps += batch.mixed
             yield self.model_runner.run(batch, self._persistent).tokens
         for chunk in scored:
-            yield run_scored(self.model_runner, self._persistent, chunk, watch, reader)
+            yield run_scored(self.model_runner, self._persistent, chunk, watch, batch.taps)
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
@@ -293,7 +293,8 @@ class Loop:
             mixed = self._mixes(rows, extend)
             watch = Watch(self.model_runner, _launches(plan.decode, plain, scored, mixed), self._logprobs_mode)
             reader = EmittedReader.of(self.model_runner, plan.requests)
-            batch = Batch(rows, extend, observer=watch.see if watch else None, mixed=mixed, reader=reader)
+            taps = [*([watch] if watch else []), *([] if reader is None else [reader])]
+            batch = Batch(rows, extend, mixed=mixed, taps=taps)
             constrained = Constrained.among(plan.sampled)
             self._prepared = _Prepared(plan, plan.sampled, batch, scored, watch, reader, constrained)
         return self._prepared

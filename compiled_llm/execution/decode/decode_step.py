@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import Batch, Reader, StepOutput, TokenSpan, last_tokens
+from compiled_llm.execution.batch import Batch, StepOutput, Tap, TokenSpan, last_tokens
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.state.arena import Arena
@@ -115,7 +115,7 @@ class DecodeStep:
         self._validity, self._period = validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
         self._defers = deferred_sampling.defers(placed.rows)
-        self._spans: list[TokenSpan] = []  # for readers, of the first run that one reads
+        self._spans: list[TokenSpan] = []  # for taps, of the first run that one watches
         self._read_at = 0  # its ``advanced``
         rows, step = len(placed.rows), placed.step
         new = step.new_tokens_per_row
@@ -170,7 +170,7 @@ class DecodeStep:
             self._period is self._validity.period
             and self._limit > 0
             and self.placed.rows == batch.decode
-            and self.placed.step.states is (batch.reader is not None and batch.reader.hidden_states)
+            and self.placed.step.wants == (batch.wants if batch.taps else ())
             and not self._deferred_sampling.unsampled
         )
 
@@ -193,16 +193,17 @@ class DecodeStep:
             with deferred():
                 self.placed.advance()
                 self._limit -= 1
-            if batch.reader is not None:
-                self._let_read(batch.reader)
+            if batch.taps:
+                self._show(batch.taps)
         except BaseException:
             lose(self.placed.rows)
             raise
-        if self._defers or batch.observer is not None:
-            self._deferred_sampling.keep(self.output, batch.observer)
+        if self._defers or batch.taps:
+            self._deferred_sampling.keep(self.output, batch.taps)
         return self.output
 
-    def _let_read(self, reader: Reader) -> None:
+    def _show(self, taps: Sequence[Tap]) -> None:
         if not self._spans:
             self._spans, self._read_at = last_tokens(self.placed.rows), self.placed.advanced
-        reader.read(self._spans, self.outputs.emitted, self.placed.advanced - self._read_at)
+        for tap in taps:
+            tap.launched(self._spans, self.outputs.emitted, self.placed.advanced - self._read_at)

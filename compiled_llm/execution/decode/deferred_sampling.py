@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import sample
-from compiled_llm.execution.batch import Observer, StepOutput
+from compiled_llm.execution.batch import StepOutput, Tap
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 
@@ -41,7 +41,7 @@ class _Unsampled(NamedTuple):
 
     rows: Sequence[Row]
     logits: Tensor
-    observer: Observer | None
+    taps: Sequence[Tap]
 
 
 class _Division(NamedTuple):
@@ -105,18 +105,19 @@ class DeferredSampling:
 
     # ---- keep
 
-    def keep(self, step: StepOutput, observer: Observer | None) -> StepOutput:
-        """Keep the logits of rows that are sampled later, show the others to the observer, and return the step."""
+    def keep(self, step: StepOutput, taps: Sequence[Tap]) -> StepOutput:
+        """Keep the logits of rows that are sampled later, show the others to the taps, and return the step."""
         if not self._deferring:
-            return _shown(step, observer)
+            return _shown(step, taps)
         division = self._division(step.rows)
         if not division.deferred:
-            return _shown(step, observer)
+            return _shown(step, taps)
         assert step.logits is not None, "a step of one launch"
-        if division.places is not None and observer is not None:
+        if division.places is not None and taps:
             plain = division.places[1]
-            observer(StepOutput(division.plain, step.logits.index_select(0, plain), step.tokens.index_select(0, plain)))
-        self.unsampled.append(_Unsampled(division.deferred, self._copy(step.logits, division), observer))
+            logits, tokens = step.logits.index_select(0, plain), step.tokens.index_select(0, plain)
+            _shown(StepOutput(division.plain, logits, tokens), taps)
+        self.unsampled.append(_Unsampled(division.deferred, self._copy(step.logits, division), taps))
         for row in division.deferred:
             row.has_next = False
         return step
@@ -206,16 +207,16 @@ class DeferredSampling:
     @staticmethod
     def _observe(parts: Sequence[_Unsampled], step: StepOutput) -> None:
         start = 0
-        for rows, logits, observer in parts:
+        for rows, logits, taps in parts:
             own = slice(start, start + len(rows))
             processed = None if step.processed is None else step.processed[own]
-            _shown(StepOutput(rows, logits, step.tokens[own], processed), observer)
+            _shown(StepOutput(rows, logits, step.tokens[own], processed), taps)
             start += len(rows)
 
 
-def _shown(step: StepOutput, observer: Observer | None) -> StepOutput:
-    if observer is not None:
-        observer(step)
+def _shown(step: StepOutput, taps: Sequence[Tap]) -> StepOutput:
+    for tap in taps:
+        tap.sampled(step)
     return step
 
 

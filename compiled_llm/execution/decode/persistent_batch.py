@@ -162,12 +162,12 @@ class PersistentBatch:
 
     # ---- rows come and go
 
-    def step_for(self, rows: Sequence[Row], new_tokens: int = 1, states: bool = False) -> StepKey:
+    def step_for(self, rows: Sequence[Row], new_tokens: int = 1, wants: tuple[str, ...] = ()) -> StepKey:
         """Return the decode step of rows, not yet grown, after the last one of the same rows and others.
 
-        With several new tokens a row, it is the smallest. ``states`` says whether it gives hidden states, too.
+        With several new tokens a row, it is the smallest. ``wants`` are outputs besides logits.
         """
-        return self._step_for(rows, new_tokens)._replace(states=states)
+        return self._step_for(rows, new_tokens)._replace(wants=wants)
 
     def _step_for(self, rows: Sequence[Row], new_tokens: int) -> StepKey:
         if new_tokens > 1:

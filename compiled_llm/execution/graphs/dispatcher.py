@@ -84,7 +84,7 @@ class Dispatcher:
             other
             for other in self._table.of(step.phase)
             if other.variant in (step.variant, self._simplest)
-            and other.states is step.states
+            and other.wants == step.wants
             and step.tokens <= other.tokens <= step.tokens + padding
             and step.rows <= other.rows
             and (step.is_prefill or step.new_tokens_per_row == other.new_tokens_per_row)
@@ -108,7 +108,7 @@ class Dispatcher:
         smallest = self._decodes[rows]
         if new_tokens_per_row > 1:
             return StepKey.decode(smallest.rows, new_tokens_per_row)
-        if previous is not None and (previous.cascade or previous.states):
+        if previous is not None and (previous.cascade or previous.wants):
             previous = StepKey.decode(previous.rows)
         if previous is None or smallest >= previous:
             return smallest

@@ -14,9 +14,9 @@ from compiled_llm.execution.state.decode_buffers import buckets_up_to
 def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
     """Return how often steps were used that can be prepared ahead: of decode, those of one new token a row.
 
-    Those that give hidden states, or the logits of all tokens, are prepared when they are asked for.
+    Those that give more outputs, or the logits of all tokens, are prepared when they are asked for.
     """
-    keys = (key for key in used if isinstance(key, StepKey) and not key.states and key.phase != "scoring")
+    keys = (key for key in used if isinstance(key, StepKey) and not key.wants and key.phase != "scoring")
     return {key: used[key] for key in keys if key.phase != "decode" or key.new_tokens_per_row == 1}
 
 

@@ -20,8 +20,8 @@ from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
-from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, WITH_STATES
-from compiled_llm.execution.batch import Extension, Reader, TokenSpan
+from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, with_outputs
+from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
@@ -98,7 +98,7 @@ class Prefill:
         waiting: int = 0,
         number: TaskNumber | None = None,
         anchors: bool = True,
-        states: bool = False,
+        wants: tuple[str, ...] = (),
     ) -> None:
         """Compile prefill, if it is not compiled yet.
 
@@ -107,10 +107,10 @@ class Prefill:
             waiting: how many rows the call has that waits for it.
             number: its number among all that is prepared, to be shown.
             anchors: capture them, too, once it is compiled.
-            states: the one that gives hidden states, too.
+            wants: the one that gives these outputs, too.
         """
         graph_manager = self._graph_manager
-        program = (PREFILL_EMBEDDED if embedded else PREFILL) + WITH_STATES * states
+        program = with_outputs(PREFILL_EMBEDDED if embedded else PREFILL, wants)
         looked = graph_manager.look_if_due()
         if program in graph_manager.prefills or graph_manager.eager:
             return
@@ -123,9 +123,9 @@ class Prefill:
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
             for variant in self._variants_of_programs(embedded):
-                self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings, variant, states))
+                self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings, variant, wants))
         graph_manager.prefills.add(program)
-        if anchors and not (embedded or states):
+        if anchors and not (embedded or wants):
             self.capture_anchors()
 
     def _variants_of_programs(self, embedded: bool) -> list[int]:
@@ -166,7 +166,7 @@ class Prefill:
         embeddings: Tensor | None = None,
         remember: bool = True,
         exact: bool = False,
-        reader: Reader | None = None,
+        taps: Sequence[Tap] = (),
     ) -> StepOutputs:
         """Run new tokens of some rows, packed.
 
@@ -176,13 +176,13 @@ class Prefill:
             embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
             remember: whether the rows' slots keep the tokens that are sampled.
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
-            reader: reads each launch.
+            taps: watch each launch.
 
         Returns:
             ``[L, V]`` logits, and the tokens sampled from them: ``[L]`` int64 if ``keep`` is None, else none.
         """
-        states = reader is not None and reader.hidden_states
-        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), states=states)
+        wants = outputs_of(taps)
+        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), wants=wants)
         if embeddings is not None:
             self._graph_manager.events.used[PREFILL_EMBEDDED] += 1
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
@@ -206,9 +206,11 @@ class Prefill:
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
             sampled = slots[inside] if len(slots) else slots
-            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, part, exact, states)
-            if reader is not None:
-                reader.read(_spans(extensions, start, end), outputs.emitted)
+            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, part, exact, wants)
+            if taps:
+                spans = _spans(extensions, start, end)
+                for tap in taps:
+                    tap.launched(spans, outputs.emitted)
             parts.append(outputs._replace(emitted={}))
             start = end
         if watch is not None:
@@ -225,11 +227,11 @@ class Prefill:
         slots: NDArray[np.int64],
         embeddings: Tensor | None,
         exact: bool,
-        states: bool,
+        wants: tuple[str, ...],
     ) -> StepOutputs:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty."""
         wanted, sampled = len(keep), len(slots)
-        shape = self._shape_to_replay(chunk, wanted, slots, embeddings, states)
+        shape = self._shape_to_replay(chunk, wanted, slots, embeddings, wants)
         if shape is not None:
             self._graph_manager.events.used[shape] += 1
             dispatch = self._dispatcher.dispatch(shape, exact)
@@ -250,7 +252,7 @@ class Prefill:
         if sampled < 2:
             slots = np.concatenate([slots, self._state.slots.of([], 2 - sampled)])
         variant = self._planner.variants[0] if embeddings is not None else self._variant_for(chunk)
-        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, embeddings, variant, states))
+        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, embeddings, variant, wants))
         return StepOutputs(logits[:wanted], tokens[:sampled], emitted)
 
     def _variant_for(self, chunk: Sequence[Extension]) -> int:
@@ -264,7 +266,7 @@ class Prefill:
         slots: NDArray[np.int64],
         embeddings: Tensor | None,
         variant: int,
-        states: bool,
+        wants: tuple[str, ...],
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it, which chooses its own variant."""
         state = self._state
@@ -277,7 +279,7 @@ class Prefill:
         else:
             (own,) = state.staging.to_device([table.indices])
             indices = _of_any_size(own)
-        inputs = self._as_inputs(columns, indices, None)._replace(alone=alone, hidden_states=states)
+        inputs = self._as_inputs(columns, indices, None)._replace(alone=alone, wants=wants)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
         if not alone:
@@ -346,20 +348,20 @@ class Prefill:
         wanted: int,
         slots: NDArray[np.int64],
         embeddings: Tensor | None,
-        states: bool,
+        wants: tuple[str, ...],
     ) -> StepKey | None:
         """Return the shape in which a prefill can be captured; None if it cannot.
 
         Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
-        tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none with hidden ``states`` of
-        many tokens.
+        tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none that gives
+        hidden states of many tokens.
         """
         if not self._captures or embeddings is not None or len(slots) not in (0, wanted):
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
         queries = [len(extension.ids) for extension in chunk]
-        shape = self._shape_for(queries, [extension.row.length for extension in chunk], states)
+        shape = self._shape_for(queries, [extension.row.length for extension in chunk], wants)
         if shape is None or wanted <= shape.rows:
             return shape
         scored = 2 * wanted >= sum(queries) and shape.tokens <= self._most_scored
@@ -370,11 +372,11 @@ class Prefill:
         entry = self._table.entry(shape)
         return entry.misses >= _SEEN * (entry.captures + 1) and entry.state != "failed"
 
-    def _shape_for(self, queries: Sequence[int], lengths: Sequence[int], states: bool = False) -> StepKey | None:
+    def _shape_for(self, queries: Sequence[int], lengths: Sequence[int], wants: tuple[str, ...] = ()) -> StepKey | None:
         shape = self._shapes.smallest(sum(queries), len(queries))
-        if shape is None or (states and shape.tokens > self._most_with_states):
+        if shape is None or (wants and shape.tokens > self._most_with_states):
             return None
-        shape = shape._replace(states=states)
+        shape = shape._replace(wants=wants)
         # A variant that only this mixture of rows gains by is not captured; that of one row of as many tokens may be.
         for batch in ((queries, lengths), ([sum(queries)], [max(*lengths, sum(queries))])):
             shape = shape._replace(variant=self._planner.variant_for(*batch))
@@ -458,7 +460,7 @@ class Prefill:
     def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
         columns = self._state.staging.to_device(packed)
-        inputs = self._as_inputs(columns, self._indices, shape)._replace(hidden_states=shape.states)
+        inputs = self._as_inputs(columns, self._indices, shape)._replace(wants=shape.wants)
         (filled,) = self._state.staging.to_device([as_bytes(packed)])
         return inputs, filled
 

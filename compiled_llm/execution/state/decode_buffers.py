@@ -60,7 +60,7 @@ class DecodeBuffers:
                 whole.ops,
                 fed=self._fed_of(step),
                 states=whole.states,
-                hidden_states=step.states,
+                wants=step.wants,
             )
         return self._views[step]
 

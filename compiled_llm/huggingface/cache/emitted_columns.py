@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
 from compiled_llm.compilation.graphs.outputs import Emitted
-from compiled_llm.execution.batch import TokenSpan
+from compiled_llm.execution.batch import Tap, TokenSpan
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
@@ -37,6 +37,11 @@ class WantedOutputs(NamedTuple):
 
     def __bool__(self) -> bool:
         return self.hidden_states or self.hooks
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What steps are asked for."""
+        return ("hidden_states",) if self.hidden_states else ()
 
     @classmethod
     def of(cls, asked: bool | int | Sequence[int] | None, hooks: TracedHooks) -> WantedOutputs:
@@ -121,7 +126,7 @@ class RowColumns(NamedTuple):
     columns: NDArray[np.int64]
 
 
-class EmittedColumns:
+class EmittedColumns(Tap):
     """Collects what launches emit of a call's new tokens, of which ``left`` have not been computed yet."""
 
     def __init__(
@@ -130,15 +135,12 @@ class EmittedColumns:
         """Collect tensors ``[B, Q, ...]`` of this ``shape``; tokens of other rows are skipped."""
         self.left = sum(len(own.columns) for own in places.values())
         self.layers = 0
+        self.wants = wanted.outputs
         self._wanted, self._staging, self._places, self._shape = wanted, staging, places, shape
         self._collected: dict[int | str, Tensor] = {}
 
-    @property
-    def hidden_states(self) -> bool:
-        return self._wanted.hidden_states
-
-    def read(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
-        """Put tokens into their columns; see ``Reader``."""
+    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+        """Put tokens into their columns."""
         packed, columns = self._where(spans, later)
         self.left -= len(packed)
         self.layers = sum(isinstance(name, int) for name in emitted)

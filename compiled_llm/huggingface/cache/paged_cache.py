@@ -353,7 +353,7 @@ class PagedCache(Cache):
             yield StepEmitted
             return
         columns = wanted.columns(self.generate_loop, rows, first, new)
-        with self.generate_loop.observed(reader=columns):
+        with self.generate_loop.watched([columns]):
             yield columns.outputs
 
     def _extend(

@@ -13,11 +13,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from compiled_llm.execution.batch import StepOutput
+from compiled_llm.execution.batch import StepOutput, Tap
 from compiled_llm.huggingface.call.call import PagedCall
 
 
-class StepScores:
+class StepScores(Tap):
     """The step outputs that a call returns."""
 
     def __init__(self, call: PagedCall) -> None:
@@ -27,7 +27,7 @@ class StepScores:
         self._logits: list[Tensor | None] = []
         self._scores: list[Tensor] = []
 
-    def see(self, step: StepOutput) -> None:
+    def sampled(self, step: StepOutput) -> None:
         """Keep the logits of a step of all rows, in their order; runs in the model's executor."""
         assert step.logits is not None
         self._logits.append(step.logits.to(torch.float32, copy=True))

@@ -11,18 +11,19 @@ import numpy as np
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
-from compiled_llm.execution.batch import TokenSpan
+from compiled_llm.execution.batch import Tap, TokenSpan
 from compiled_llm.execution.state.emitted_steps import EmittedSteps
 from compiled_llm.huggingface.cache.emitted_columns import EmittedColumns, RowColumns, StepEmitted, WantedOutputs
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.row import Row
 
 
-class StepStates:
+class StepStates(Tap):
     """Reads what each step emits: of the prompts together, and then of one token a row."""
 
     def __init__(self, call: PagedCall, wanted: WantedOutputs) -> None:
         self._call, self._wanted, self._first = call, wanted, 0
+        self.wants = wanted.outputs
         self._rows: list[Row] = []
         self._prompts: EmittedColumns | None = None
         self._shared: list[tuple[int, int]] = []  # of each row the one that it begins as, and with how many tokens
@@ -33,10 +34,6 @@ class StepStates:
         """Return a reader for a call; None if it gets nothing besides tokens and scores."""
         wanted = WantedOutputs.of(call.config.output_hidden_states, call.runtime.facts.hooks)
         return cls(call, wanted) if wanted and call.config.return_dict_in_generate else None
-
-    @property
-    def hidden_states(self) -> bool:
-        return self._wanted.hidden_states
 
     def begin(self, rows: Sequence[Row], new: Sequence[int]) -> None:
         """Note the rows of the call, and of each how many of its last tokens are computed: others have the rest."""
@@ -52,11 +49,11 @@ class StepStates:
         staging = call.model_runner.state.staging
         self._prompts = EmittedColumns(self._wanted, staging, places, (len(rows), width))
 
-    def read(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
-        """Keep a copy; see ``Reader``."""
+    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+        """Keep a copy."""
         assert self._prompts is not None, "the call has begun"
         if self._prompts.left:
-            self._prompts.read(spans, emitted)
+            self._prompts.launched(spans, emitted)
             return
         if not later:
             assert [span.row for span in spans[: len(self._rows)]] == self._rows, "a step is of all rows"

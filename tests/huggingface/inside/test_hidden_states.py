@@ -107,9 +107,9 @@ def test_prefills_in_chunks_of_huggingfaces_give_those_of_the_last_chunk(models,
 def test_calls_that_do_not_return_them_compute_none(models, inputs):
     wrapped = models[1]
     greedy(wrapped, inputs, 4, output_hidden_states=True)
-    assert not any(key.states for key in wrapped.compiled.model_runner().graph_manager.table.entries)
+    assert not any(key.wants for key in wrapped.compiled.model_runner().graph_manager.table.entries)
     greedy(wrapped, inputs, 4, **ASKED)
-    assert any(key.states for key in wrapped.compiled.model_runner().graph_manager.table.entries)
+    assert any(key.wants for key in wrapped.compiled.model_runner().graph_manager.table.entries)
 
 
 by_number = pytest.mark.skipif(

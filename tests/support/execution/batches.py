@@ -19,7 +19,7 @@ import compiled_llm
 from compiled_llm.compilation.graphs.step_table import Cost
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
-from compiled_llm.execution.batch import Batch, Extension, StepOutput
+from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
@@ -49,6 +49,13 @@ def mask_after(token: int) -> NDArray[np.int32]:
 
 def ids_of(length: int, seed: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, length]).integers(3, WIDTH, length)
+
+
+class _Kept(Tap):
+    """A watcher that keeps what it is shown."""
+
+    def __init__(self, seen: list[StepOutput]) -> None:
+        self.sampled = seen.append  # type: ignore[method-assign]
 
 
 class Batches:
@@ -92,7 +99,7 @@ class Batches:
         mixed = mixed and self.model_runner.can_mix(decode, extend)
         if changes:
             self.model_runner.expect_changes()
-        batch = Batch(list(decode), list(extend), observer=self.seen.append, mixed=mixed)
+        batch = Batch(list(decode), list(extend), mixed=mixed, taps=[_Kept(self.seen)])
         step: StepOutput = self.call(self.model_runner.run, batch, self.persistent)
         for row in decode:
             self.twins[row].feed(self.texts[row][-1:])

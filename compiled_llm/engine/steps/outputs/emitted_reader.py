@@ -8,7 +8,7 @@ from typing import NamedTuple
 from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.engine.steps.request import InvalidRequestError, Request
 from compiled_llm.engine.steps.request_emitted import KeptSteps, RequestEmitted
-from compiled_llm.execution.batch import TokenSpan
+from compiled_llm.execution.batch import Tap, TokenSpan
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.emitted_steps import EmittedSteps
 
@@ -69,18 +69,14 @@ def _lacks(key: int | str) -> InvalidRequestError:
     return InvalidRequestError(f"hidden_states: the forward of this model gives none of layer {key}; leave it out")
 
 
-class EmittedReader:
-    """Reads what each step of one plan emits of its requests' tokens; a ``Reader``.
-
-    Attributes:
-        hidden_states: whether one of them wants hidden states.
-    """
+class EmittedReader(Tap):
+    """Reader of what each step of one plan emits of its requests' tokens."""
 
     def __init__(self, model_runner: ModelRunner, wanting: Iterable[tuple[Request, RequestEmitted]]) -> None:
         self._executor = model_runner.thread
         self._wanting = {request.running_row: (request, emitted) for request, emitted in wanting}
         self._keys = {key for _, emitted in self._wanting.values() for key in emitted.wanted.keys}
-        self.hidden_states = any(isinstance(key, int) for key in self._keys)
+        self.wants = ("hidden_states",) if any(isinstance(key, int) for key in self._keys) else ()
         self._last: ArrivingEmitted | None = None  # what was read last, with its arguments
         self._spans: Sequence[TokenSpan] = ()
         self._later = 0
@@ -92,8 +88,8 @@ class EmittedReader:
         wanting = [(request, request.emitted) for request in requests if request.emitted is not None]
         return cls(model_runner, wanting) if wanting else None
 
-    def read(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
-        """Copy what is wanted of a launch, on the device; see ``Reader``."""
+    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+        """Copy what is wanted of a launch, on the device."""
         launch = self._last
         if launch is None or spans is not self._spans or later != self._later + 1:
             launch = self._of(spans, emitted, later)

@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.logprobs import SampledDraws, ScoredTokens, score_tokens
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scores import Scores, TokenScores
-from compiled_llm.execution.batch import StepOutput
+from compiled_llm.execution.batch import StepOutput, Tap
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
@@ -157,7 +157,7 @@ class ArrivingPrompt(NamedTuple):
             known.extend(scored.packed(self.request.prompt_logprobs or 0)[len(known) - first :])
 
 
-class Watch:
+class Watch(Tap):
     """Has log-probabilities computed in each step of one plan.
 
     Attributes:
@@ -184,7 +184,7 @@ class Watch:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def see(self, step: StepOutput) -> None:
+    def sampled(self, step: StepOutput) -> None:
         """Compute what is wanted of a launch; in the model's executor."""
         group = self._groups.get(step.rows[0])
         if group is not None and step.logits is not None:

@@ -5,21 +5,23 @@ Shapes: Q tokens of a chunk, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.logprobs import score_tokens
 from compiled_llm.engine.steps.outputs.logprobs import ArrivingPrompt, Watch
 from compiled_llm.engine.steps.plan import Chunk
-from compiled_llm.execution.batch import Reader
+from compiled_llm.execution.batch import Tap
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
 
 
 def run_scored(
-    model_runner: ModelRunner, persistent: PersistentBatch, chunk: Chunk, watch: Watch, reader: Reader | None
+    model_runner: ModelRunner, persistent: PersistentBatch, chunk: Chunk, watch: Watch, taps: Sequence[Tap]
 ) -> Tensor:
-    """Run a chunk without waiting for it; in the model's executor. ``reader`` is that of a ``Batch``.
+    """Run a chunk without waiting for it; in the model's executor. ``taps`` are those of a ``Batch``.
 
     Returns:
         ``[1]`` int64, the token that was sampled after it; ``[0]`` if the chunk does not end the prompt.
@@ -27,7 +29,7 @@ def run_scored(
     request, row, count = chunk.request, chunk.request.running_row, len(chunk.ids)
     start = row.length
     persistent.leave([row])
-    logits = model_runner.extend([chunk.extension], keep=np.arange(count), reader=reader)  # [Q, V]
+    logits = model_runner.extend([chunk.extension], keep=np.arange(count), taps=taps)  # [Q, V]
     following = request.prompt[start + 1 : start + 1 + count]
     (tokens,) = model_runner.state.staging.to_device([following])
     most = min(request.prompt_logprobs or 0, logits.shape[1])
@@ -35,4 +37,4 @@ def run_scored(
     watch.add(ArrivingPrompt(request, start + 1, len(following), model_runner.readbacks.start(numbers)))
     if not chunk.is_last:
         return tokens[:0]
-    return model_runner.sample([row], logits[-1:].clone(), persistent, watch.see).tokens  # all of them would be kept
+    return model_runner.sample([row], logits[-1:].clone(), persistent, taps).tokens  # all of them would be kept
