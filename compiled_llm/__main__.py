@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -38,13 +39,11 @@ def main() -> None:
 
 
 def _run() -> None:
-    try:
-        from compiled_llm.commands.app import app
-    except ModuleNotFoundError as error:
-        if error.name != "typer":
-            raise
+    if find_spec("typer") is None:
         print("error: this command needs typer: pip install '.[demo]' in the checkout", file=sys.stderr)  # noqa: T201
         sys.exit(2)
+    from compiled_llm.commands.app import app
+
     app()
 
 

@@ -1,0 +1,164 @@
+"""The features that are parts, or are to become parts: what each consists of, and what still ties it to the rest."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from support.imports import CHECKOUT, PACKAGES
+
+MOST_FILES = 3
+"""Files of a feature in a package, if they are not one folder."""
+
+
+class Feature(NamedTuple):
+    """A feature, as it is taken out.
+
+    Attributes:
+        word: what names it in code, comments and docstrings, as a pattern that ignores case.
+        files: all of it and nothing that others need: in the package, and in the ops if it has some, a folder or at
+            most three files.
+        line: its registration, ``FILE: TEXT``; the one line of that file that has the text goes with its files.
+        tests: folders and files with its own tests, all of which fail without it.
+        lacks: why the rest does not run without it yet; nothing if it does.
+    """
+
+    word: str
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    line: str = ""
+    lacks: str = ""
+
+
+FEATURES = {
+    "fp8 pages": Feature(
+        "fp8",
+        ("compiled_llm/kvcache/page_scales.py", "ops/compiled_llm_ops/kernels/attention/fp8.py"),
+        ("kvcache/test_fp8_engines.py", "kvcache/test_fp8_pages.py"),
+        lacks="the append and both attentions of all kernels convert numbers themselves; scales lie in RunnerState",
+    ),
+    "latents": Feature(
+        "latent",
+        (
+            *("compiled_llm/model/layers/latents.py", "compiled_llm/model/probes/latent_probe.py"),
+            "ops/compiled_llm_ops/attention/latent",
+        ),
+        ("kvcache/latents/test_latent_pages.py", "kvcache/latents/test_latent_steps.py", "ops/latent"),
+        lacks="kinds are not registered: probes, specs and attention import them; kernels lie in one folder more",
+    ),
+    "indexers": Feature(
+        "indexe[rd]",
+        ("compiled_llm/model/layers/indexers.py",),
+        ("kvcache/latents/test_indexed_models.py", "kvcache/latents/test_index_scores.py"),
+        lacks="facts, probes, specs and attention of latents import it",
+    ),
+    "variants": Feature(
+        "(?<!in)variant",  # "invariant" is another feature
+        ("compiled_llm/model/layers/variants.py", "ops/compiled_llm_ops/variants"),
+        ("huggingface/variants/test_variant_models.py", "ops/variants"),
+        lacks="specs, plans and every backend of the ops import it",
+    ),
+    "recurrent layers": Feature(
+        "recurrent",
+        (
+            *("compiled_llm/model/layers/recurrent.py", "compiled_llm/compat/recurrent_forwards.py"),
+            *("compiled_llm/kvcache/state_pool.py", "ops/compiled_llm_ops/recurrent"),
+        ),
+        ("huggingface/recurrent/test_recurrent_generate.py", "model/test_recurrent.py", "ops/recurrent"),
+        lacks="rows, the pool, the prefix tree, the scheduler and all steps know of states",
+    ),
+    "cascade": Feature(
+        "cascade",
+        (
+            *("compiled_llm/execution/state/cascade.py", "compiled_llm/execution/decode/cascade_table.py"),
+            *("compiled_llm/kvcache/shared_runs.py", "ops/compiled_llm_ops/attention/cascade"),
+        ),
+        ("engine/test_cascade_steps.py", "kvcache/test_shared_runs.py", "ops/cascade"),
+        lacks="the persistent batch, decode, the runner's state and the ops' `__init__` import it",
+    ),
+    "page checks": Feature(
+        "check_pages|page_check|page_?watch",
+        (
+            *("compiled_llm/compilation/page_checks.py", "compiled_llm/execution/state/page_watch.py"),
+            "ops/compiled_llm_ops/attention/check_pages.py",
+        ),
+        ("kvcache/test_wrong_pages.py",),
+        lacks="the loop, the runner, prefill and decode watch pages by name",
+    ),
+    "emitted states": Feature(
+        "emitted|hidden_states",
+        ("compiled_llm/execution/state/emitted_steps.py", "compiled_llm/engine/steps/outputs/emitted_reader.py"),
+        ("engine/outputs/test_engine_emitted.py", "huggingface/inside/test_hidden_states.py"),
+        lacks="programs, steps, the engine's loop and clients read them by name",
+    ),
+    "log-probabilities": Feature(
+        "logprob",
+        (
+            *("compiled_llm/compilation/sampling/logprobs.py", "compiled_llm/engine/steps/outputs/logprobs.py"),
+            "ops/compiled_llm_ops/sampling/logprobs.py",
+        ),
+        ("engine/outputs/test_logprobs.py",),
+        lacks="the engine's loop and requests import it",
+    ),
+    "structured outputs": Feature(
+        "structured_output|grammar",
+        ("compiled_llm/engine/grammars", "compiled_llm/requests/structured_outputs", "compiled_llm/compat/xgrammar.py"),
+        ("engine/grammars",),
+        lacks="requests, the engine, its steps, processors, server and client import it",
+    ),
+}
+
+
+class Parted(NamedTuple):
+    """A copy of the packages without a feature.
+
+    Attributes:
+        folder: with the packages side by side, as on a Python path.
+        modules: files that went, as the copy has their paths.
+    """
+
+    folder: Path
+    modules: frozenset[str]
+
+
+def taken_out(feature: Feature, folder: Path) -> Parted:
+    """Copy package and ops into a folder, without a feature's files and its line."""
+    for package in PACKAGES:
+        shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    before = files_in(folder)
+    for file in feature.files:
+        path = folder / file.removeprefix("ops/")
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if feature.line:
+        file, text = feature.line.split(": ", 1)
+        path = folder / file.removeprefix("ops/")
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if text not in line]
+        assert len(kept) == len(lines) - 1, f"one line of {file} has {text!r}"
+        path.write_text("".join(kept))
+    return Parted(folder, before - files_in(folder))
+
+
+def files_in(folder: Path) -> frozenset[str]:
+    return frozenset(str(path.relative_to(folder)) for path in folder.rglob("*.py"))
+
+
+def naming(feature: Feature, folder: Path) -> list[str]:
+    """Return the lines of a copy that still name a feature, each with its file."""
+    return [
+        f"{path.relative_to(folder)}:{number}: {line.strip()}"
+        for path in sorted(folder.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(feature.word, line, re.IGNORECASE)
+    ]
+
+
+def is_part(feature: Feature) -> bool:
+    """Whether a feature is, in each package, a folder or at most three files."""
+    by_package = [[file for file in feature.files if file.startswith("ops/") is ops] for ops in (False, True)]
+    return all(
+        len(files) <= 1 or (len(files) <= MOST_FILES and all(file.endswith(".py") for file in files))
+        for files in by_package
+    ) and all((CHECKOUT / file).exists() for file in feature.files)
