@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from compiled_llm.engine.steps.request import RequestError
     from compiled_llm.engine.thread.handle import RequestHandle
     from compiled_llm.execution.reporting.stats import Stats
-    from compiled_llm.execution.state.page_watch import WrongPageError
     from compiled_llm.explaining.explainer import explain
     from compiled_llm.huggingface.kv_scales import kv_scales
     from compiled_llm.huggingface.traced_hook import traced_hook
     from compiled_llm.huggingface.wrap import unwrap, wrap
-    from compiled_llm.kvcache.errors import OutOfPagesError
+    from compiled_llm.kvcache.errors import OutOfPagesError, WrongPageError
     from compiled_llm.model.refusals import UnsupportedModelError
     from compiled_llm.requests.outputs import RequestOutput
     from compiled_llm.requests.sampling_params import SamplingParams
@@ -74,7 +73,7 @@ _HOMES = {
     "StructuredOutputsParams": "compiled_llm.requests.structured_outputs.params",
     "UnsupportedModelError": "compiled_llm.model.refusals",
     "WrapConfig": "compiled_llm.config",
-    "WrongPageError": "compiled_llm.execution.state.page_watch",
+    "WrongPageError": "compiled_llm.kvcache.errors",
     "demo": "compiled_llm.demo_model.demo",
     "explain": "compiled_llm.explaining.explainer",
     "kv_scales": "compiled_llm.huggingface.kv_scales",

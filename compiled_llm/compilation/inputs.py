@@ -6,7 +6,7 @@ token, N entries of the page table.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,20 +14,14 @@ from compiled_llm.model.attention import AttentionPlans, CascadeBatch
 from compiled_llm_ops.protocol import DecodeOps
 
 
-class PageCheck(NamedTuple):
-    """The tensors by which a step checks that rows read their own pages, the arguments of ``check_pages``.
+class StepTap(Protocol):
+    """The tensors that a step is given of a tap, which calls it after its layers."""
 
-    Attributes:
-        tags: ``[P, S, 2]`` int32.
-        chains: ``[X + 1]`` int64, that of the row in each of X slots; the last place is for rows without a slot.
-        row_numbers: ``[X + 1]`` int32.
-        faults: ``[2]`` int64.
-    """
+    def prefilled(self, inputs: PrefillInputs, ids: Tensor) -> None:
+        """Look at a prefill of tokens ``[T]``."""
 
-    tags: Tensor
-    chains: Tensor
-    row_numbers: Tensor
-    faults: Tensor
+    def decoded(self, inputs: DecodeInputs, ids: Tensor) -> None:
+        """Look at a decode step, which feeds in tokens ``[B, q]`` and has not advanced yet."""
 
 
 class PrefillInputs(NamedTuple):
@@ -45,10 +39,8 @@ class PrefillInputs(NamedTuple):
         indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
         indices: ``[N]`` int32, page numbers.
         last_page_len: ``[B]`` int32, tokens in the row's last page.
-        page_check: checks the rows' pages, and tags those of the new tokens; None if nothing does.
-        begins: ``[B]`` int64, each row's chain as ``check_pages`` takes it, or ``CHAIN_IN_SLOT``; None without.
-        chain_slots: ``[B]`` int64, its slot, or -1; None without.
-        row_numbers: ``[B]`` int32, its number; None without.
+        taps: watch the step.
+        places: ``[B]`` int64, where each row's entries lie that taps have; None without.
         alone: whether rows have no other tokens, and layers with latents attend to expanded keys and values.
         read: ``[B]`` int32, the entry of each row's state; None without recurrent layers.
         write: ``[B]`` int32, the entry of the state that it has afterwards; None without.
@@ -67,10 +59,8 @@ class PrefillInputs(NamedTuple):
     indices: Tensor
     last_page_len: Tensor
     plans: AttentionPlans
-    page_check: PageCheck | None = None
-    begins: Tensor | None = None
-    chain_slots: Tensor | None = None
-    row_numbers: Tensor | None = None
+    taps: tuple[StepTap, ...] = ()
+    places: Tensor | None = None
     alone: bool = False
     read: Tensor | None = None
     write: Tensor | None = None
@@ -131,7 +121,7 @@ class DecodeInputs(NamedTuple):
         planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
         fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
         cascade: pages that rows share are read once, by this; None if each row reads all of its own.
-        page_check: as of ``PrefillInputs``; rows' chains lie in their slots.
+        taps: as of ``PrefillInputs``; rows' entries lie in their slots.
         states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
             without recurrent layers.
         wants: as of ``PrefillInputs``.
@@ -147,7 +137,7 @@ class DecodeInputs(NamedTuple):
     planned: PlannedRows | None = None
     fed: Tensor | None = None
     cascade: CascadeBatch | None = None
-    page_check: PageCheck | None = None
+    taps: tuple[StepTap, ...] = ()
     states: tuple[Tensor, Tensor] | None = None
     wants: tuple[str, ...] = ()
     shares_places: bool = False

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
-from compiled_llm.compilation.page_checks import check_decode, check_prefill
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
 from compiled_llm.model.attention import (
     BATCH_ARGUMENT,
@@ -65,8 +64,8 @@ def prefill_step(
         **_asked(inputs),
         **{BATCH_ARGUMENT: batch},
     )
-    if inputs.page_check is not None:
-        check_prefill(inputs, torch.zeros_like(inputs.positions[0]) if embedded else ids[0])
+    for tap in inputs.taps:
+        tap.prefilled(inputs, torch.zeros_like(inputs.positions[0]) if embedded else ids[0])
     logits: Tensor = out.logits[0]
     sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
     return StepOutputs(logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables), _emitted(inputs, out))
@@ -126,8 +125,8 @@ def decode_step(
     batch = PagedBatch(pages, specs, _rows(inputs, new), states=_states(inputs))
     asked = {**_asked(inputs), BATCH_ARGUMENT: batch}
     out = forward(model, input_ids=ids, position_ids=positions, use_cache=False, **asked)
-    if inputs.page_check is not None:
-        check_decode(inputs, ids)
+    for tap in inputs.taps:
+        tap.decoded(inputs, ids)
     inputs.positions.add_(new)
     inputs.lengths.add_(new)  # after the layers: decode attention reads the table before it waits for them
     if inputs.planned is not None:

@@ -16,24 +16,7 @@ from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import Stored
-from compiled_llm_ops.contracts import CHAIN_SKIPPED, NO_ENTRY
-
-
-class RowTag(NamedTuple):
-    """What tells a row from others where pages are checked.
-
-    Attributes:
-        chain: of the tokens before the new ones, as ``PrefillInputs.begins``.
-        slot: the row's, -1 if it has none.
-        number: the row's.
-    """
-
-    chain: int = CHAIN_SKIPPED
-    slot: int = -1
-    number: int = 0
-
-
-_UNTAGGED = RowTag()
+from compiled_llm_ops.contracts import NO_ENTRY
 
 
 class Extension(NamedTuple):
@@ -44,7 +27,7 @@ class Extension(NamedTuple):
         ids: ``[Q]`` int64; a negative one is the next token of the slot ``-1 - id``.
         positions: ``[Q]`` int64, rotary positions.
         is_last: whether a token is sampled after them; not after a chunk that others follow.
-        tag: where pages are checked, what they follow; that of padding is skipped.
+        place: while they are packed, the row's in ``Slots.places``, if taps ask; -1 is padding's.
         states: while they are packed, the entries that hold the row's state before them and after.
     """
 
@@ -52,7 +35,7 @@ class Extension(NamedTuple):
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
     is_last: bool = True
-    tag: RowTag = _UNTAGGED
+    place: int = -1
     states: tuple[int, int] = NO_ENTRY, NO_ENTRY
 
     @classmethod

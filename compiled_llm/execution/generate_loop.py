@@ -197,8 +197,8 @@ class GenerateLoop:
 
         It waits for all steps where pages are checked.
         """
-        if (watch := self.model_runner.state.page_watch) is not None:
-            self._thread.call(watch.look)
+        for tap in self.model_runner.state.taps:
+            self._thread.call(tap.report)
 
     def logits(self) -> Tensor:
         """Return ``[B, V]``, the last step's logits of the rows that took part, in the model's dtype."""

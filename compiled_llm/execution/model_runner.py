@@ -41,6 +41,7 @@ from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
+from compiled_llm.execution.taps import taps_of
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.page_scales import count_saturated, write_scales
@@ -132,7 +133,7 @@ class ModelRunner:
         weights_of_layer, self._matrix_bytes = weights_of_a_layer(model, len(facts.layers)), matrix_bytes(model)
         shapes = CapturedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
-        self.state = RunnerState(facts, config, self.max_positions, room.pages, states)
+        self.state = RunnerState(facts, config, self.max_positions, room.pages, states, taps_of(config))
         self.pool = self.state.pool
         self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)

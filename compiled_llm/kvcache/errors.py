@@ -1,4 +1,4 @@
-"""What is raised where there is no room."""
+"""What is raised of pages: where there is no room, or one is not the row's."""
 
 
 class OutOfPagesError(RuntimeError):
@@ -7,3 +7,7 @@ class OutOfPagesError(RuntimeError):
 
 class OutOfStatesError(OutOfPagesError):
     """There are not enough free entries for states of rows; nothing was taken."""
+
+
+class WrongPageError(RuntimeError):
+    """A row has read a page that is not its own: its tokens are wrong from there on."""

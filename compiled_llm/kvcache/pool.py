@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from compiled_llm.compat.forks import lock
 from compiled_llm.kvcache.errors import OutOfPagesError
@@ -38,6 +41,23 @@ class _Tree(Protocol):
         ...
 
 
+class RowWatch:
+    """A listener to what becomes of a row's tokens; this one does nothing."""
+
+    def begins(self, ids: NDArray[np.int64]) -> None:
+        """Hear the tokens that the row begins with."""
+
+    def changed(self, length: int) -> None:
+        """Hear that the row has ``length`` tokens now, without having stored the last of them."""
+
+    def lost(self) -> None:
+        """Hear that the device no longer has what it had of the row."""
+
+    def shared(self) -> RowWatch:
+        """Return the listener to a fork of the row."""
+        return self
+
+
 class PagePool:
     """Hands out pages, and promises them ahead of time so that an admitted row never runs out.
 
@@ -47,7 +67,7 @@ class PagePool:
 
     Attributes:
         states: of recurrent layers; None if there are none.
-        tagged: whether the slots of pages have tags by which rows are checked.
+        watch: returns what hears of a new row.
         peak_used: the most pages that rows have owned at one time.
         validity: of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens,
             but by no call of a tree: that owns full pages, into which no row writes.
@@ -59,13 +79,13 @@ class PagePool:
         pages: int,
         page_size: int,
         validity: StepValidity | None = None,
-        tagged: bool = False,
+        watch: Callable[[], RowWatch] | None = None,
         states: StatePool | None = None,
     ) -> None:
         self.states = states
         self.validity = StepValidity() if validity is None else validity
         self.page_size = page_size
-        self.tagged = tagged
+        self.watch = RowWatch if watch is None else watch
         self.total = pages - 1
         self.peak_used = 0
         self._free = list(range(pages - 1, NULL_PAGE, -1))

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.state_pool import RowStates
-from compiled_llm_ops.attention.check_pages import chain_after
-from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, NO_ENTRY
+from compiled_llm_ops.contracts import NO_ENTRY
 
 _numbers = itertools.count(1)
 
@@ -61,9 +60,7 @@ class Row:
         name: of the request or call whose row it is, for messages; may be empty.
         states: those of recurrent layers; None if the model has none.
         states_listed: the ``period`` of its states whose entries are in its slot; None if they are not there.
-        chain: of its tokens and ``CHAIN_KNOWN``, see ``check_pages`` of the ops; ``CHAIN_ADOPTED`` if only its last tag
-            says it, None if the device has it, in the row's slot or where the row waits for one. Used only where pages
-            are checked.
+        watch: hears what becomes of its tokens.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -88,7 +85,7 @@ class Row:
         self.unread: list[TokenCount] = []
         self.uncounted = 0
         self.number, self.name = next(_numbers), ""
-        self.chain: int | None = CHAIN_KNOWN + CHAIN_ORIGIN
+        self.watch = pool.watch()
         self._free_slots: list[int] = []
         self._promised_copy = 0  # 1 for a copy of the last page, in which the row has begun
 
@@ -189,7 +186,7 @@ class Row:
         self._pool.share(other.pages[:full])
         self.pages, self.listed = other.pages[:full], 0
         self.length = self.position = self._pool.tokens_in(full)
-        self._forget_chain()
+        self.watch.changed(self.length)
         return self.length
 
     def begin_from(self, pages: Sequence[int], state: int = NO_ENTRY, tokens: int | None = None) -> None:
@@ -219,7 +216,7 @@ class Row:
         self._promised_copy = copied
         self.pages, self.listed = list(pages), 0
         self.length = self.position = length
-        self._forget_chain()
+        self.watch.changed(length)
 
     def _give_copy_back(self) -> None:
         """Give up the promise of a page to copy to: a page that is not shared any more needs none."""
@@ -280,7 +277,7 @@ class Row:
             row.states = self.states.fork(self.length)
         self._pool.share(self.pages)
         row.pages, row.length, row.position = list(self.pages), self.length, self.position
-        row.chain = CHAIN_ADOPTED if self.chain is None else self.chain
+        row.watch = self.watch.shared()
         return row
 
     def mark(self) -> tuple[int, int]:
@@ -289,10 +286,9 @@ class Row:
 
     def restore(self, mark: tuple[int, int]) -> None:
         """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays copied."""
-        (length, pages), chain = mark, self.chain
-        self.shrink(self.length + self.uncounted - length)
-        if chain is not None:  # it goes on once a step has succeeded
-            self.chain = chain
+        length, pages = mark
+        self._shrink(self.length + self.uncounted - length)
+        self.watch.lost()  # a step may have failed in its middle
         extra = max(0, self._promised + len(self.pages) - pages)  # fewer if others share some of the pages
         self._pool.give_back((), reserved=extra)
         self._reserved -= extra
@@ -301,6 +297,11 @@ class Row:
         """Forget the last ``tokens``; pages left empty that no other row owns become promised ones again."""
         if not 0 <= tokens <= self.length:
             raise ValueError(f"a row of {self.length} tokens cannot forget {tokens}")
+        self._shrink(tokens)
+        if tokens:
+            self.watch.changed(self.length)
+
+    def _shrink(self, tokens: int) -> None:
         if self.states is not None and tokens:
             self.states.has_grown(self.length)
             self.states.shrink(self.length - tokens)
@@ -308,8 +309,6 @@ class Row:
 
     def _shrink_pages(self, tokens: int) -> None:
         self.length -= tokens
-        if tokens:
-            self._forget_chain()
         keep = self._pool.pages_for(self.length)
         if keep < len(self.pages):
             self.listed = min(self.listed, keep)
@@ -347,6 +346,7 @@ class Row:
         if self.states is not None:
             self.states.go_back(entry, length)
         self._shrink_pages(self.length - length)
+        self.watch.changed(length)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens after the first ``length``."""
@@ -370,30 +370,21 @@ class Row:
         self._pool.give_back(ahead, reserved)
 
     def identify(self, ids: NDArray[np.int64]) -> None:
-        """Say which tokens ``[T]`` the pages hold that it begins with, where they are checked."""
-        if self._pool.tagged:
-            self.chain = CHAIN_KNOWN + chain_after(ids[: self.length])
-
-    def lose_chain(self) -> None:
-        """Let the row's chain be that of its last tag, if only its slot has it."""
-        if self.chain is None:
-            self.chain = CHAIN_ADOPTED
-
-    def _forget_chain(self) -> None:
-        """Let the row's chain be that of its last tag, unless it has no tokens: the host does not know them."""
-        self.chain = CHAIN_ADOPTED if self.length else CHAIN_KNOWN + CHAIN_ORIGIN
+        """Say which tokens ``[T]`` the pages hold that it begins with."""
+        self.watch.begins(ids[: self.length])
 
     def take_slot(self, free: list[int]) -> None:
         """Take one of the free slots; it goes back to ``free`` once the row leaves it."""
         self._free_slots = free
         self.slot = free.pop()
 
-    def leave_slot(self) -> None:
-        """Give the slot back, if there is one."""
+    def leave_slot(self, waits: bool = False) -> None:
+        """Give the slot back, if there is one; a row that ``waits`` for another takes what is in there along."""
         if self.slot is not None:
             self._free_slots.append(self.slot)
         self.slot, self.listed, self.states_listed, self.has_next = None, 0, None, False
-        self.lose_chain()
+        if not waits:
+            self.watch.lost()
 
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
@@ -405,5 +396,5 @@ class Row:
         pages, reserved = self.pages + self.ahead, self._reserved
         self.page_period = object()
         self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0
-        self._forget_chain()
+        self.watch.changed(0)
         self._pool.give_back(pages, reserved)

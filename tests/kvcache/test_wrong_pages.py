@@ -19,9 +19,9 @@ import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrongPageError
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.execution.state.page_watch import PageWatch
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.slots import Slots
+from compiled_llm.execution.taps.page_check import PageCheck, PageTags
 from compiled_llm.kvcache.row import Row
 from support.execution.schedule import Schedule
 from support.parity import assert_account_is_empty
@@ -56,8 +56,9 @@ class Scene:
 
     @property
     def tags(self) -> Tensor:
-        assert self.state.page_watch is not None
-        return self.state.page_watch.inputs.tags
+        (tap,) = self.state.taps
+        assert isinstance(tap.inputs, PageTags)
+        return tap.inputs.tags
 
     def listed(self, row: Row) -> Tensor:
         """The row's page numbers on the device."""
@@ -248,7 +249,7 @@ def test_a_call_looks_before_it_returns(path: str, monkeypatch: pytest.MonkeyPat
     """On a GPU, what its last steps find is known only then."""
     model, ids = checked(), torch.tensor([FIRST])
 
-    def found(watch: PageWatch) -> None:
+    def found(watch: PageCheck) -> None:
         watch.inputs.faults.copy_(torch.tensor([1, 0], device="cpu"))
 
     call = functools.partial(
@@ -256,7 +257,7 @@ def test_a_call_looks_before_it_returns(path: str, monkeypatch: pytest.MonkeyPat
     )  # in pages
     if path in CALLS:
         call = functools.partial(model.generate, ids, max_new_tokens=4, do_sample=False, **CALLS[path])
-    monkeypatch.setattr(PageWatch, "launched", found)
+    monkeypatch.setattr(PageCheck, "inspect", found)
     with torch.no_grad(), pytest.raises(WrongPageError, match="row 0 "):
         call()
     monkeypatch.undo()
@@ -369,7 +370,7 @@ def test_rows_that_begin_from_caches_and_embeddings_are_silent() -> None:
 def test_nothing_is_checked_by_default() -> None:
     model = checked("off")
     state = model.compiled.model_runner().state
-    assert state.page_watch is None
+    assert not state.taps
     assert "chain" not in state.arena._columns
     assert compiled_llm.WrapConfig().check_pages == "off"
     with pytest.raises(ValueError, match=r"check_pages='yes': choose one of 'off', 'log', 'raise'"):

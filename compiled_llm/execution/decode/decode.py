@@ -129,9 +129,9 @@ class Decode:
             raise ValueError(f"accept: one number for each of {len(sampled)} rows is needed; got {[*counts.shape]}")
         inputs, rows = self._state.decode_buffers.of(step), len(sampled)
         next_tokens = sampled.gather(1, counts[:, None] - 1)[:, 0]
-        if (watch := self._state.page_watch) is not None:
+        for tap in self._state.taps:
             assert inputs.fed is not None, "several tokens were known"
-            watch.go_back(inputs.slots[:rows], inputs.fed[:rows], counts, inputs.lengths[:rows])
+            tap.went_back(inputs.slots[:rows], inputs.fed[:rows], counts, inputs.lengths[:rows])
         inputs.positions[:rows].add_(counts - step.new_tokens_per_row)
         inputs.lengths[:rows].add_(counts - step.new_tokens_per_row)
         self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], next_tokens)
@@ -147,8 +147,6 @@ class Decode:
         inputs = self._state.decode_buffers.of(step)
         if self._plain and self._graph_manager.programs.interpreted and not is_profiling():  # a profile names ops
             inputs = inputs._replace(shares_places=True)
-        if self._state.page_watch is not None:
-            inputs = inputs._replace(page_check=self._state.page_watch.inputs)
         if step.cascade:
             assert self._cascade is not None, "only with its tables are there such steps"
             return inputs._replace(cascade=self._cascade.of(step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.compilation.programs import PreparedCall
 from compiled_llm.execution.reporting.events import Events
-from compiled_llm.execution.state.page_watch import PageWatch
+from compiled_llm.execution.state.runner_tap import RunnerTap
 
 
 class BoundProgram:
@@ -90,7 +90,7 @@ class Launch:
         program: BoundProgram,
         events: Events,
         missed: Callable[[StepKey, bool], None] | None,
-        page_watch: PageWatch | None,
+        taps: Sequence[RunnerTap],
         capture: Callable[[StepOutputs], None] | None,
         alone: bool,
     ) -> None:
@@ -102,7 +102,7 @@ class Launch:
         self.repeats = key.new_tokens_per_row == 1 and capture is None
         self._entry, self._program = entry, program
         self._used, self._cascaded = events.used, events.cascaded if key.cascade else None
-        self._missed, self._page_watch, self._capture = missed, page_watch, capture
+        self._missed, self._taps, self._capture = missed, taps, capture
 
     def release(self) -> None:
         """Let go of the model: the step is not repeated any more."""
@@ -123,8 +123,8 @@ class Launch:
             assert entry.cuda_graph is not None, "a step without its graph is not valid"
             entry.cuda_graph.launch()
             self.outputs = entry.cuda_graph.outputs
-        if self._page_watch is not None:
-            self._page_watch.launched()
+        for tap in self._taps:
+            tap.inspect()
         if self._capture is not None:
             self._capture(self.outputs)
         return self.outputs

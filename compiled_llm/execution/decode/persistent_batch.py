@@ -42,7 +42,7 @@ class PersistentBatch:
         self._steps, self._decode = steps, steps.decode
         self._validity, self._slots, self._readbacks = state.validity, state.slots, readbacks
         self._arena = state.arena
-        self._page_watch = state.page_watch
+        self._taps = state.taps
         self._page_size, self._longest = state.config.page_size, state.max_positions
         self.bucket = 0
         self._wanted: StepKey | None = None
@@ -78,8 +78,9 @@ class PersistentBatch:
             make_exact(rows)
         listed = self._slots.list_pages(rows)
         self._slots.list_states(rows)
-        if self._page_watch is not None:
-            self._page_watch.enter(rows, step.new_tokens_per_row)
+        for tap in self._taps:
+            tap.placed(rows, self._slots.numbers(rows), [step.new_tokens_per_row] * len(rows))
+            tap.stored(rows)
         placed = None if self.step is None else self.step.placed
         if placed is not None and placed.are(rows, step):
             entered = self._decode.follows_pages and self._enters_page(rows, step)
@@ -217,7 +218,7 @@ class PersistentBatch:
         """Forget the rows' next tokens, which a failed step may have overwritten, and leave the decode buffers."""
         self._slots.forget_next(rows)
         for row in rows:
-            row.lose_chain()
+            row.watch.lost()
         self.deferred.forget()
         self.invalidate()
         self._decode.claim(None)

@@ -163,7 +163,7 @@ class Steps:
             self._program(key),
             self._graph_manager.events,
             missed,
-            self._state.page_watch,
+            self._state.taps,
             functools.partial(self._want_capture, key) if captures else None,
             alone=not graphs.background_captures,
         )

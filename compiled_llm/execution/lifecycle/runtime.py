@@ -159,8 +159,7 @@ class Runtime:
 
     @staticmethod
     def _wrong_tags(model_runner: ModelRunner) -> int:
-        watch = model_runner.state.page_watch
-        return 0 if watch is None else model_runner.thread.call(watch.count)
+        return sum(model_runner.thread.call(tap.faults) for tap in model_runner.state.taps)
 
     @property
     def cuda_graphs(self) -> CudaGraphTable:

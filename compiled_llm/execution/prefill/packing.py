@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.page_checks import CHAIN_IN_SLOT
-from compiled_llm.execution.batch import Extension, RowTag
+from compiled_llm.execution.batch import Extension
 from compiled_llm.kvcache.table import HostTable, Span, build_table
-from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_SKIPPED, NO_ENTRY
+from compiled_llm_ops.contracts import NO_ENTRY
 
 Holds = Callable[[int, int, int], bool]
 """Whether a launch may have so many tokens, pages and rows."""
@@ -32,14 +31,12 @@ class Packed(NamedTuple):
     keep: NDArray[np.int64]  # [L]
     sampled: NDArray[np.int64]  # [C]
     slots: NDArray[np.int64]  # [C]
-    begins: NDArray[np.int64]  # [B], or [0] if pages are not checked, as the other two that are optional
-    chain_slots: NDArray[np.int64]  # [B]
+    places: NDArray[np.int64]  # [B], or [0] without taps
     token_rows: NDArray[np.int32]  # [T]
     token_positions: NDArray[np.int32]  # [T]
     qo_indptr: NDArray[np.int32]  # [B + 1]
     indptr: NDArray[np.int32]  # [B + 1]
     last_page_len: NDArray[np.int32]  # [B]
-    row_numbers: NDArray[np.int32]  # [B]
     read: NDArray[np.int32]  # [B], or [0] without recurrent layers, as the next one
     write: NDArray[np.int32]  # [B]
 
@@ -68,7 +65,7 @@ def pack(
     keep: NDArray[np.int64],
     slots: NDArray[np.int64],
     page_size: int,
-    tagged: bool = False,
+    padding: int | None = None,
     recurrent: bool = False,
 ) -> tuple[Packed, HostTable]:
     """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned.
@@ -78,12 +75,14 @@ def pack(
         keep: ``[L]``, the tokens whose logits are wanted.
         slots: ``[C]``, the slots of the rows for which a token is sampled after the first C of them.
         page_size: S.
-        tagged: whether pages are checked.
+        padding: the place of padding, if there are taps.
         recurrent: whether rows have states.
     """
     queries = [len(extension.ids) for extension in batch]
     table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
-    packed = _allocated(sum(queries), len(keep), len(slots), len(batch), len(batch) * tagged, len(batch) * recurrent)
+    count = len(batch)
+    sizes = (sum(queries), len(keep), len(slots), count, count * (padding is not None), count * recurrent)
+    packed = _allocated(*sizes)
     np.concatenate([extension.ids for extension in batch], out=packed.ids)
     np.concatenate([extension.positions for extension in batch], out=packed.positions)
     start = 0
@@ -94,19 +93,18 @@ def pack(
         start = end
     packed.keep[:], packed.sampled[:], packed.slots[:] = keep, np.arange(len(slots)), slots
     packed.qo_indptr[:], packed.indptr[:], packed.last_page_len[:] = table.qo_indptr, table.indptr, table.last_page_len
-    if tagged:
-        for at, extension in enumerate(batch):
-            packed.begins[at], packed.chain_slots[at], packed.row_numbers[at] = extension.tag
+    if padding is not None:
+        packed.places[:] = [padding if extension.place < 0 else extension.place for extension in batch]
     if recurrent:
         for at, extension in enumerate(batch):
             packed.read[at], packed.write[at] = extension.states
     return packed, table
 
 
-def _allocated(tokens: int, wanted: int, sampled: int, rows: int, tagged: int, recurrent: int) -> Packed:
+def _allocated(tokens: int, wanted: int, sampled: int, rows: int, placed: int, recurrent: int) -> Packed:
     """Return columns that lie one after the other in one piece of memory."""
-    wide = (tokens, tokens, wanted, sampled, sampled, tagged, tagged)
-    narrow = (tokens, tokens, rows + 1, rows + 1, rows, tagged, recurrent, recurrent)
+    wide = (tokens, tokens, wanted, sampled, sampled, placed)
+    narrow = (tokens, tokens, rows + 1, rows + 1, rows, recurrent, recurrent)
     memory = np.empty(8 * sum(wide) + 4 * sum(narrow), np.uint8)
     columns: list[NDArray[Any]] = []
     for sizes, words in (
@@ -187,13 +185,4 @@ def _part(extension: Extension, start: int, stop: int, page_size: int) -> Extens
     row = Span(extension.row.pages[: -(-length // page_size)], length)
     ends = extension.is_last and stop == len(extension.ids)
     ids = extension.ids[start:stop]
-    return Extension(row, ids, extension.positions[start:stop], ends, _tag_from(extension, start))
-
-
-def _tag_from(extension: Extension, start: int) -> RowTag:
-    """Return the tag of a part of an extension, after ``start`` of its tokens, which has the row's slot, if any."""
-    tag = extension.tag
-    if not start or tag.chain == CHAIN_SKIPPED:
-        return tag
-    before = extension.row.length - len(extension.ids) + start
-    return tag._replace(chain=CHAIN_ADOPTED + before if tag.slot < 0 else CHAIN_IN_SLOT)
+    return Extension(row, ids, extension.positions[start:stop], ends, extension.place)

@@ -74,7 +74,8 @@ class Prefill:
         self._planner = planner
         self._shapes = shapes
         self._page_size = state.config.page_size
-        self._page_watch = state.page_watch
+        self._taps = state.taps
+        self._padding = state.slots.padding if state.taps else None
         self._recurrent = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
         model = state.facts.model
@@ -193,10 +194,9 @@ class Prefill:
             keep = lasts[[extension.is_last for extension in extensions]]
             rows = [cast(Row, extension.row) for extension in ending] if remember else []
             slots = self._state.slots.of(rows, len(ending))
+        if self._taps:
+            extensions = self._placed(extensions)
         self._state.arena.flush()
-        watch = self._page_watch
-        if watch is not None:
-            extensions = [watch.tagged(extension) for extension in extensions]
         if self._recurrent:
             extensions = [_with_states(extension) for extension in extensions]
         start, parts = 0, []
@@ -213,12 +213,20 @@ class Prefill:
                     tap.launched(spans, outputs.emitted)
             parts.append(outputs._replace(emitted={}))
             start = end
-        if watch is not None:
-            watch.launched()
-            watch.stored(extensions, embeddings is not None)
+        for own in self._taps:
+            own.inspect()
+            own.stored(_rows(extensions), [extension.ids for extension in extensions], embeddings is not None)
         if len(parts) == 1:
             return parts[0]
         return StepOutputs(torch.cat([part.logits for part in parts]), torch.cat([part.tokens for part in parts]), {})
+
+    def _placed(self, extensions: Sequence[Extension]) -> list[Extension]:
+        """Let taps write what the launches read of these rows."""
+        rows = _rows(extensions)
+        places = self._state.slots.places(rows)
+        for tap in self._taps:
+            tap.placed(rows, places, [len(extension.ids) for extension in extensions])
+        return [extension._replace(place=place) for extension, place in zip(extensions, places, strict=True)]
 
     def _run_chunk(
         self,
@@ -270,8 +278,7 @@ class Prefill:
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it, which chooses its own variant."""
         state = self._state
-        tagged = self._page_watch is not None
-        packed, table = pack(chunk, keep, slots, self._page_size, tagged=tagged, recurrent=self._recurrent)
+        packed, table = pack(chunk, keep, slots, self._page_size, self._padding, self._recurrent)
         alone = self._planner.attends_alone(variant)
         columns, indices = state.staging.to_device(packed), state.prefill_indices
         if indices is not None:
@@ -295,15 +302,14 @@ class Prefill:
         """Return device tensors, in the order of ``Packed``, as inputs of the program, with the plans of a shape."""
         named = Packed(*columns)._asdict()  # type: ignore[arg-type]
         named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
-        if self._page_watch is None:
-            named |= dict.fromkeys(("begins", "chain_slots", "row_numbers"))
-        else:
-            named["page_check"] = self._page_watch.inputs
+        if not self._taps:
+            named["places"] = None
         if not self._recurrent:
             named |= {"read": None, "write": None}
         alone = shape is not None and self._planner.attends_alone(shape.variant)
         plans = self._planner.for_prefill(shape)
-        return PrefillInputs(indices=indices, plans=plans, alone=alone, **named)
+        taps = tuple(tap.inputs for tap in self._taps)
+        return PrefillInputs(indices=indices, plans=plans, alone=alone, taps=taps, **named)
 
     def _launch(self, inputs: PrefillInputs) -> StepOutputs:
         graph_manager = self._graph_manager
@@ -428,7 +434,7 @@ class Prefill:
         forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
         if entry is not None and (forgettable or self._graph_manager.is_valid(shape)):
             assert entry.filled is not None
-            fed = state.slots.fed() if running else None  # the replay overwrites what it feeds in
+            fed = state.slots.fed() if running or self._taps else None  # the replay overwrites what it feeds in
             self._upload(packed, table, shape, entry.filled)
             result: StepOutputs = entry.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
@@ -453,9 +459,7 @@ class Prefill:
         logits, sampled = shape.outputs
         keep = np.concatenate([keep, np.zeros(logits - len(keep), dtype=np.int64)])
         slots = np.concatenate([slots, self._state.slots.of([], sampled - len(slots))])
-        tagged = self._page_watch is not None
-        chunk = padded(chunk, shape, self._page_size)
-        return pack(chunk, keep, slots, self._page_size, tagged=tagged, recurrent=self._recurrent)
+        return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size, self._padding, self._recurrent)
 
     def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
@@ -475,6 +479,10 @@ class Prefill:
         state = self._state
         state.staging.upload([(as_bytes(packed), filled), (table.indices, self._indices)])
         self._planner.plan_prefill(table, shape)
+
+
+def _rows(extensions: Sequence[Extension]) -> list[Row]:
+    return [cast(Row, extension.row) for extension in extensions]
 
 
 def _spans(extensions: Sequence[Extension], start: int, end: int) -> list[TokenSpan]:

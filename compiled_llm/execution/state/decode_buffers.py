@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.inputs import DecodeInputs
+from compiled_llm.compilation.inputs import DecodeInputs, StepTap
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.kvcache.memory import mark_static
@@ -34,14 +34,14 @@ class DecodeBuffers:
         types = {"decode_slot": long, "decode_position": long, "decode_length": short, "decode_start": short}
         return {name: (max_rows, dtype) for name, dtype in types.items()}
 
-    def __init__(self, arena: Arena, slots: Slots, ops: DecodeOps | None) -> None:
-        """``ops`` are those by which decode steps attend; None if they are planned."""
+    def __init__(self, arena: Arena, slots: Slots, ops: DecodeOps | None, taps: tuple[StepTap, ...] = ()) -> None:
+        """``ops`` are those by which decode steps attend; None if they are planned. ``taps`` watch the steps."""
         self.ops = ops
         self._arena = arena
         self._slots = slots
         self._max_rows = len(arena["decode_slot"])
         columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
-        self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states)
+        self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states, taps=taps)
         self._views: dict[StepKey, DecodeInputs] = {}
         self._fed: dict[int, Tensor] = {}  # known tokens, by q
 
@@ -59,6 +59,7 @@ class DecodeBuffers:
                 whole.indices,
                 whole.ops,
                 fed=self._fed_of(step),
+                taps=whole.taps,
                 states=whole.states,
                 wants=step.wants,
             )

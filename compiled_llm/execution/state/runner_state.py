@@ -18,8 +18,8 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.cascade import Cascade
 from compiled_llm.execution.state.decode_buffers import DecodeBuffers
-from compiled_llm.execution.state.page_watch import PageWatch
 from compiled_llm.execution.state.prefill_room import compiled_length
+from compiled_llm.execution.state.runner_tap import RunnerTap
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.score_room import ScoreRoom
 from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
@@ -67,18 +67,25 @@ class RunnerState:
         states: the memory of recurrent layers, a tensor for each that their specs name; empty if there are none.
         memories: ``pages`` and ``states``, as programs take them.
         spare_states: entries for the states of a row whose prompt is cut into several launches.
-        page_watch: checks that rows read their own pages; None if nothing does.
+        taps: watch all steps.
         scores: what choosing tokens may take; None if layers have no indexers.
         prefill_indices: the page numbers of the prefill that runs; None with ``scores``, where each prefill has a
             tensor of as many as it scores.
     """
 
     def __init__(
-        self, facts: ModelFacts, config: WrapConfig, max_positions: int, prefill_pages: int, entries: int | None = None
+        self,
+        facts: ModelFacts,
+        config: WrapConfig,
+        max_positions: int,
+        prefill_pages: int,
+        entries: int | None = None,
+        taps: Sequence[type[RunnerTap]] = (),
     ) -> None:
         """Allocate, with room for rows of ``max_positions`` tokens and ``prefill_pages`` entries of a page table.
 
-        There are ``entries`` for states of recurrent layers; as many as the config has room for if None.
+        There are ``entries`` for states of recurrent layers; as many as the config has room for if None. At most one
+        of the ``taps`` hears of rows.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.
@@ -112,20 +119,20 @@ class RunnerState:
             self.states = self._allocate_states(entries)
             self.memories = [*self.pages, *self.states]
             self.staging = Staging(self.device)
-            self.arena = Arena(self._columns(), self.device, self.staging)
-            self.page_watch: PageWatch | None = None
-            if config.checks_pages:
-                self.page_watch = PageWatch(config, count, self.arena, self.staging, self.kv_memory)
-            chains = None if self.page_watch is None else self.page_watch.inputs.chains
-            self.slots = Slots(self.arena, self.staging, logits_width(model), self.validity, chains, bool(facts.states))
-            self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops)
+            self.arena = Arena(self._columns(taps), self.device, self.staging)
+            self.taps = tuple(tap(config, count, self.arena, self.staging, self.kv_memory) for tap in taps)
+            carried = [column for tap in self.taps for column in tap.carried]
+            width = logits_width(model)
+            self.slots = Slots(self.arena, self.staging, width, self.validity, carried, bool(facts.states))
+            given = tuple(tap.inputs for tap in self.taps)
+            self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops, given)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
             self.prefill_indices: Tensor | None = None
             if self.scores is None:
                 indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
                 self.prefill_indices = mark_for_any_room(indices)
         states, self.spare_states = self._pool_of_states(entries)
-        self.pool = PagePool(count, config.page_size, self.validity, config.checks_pages, states)
+        self.pool = PagePool(count, config.page_size, self.validity, taps[0].row if taps else None, states)
 
     def _room_for_pages(self, entries: int) -> tuple[int, ScoreRoom | None]:
         """Return how many pages there are beside so many states, and the room for what an indexer scores of them."""
@@ -143,12 +150,14 @@ class RunnerState:
             scores.check_pool(count - 1)
         return count, scores
 
-    def _columns(self) -> dict[str, tuple[int, torch.dtype]]:
-        """Return the columns of slots and decode buffers."""
+    def _columns(self, taps: Sequence[type[RunnerTap]]) -> dict[str, tuple[int, torch.dtype]]:
+        """Return the columns of slots, decode buffers and taps."""
         rows, pages_each = self.config.max_batch_size, -(-self.max_positions // self.config.page_size) + 1
         columns = DecodeBuffers.columns(rows)
         columns |= Slots.columns(rows, pages_each, bool(self.facts.states))
-        return columns | (PageWatch.columns(columns["next_token"][0]) if self.config.checks_pages else {})
+        for tap in taps:
+            columns |= tap.columns(columns["next_token"][0] + rows)
+        return columns
 
     def _pool_of_states(self, entries: int) -> tuple[StatePool | None, tuple[int, int]]:
         """Return what hands out entries, and the spare ones; there are none without recurrent layers."""
@@ -216,7 +225,7 @@ class RunnerState:
     def buffer_bytes(self) -> int:
         """Bytes of all tensors but the pages."""
         parts = (self.arena, self.slots, self.decode_buffers, self.sampling_graphs)
-        return sum(part.nbytes for part in (*parts, self.page_watch, self.prefill_indices) if part is not None)
+        return sum(part.nbytes for part in (*parts, *self.taps, self.prefill_indices) if part is not None)
 
     def release(self) -> None:
         """Give most of the memory back; nothing may be run afterwards."""
@@ -233,8 +242,8 @@ class RunnerState:
         source, target = self.staging.to_device(columns)
         for memory in map(as_bytes, self.pages):
             memory.index_copy_(0, target, memory.index_select(0, source))
-        if self.page_watch is not None:
-            self.page_watch.copy_pages(source, target)
+        for tap in self.taps:
+            tap.copied(source, target)
 
     def write(self, rows: Sequence[Row], stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write keys and values that were computed elsewhere to the ends of rows.
@@ -254,8 +263,8 @@ class RunnerState:
         places = TokenPlaces(stored.shape[1], *self.staging.to_device(entries))
         for spec, memory, (keys, values) in zip(self.specs, self.pages, states, strict=True):
             spec.write(memory, places, keys, values)
-        if self.page_watch is not None:
-            self.page_watch.imported(rows, counts)
+        for tap in self.taps:
+            tap.imported(rows, self.slots.places(rows), counts)
 
     def read_states(self, rows: Sequence[Row]) -> dict[Place, StateMemory]:
         """Return copies of rows' states at each place of recurrent layers, ``[B, ...]``; they hold tokens."""

@@ -42,7 +42,7 @@ class _Waiting(NamedTuple):
 
     token: Tensor | None
     sampling: Sampling
-    chain: Tensor | None = None
+    carried: Sequence[Tensor] = ()
 
 
 class Slots:
@@ -69,20 +69,20 @@ class Slots:
         staging: Staging,
         vocabulary: int,
         validity: StepValidity | None = None,
-        chains: Tensor | None = None,
+        carried: Sequence[Tensor] = (),
         recurrent: bool = False,
     ) -> None:
         """All slots begin free, and greedy.
 
         Args:
             validity: of decode steps.
-            chains: ``[X + 1]``, those of the rows in the slots, where pages are checked.
+            carried: of which a row takes its own entry along when it changes its slot.
             recurrent: whether rows have states.
         """
         self._arena = arena
         self._validity = StepValidity() if validity is None else validity
         self._settings = SlotSettings(arena, staging, vocabulary)
-        self._chains = chains
+        self._carried = carried
         self.pages = arena["pages"]
         self.states = (arena[_STATES[0]], arena[_STATES[1]]) if recurrent else None
         self.padding = len(self.tables.next_token) - 1
@@ -168,8 +168,8 @@ class Slots:
             if waiting.token is not None:
                 self.tables.next_token[cast(int, row.slot)].copy_(waiting.token)
                 row.has_next = True
-            if row.chain is None and waiting.chain is not None:
-                cast(Tensor, self._chains)[cast(int, row.slot)].copy_(waiting.chain)
+            for column, entry in zip(self._carried, waiting.carried, strict=False):  # greedy rows have waited for none
+                column[cast(int, row.slot)].copy_(entry)
 
     def feed(self, tokens: Mapping[Row, int]) -> None:
         """Replace the next tokens of rows."""
@@ -207,10 +207,9 @@ class Slots:
             row = reference()
             if row is not None and row.slot == slot and row not in staying and self._settings.of(slot).forgets:
                 token = self.tables.next_token[slot].clone() if row.has_next else None
-                chain = self._chains[slot].clone() if self._chains is not None and row.chain is None else None
-                self._waiting[row] = _Waiting(token, self._settings.of(slot), chain)
-                row.leave_slot()
-                row.chain = row.chain if chain is None else None  # unless the row changes while it waits
+                carried = [column[slot].clone() for column in self._carried]
+                self._waiting[row] = _Waiting(token, self._settings.of(slot), carried)
+                row.leave_slot(waits=True)
                 self._validity.invalidate()  # decode buffers may still name the slot
         if count > len(self._free):
             self._refuse(count)
@@ -253,7 +252,7 @@ class Slots:
 
     @property
     def _overwritten(self) -> list[Tensor]:
-        return [self.tables.next_token] + ([] if self._chains is None else [self._chains])
+        return [self.tables.next_token, *self._carried]
 
     def restore(self, slots: Iterable[int], fed: Sequence[Tensor] | None = None) -> None:
         """Forget the tokens that were sampled in these slots since rows took them.
@@ -292,6 +291,10 @@ class Slots:
                     self._arena.write(name, slots, np.array(entries, dtype=np.int32))
                 for row in new:
                     row.states_listed = cast(RowStates, row.states).period
+
+    def places(self, rows: Sequence[Row]) -> list[int]:
+        """Return places for what taps have of rows: their slots, or of those without one, places after all slots."""
+        return [self.padding + 1 + at if row.slot is None else row.slot for at, row in enumerate(rows)]
 
     def of(self, rows: Sequence[Row], padded: int) -> NDArray[np.int64]:
         """Return ``[padded]``, ``numbers`` and padding."""

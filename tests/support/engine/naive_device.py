@@ -95,7 +95,7 @@ class NaiveDevice:
             pool=pool,
             config=config,
             cascade=None,
-            page_watch=None,
+            taps=(),
             max_positions=10_000,
             sampling_graphs=graphs,
             validity=pool.validity,
