@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 
@@ -117,6 +118,11 @@ class ModelCheck:
         if submitted is not None and time.monotonic() - submitted[0] < _SECONDS:
             self._begun = submitted[1]
         return (self._begun and self._begun()) or self._seen_before() or self._runtime.model_runner()
+
+    @property
+    def due(self) -> float:
+        """When the loop looks again, unless the prefix cache is cleared before, on ``time.monotonic``'s clock."""
+        return self._looked + _SECONDS if self._watching else math.inf
 
     def look_if_due(self, model_runner: ModelRunner) -> bool:
         """Look if the loop has not for a while, or the prefix cache was cleared since; True if it has looked.

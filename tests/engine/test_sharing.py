@@ -52,6 +52,7 @@ def test_a_call_beside_a_paused_engine_takes_its_pages(model, engine):
 def test_a_call_while_the_loop_passes_between_threads_takes_its_pages(model, engine, monkeypatch):
     monkeypatch.setattr(EngineThread, "start_thread", lambda self: None)
     handle = engine.submit(PROMPT, greedy(100))
+    handle.when_changed(engine._engine_thread._arrivals.call)
     engine._engine_thread.run(lambda: handle.requests[0].tokens)  # and now no thread runs it
     assert by_itself(model, PROMPT, 120) == huggingfaces(PROMPT, 120)
     engine._engine_thread.run(lambda: handle.done)

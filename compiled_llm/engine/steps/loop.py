@@ -97,6 +97,7 @@ class Loop:
         prefixes: keeps pages of texts that have been computed; None without a prefix cache.
         steps: how many plans were launched.
         mixed_steps: how many of them ran prompts and running requests in one launch.
+        ran_prompts: whether the last step ran prompts, whose first tokens ``read_first_tokens`` may read.
         stuck: nothing could run in the last step: missing pages belong to others.
     """
 
@@ -120,6 +121,7 @@ class Loop:
         self._launched: deque[_Launched] = deque()
         self._mixed: Mixed = mixed
         self.steps = self.mixed_steps = 0
+        self.ran_prompts = False
         self._bytes_on_device = 0  # that steps have emitted since all was last copied to the host
         self.stuck = False
 
@@ -164,7 +166,7 @@ class Loop:
                 self._forget_changed()
             self._join_generation()
         plan = self.scheduler.plan()
-        launched = bool(plan.decode or plan.extend)
+        launched, self.ran_prompts = bool(plan.decode or plan.extend), bool(plan.extend)
         if launched:
             if not self._repeat(plan):
                 self.model_runner.thread.call(self._launch, plan)

@@ -17,6 +17,20 @@ _PATIENCE = 10
 """Seconds: the garbage collector may close an arrivals queue in the very thread that is about to wait."""
 
 
+class Changed(Condition):
+    """The lock of an engine's state.
+
+    Attributes:
+        seen: whether the thread that runs the loop has looked since the last ``notify_all``.
+    """
+
+    seen = False
+
+    def notify_all(self) -> None:
+        self.seen = False
+        super().notify_all()
+
+
 class Arrivals:
     """The calls to make between two steps. They do not keep the engine alive while a thread waits for them.
 
@@ -27,7 +41,7 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self.changed = Condition()
+        self.changed = Changed()
         self.closed = self._called = False
         self.messages: deque[Message] = deque()
 

@@ -59,6 +59,7 @@ class EngineThread:
         self.request_table = RequestTable(self._arrivals)
         self.step_lock = StepLock(self._changed)
         self.joined = JoinedCalls(self._changed)
+        self._due = 0.0  # when the next step has more to do than to run
         self._claimed: float | None = None  # since when other loops get no pages
         weakref.finalize(self, self._arrivals.close).atexit = False
         self._serving = ServingThread(self, self._arrivals)
@@ -107,6 +108,8 @@ class EngineThread:
     def run(self, done: Callable[[], bool]) -> None:
         """Run the loop in this thread until ``done``, or wait while another thread runs it.
 
+        ``done`` is asked again when the engine's state has changed, as when a request has ended.
+
         Raises:
             RuntimeError: this thread has paused it.
         """
@@ -122,7 +125,7 @@ class EngineThread:
         """Run the loop in this thread until these have ended; an interrupt ends them."""
         remaining = list(handles)
 
-        def ended() -> bool:  # after each step; a handle that has ended is not asked again
+        def ended() -> bool:  # a handle that has ended is not asked again
             while remaining and remaining[-1].done:
                 remaining.pop()
             return not remaining or self.closed
@@ -242,26 +245,33 @@ class EngineThread:
 
         A loop that is stuck has no pages, and returns: others may wait until no loop has any.
         """
-        lock, loop.stuck = self._runtime.loop_lock, False
+        lock, loop.stuck, self._changed.seen = self._runtime.loop_lock, False, False
         loop.scheduler.lets_pass = self._starvation.lasting
-        while not (done() or loop.idle or loop.stuck):
+        while not loop.stuck:
             try:
-                self._step(loop)
+                if not self._step(loop, done):
+                    break
             except BaseException as error:
+                self._changed.seen = False
                 self._recover(loop, error)
             if lock.waiters and not loop.stuck:
                 with lock.yielded():
                     time.sleep(0)
+                self._changed.seen = False  # another loop may have looked at the model, or claim pages
         if loop.stuck and self._starvation.lasting and (lacking := loop.scheduler.lacks_states):
             self._refuse_waiting(loop, lacking)
+
+    @property
+    def _engines(self) -> list[EngineThread]:
+        """The engines of this model."""
+        return [engine for engine in list(self._runtime.engines) if isinstance(engine, EngineThread)]
 
     def _refuse_waiting(self, loop: Loop, lacking: str) -> None:
         """End all requests, none of which can begin, if no row that runs will give a state of recurrent layers back.
 
         What is left are rows of caches that the user keeps. The prefix tree has given up what it had.
         """
-        engines = [engine for engine in list(self._runtime.engines) if isinstance(engine, EngineThread)]
-        run = any(engine.loop is not None and engine.loop.scheduler.rows for engine in engines)
+        run = any(engine.loop is not None and engine.loop.scheduler.rows for engine in self._engines)
         if run or self._runtime.loop_lock.shared:
             return
         self._starvation = Starvation()
@@ -269,28 +279,41 @@ class EngineThread:
         logger.error("compiled_llm: %d requests are refused: %s", len(waiting), lacking)
         self.request_table.end(loop, waiting, "error", RequestError(lacking))
 
-    def _step(self, loop: Loop) -> None:
-        if first := loop.read_first_tokens():
+    def _step(self, loop: Loop, done: Callable[[], bool]) -> bool:
+        """Run a step, and before it what is due; False if there is nothing to run."""
+        if loop.ran_prompts and (first := loop.read_first_tokens()):
             self.request_table.notify(first)
-        if self._arrivals.messages:  # mostly not: what a step asks without a call costs it nothing
-            self._arrivals.deliver(loop)
-        due = self.check.look_if_due(loop.model_runner)
-        lock, scheduler = self._runtime.loop_lock, loop.scheduler
-        if scheduler.next_deadline <= (now := time.monotonic()):
-            self.request_table.notify(scheduler.expire(now))
-        wanted = lock.waiters or lock.claims
-        scheduler.admits_until = lock.pages_wanted_since(apart_from=self) if wanted else math.inf
-        if (compiling := loop.model_runner.compiling) is not None:  # it waits for answers that have begun
-            until = compiling.admits_until
-            if scheduler.running or scheduler.next_goes_on(until):
-                scheduler.admits_until = min(scheduler.admits_until, until)
-        self.request_table.notify(loop.step(due))
+        looked = False
+        if not self._changed.seen or time.monotonic() >= self._due:
+            self._changed.seen = True  # first: what changes from now on is seen before the next step
+            if done() or loop.idle:
+                return False
+            looked = self._attend(loop)
+        self.request_table.notify(loop.step(looked))
+        scheduler, lock = loop.scheduler, self._runtime.loop_lock
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         short_since = scheduler.short_since
         if short_since is not None and not (scheduler.running or lock.shared):
             short_since = None
         if short_since != self._claimed:
             self._claim_pages(short_since)
+        return True
+
+    def _attend(self, loop: Loop) -> bool:
+        """Take messages, and do what the time has come for; return whether the model was looked at."""
+        self._arrivals.deliver(loop)
+        looked, scheduler = self.check.look_if_due(loop.model_runner), loop.scheduler
+        if scheduler.next_deadline <= (now := time.monotonic()):
+            self.request_table.notify(scheduler.expire(now))
+        scheduler.admits_until = self._runtime.loop_lock.pages_wanted_since(apart_from=self)
+        if (compiling := loop.model_runner.compiling) is not None:  # it waits for answers that have begun
+            until = compiling.admits_until
+            if scheduler.running or scheduler.next_goes_on(until):
+                scheduler.admits_until = min(scheduler.admits_until, until)
+        self._due = min(self.check.due, scheduler.next_deadline)
+        if scheduler.idle or scheduler.admits_until < math.inf:  # nobody tells that all is read, or the pages are taken
+            self._changed.seen = False
+        return looked
 
     def _claim_pages(self, since: float | None) -> None:
         self._claimed = since
@@ -301,6 +324,8 @@ class EngineThread:
         self.check.forget()
         if (present := self._runtime.runner_lifecycle.present) is not None and not weights_stay:
             present.prefixes.clear()
+            for engine in self._engines:  # those that run look, too
+                engine._changed.seen = False
 
     def drain(self, loop: Loop) -> None:
         """Read the tokens of the last step that was launched; if that fails, all that runs has failed."""

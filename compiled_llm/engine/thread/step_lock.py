@@ -68,6 +68,7 @@ class StepLock:
         with self._changed:
             self.check_elsewhere()
             self.pausing += 1
+            self._changed.notify_all()
             until = time.monotonic() + patience
             try:
                 self.wait_until(lambda: self._free or time.monotonic() > until)

@@ -99,20 +99,15 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(watched, model,
         looks.clear()
         changed = step(loop, look)
         looked.append(bool(looks))
+        if len(looked) == 5:
+            engine._engine_thread.model_may_have_changed(weights_stay=False)
         return changed
 
     note_calls(monkeypatch, ModelVersion, "look", lambda version: looks.append(version))
     monkeypatch.setattr(Loop, "step", counted)
     with Engine(model, watch_model=watched) as runs:
         handle = runs.submit(PROMPT, GREEDY)
-
-        def done() -> bool:
-            """Asked between two steps."""
-            if len(looked) == 5:
-                engine._engine_thread.model_may_have_changed(weights_stay=False)
-            return handle.done
-
-        runs._engine_thread.run(done)
+        runs._engine_thread.run(lambda: handle.done)
         assert looked[2:8] == [False, False, False, True, False, False]
 
 
