@@ -80,12 +80,9 @@ FEATURES = {
     ),
     "page checks": Feature(
         "check_pages|page_check|page_?watch",
-        (
-            *("compiled_llm/compilation/page_checks.py", "compiled_llm/execution/state/page_watch.py"),
-            "ops/compiled_llm_ops/attention/check_pages.py",
-        ),
+        ("compiled_llm/execution/taps/page_check.py",),  # the op stays, which others may call
         ("kvcache/test_wrong_pages.py",),
-        lacks="the loop, the runner, prefill and decode watch pages by name",
+        'compiled_llm/execution/taps/__init__.py: "check_pages": "compiled_llm',
     ),
     "emitted states": Feature(
         "emitted|hidden_states",

@@ -8,7 +8,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.runner_tap import RunnerTap
 
 TAPS = {
-    "check_pages": "page_check",
+    "check_pages": "compiled_llm.execution.taps.page_check",
 }
 """The modules that have one, as ``TAP``, by the option of ``wrap`` that asks for it."""
 
@@ -19,4 +19,4 @@ def taps_of(config: WrapConfig) -> list[type[RunnerTap]]:
     for option in asked:
         if option not in TAPS:
             raise ValueError(f"{option}={getattr(config, option)!r}: this installation has no such tap; leave it out")
-    return [import_module(f"{__name__}.{TAPS[option]}").TAP for option in asked]
+    return [import_module(TAPS[option]).TAP for option in asked]
