@@ -1,17 +1,18 @@
 """The ``compiled_llm`` namespace: where ops are defined, and the object that keeps them alive.
 
-An op has its signature once, in a NamedTuple: its fields, their order and defaults are the schema, and its kernels take
-it whole.
+An op is a function whose body says what its results look like. Its arguments are written once, as the fields of a
+NamedTuple, which its kernels take whole.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-import json
+import re
 import string
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,33 +21,32 @@ Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-_SCHEMA_TYPES: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    list[Tensor]: "Tensor[]",
-    bool: "bool",
-    float: "float",
-    int: "int",
-    str: "str",
-    torch.dtype: "ScalarType",
-}
-
 # Ops vanish with their Library object, so it lives as long as the module.
 LIBRARY = torch.library.Library("compiled_llm", "DEF")
 
 
-def define(
-    name: str,
-    arguments: type[Arguments],
+class Definition(NamedTuple):
+    """What an op was defined with; ``fake`` is the function as it was written."""
+
+    arguments: type[Any]
+    writes: Sequence[str]
+    fake: Callable[[Any], Any]
+    library: torch.library.Library
+
+
+definitions: dict[Callable[..., Any], Definition] = {}
+
+
+def define_op(
+    arguments: Callable[_Parameters, Arguments],
     *,
     writes: Sequence[str] = (),
-    returns: str = "Tensor",
-    fake: Callable[[Arguments], Any],
-    cpu: Callable[[Arguments], Any],
-    cuda: Callable[[Arguments], Any],
     library: torch.library.Library = LIBRARY,
-) -> torch._ops.OpOverload:
-    """Define an op of a namespace with its fake, its CPU kernel and its CUDA launcher, which take ``arguments``.
+) -> Callable[[Callable[[Arguments], _Result]], Callable[_Parameters, _Result]]:
+    """Make a function an op of its name, to be called with the fields of ``arguments``, a NamedTuple, one by one.
+
+    Its body runs while the op is traced: it returns tensors of the results' shapes, dtypes and strides, for the
+    ``arguments`` that it is given. ``kernel_of`` adds what computes them.
 
     No op has gradients: a call raises where they are recorded and an input requires them.
 
@@ -55,50 +55,68 @@ def define(
     checks on each call).
 
     Args:
-        name: of the op.
-        arguments: a NamedTuple, the op's arguments.
-        writes: the fields of ``arguments`` that the op writes to.
-        returns: the results in a schema: ``Tensor``, ``(Tensor, Tensor)`` or ``()``.
-        fake: computes only the results' shapes, dtypes and strides.
-        cpu: the kernel in plain PyTorch.
-        cuda: launches the CUDA kernels; imports their modules inside.
+        arguments: its fields, their order, types and defaults are those of the op.
+        writes: the fields that the op writes to, in their order.
         library: of the namespace.
 
-    Returns:
-        The overload, to be bound once at module level.
-    """
-    library.define(schema(name, arguments, writes, returns), tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"{library.ns}::{name}", _taking(name, arguments, fake), lib=library)
-    library.impl(name, _taking(name, arguments, cpu), "CPU")
-    library.impl(name, _taking(name, arguments, cuda), "CUDA")
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, library.ns), name).default
-    return overload
-
-
-def schema(name: str, arguments: type[Arguments], writes: Sequence[str] = (), returns: str = "Tensor") -> str:
-    """Return an op's schema, as in ``scale(Tensor(a!) states, float factor=1.0) -> ()``.
-
     Raises:
-        ValueError: a name in ``writes`` is no field, or no tensor.
+        ValueError: a name in ``writes`` is no field or no tensor, or an op has no arguments of a field's type.
     """
-    types = {field: _SCHEMA_TYPES[hint] for field, hint in typing.get_type_hints(arguments).items()}
-    for alias, field in zip(string.ascii_lowercase, writes, strict=False):
-        if not types.get(field, "").startswith("Tensor"):
-            raise ValueError(f"{name}: {field} is not a tensor that the op takes")
-        types[field] = types[field].replace("Tensor", f"Tensor({alias}!)")
-    defaults = arguments._field_defaults  # type: ignore[attr-defined]
-    texts = (
-        f"{text} {field}" + (f"={_literal(defaults[field])}" if field in defaults else "")
-        for field, text in types.items()
+
+    def define(fake: Callable[[Arguments], _Result]) -> Callable[_Parameters, _Result]:
+        name = fake.__name__
+
+        @functools.wraps(fake)
+        def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            result: _Result = overload(*args, **kwargs)
+            return result
+
+        signed: Any = call
+        signed.__signature__ = _signature(arguments, inspect.signature(fake, eval_str=True).return_annotation)
+        library.define(_schema(signed, writes), tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{library.ns}::{name}", _taking(name, arguments, fake), lib=library)
+        overload = getattr(getattr(torch.ops, library.ns), name).default
+        definitions[call] = Definition(typing.cast("type[Arguments]", arguments), writes, fake, library)
+        return call
+
+    return define
+
+
+def kernel_of(
+    op: Callable[..., _Result], device: str
+) -> Callable[[Callable[[Arguments], _Result]], Callable[[Arguments], _Result]]:
+    """Make a function, which takes the op's arguments as their NamedTuple, the kernel for ``"CPU"`` or ``"CUDA"``.
+
+    That for CUDA imports the modules of Triton's kernels inside.
+    """
+
+    def register(function: Callable[[Arguments], _Result]) -> Callable[[Arguments], _Result]:
+        arguments, _, fake, library = definitions[op]
+        library.impl(fake.__name__, _taking(fake.__name__, arguments, function), device)
+        return function
+
+    return register
+
+
+def _signature(arguments: Callable[..., Any], result: Any) -> inspect.Signature:
+    types = typing.get_type_hints(arguments)
+    fields = inspect.signature(arguments).parameters.values()
+    return inspect.Signature(
+        [field.replace(annotation=types[field.name]) for field in fields], return_annotation=result
     )
-    return f"{name}({', '.join(texts)}) -> {returns}"
 
 
-def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else str(value)
+def _schema(function: Callable[..., Any], writes: Sequence[str]) -> str:
+    """Return an op's schema, as in ``scale(Tensor(a!) states, float factor=1.0) -> ()``."""
+    text = torch.library.infer_schema(function, mutates_args=writes, op_name=function.__name__)
+    letters = iter(string.ascii_lowercase)
+    text = re.sub(r"\(a\d+!\)", lambda _: f"({next(letters)}!)", text)
+    return text.replace("SymInt ", "int ")  # sizes and windows are a model's, and not to become symbols in its graphs
 
 
-def _taking(name: str, arguments: type[Arguments], kernel: Callable[[Arguments], _Result]) -> Callable[..., _Result]:
+def _taking(
+    name: str, arguments: Callable[..., Arguments], function: Callable[[Arguments], _Result]
+) -> Callable[..., _Result]:
     """Return a function for the dispatcher, which passes values one by one, and leaves out those at their defaults."""
     recorded = torch.is_grad_enabled
 
@@ -107,7 +125,7 @@ def _taking(name: str, arguments: type[Arguments], kernel: Callable[[Arguments],
         # A kernel for Autograd, which is the place for this, costs as much again, with and without gradients.
         if recorded():
             _check_without_gradients(name, given)
-        return kernel(given)
+        return function(given)
 
     return call
 
@@ -125,17 +143,3 @@ def _check_without_gradients(name: str, given: tuple[Any, ...]) -> None:
                 f"{name}: {field}.requires_grad is True, and the op has no gradients; call it under "
                 "torch.no_grad() or torch.inference_mode(), or detach() the tensor"
             )
-
-
-def same_arguments_as(
-    other: Callable[_Parameters, Any],
-) -> Callable[[Callable[..., _Result]], Callable[_Parameters, _Result]]:
-    """Give a function that is written with ``*args, **kwargs`` the signature of ``other``, its own result apart."""
-
-    def sign(function: Callable[..., _Result]) -> Callable[_Parameters, _Result]:
-        result = inspect.signature(function).return_annotation
-        signed: Any = function
-        signed.__signature__ = inspect.signature(other).replace(return_annotation=result)
-        return typing.cast("Callable[_Parameters, _Result]", function)
-
-    return sign

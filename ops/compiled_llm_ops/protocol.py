@@ -144,7 +144,7 @@ class DecodeOps(NamedTuple):
     """The ops of decode steps without a plan: each launch reads the page table as it is then.
 
     They have the schemas of ``contracts.DecodeAttention``, and ``contracts.CascadeAttention`` for the last two, with
-    ``pages`` and ``saturated`` written, as ``library.schema`` gives it, and answer as our own do.
+    ``pages`` and ``saturated`` written, as ``library.define_op`` makes it, and answer as our own do.
 
     Attributes:
         attend: as ``decode_attention``.

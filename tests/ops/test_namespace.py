@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import typing
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.library import Library
 
 import compiled_llm_ops
 from compiled_llm_ops import (
@@ -18,7 +20,7 @@ from compiled_llm_ops import (
     paged_attention,
     paged_attention_lse,
 )
-from compiled_llm_ops.library import schema
+from compiled_llm_ops.library import define_op
 from support.ops.fp8_pages import Fp8Batch, Fp8Scales, scales_of
 from support.ops.namespace import check_definition, check_gradients_are_refused, opcheck, ops_of
 from support.ops.op_cases import CASES, UNREAD, Batch
@@ -142,29 +144,44 @@ class Unknown(NamedTuple):
     name: complex
 
 
-def test_fields_order_types_and_defaults_are_the_schema() -> None:
-    text = schema("mix", Everything, writes=("weight", "states"), returns="(Tensor, Tensor)")
-    assert text == (
-        "mix(Tensor(b!) states, Tensor[] parts, int count, Tensor(a!)? weight=None, int shift=-1, float factor=0.5, "
-        "bool gated=False) -> (Tensor, Tensor)"
+@pytest.fixture
+def library() -> Library:
+    return Library("mixed", "FRAGMENT")
+
+
+def test_fields_order_types_and_defaults_are_the_schema(library: Library) -> None:
+    @define_op(Everything, writes=("states", "weight"), library=library)
+    def mix(args: Everything) -> tuple[Tensor, Tensor]:
+        return args.states, args.states
+
+    assert str(torch.ops.mixed.mix.default._schema) == (
+        "mixed::mix(Tensor(a!) states, Tensor[] parts, int count, Tensor(b!)? weight=None, int shift=-1, "
+        "float factor=0.5, bool gated=False) -> (Tensor, Tensor)"
     )
-    parsed = torch._C.parse_schema(text)
-    assert [argument.default_value for argument in parsed.arguments[3:]] == [None, -1, 0.5, False]
-    assert [argument.name for argument in parsed.arguments if argument.is_write] == ["states", "weight"]
+    assert inspect.signature(mix).replace(return_annotation=inspect.Signature.empty) == inspect.Signature(
+        [
+            field.replace(annotation=typing.get_type_hints(Everything)[field.name])
+            for field in inspect.signature(Everything).parameters.values()
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", ["count", "missing"])
-def test_only_tensors_can_be_written(name: str) -> None:
-    with pytest.raises(ValueError, match=f"mix: {name} is not a tensor"):
-        schema("mix", Everything, writes=(name,))
+def test_only_tensors_can_be_written(name: str, library: Library) -> None:
+    with pytest.raises(ValueError, match=name):
+
+        @define_op(Everything, writes=(name,), library=library)
+        def mix(args: Everything) -> None: ...
 
 
-def test_a_type_without_a_schema_is_refused() -> None:
-    with pytest.raises(KeyError, match="complex"):
-        schema("mix", Unknown)
+def test_a_type_without_a_schema_is_refused(library: Library) -> None:
+    with pytest.raises(ValueError, match="complex"):
+
+        @define_op(Unknown, library=library)
+        def mix(args: Unknown) -> None: ...
 
 
-def test_a_second_function_of_the_same_arguments_has_their_signature_and_its_own_result() -> None:
+def test_the_op_with_lse_has_the_signature_of_the_other_and_its_own_result() -> None:
     first, second = (inspect.signature(function) for function in (decode_attention, decode_attention_lse))
     assert list(first.parameters.values()) == list(second.parameters.values())
-    assert (first.return_annotation, second.return_annotation) == ("Tensor", "tuple[Tensor, Tensor]")
+    assert (first.return_annotation, second.return_annotation) == (Tensor, tuple[Tensor, Tensor])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from compiled_llm.compilation.passes.arguments import arguments_of
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
 class _LayerBegins(NamedTuple):
@@ -25,16 +25,27 @@ class _LayerEnds(NamedTuple):
     like: int
 
 
+@define_op(_LayerBegins)
+def layer_begins(args: _LayerBegins) -> Tensor:
+    """Return ``hidden``, before a layer."""
+    return torch.empty_like(args.hidden)
+
+
+@define_op(_LayerEnds)
+def layer_ends(args: _LayerEnds) -> Tensor:
+    """Return ``hidden``, after a layer."""
+    return torch.empty_like(args.hidden)
+
+
+@kernel_of(layer_begins, "CPU")
+@kernel_of(layer_begins, "CUDA")
+@kernel_of(layer_ends, "CPU")
+@kernel_of(layer_ends, "CUDA")
 def _not_filled(_: object) -> Tensor:
     raise RuntimeError("this layer was left out of a graph and not put back")
 
 
-_begins = define(
-    "layer_begins", _LayerBegins, fake=lambda args: torch.empty_like(args.hidden), cpu=_not_filled, cuda=_not_filled
-)
-_ends = define(
-    "layer_ends", _LayerEnds, fake=lambda args: torch.empty_like(args.hidden), cpu=_not_filled, cuda=_not_filled
-)
+_begins, _ends = torch.ops.compiled_llm.layer_begins.default, torch.ops.compiled_llm.layer_ends.default
 
 
 @functools.cache

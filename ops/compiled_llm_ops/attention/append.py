@@ -6,7 +6,6 @@ Shapes: T packed tokens, K kv heads, D head dimension, P pages, S page size, B r
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.backends import backend_named
@@ -18,23 +17,11 @@ from compiled_llm_ops.contracts import (
     check_token_places,
     has_uneven_heads,
 )
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
-def append_paged_kv(
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    backend: str = "flashinfer",
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    saturated: Tensor | None = None,
-) -> None:
+@define_op(AppendPagedKv, writes=("pages", "saturated"))
+def append_paged_kv(args: AppendPagedKv) -> None:
     """Write the keys and values of new tokens into the pages of their rows, in place.
 
     Token t goes to page ``indices[indptr[token_rows[t]] + token_positions[t] // S]``, slot ``token_positions[t] % S``.
@@ -64,8 +51,6 @@ def append_paged_kv(
         ``rope_append_paged_kv``; paged KV caches after vLLM's PagedAttention
         (https://arxiv.org/abs/2309.06180).
     """
-    places, fp8 = (token_rows, token_positions, indptr, indices, last_page_len), (key_scale, value_scale, saturated)
-    _append_paged_kv(key, value, pages, *places, backend, *fp8)
 
 
 def _check(args: AppendPagedKv) -> None:
@@ -91,11 +76,13 @@ def _check(args: AppendPagedKv) -> None:
     check_fp8("append_paged_kv", args)
 
 
+@kernel_of(append_paged_kv, "CPU")
 def _cpu(args: AppendPagedKv) -> None:
     _check(args)
     plain_attention.append(args)
 
 
+@kernel_of(append_paged_kv, "CUDA")
 def _cuda(args: AppendPagedKv) -> None:
     _check(args)
     backend = backend_named(args.backend)
@@ -118,14 +105,3 @@ def _append_fp8(args: AppendPagedKv) -> None:
 
     check_capability("append_paged_kv", args.pages)
     append(args)
-
-
-_append_paged_kv = define(
-    "append_paged_kv",
-    AppendPagedKv,
-    writes=("pages", "saturated"),
-    returns="()",
-    fake=lambda args: None,
-    cpu=_cpu,
-    cuda=_cuda,
-)

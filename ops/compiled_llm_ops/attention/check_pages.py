@@ -28,25 +28,15 @@ from compiled_llm_ops.contracts import (
     CheckPages,
     check_int32,
 )
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 _LOW = CHAIN_KNOWN - 1
 
 _Integers = TypeVar("_Integers", Tensor, NDArray[np.int64])
 
 
-def check_pages(
-    tags: Tensor,
-    chains: Tensor,
-    faults: Tensor,
-    tokens: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    indices: Tensor,
-    slots: Tensor,
-    row_numbers: Tensor,
-    qo_indptr: Tensor | None = None,
-) -> None:
+@define_op(CheckPages, writes=("tags", "chains", "faults"))
+def check_pages(args: CheckPages) -> None:
     """Tag the slots of new tokens, and check the tags of all tokens that their rows read.
 
     Rows, lengths and page numbers are those that attention reads, so a page table that is not the rows' own shows. The
@@ -77,8 +67,6 @@ def check_pages(
         Canaries, as of stacks (https://www.usenix.org/legacy/publications/library/proceedings/sec98/cowan.html); the
         hash is the end of MurmurHash3 (https://github.com/aappleby/smhasher). On CUDA a Triton kernel of our own.
     """
-    table = (starts, lengths, indices)
-    _check_pages(tags, chains, faults, tokens, *table, slots, row_numbers, qo_indptr)
 
 
 class PageFault(NamedTuple):
@@ -156,6 +144,7 @@ def _check(args: CheckPages) -> None:
             raise ValueError(f"check_pages: {name} must be int64; got {tensor.dtype}")
 
 
+@kernel_of(check_pages, "CPU")
 def _cpu(args: CheckPages) -> None:
     _check(args)
     rows = len(args.slots)
@@ -226,20 +215,10 @@ def _places(args: CheckPages, rows: Tensor, positions: Tensor) -> tuple[Tensor, 
     return torch.where(legal, numbers, 0) * size + positions % size, numbers, legal
 
 
+@kernel_of(check_pages, "CUDA")
 def _cuda(args: CheckPages) -> None:
     from compiled_llm_ops.kernels.attention.check_pages import check
 
     _check(args)
     with torch.cuda.device(args.tags.device):  # Triton launches on the current one
         check(args)
-
-
-_check_pages = define(
-    "check_pages",
-    CheckPages,
-    writes=("tags", "chains", "faults"),
-    returns="()",
-    fake=lambda args: None,
-    cpu=_cpu,
-    cuda=_cuda,
-)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.preparation import check_preparation, prepared
 from compiled_llm_ops.contracts import (
     DecodeAttention,
@@ -31,35 +31,15 @@ from compiled_llm_ops.contracts import (
     newest_pages,
     value_size,
 )
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import as_arrays, attend_row_by_row, attend_to_listed, gather, store
 
 if TYPE_CHECKING:
     from compiled_llm_ops.kernels.variant import KernelVariant
 
 
-def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    indices: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    epsilon: float = 0.0,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    overlap: bool = False,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    saturated: Tensor | None = None,
-    visible: Tensor | None = None,
-) -> Tensor:
+@define_op(DecodeAttention, writes=("pages", "saturated"))
+def decode_attention(args: DecodeAttention) -> Tensor:
     """Write the keys and values of each row's q newest tokens into its pages, then attend with their queries.
 
     Token t of row b lies in page ``indices[starts[b] + t // S]``, slot ``t % S``; the newest is number
@@ -110,34 +90,10 @@ def decode_attention(
         rotary embedding as in Llama and Qwen3 (https://arxiv.org/abs/2104.09864), in float32 on CUDA. Lists of pages
         as in Quest (https://arxiv.org/abs/2406.10774).
     """
-    table = (starts, lengths, indices)
-    prepared = (query_norm, key_norm, epsilon, cos, sin)
-    fp8 = (key_scale, value_scale, saturated)
-    out: Tensor = _decode_attention(
-        query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap, *fp8, visible
-    )
-    return out
+    return over_pages(args.query, args.pages)
 
 
-@same_arguments_as(decode_attention)
-def decode_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``decode_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``decode_attention``.
-
-    Returns:
-        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one). Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together.
-
-    Source:
-        On CUDA the Triton kernel of ``decode_attention``, after Flash-Decoding
-        (https://pytorch.org/blog/flash-decoding/).
-    """
-    out, lse = _decode_attention_lse(*args, **kwargs)
-    return out, lse
+decode_attention_lse = with_lse(decode_attention)
 
 
 def check(op: str, args: DecodeAttention) -> None:
@@ -358,18 +314,15 @@ def prepare_on_cuda(
     return out, lse, launch
 
 
+@kernel_of_both(decode_attention, "CPU")
 def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     check("decode_attention", args)
     return attend_on_cpu(args, wants_lse)
 
 
+@kernel_of_both(decode_attention, "CUDA")
 def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     check("decode_attention", args)
     check_even_heads("decode_attention", args.pages)
     check_capability("decode_attention", args.pages)
     return attend_on_cuda(args, wants_lse)
-
-
-_decode_attention, _decode_attention_lse = define_with_lse(
-    "decode_attention", DecodeAttention, writes=("pages", "saturated"), cpu=_cpu, cuda=_cuda
-)

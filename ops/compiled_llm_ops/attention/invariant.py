@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.decode import check, decode_attention
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.decode import check
+from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.preparation import prepared
 from compiled_llm_ops.contracts import (
     DecodeAttention,
@@ -24,13 +24,13 @@ from compiled_llm_ops.contracts import (
     check_even_heads,
     value_size,
 )
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import store
 from compiled_llm_ops.triton.plain import attend_row
 
 
-@same_arguments_as(decode_attention)
-def invariant_attention(*args: Any, **kwargs: Any) -> Tensor:
+@define_op(DecodeAttention, writes=("pages", "saturated"))
+def invariant_attention(args: DecodeAttention) -> Tensor:
     """``decode_attention`` in which the bits of a row do not depend on the rest of the batch, or on how it came to be.
 
     A row's result is that of the row alone, in a batch of any size, with any number of new tokens at a time; and that
@@ -49,28 +49,10 @@ def invariant_attention(*args: Any, **kwargs: Any) -> Tensor:
         On CUDA a Triton kernel of our own, with the loop of FlashAttention-2 (https://arxiv.org/abs/2307.08691); why
         and how: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
     """
-    out: Tensor = _invariant_attention(*args, **kwargs)
-    return out
+    return over_pages(args.query, args.pages)
 
 
-@same_arguments_as(decode_attention)
-def invariant_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``invariant_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``decode_attention``.
-
-    Returns:
-        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2, as of
-        ``decode_attention_lse``. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or ``visible`` is given.
-
-    Source:
-        The kernel of ``invariant_attention``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
-    """
-    out, lse = _invariant_attention_lse(*args, **kwargs)
-    return out, lse
+invariant_attention_lse = with_lse(invariant_attention)
 
 
 def _check(args: DecodeAttention) -> None:
@@ -82,6 +64,7 @@ def _check(args: DecodeAttention) -> None:
 # ---- CPU
 
 
+@kernel_of_both(invariant_attention, "CPU")
 def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     new, page_size = args.new_tokens, args.pages.shape[-2]
@@ -102,6 +85,7 @@ def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
 # ---- CUDA: the tokens are written by one kernel, and read by another
 
 
+@kernel_of_both(invariant_attention, "CUDA")
 def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
     from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
@@ -127,8 +111,3 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
         )  # fmt: skip
         attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]))
     return out, lse
-
-
-_invariant_attention, _invariant_attention_lse = define_with_lse(
-    "invariant_attention", DecodeAttention, writes=("pages", "saturated"), cpu=_cpu, cuda=_cuda
-)

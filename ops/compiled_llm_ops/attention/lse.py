@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.left_out import may_be_left_out
 from compiled_llm_ops.contracts import value_size
-from compiled_llm_ops.library import LIBRARY, define
+from compiled_llm_ops.library import Arguments, define_op, definitions, kernel_of
 
-_Arguments = TypeVar("_Arguments", bound=tuple[Any, ...])
-"""Arguments whose first ones are the queries ``[T, H, D]``."""
-Kernel = Callable[[_Arguments, bool], tuple[Tensor, Tensor | None]]
-"""Returns ``[T, H, D]``, D that of the values, and, if the second argument says so, the log-sum-exp ``[T, H]``."""
+_Parameters = ParamSpec("_Parameters")
+_Kernel = Callable[[Arguments, bool], tuple[Tensor, Tensor | None]]
 
 
-def _over_pages(args: Any) -> tuple[int, int, int]:
-    """Return the shape of results over ``pages``."""
-    query = args[0]
-    return query.shape[0], query.shape[1], value_size(query, args.pages)
+def over_pages(query: Tensor, pages: Tensor) -> Tensor:
+    """Return uninitialised results of queries ``[T, H, D]`` over pages: ``[T, H, E]``, E the size of values."""
+    return query.new_empty((query.shape[0], query.shape[1], value_size(query, pages)))
 
 
-def define_with_lse(
-    name: str,
-    arguments: type[_Arguments],
-    *,
-    writes: Sequence[str] = (),
-    cpu: Kernel[_Arguments],
-    cuda: Kernel[_Arguments],
-    sizes: Callable[[_Arguments], tuple[int, int, int]] = _over_pages,
-    library: torch.library.Library = LIBRARY,
-) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
-    """Define ``name``, and ``name_lse`` which also returns the log-sum-exp; arguments as of ``library.define``.
+_DOCUMENTED = """``{name}`` that also returns the log-sum-exp of each query's logits.
 
-    ``sizes`` returns the shape of the first result. Returns both overloads, to be bound once at module level.
+Args: those of ``{name}``.
+
+Returns:
+    Its result.
+    ``[T, H]`` float32: the log-sum-exp in base 2 (times ln 2 for the natural one); -inf for a query that sees no key.
+
+Raises:"""
+
+
+_with_lse: dict[Callable[..., Any], Callable[..., tuple[Tensor, Tensor]]] = {}
+
+
+def with_lse(attention: Callable[_Parameters, Tensor]) -> Callable[_Parameters, tuple[Tensor, Tensor]]:
+    """Define the op ``NAME_lse`` beside an op ``NAME``, whose first argument are queries ``[T, H, D]``."""
+    arguments, writes, fake, library = definitions[attention]
+
+    def both(args: Any) -> tuple[Tensor, Tensor]:
+        query: Tensor = args[0]
+        return fake(args), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+    name = both.__name__ = attention.__name__ + "_lse"
+    rest = (inspect.getdoc(attention) or "").partition("Raises:")[2]
+    both.__qualname__, both.__module__ = name, attention.__module__
+    both.__doc__ = _DOCUMENTED.format(name=attention.__name__) + rest
+    _with_lse[attention] = define_op(arguments, writes=writes, library=library)(both)
+    return _with_lse[attention]
+
+
+def kernel_of_both(attention: Callable[..., Tensor], device: str) -> Callable[[_Kernel[Arguments]], _Kernel[Arguments]]:
+    """As ``kernel_of``, for ``with_lse`` of ``attention`` as well; a capture may leave both out.
+
+    The second argument of the kernel is whether it is to return the log-sum-exp.
     """
+    attention_lse = _with_lse[attention]
 
-    def _out(args: _Arguments) -> Tensor:
-        query: Tensor = args[0]
-        return query.new_empty(sizes(args))
+    def register(function: _Kernel[Arguments]) -> _Kernel[Arguments]:
+        alone = may_be_left_out(lambda args: function(args, False)[0], definitions[attention].fake)
+        both = may_be_left_out(lambda args: function(args, True), definitions[attention_lse].fake)
+        kernel_of(attention, device)(alone)
+        kernel_of(attention_lse, device)(both)
+        return function
 
-    def _out_and_lse(args: _Arguments) -> tuple[Tensor, Tensor]:
-        query: Tensor = args[0]
-        return _out(args), query.new_empty(query.shape[:2], dtype=torch.float32)
-
-    without = define(
-        name,
-        arguments,
-        writes=writes,
-        fake=_out,
-        cpu=may_be_left_out(lambda args: cpu(args, False)[0], _out),
-        cuda=may_be_left_out(lambda args: cuda(args, False)[0], _out),
-        library=library,
-    )
-    with_lse = define(
-        f"{name}_lse",
-        arguments,
-        writes=writes,
-        returns="(Tensor, Tensor)",
-        fake=_out_and_lse,
-        cpu=may_be_left_out(lambda args: cpu(args, True), _out_and_lse),
-        cuda=may_be_left_out(lambda args: cuda(args, True), _out_and_lse),
-        library=library,
-    )
-    return without, with_lse
+    return register

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import MergeState, MergeStateInPlace, MergeStates
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
-def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+@define_op(MergeState)
+def merge_state(args: MergeState) -> tuple[Tensor, Tensor]:
     """Merge two results of attention over different keys.
 
     Args:
@@ -33,11 +34,11 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
         FlashInfer's ``merge_state``, https://docs.flashinfer.ai/tutorials/recursive_attention.html. On CUDA a Triton
         kernel of our own; sums are float32.
     """
-    v, s = _merge_state(v_a, s_a, v_b, s_b)
-    return v, s
+    return args.v_a.new_empty(args.v_a.shape), args.s_a.new_empty(args.s_a.shape)
 
 
-def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+@define_op(MergeStates)
+def merge_states(args: MergeStates) -> tuple[Tensor, Tensor]:
     """Merge any number of results of attention over different keys.
 
     Args:
@@ -54,11 +55,12 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         FlashInfer's ``merge_states``, https://docs.flashinfer.ai/tutorials/recursive_attention.html. On CUDA a Triton
         kernel of our own, which merges in the order of the states; sums are float32.
     """
-    merged_v, merged_s = _merge_states(v, s)
-    return merged_v, merged_s
+    tokens, _, heads, dim = args.v.shape
+    return args.v.new_empty((tokens, heads, dim)), args.s.new_empty((tokens, heads))
 
 
-def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+@define_op(MergeStateInPlace, writes=("v", "s"))
+def merge_state_in_place(args: MergeStateInPlace) -> None:
     """Merge a second result of attention, over other keys, into the first.
 
     Args:
@@ -75,7 +77,6 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         FlashInfer's ``merge_state_in_place``, https://docs.flashinfer.ai/tutorials/recursive_attention.html. On CUDA a
         Triton kernel of our own; sums are float32.
     """
-    _merge_state_in_place(v, s, v_other, s_other, mask)
 
 
 def _check(op: str, outputs: Tensor, lses: Tensor, name: str, dim: int) -> None:
@@ -120,46 +121,43 @@ def _check_in_place(args: MergeStateInPlace) -> None:
         raise ValueError(f"{op}: v and s, which are written, must be contiguous")
 
 
+@kernel_of(merge_state, "CPU")
 def _state_cpu(args: MergeState) -> tuple[Tensor, Tensor]:
     _check_two("merge_state", (args.v_a, args.s_a), (args.v_b, args.s_b), ("v_a", "v_b"))
     return merged(torch.stack((args.v_a, args.v_b), 1), torch.stack((args.s_a, args.s_b), 1))
 
 
+@kernel_of(merge_state, "CUDA")
 def _state_cuda(args: MergeState) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.kernels.attention.merge import merge_two
 
     _check_two("merge_state", (args.v_a, args.s_a), (args.v_b, args.s_b), ("v_a", "v_b"))
-    v, s = _fake_state(args)
+    v, s = args.v_a.new_empty(args.v_a.shape), args.s_a.new_empty(args.s_a.shape)
     with torch.cuda.device(v.device):  # Triton launches on the current one
         v_a, s_a, v_b, s_b = (tensor.contiguous() for tensor in args)
         merge_two(v_a, s_a, v_b, s_b, None, v, s)
     return v, s
 
 
-def _fake_state(args: MergeState) -> tuple[Tensor, Tensor]:
-    return args.v_a.new_empty(args.v_a.shape), args.s_a.new_empty(args.s_a.shape)
-
-
+@kernel_of(merge_states, "CPU")
 def _states_cpu(args: MergeStates) -> tuple[Tensor, Tensor]:
     _check("merge_states", args.v, args.s, "v", 4)
     return merged(args.v, args.s)
 
 
+@kernel_of(merge_states, "CUDA")
 def _states_cuda(args: MergeStates) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.kernels.attention.merge import merge_many
 
     _check("merge_states", args.v, args.s, "v", 4)
-    v, s = _fake_states(args)
+    (tokens, _, heads, dim) = args.v.shape
+    v, s = args.v.new_empty((tokens, heads, dim)), args.s.new_empty((tokens, heads))
     with torch.cuda.device(v.device):  # Triton launches on the current one
         merge_many(args.v.contiguous(), args.s.contiguous(), v, s)
     return v, s
 
 
-def _fake_states(args: MergeStates) -> tuple[Tensor, Tensor]:
-    tokens, _, heads, dim = args.v.shape
-    return args.v.new_empty((tokens, heads, dim)), args.s.new_empty((tokens, heads))
-
-
+@kernel_of(merge_state_in_place, "CPU")
 def _in_place_cpu(args: MergeStateInPlace) -> None:
     _check_in_place(args)
     v, s = merged(torch.stack((args.v, args.v_other), 1), torch.stack((args.s, args.s_other), 1))
@@ -168,6 +166,7 @@ def _in_place_cpu(args: MergeStateInPlace) -> None:
     args.s.copy_(torch.where(merges[:, None], s, args.s))
 
 
+@kernel_of(merge_state_in_place, "CUDA")
 def _in_place_cuda(args: MergeStateInPlace) -> None:
     from compiled_llm_ops.kernels.attention.merge import merge_two
 
@@ -175,20 +174,3 @@ def _in_place_cuda(args: MergeStateInPlace) -> None:
     with torch.cuda.device(args.v.device):  # Triton launches on the current one
         others = args.v_other.contiguous(), args.s_other.contiguous()
         merge_two(args.v, args.s, *others, args.mask, args.v, args.s)
-
-
-_merge_state = define(
-    "merge_state", MergeState, returns="(Tensor, Tensor)", fake=_fake_state, cpu=_state_cpu, cuda=_state_cuda
-)
-_merge_states = define(
-    "merge_states", MergeStates, returns="(Tensor, Tensor)", fake=_fake_states, cpu=_states_cpu, cuda=_states_cuda
-)
-_merge_state_in_place = define(
-    "merge_state_in_place",
-    MergeStateInPlace,
-    writes=("v", "s"),
-    returns="()",
-    fake=lambda args: None,
-    cpu=_in_place_cpu,
-    cuda=_in_place_cuda,
-)

@@ -6,33 +6,14 @@ Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, S 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from compiled_llm_ops.contracts import PlannedBatch, PlanPagedAttention
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.protocol import owner_of
 
 
-def plan_paged_attention(
-    plan: Tensor,
-    numbers: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    last_page_len: Tensor,
-    workspace: Tensor,
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    window_left: int,
-    logits_soft_cap: float,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    rope_size: int = 0,
-    function: str = "",
-    captured_tokens: int = -1,
-    variant: int = -1,
-) -> None:
+@define_op(PlanPagedAttention, writes=("plan", "numbers"))
+def plan_paged_attention(args: PlanPagedAttention) -> None:
     """Decide how ``paged_attention`` divides a batch, and queue the copy of the plan to the device; never waits for it.
 
     The page table is given on the host, where it was made; it may be rewritten afterwards. Launches read the last plan,
@@ -73,12 +54,9 @@ def plan_paged_attention(
     Source:
         On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper.plan`` (https://arxiv.org/abs/2501.01005).
     """
-    table = (qo_indptr, indptr, last_page_len)
-    geometry = (query_heads, kv_heads, head_dim, page_size, window_left, logits_soft_cap, dtype, kv_dtype)
-    how = (rope_size, function, captured_tokens, variant)
-    _plan_paged_attention(plan, numbers, *table, workspace, *geometry, *how)
 
 
+@kernel_of(plan_paged_attention, "CPU")
 def _check(args: PlanPagedAttention) -> None:
     rows = args.last_page_len.shape[0]
     # Planners read the columns by address, and trust their place, type and size.
@@ -95,6 +73,7 @@ def _check(args: PlanPagedAttention) -> None:
         raise ValueError("plan_paged_attention: captured launches have one variant for all batches; name it")
 
 
+@kernel_of(plan_paged_attention, "CUDA")
 def _cuda(args: PlanPagedAttention) -> None:
     _check(args)
     plan = owner_of(args.plan)
@@ -102,14 +81,3 @@ def _cuda(args: PlanPagedAttention) -> None:
         raise ValueError("plan_paged_attention: numbers belong to another plan; give those made with this one")
     starts, pages, last = args.qo_indptr.numpy(), args.indptr.numpy(), args.last_page_len.numpy()
     plan.decide(PlannedBatch(starts, pages, last, args.geometry, args.workspace, args.captured_tokens, args.variant))
-
-
-_plan_paged_attention = define(
-    "plan_paged_attention",
-    PlanPagedAttention,
-    writes=("plan", "numbers"),
-    returns="()",
-    fake=lambda args: None,
-    cpu=_check,
-    cuda=_cuda,
-)

@@ -7,12 +7,12 @@ page table, L tokens of one row in the cache, Q queries of one row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.contracts import (
     PagedAttention,
     PagedAttentionVariant,
@@ -23,28 +23,15 @@ from compiled_llm_ops.contracts import (
     has_uneven_heads,
     value_size,
 )
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import attend_row_by_row
 from compiled_llm_ops.protocol import owner_of, plan_of
 
 _Arguments = TypeVar("_Arguments", PagedAttention, PlannedAttentionVariant)
 
 
-def paged_attention(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    plan: Tensor,
-    workspace: Tensor,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Tensor:
+@define_op(PagedAttention, writes=("workspace",))
+def paged_attention(args: PagedAttention) -> Tensor:
     """Causal attention of packed queries over the pages of their rows.
 
     Row b's queries are ``query[qo_indptr[b]:qo_indptr[b + 1]]``; they are the last tokens of the row, whose keys and
@@ -79,32 +66,10 @@ def paged_attention(
     Source:
         On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` (https://arxiv.org/abs/2501.01005).
     """
-    table = (qo_indptr, indptr, indices, last_page_len)
-    how = (scale, window_left, logits_soft_cap, key_scale, value_scale)
-    out: Tensor = _paged_attention(query, pages, *table, plan, workspace, *how)
-    return out
+    return over_pages(args.query, args.pages)
 
 
-@same_arguments_as(paged_attention)
-def paged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``paged_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``paged_attention``.
-
-    Returns:
-        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one). Both contiguous.
-
-    Raises:
-        ValueError: shapes do not fit together.
-        RuntimeError: on CUDA, nothing was planned with ``plan``.
-
-    Source:
-        On CUDA FlashInfer ``BatchPrefillWithPagedKVCacheWrapper`` with ``return_lse``
-        (https://arxiv.org/abs/2501.01005).
-    """
-    out, lse = _paged_attention_lse(*args, **kwargs)
-    return out, lse
+paged_attention_lse = with_lse(paged_attention)
 
 
 def check(op: str, args: PagedAttention | PagedAttentionVariant | PlannedAttentionVariant) -> None:
@@ -124,6 +89,7 @@ def check(op: str, args: PagedAttention | PagedAttentionVariant | PlannedAttenti
 # ---- CPU: as the backend does it that the plan is of, or in plain PyTorch, one row after the other
 
 
+@kernel_of_both(paged_attention, "CPU")
 def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return what the kernel of ``paged_attention`` does."""
     check("paged_attention", args)
@@ -137,6 +103,7 @@ def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
 # ---- CUDA: the kernels of the backend that the plan is of
 
 
+@kernel_of_both(paged_attention, "CUDA")
 def _cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return what the kernel of ``paged_attention`` does, as planned."""
     check("paged_attention", args)
@@ -154,8 +121,3 @@ def launch(
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if wants_lse else None
     planned(args._replace(query=query), out, lse)
     return out if stored == head_dim else out[..., :head_dim].contiguous(), lse
-
-
-_paged_attention, _paged_attention_lse = define_with_lse(
-    "paged_attention", PagedAttention, writes=("workspace",), cpu=_cpu, cuda=_cuda
-)

@@ -18,29 +18,12 @@ from compiled_llm_ops.contracts import (
     check_pages,
     check_token_places,
 )
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.plain_attention import store
 
 
-def rope_append_paged_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    epsilon: float = 0.0,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    overlap: bool = False,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    saturated: Tensor | None = None,
-) -> Tensor:
+@define_op(RopeAppendPagedKv, writes=("pages", "saturated"))
+def rope_append_paged_kv(args: RopeAppendPagedKv) -> Tensor:
     """Norm queries and keys and rotate them by their position, and write keys and values into the pages of their rows.
 
     Token t goes to page ``indices[indptr[token_rows[t]] + token_positions[t] // S]``, slot ``token_positions[t] % S``,
@@ -81,11 +64,7 @@ def rope_append_paged_kv(
         (https://arxiv.org/abs/2104.09864), in float32 on CUDA; paged KV caches after vLLM's PagedAttention
         (https://arxiv.org/abs/2309.06180).
     """
-    places = (token_rows, token_positions, indptr, indices)
-    prepared_by = (query_norm, key_norm, epsilon, cos, sin)
-    fp8 = (key_scale, value_scale, saturated)
-    out: Tensor = _rope_append_paged_kv(query, key, value, pages, *places, *prepared_by, overlap, *fp8)
-    return out
+    return args.query.new_empty(args.query.shape)
 
 
 def _check(args: RopeAppendPagedKv) -> None:
@@ -104,6 +83,7 @@ def _check(args: RopeAppendPagedKv) -> None:
     check_fp8("rope_append_paged_kv", args)
 
 
+@kernel_of(rope_append_paged_kv, "CPU")
 def _cpu(args: RopeAppendPagedKv) -> Tensor:
     _check(args)
     page_size = args.pages.shape[3]
@@ -113,6 +93,7 @@ def _cpu(args: RopeAppendPagedKv) -> Tensor:
     return out.clone(memory_format=torch.contiguous_format) if out is args.query else out.contiguous()
 
 
+@kernel_of(rope_append_paged_kv, "CUDA")
 def _cuda(args: RopeAppendPagedKv) -> Tensor:
     from compiled_llm_ops.kernels.attention.rope_append import rope_append
     from compiled_llm_ops.kernels.pdl import has_pdl
@@ -121,13 +102,3 @@ def _cuda(args: RopeAppendPagedKv) -> Tensor:
     check_capability("rope_append_paged_kv", args.pages)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         return rope_append(args, pdl=args.overlap and has_pdl(args.query.device))
-
-
-_rope_append_paged_kv = define(
-    "rope_append_paged_kv",
-    RopeAppendPagedKv,
-    writes=("pages", "saturated"),
-    fake=lambda args: args.query.new_empty(args.query.shape),
-    cpu=_cpu,
-    cuda=_cuda,
-)

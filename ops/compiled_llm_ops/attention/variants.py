@@ -7,13 +7,12 @@ all rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention import decode, prefill
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.preparation import prepared
 from compiled_llm_ops.contracts import (
     DecodeAttentionVariant,
@@ -23,27 +22,15 @@ from compiled_llm_ops.contracts import (
     check_even_heads,
     value_size,
 )
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 from compiled_llm_ops.protocol import owner_of, plan_of
 from compiled_llm_ops.variants.plain import PlainRow, attend, attend_packed
 from compiled_llm_ops.variants.registry import Variant, variant_named
 from compiled_llm_ops.variants.triton_source import kernel_variant
 
 
-def paged_attention_variant(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    name: str,
-    tensors: list[Tensor],
-    scale: float,
-    window_left: int = -1,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Tensor:
+@define_op(PagedAttentionVariant)
+def paged_attention_variant(args: PagedAttentionVariant) -> Tensor:
     """Causal attention of packed queries over the pages of their rows, with the logits of a variant.
 
     Row b's queries are ``query[qo_indptr[b]:qo_indptr[b + 1]]``; they are the last tokens of the row, whose keys and
@@ -76,50 +63,15 @@ def paged_attention_variant(
         On CUDA the Triton kernel of ``invariant_attention``, after FlashAttention-2
         (https://arxiv.org/abs/2307.08691), with a function that is made of the variant's trace.
     """
-    table = (qo_indptr, indptr, indices, last_page_len)
-    how = (name, tensors, scale, window_left, key_scale, value_scale)
-    out: Tensor = _paged_attention_variant(query, pages, *table, *how)
-    return out
+    variant_named("paged_attention_variant", args.name)
+    return over_pages(args.query, args.pages)
 
 
-@same_arguments_as(paged_attention_variant)
-def paged_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``paged_attention_variant`` that also returns the log-sum-exp of each query's logits.
-
-    With it, further keys take part by ``merge_state``, and attention sinks by a factor of ``sigmoid(lse - sink)``.
-
-    Args: those of ``paged_attention_variant``.
-
-    Returns:
-        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one), minus infinity for a query that sees no key. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or the variant is not registered or has no softmax.
-
-    Source:
-        On CUDA the kernel of ``paged_attention_variant``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
-    """
-    out, lse = _paged_attention_variant_lse(*args, **kwargs)
-    return out, lse
+paged_attention_variant_lse = with_lse(paged_attention_variant)
 
 
-def planned_attention_variant(
-    query: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    plan: Tensor,
-    workspace: Tensor,
-    name: str,
-    tensors: list[Tensor],
-    scale: float,
-    window_left: int = -1,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-) -> Tensor:
+@define_op(PlannedAttentionVariant, writes=("workspace",))
+def planned_attention_variant(args: PlannedAttentionVariant) -> Tensor:
     """``paged_attention_variant`` by the kernels of a backend that has ``functions``, which are planned.
 
     Args:
@@ -151,55 +103,15 @@ def planned_attention_variant(
         FlashInfer's ``BatchPrefillWithPagedKVCacheWrapper`` with ``jit_args``
         (https://docs.flashinfer.ai/api/attention.html).
     """
-    table = (qo_indptr, indptr, indices, last_page_len, plan, workspace)
-    how = (name, tensors, scale, window_left, key_scale, value_scale)
-    out: Tensor = _planned_attention_variant(query, pages, *table, *how)
-    return out
+    variant_named("planned_attention_variant", args.name)
+    return over_pages(args.query, args.pages)
 
 
-@same_arguments_as(planned_attention_variant)
-def planned_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``planned_attention_variant`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``planned_attention_variant``.
-
-    Returns:
-        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one), minus infinity for a query that sees no key. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or the variant is not registered or has no softmax.
-        RuntimeError: ``plan`` holds no plan.
-
-    Source:
-        As ``planned_attention_variant`` (https://docs.flashinfer.ai/api/attention.html).
-    """
-    out, lse = _planned_attention_variant_lse(*args, **kwargs)
-    return out, lse
+planned_attention_variant_lse = with_lse(planned_attention_variant)
 
 
-def decode_attention_variant(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    indices: Tensor,
-    name: str,
-    tensors: list[Tensor],
-    scale: float,
-    window_left: int = -1,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    epsilon: float = 0.0,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    overlap: bool = False,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    saturated: Tensor | None = None,
-) -> Tensor:
+@define_op(DecodeAttentionVariant, writes=("pages", "saturated"))
+def decode_attention_variant(args: DecodeAttentionVariant) -> Tensor:
     """Write the keys and values of each row's q newest tokens into its pages, then attend with a variant's logits.
 
     As ``decode_attention``: token t of row b lies in page ``indices[starts[b] + t // S]``, and a captured launch may
@@ -243,33 +155,11 @@ def decode_attention_variant(
         On CUDA the Triton kernel of ``decode_attention``, after Flash-Decoding
         (https://pytorch.org/blog/flash-decoding/), with a function that is made of the variant's trace.
     """
-    table = (pages, starts, lengths, indices)
-    how = (name, tensors, scale, window_left)
-    preparation = (query_norm, key_norm, epsilon, cos, sin, overlap)
-    fp8 = (key_scale, value_scale, saturated)
-    out: Tensor = _decode_attention_variant(query, key, value, *table, *how, *preparation, *fp8)
-    return out
+    variant_named("decode_attention_variant", args.name)
+    return over_pages(args.query, args.pages)
 
 
-@same_arguments_as(decode_attention_variant)
-def decode_attention_variant_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``decode_attention_variant`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``decode_attention_variant``.
-
-    Returns:
-        ``[T, H, D]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one), minus infinity for a query that sees no key. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or the variant is not registered or has no softmax.
-
-    Source:
-        On CUDA the Triton kernel of ``decode_attention_variant``, after Flash-Decoding
-        (https://pytorch.org/blog/flash-decoding/).
-    """
-    out, lse = _decode_attention_variant_lse(*args, **kwargs)
-    return out, lse
+decode_attention_variant_lse = with_lse(decode_attention_variant)
 
 
 _Packed = PagedAttentionVariant | PlannedAttentionVariant
@@ -302,11 +192,13 @@ def _check_packed(op: str, args: _Packed, wants_lse: bool) -> Variant:
     return _variant(op, args, args.last_page_len.shape[0], wants_lse)
 
 
+@kernel_of_both(paged_attention_variant, "CPU")
 def _paged_on_cpu(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     out, lse = attend_packed(_check_packed("paged_attention_variant", args, wants_lse), args)
     return out, lse if wants_lse else None
 
 
+@kernel_of_both(planned_attention_variant, "CPU")
 def _planned_on_cpu(args: PlannedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     if plan_of(args.plan) is not None:
         return _as_planned(args, wants_lse)
@@ -314,6 +206,7 @@ def _planned_on_cpu(args: PlannedAttentionVariant, wants_lse: bool) -> tuple[Ten
     return out, lse if wants_lse else None
 
 
+@kernel_of_both(planned_attention_variant, "CUDA")
 def _as_planned(args: PlannedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     variant = _check_packed("planned_attention_variant", args, wants_lse)
     tensors = [tensor.contiguous() for tensor in args.tensors]
@@ -331,6 +224,7 @@ def missing_kernel(head_dim: int) -> str | None:
     return f"there is no kernel for heads of size {head_dim}: the largest is {LARGEST_HEAD}"
 
 
+@kernel_of_both(paged_attention_variant, "CUDA")
 def _paged_on_cuda(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend as attend_on_cuda
 
@@ -356,6 +250,7 @@ def _check_decode(args: DecodeAttentionVariant, wants_lse: bool) -> Variant:
     return _variant("decode_attention_variant", args, args.starts.shape[0], wants_lse)
 
 
+@kernel_of_both(decode_attention_variant, "CPU")
 def _decode_on_cpu(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     variant, plain = _check_decode(args, wants_lse), args.without_variant
     decode.append(plain, decode.RowPlaces(plain))
@@ -370,33 +265,9 @@ def _decode_on_cpu(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tenso
     return out, lse if wants_lse else None
 
 
+@kernel_of_both(decode_attention_variant, "CUDA")
 def _decode_on_cuda(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     variant = _check_decode(args, wants_lse)
     check_even_heads("decode_attention_variant", args.pages)
     check_capability("decode_attention_variant", args.pages)
     return decode.attend_on_cuda(args.without_variant, wants_lse, kernel_variant(variant, args.tensors))
-
-
-_paged_attention_variant, _paged_attention_variant_lse = define_with_lse(
-    "paged_attention_variant",
-    PagedAttentionVariant,
-    cpu=_paged_on_cpu,
-    cuda=_paged_on_cuda,
-    sizes=_checked_sizes("paged_attention_variant"),
-)
-_planned_attention_variant, _planned_attention_variant_lse = define_with_lse(
-    "planned_attention_variant",
-    PlannedAttentionVariant,
-    writes=("workspace",),
-    cpu=_planned_on_cpu,
-    cuda=_as_planned,
-    sizes=_checked_sizes("planned_attention_variant"),
-)
-_decode_attention_variant, _decode_attention_variant_lse = define_with_lse(
-    "decode_attention_variant",
-    DecodeAttentionVariant,
-    writes=("pages", "saturated"),
-    cpu=_decode_on_cpu,
-    cuda=_decode_on_cuda,
-    sizes=_checked_sizes("decode_attention_variant"),
-)

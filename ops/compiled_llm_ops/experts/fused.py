@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, relu, silu
 from compiled_llm_ops.contracts import EXPERT_ACTIVATIONS, FusedExperts
 from compiled_llm_ops.experts.checks import as_outputs_by_inputs, check_choices, check_weight
 from compiled_llm_ops.experts.linear import of_expert, rows_of_experts
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 _ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda states: states,
@@ -27,18 +27,8 @@ _ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def fused_experts(
-    states: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: str = "silu",
-    gated: bool = True,
-    transposed: bool = False,
-) -> Tensor:
+@define_op(FusedExperts)
+def fused_experts(args: FusedExperts) -> Tensor:
     """Send each row through the experts that it chose, and add what they answer by their weights.
 
     An expert computes ``down @ (activation(gate @ x) * (up @ x))``, or ``down @ activation(up @ x)`` without a gate.
@@ -69,19 +59,7 @@ def fused_experts(
         read once, and the others are not. With more rows these are sorted by expert first. Grids follow from shapes, so
         CUDA graphs replay it with other choices.
     """
-    out: Tensor = _fused_experts(
-        states,
-        topk_ids,
-        topk_weights,
-        up,
-        down,
-        up_bias,
-        down_bias,
-        activation,
-        gated,
-        transposed,
-    )
-    return out
+    return args.states.new_empty(args.states.shape)
 
 
 def _check(args: FusedExperts) -> tuple[Tensor, Tensor]:
@@ -106,6 +84,7 @@ def _check(args: FusedExperts) -> tuple[Tensor, Tensor]:
     return up, down
 
 
+@kernel_of(fused_experts, "CPU")
 def _cpu(args: FusedExperts) -> Tensor:
     up, down = _check(args)
     states, (rows, chosen) = args.states, args.topk_ids.shape
@@ -125,6 +104,7 @@ def _between(args: FusedExperts, projected: Tensor) -> Tensor:
     return activate(gate) * up
 
 
+@kernel_of(fused_experts, "CUDA")
 def _cuda(args: FusedExperts) -> Tensor:
     from compiled_llm_ops.kernels.experts.products import Epilogue, add_by_weight, multiply, routed
 
@@ -138,12 +118,3 @@ def _cuda(args: FusedExperts) -> Tensor:
         multiply(between, routing, down, args.down_bias, answers)
         add_by_weight(answers, ids, args.topk_weights.contiguous(), out, len(up))
     return out
-
-
-_fused_experts = define(
-    "fused_experts",
-    FusedExperts,
-    fake=lambda args: args.states.new_empty(args.states.shape),
-    cpu=_cpu,
-    cuda=_cuda,
-)

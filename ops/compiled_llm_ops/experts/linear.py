@@ -12,12 +12,11 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import ExpertsLinear
 from compiled_llm_ops.experts.checks import as_outputs_by_inputs, check_choices, check_weight
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
-def experts_linear(
-    rows: Tensor, topk_ids: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False
-) -> Tensor:
+@define_op(ExpertsLinear)
+def experts_linear(args: ExpertsLinear) -> Tensor:
     """Multiply each row with the weight of each expert that it chose.
 
     What follows between two of them is the caller's: an activation that ``fused_experts`` does not know, a norm.
@@ -40,8 +39,8 @@ def experts_linear(
         own on CUDA. Up to 64 rows, each expert that a row chose is read once, and the others are not; with more, rows
         are sorted by expert.
     """
-    out: Tensor = _experts_linear(rows, topk_ids, weight, bias, transposed)
-    return out
+    rows, chosen = args.topk_ids.shape
+    return args.rows.new_empty(rows * chosen, args.weight.shape[2 if args.transposed else 1])
 
 
 def rows_of_experts(topk_ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
@@ -72,6 +71,7 @@ def _check(args: ExpertsLinear) -> Tensor:
     return weight
 
 
+@kernel_of(experts_linear, "CPU")
 def _cpu(args: ExpertsLinear) -> Tensor:
     weight, ids = _check(args), args.topk_ids
     out = args.rows.new_zeros(ids.numel(), weight.shape[1])
@@ -81,6 +81,7 @@ def _cpu(args: ExpertsLinear) -> Tensor:
     return out
 
 
+@kernel_of(experts_linear, "CUDA")
 def _cuda(args: ExpertsLinear) -> Tensor:
     from compiled_llm_ops.kernels.experts.products import multiply, routed
 
@@ -89,11 +90,3 @@ def _cuda(args: ExpertsLinear) -> Tensor:
     with torch.cuda.device(out.device):  # Triton launches on the current one
         multiply(args.rows.contiguous(), routed(ids, len(weight)), weight, args.bias, out)
     return out
-
-
-def _fake(args: ExpertsLinear) -> Tensor:
-    rows, chosen = args.topk_ids.shape
-    return args.rows.new_empty(rows * chosen, args.weight.shape[2 if args.transposed else 1])
-
-
-_experts_linear = define("experts_linear", ExpertsLinear, fake=_fake, cpu=_cpu, cuda=_cuda)

@@ -9,21 +9,13 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import ChainedLinear
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.normed_linear import normed_linear
 
 
-def chained_linear(
-    rows: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    norm: Tensor,
-    epsilon: float,
-    next_weight: Tensor,
-    gated: bool = False,
-    overlap: bool = False,
-) -> tuple[Tensor, Tensor]:
+@define_op(ChainedLinear)
+def chained_linear(args: ChainedLinear) -> tuple[Tensor, Tensor]:
     """Multiply rows with a weight, add states, divide each sum by its root mean square, and multiply with a second one.
 
     Args:
@@ -50,8 +42,9 @@ def chained_linear(
         which round the normed sum once where HuggingFace's Llama does so twice; all else is ``skinny_linear`` and
         ``normed_linear``.
     """
-    total, product = _chained_linear(rows, weight, states, norm, epsilon, next_weight, gated, overlap)
-    return total, product
+    states, outputs = args.states, args.next_weight.shape[0]
+    product = states.new_empty((*states.shape[:-1], outputs // 2 if args.gated else outputs))
+    return states.new_empty(states.shape), product
 
 
 def has_chained_kernel(weight: Tensor, next_weight: Tensor, gated: bool) -> bool:
@@ -86,6 +79,7 @@ def _check(args: ChainedLinear) -> None:
         raise ValueError(f"chained_linear: all must be of one dtype; got {', '.join(map(str, dtypes))}")
 
 
+@kernel_of(chained_linear, "CPU")
 def _composed(args: ChainedLinear) -> tuple[Tensor, Tensor]:
     """Run one op after the other, for any number of rows on any device."""
     _check(args)
@@ -95,6 +89,7 @@ def _composed(args: ChainedLinear) -> tuple[Tensor, Tensor]:
     )
 
 
+@kernel_of(chained_linear, "CUDA")
 def _cuda(args: ChainedLinear) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.kernels.linear.chained_tiling import chained_tiling_for
 
@@ -113,14 +108,3 @@ def _cuda(args: ChainedLinear) -> tuple[Tensor, Tensor]:
         given = multiply_and_add(rows, args.weight, states, args.norm, tiling, pdl=pdl)
         product = multiply_scaled(given, args.next_weight, args.epsilon, tiling, gated=args.gated, pdl=pdl)
     return given.total.view_as(args.states), product.view(*args.states.shape[:-1], -1)
-
-
-def _fake(args: ChainedLinear) -> tuple[Tensor, Tensor]:
-    states, outputs = args.states, args.next_weight.shape[0]
-    product = states.new_empty((*states.shape[:-1], outputs // 2 if args.gated else outputs))
-    return states.new_empty(states.shape), product
-
-
-_chained_linear = define(
-    "chained_linear", ChainedLinear, returns="(Tensor, Tensor)", fake=_fake, cpu=_composed, cuda=_cuda
-)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import InvariantLinear, InvariantSum
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 CPU_ROWS = 16
 """Rows that a CPU multiplies at a time; what is missing is filled up."""
 
 
-def invariant_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@define_op(InvariantLinear)
+def invariant_linear(args: InvariantLinear) -> Tensor:
     """``torch.nn.functional.linear`` in which the bits of a row of results depend on its row of inputs alone.
 
     Args:
@@ -36,11 +37,11 @@ def invariant_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -
         multiplied without TF32. On a CPU the BLAS that torch brings, which always gets blocks of 16 rows; another
         number of threads may give other bits.
     """
-    out: Tensor = _invariant_linear(rows, weight, bias)
-    return out
+    return args.rows.new_empty((*args.rows.shape[:-1], args.weight.shape[0]))
 
 
-def invariant_sum(values: Tensor) -> Tensor:
+@define_op(InvariantSum)
+def invariant_sum(args: InvariantSum) -> Tensor:
     """``values.sum(-1)`` in which the bits of a sum depend on its numbers alone.
 
     Args:
@@ -56,8 +57,7 @@ def invariant_sum(values: Tensor) -> Tensor:
         On CUDA a Triton kernel of our own, one program for each sum; on a CPU PyTorch, on blocks of 16 sums. Why:
         https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
     """
-    out: Tensor = _invariant_sum(values)
-    return out
+    return args.values.new_empty(args.values.shape[:-1])
 
 
 def _check(args: InvariantLinear) -> None:
@@ -84,6 +84,7 @@ def _in_blocks(rows: Tensor) -> list[Tensor]:
     return blocks
 
 
+@kernel_of(invariant_linear, "CPU")
 def _cpu(args: InvariantLinear) -> Tensor:
     _check(args)
     rows, weight, bias = args
@@ -95,6 +96,7 @@ def _cpu(args: InvariantLinear) -> Tensor:
     return out.view(*rows.shape[:-1], len(weight))
 
 
+@kernel_of(invariant_linear, "CUDA")
 def _cuda(args: InvariantLinear) -> Tensor:
     from compiled_llm_ops.kernels.linear.invariant import multiply
     from compiled_llm_ops.kernels.linear.invariant_tiling import invariant_linear_tiling, shared_memory_of
@@ -117,6 +119,7 @@ def _check_sum(args: InvariantSum) -> None:
         )
 
 
+@kernel_of(invariant_sum, "CPU")
 def _sum_on_cpu(args: InvariantSum) -> Tensor:
     _check_sum(args)
     values = args.values
@@ -128,6 +131,7 @@ def _sum_on_cpu(args: InvariantSum) -> Tensor:
     return out
 
 
+@kernel_of(invariant_sum, "CUDA")
 def _sum_on_cuda(args: InvariantSum) -> Tensor:
     from compiled_llm_ops.kernels.linear.invariant import sum_rows
 
@@ -135,19 +139,3 @@ def _sum_on_cuda(args: InvariantSum) -> Tensor:
     values = args.values.contiguous()
     with torch.cuda.device(values.device):  # Triton launches on the current one
         return sum_rows(values.view(-1, values.shape[-1])).view(values.shape[:-1])
-
-
-_invariant_linear = define(
-    "invariant_linear",
-    InvariantLinear,
-    fake=lambda args: args.rows.new_empty((*args.rows.shape[:-1], args.weight.shape[0])),
-    cpu=_cpu,
-    cuda=_cuda,
-)
-_invariant_sum = define(
-    "invariant_sum",
-    InvariantSum,
-    fake=lambda args: args.values.new_empty(args.values.shape[:-1]),
-    cpu=_sum_on_cpu,
-    cuda=_sum_on_cuda,
-)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import SkinnyLinear
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.linear import onednn
 
 
-def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bool = False) -> Tensor:
+@define_op(SkinnyLinear)
+def skinny_linear(args: SkinnyLinear) -> Tensor:
     """``rows @ weight.T`` that reads the weight at memory speed if there are few rows.
 
     Args:
@@ -41,8 +42,7 @@ def skinny_linear(rows: Tensor, weight: Tensor, overlap: bool = False, ahead: bo
         capability 9.0, float16 or bfloat16 and up to 512 rows, our own Triton kernels if they were faster than cuBLAS
         (``compiled_llm_ops.kernels.linear.skinny_tiling``), else cuBLAS. The same inputs give the same bits each time.
     """
-    out: Tensor = _skinny_linear(rows, weight, overlap, ahead)
-    return out
+    return args.rows.new_empty(args.rows.shape[0], args.weight.shape[0])
 
 
 def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
@@ -105,6 +105,7 @@ def product_on_cpu(count: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor
     return weight_left if max(count, 2) * inputs <= MAX_COLUMNS else onednn.linear
 
 
+@kernel_of(skinny_linear, "CPU")
 def _cpu(args: SkinnyLinear) -> Tensor:
     _check(args)
     rows, weight = args.rows, args.weight
@@ -112,6 +113,7 @@ def _cpu(args: SkinnyLinear) -> Tensor:
     return multiply(rows, weight)
 
 
+@kernel_of(skinny_linear, "CUDA")
 def _cuda(args: SkinnyLinear) -> Tensor:
     from compiled_llm_ops.kernels.linear.skinny_tiling import tiling_for
     from compiled_llm_ops.kernels.pdl import has_pdl
@@ -125,12 +127,3 @@ def _cuda(args: SkinnyLinear) -> Tensor:
 
     with torch.cuda.device(rows.device):  # Triton launches on the current one
         return multiply(rows, weight, tiling, trigger_first=args.ahead, pdl=args.overlap and has_pdl(rows.device))
-
-
-_skinny_linear = define(
-    "skinny_linear",
-    SkinnyLinear,
-    fake=lambda args: args.rows.new_empty(args.rows.shape[0], args.weight.shape[0]),
-    cpu=_cpu,
-    cuda=_cuda,
-)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import AddRmsNorm
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
-def add_rms_norm(
-    states: Tensor, update: Tensor, weight: Tensor, epsilon: float, overlap: bool = False
-) -> tuple[Tensor, Tensor]:
+@define_op(AddRmsNorm)
+def add_rms_norm(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
     """Add, and divide each row of the sum by its root mean square.
 
     Args:
@@ -35,8 +34,7 @@ def add_rms_norm(
         https://arxiv.org/abs/1910.07467, rounded as in HuggingFace's Llama: the sum, the normed row and the
         result; in between it is float32. On CUDA our own Triton kernel.
     """
-    total, normed = _add_rms_norm(states, update, weight, epsilon, overlap)
-    return total, normed
+    return (args.states.new_empty(args.states.shape), args.states.new_empty(args.states.shape))
 
 
 def check_norm(states: Tensor, update: Tensor, weight: Tensor) -> None:
@@ -50,6 +48,7 @@ def check_norm(states: Tensor, update: Tensor, weight: Tensor) -> None:
         raise ValueError(f"add_rms_norm: all must be of one dtype; got {states.dtype}, {update.dtype}, {weight.dtype}")
 
 
+@kernel_of(add_rms_norm, "CPU")
 def _cpu(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
     check_norm(args.states, args.update, args.weight)
     total = args.states + args.update
@@ -58,6 +57,7 @@ def _cpu(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
     return total, args.weight * values.to(total.dtype)
 
 
+@kernel_of(add_rms_norm, "CUDA")
 def _cuda(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.kernels.linear import norm as triton_norm
     from compiled_llm_ops.kernels.pdl import has_pdl
@@ -67,13 +67,3 @@ def _cuda(args: AddRmsNorm) -> tuple[Tensor, Tensor]:
     device = args.states.device
     with torch.cuda.device(device):  # Triton launches on the current one
         return triton_norm.add_rms_norm(*tensors, args.epsilon, pdl=args.overlap and has_pdl(device))
-
-
-_add_rms_norm = define(
-    "add_rms_norm",
-    AddRmsNorm,
-    returns="(Tensor, Tensor)",
-    fake=lambda args: (args.states.new_empty(args.states.shape), args.states.new_empty(args.states.shape)),
-    cpu=_cpu,
-    cuda=_cuda,
-)

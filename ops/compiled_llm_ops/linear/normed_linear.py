@@ -9,20 +9,13 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import NormedLinear
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.linear import linear
 from compiled_llm_ops.linear.norm import add_rms_norm, check_norm
 
 
-def normed_linear(
-    states: Tensor,
-    update: Tensor,
-    norm: Tensor,
-    epsilon: float,
-    weight: Tensor,
-    gated: bool = False,
-    overlap: bool = False,
-) -> tuple[Tensor, Tensor]:
+@define_op(NormedLinear)
+def normed_linear(args: NormedLinear) -> tuple[Tensor, Tensor]:
     """Add, divide each row of the sum by its root mean square, and multiply the normed rows with a weight.
 
     Args:
@@ -48,8 +41,9 @@ def normed_linear(
         it. On CUDA, one row is one Triton kernel of our own, or two if many programs would norm it; more rows are
         ``add_rms_norm`` and ``skinny_linear``.
     """
-    total, product = _normed_linear(states, update, norm, epsilon, weight, gated, overlap)
-    return total, product
+    states, outputs = args.states, args.weight.shape[0]
+    product = states.new_empty((*states.shape[:-1], outputs // 2 if args.gated else outputs))
+    return states.new_empty(states.shape), product
 
 
 def _check(args: NormedLinear) -> None:
@@ -74,6 +68,7 @@ def _gated(product: Tensor, overlap: bool) -> Tensor:
     return torch.nn.functional.silu(first) * second
 
 
+@kernel_of(normed_linear, "CPU")
 def _composed(args: NormedLinear) -> tuple[Tensor, Tensor]:
     """Run one op after the other, for any number of rows on any device."""
     _check(args)
@@ -83,6 +78,7 @@ def _composed(args: NormedLinear) -> tuple[Tensor, Tensor]:
     return total, product.view(*args.states.shape[:-1], -1)
 
 
+@kernel_of(normed_linear, "CUDA")
 def _cuda(args: NormedLinear) -> tuple[Tensor, Tensor]:
     _check(args)
     check_norm(args.states, args.update, args.norm)
@@ -117,14 +113,3 @@ def _launch(args: NormedLinear) -> tuple[Tensor, Tensor]:
 def _is_readable(tensor: Tensor) -> bool:
     """Whether the kernel reads it as it is, 16 bytes at a time."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
-
-
-def _fake(args: NormedLinear) -> tuple[Tensor, Tensor]:
-    states, outputs = args.states, args.weight.shape[0]
-    product = states.new_empty((*states.shape[:-1], outputs // 2 if args.gated else outputs))
-    return states.new_empty(states.shape), product
-
-
-_normed_linear = define(
-    "normed_linear", NormedLinear, returns="(Tensor, Tensor)", fake=_fake, cpu=_composed, cuda=_cuda
-)

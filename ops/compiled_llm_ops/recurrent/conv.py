@@ -9,23 +9,14 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import CausalConv1d, check_int32
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 
 ACTIVATIONS = ("none", "silu")
 
 
-def causal_conv1d(
-    tokens: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    token_rows: Tensor,
-    qo_indptr: Tensor,
-    read: Tensor,
-    write: Tensor,
-    activation: str = "none",
-) -> Tensor:
+@define_op(CausalConv1d, writes=("states",))
+def causal_conv1d(args: CausalConv1d) -> Tensor:
     """Convolve each channel over the newest W tokens of its row, those before the given ones from the row's state.
 
     A state holds the newest W tokens of a row, as HuggingFace's caches do, the last one in the last column.
@@ -51,8 +42,7 @@ def causal_conv1d(
     Source:
         Mamba (https://arxiv.org/abs/2312.00752), section 3.4; a Triton kernel of our own on CUDA.
     """
-    out: Tensor = _causal_conv1d(tokens, weight, bias, states, token_rows, qo_indptr, read, write, activation)
-    return out
+    return args.tokens.new_empty(args.tokens.shape)
 
 
 def _check(args: CausalConv1d) -> None:
@@ -76,6 +66,7 @@ def _check(args: CausalConv1d) -> None:
     check_rows(op, args.states, args.qo_indptr, args.read, args.write)
 
 
+@kernel_of(causal_conv1d, "CPU")
 def _cpu(args: CausalConv1d) -> Tensor:
     _check(args)
     out = args.tokens.new_zeros(args.tokens.shape)
@@ -93,6 +84,7 @@ def _activated(states: Tensor, activation: str) -> Tensor:
     return torch.nn.functional.silu(states) if activation == "silu" else states
 
 
+@kernel_of(causal_conv1d, "CUDA")
 def _cuda(args: CausalConv1d) -> Tensor:
     from compiled_llm_ops.kernels.recurrent.conv import convolve
 
@@ -101,13 +93,3 @@ def _cuda(args: CausalConv1d) -> Tensor:
     with torch.cuda.device(args.tokens.device):  # Triton launches on the current one
         convolve(args, out)
     return out
-
-
-_causal_conv1d = define(
-    "causal_conv1d",
-    CausalConv1d,
-    writes=("states",),
-    fake=lambda args: args.tokens.new_empty(args.tokens.shape),
-    cpu=_cpu,
-    cuda=_cuda,
-)

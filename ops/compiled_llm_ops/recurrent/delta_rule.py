@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import GatedDeltaRule
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 
 CHUNK = 64
@@ -31,19 +31,8 @@ TINY = 1e-6
 """Keeps the length of a vector from being 0, as HuggingFace's and flash-linear-attention's kernels do."""
 
 
-def gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    qo_indptr: Tensor,
-    read: Tensor,
-    write: Tensor,
-    scale: float,
-    normalize: bool = False,
-) -> Tensor:
+@define_op(GatedDeltaRule, writes=("states",))
+def gated_delta_rule(args: GatedDeltaRule) -> Tensor:
     """Apply the gated delta rule to each row's new tokens, from the state that the row has.
 
     States and sums are float32. On CUDA, prompts are computed in chunks of 64 tokens, whose products take bfloat16 from
@@ -74,8 +63,7 @@ def gated_delta_rule(
         Gated Delta Networks (https://arxiv.org/abs/2412.06464); with a decay of each channel Kimi Linear
         (https://arxiv.org/abs/2510.26692). On CUDA Triton kernels of our own.
     """
-    out: Tensor = _gated_delta_rule(query, key, value, decay, beta, states, qo_indptr, read, write, scale, normalize)
-    return out
+    return args.value.new_empty(args.value.shape)
 
 
 def _check(args: GatedDeltaRule) -> None:
@@ -100,6 +88,7 @@ def _check(args: GatedDeltaRule) -> None:
     check_rows(op, args.states, args.qo_indptr, args.read, args.write)
 
 
+@kernel_of(gated_delta_rule, "CPU")
 def _cpu(args: GatedDeltaRule) -> Tensor:
     _check(args)
     out = args.value.new_zeros(args.value.shape, dtype=args.query.dtype)
@@ -151,6 +140,7 @@ def _products(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
     return torch.einsum("rhid,rhjd,rhijd->rhij", left, right, between)
 
 
+@kernel_of(gated_delta_rule, "CUDA")
 def _cuda(args: GatedDeltaRule) -> Tensor:
     _check(args)
     out = args.value.new_empty(args.value.shape)
@@ -170,13 +160,3 @@ def _launcher(args: GatedDeltaRule) -> Callable[[GatedDeltaRule, Tensor], None]:
     if not takes_chunks(len(args.query), len(args.read), args.query.shape[2]):
         return apply
     return apply_channels_in_chunks if of_channels else apply_in_chunks
-
-
-_gated_delta_rule = define(
-    "gated_delta_rule",
-    GatedDeltaRule,
-    writes=("states",),
-    fake=lambda args: args.value.new_empty(args.value.shape),
-    cpu=_cpu,
-    cuda=_cuda,
-)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import SelectiveScan
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,17 +29,8 @@ CHUNK = 64
 """Tokens that the CPU kernel computes at once, with one decay of each head; else it is one."""
 
 
-def selective_scan(
-    tokens: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    states: Tensor,
-    qo_indptr: Tensor,
-    read: Tensor,
-    write: Tensor,
-) -> Tensor:
+@define_op(SelectiveScan, writes=("states",))
+def selective_scan(args: SelectiveScan) -> Tensor:
     """Scan each row's new tokens, from the state that the row has.
 
     States and sums are float32. On CUDA, prompts are computed in chunks of 64 tokens if there is one decay of each
@@ -68,8 +59,7 @@ def selective_scan(
         Mamba (https://arxiv.org/abs/2312.00752) and Mamba-2 (https://arxiv.org/abs/2405.21060). On CUDA Triton
         kernels of our own.
     """
-    out: Tensor = _selective_scan(tokens, dt, a, b, c, states, qo_indptr, read, write)
-    return out
+    return args.tokens.new_empty(args.tokens.shape)
 
 
 def _check(args: SelectiveScan) -> None:
@@ -93,6 +83,7 @@ def _check(args: SelectiveScan) -> None:
     check_rows(op, args.states, args.qo_indptr, args.read, args.write)
 
 
+@kernel_of(selective_scan, "CPU")
 def _cpu(args: SelectiveScan) -> Tensor:
     _check(args)
     out = args.tokens.new_zeros(args.tokens.shape)
@@ -128,6 +119,7 @@ def _chunk(state: Tensor, tokens: Tensor, decay: Tensor, b: Tensor, c: Tensor) -
     return ended, (c * total.exp()) @ state.mT + (c @ b.mT * between) @ tokens
 
 
+@kernel_of(selective_scan, "CUDA")
 def _cuda(args: SelectiveScan) -> Tensor:
     _check(args)
     out = args.tokens.new_empty(args.tokens.shape)
@@ -148,13 +140,3 @@ def _launcher(args: SelectiveScan) -> Callable[[SelectiveScan, Tensor], None]:
     if args.a.dim() == 1:
         return scan_in_chunks
     return scan_numbers if scans_numbers(args) else scan
-
-
-_selective_scan = define(
-    "selective_scan",
-    SelectiveScan,
-    writes=("states",),
-    fake=lambda args: args.tokens.new_empty(args.tokens.shape),
-    cpu=_cpu,
-    cuda=_cuda,
-)

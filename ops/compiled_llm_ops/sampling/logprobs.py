@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import TopLogprobs
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 _AT_ONCE = 2**24
 """Numbers of ``[R, V]`` float32 that are computed together on a CPU."""
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int) -> Tensor:
+@define_op(TopLogprobs)
+def top_logprobs(args: TopLogprobs) -> Tensor:
     """Return the log-probability of a token of each row, its rank, and the most likely tokens; CUDA reads logits once.
 
     Args:
@@ -35,8 +36,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, num_logprobs: int) -> Tensor:
         ``torch.log_softmax`` and ``torch.topk``: https://docs.pytorch.org/docs/stable/generated/torch.topk.html. On
         CUDA ``kernels.logprobs``.
     """
-    packed: Tensor = _top_logprobs(logits, tokens, num_logprobs)
-    return packed
+    return args.logits.new_empty(args.logits.shape[0], 2 + 2 * args.num_logprobs, dtype=torch.int32)
 
 
 def _check(args: TopLogprobs) -> None:
@@ -51,6 +51,7 @@ def _check(args: TopLogprobs) -> None:
         raise ValueError(f"top_logprobs: num_logprobs={num_logprobs} must be from 0 to {logits.shape[1]}")
 
 
+@kernel_of(top_logprobs, "CPU")
 def _cpu(args: TopLogprobs) -> Tensor:
     _check(args)
     rows = max(1, _AT_ONCE // args.logits.shape[1])
@@ -66,6 +67,7 @@ def _of_some(logits: Tensor, tokens: Tensor, num_logprobs: int) -> Tensor:
     return torch.cat([sampled.view(torch.int32), ranks.int(), best.view(torch.int32), places.int()], dim=1)
 
 
+@kernel_of(top_logprobs, "CUDA")
 def _cuda(args: TopLogprobs) -> Tensor:
     from compiled_llm_ops.kernels import logprobs as triton_logprobs
 
@@ -74,12 +76,3 @@ def _cuda(args: TopLogprobs) -> Tensor:
         args = args._replace(logits=args.logits.float())
     with torch.cuda.device_of(args.logits):
         return triton_logprobs.top_logprobs(args)
-
-
-_top_logprobs = define(
-    "top_logprobs",
-    TopLogprobs,
-    fake=lambda args: args.logits.new_empty(args.logits.shape[0], 2 + 2 * args.num_logprobs, dtype=torch.int32),
-    cpu=_cpu,
-    cuda=_cuda,
-)

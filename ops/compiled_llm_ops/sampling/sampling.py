@@ -28,7 +28,7 @@ from compiled_llm_ops.contracts import (
     SampleTokens,
     Seldom,
 )
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
 from compiled_llm_ops.sampling.filters import Filters, filtered
 from compiled_llm_ops.sampling.race import winners
@@ -45,27 +45,8 @@ _builds: list[Future[None]] = []  # that a launch has not waited for yet
 _LIKELY = 1024
 
 
-def sample_tokens(
-    logits: Tensor,
-    seeds: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    adjustments: Tensor,
-    repetition_penalty: Tensor,
-    presence_penalty: Tensor,
-    frequency_penalty: Tensor,
-    counts: Tensor,
-    allowed: Tensor,
-    biases: Tensor,
-    recent: Tensor,
-    seldom: Tensor,
-    growing: Tensor,
-    deferred: bool = False,
-) -> Tensor:
+@define_op(SampleTokens, writes=("counts", "recent"))
+def sample_tokens(args: SampleTokens) -> Tensor:
     """Sample each row's next token, and count and remember it.
 
     A row that is ``DEFERRED`` is left out, and so is every other one if ``deferred``: its tables are not written.
@@ -123,12 +104,7 @@ def sample_tokens(
         https://arxiv.org/abs/2202.00666, epsilon and eta: https://arxiv.org/abs/2210.15191, top-h:
         https://arxiv.org/abs/2509.02510. On CUDA ``kernels.sampling``.
     """
-    numbers = (repetition_penalty, presence_penalty, frequency_penalty)
-    sampled: Tensor = _sample_tokens(
-        logits, seeds, slots, positions, temperature, top_k, top_p, min_p, adjustments, *numbers, counts, allowed,
-        biases, recent, seldom, growing, deferred,
-    )  # fmt: skip
-    return sampled
+    return args.logits.new_empty(args.logits.shape[0], dtype=torch.int64)
 
 
 def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -199,6 +175,7 @@ def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[in
     }
 
 
+@kernel_of(sample_tokens, "CPU")
 def _cpu(args: SampleTokens) -> Tensor:
     _check(args)
     slots = args.slots.numpy()  # for a few numbers, NumPy takes a tenth of PyTorch's time
@@ -339,6 +316,7 @@ def _nucleus(scores: Tensor, smallest: Tensor, top_p: Tensor, likely: int) -> Te
     return found
 
 
+@kernel_of(sample_tokens, "CUDA")
 def _cuda(args: SampleTokens) -> Tensor:
     from compiled_llm_ops.kernels import sampling as triton_sampling
 
@@ -349,13 +327,3 @@ def _cuda(args: SampleTokens) -> Tensor:
         _wait_for_builds()
     with torch.cuda.device_of(args.logits):
         return triton_sampling.sample_tokens(args, NOT_A_TOKEN)
-
-
-_sample_tokens = define(
-    "sample_tokens",
-    SampleTokens,
-    writes=("counts", "recent"),
-    fake=lambda args: args.logits.new_empty(args.logits.shape[0], dtype=torch.int64),
-    cpu=_cpu,
-    cuda=_cuda,
-)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention, PlannedBatch
-from compiled_llm_ops.library import schema
+from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.protocol import DecodeOps, EmptyWorkspace
 from compiled_llm_ops.reference.backend import Reference, ReferencePlan
 
@@ -44,17 +44,21 @@ def _attend(args: DecodeAttention) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _like_results(args: DecodeAttention) -> tuple[Tensor, Tensor]:
+_library = torch.library.Library("other_kernels", "DEF")
+
+
+@define_op(DecodeAttention, writes=("pages", "saturated"), library=_library)
+def decode(args: DecodeAttention) -> Tensor:
+    return args.query.new_empty(args.query.shape)
+
+
+@define_op(DecodeAttention, writes=("pages", "saturated"), library=_library)
+def decode_lse(args: DecodeAttention) -> tuple[Tensor, Tensor]:
     return args.query.new_empty(args.query.shape), args.query.new_empty(args.query.shape[:2], dtype=torch.float32)
 
 
-_library = torch.library.Library("other_kernels", "DEF")
-_library.define(schema("decode", DecodeAttention, ["pages", "saturated"]))
-_library.define(schema("decode_lse", DecodeAttention, ["pages", "saturated"], "(Tensor, Tensor)"))
-_library.impl("decode", lambda *args: _attend(DecodeAttention(*args))[0], "CPU")
-_library.impl("decode_lse", lambda *args: _attend(DecodeAttention(*args)), "CPU")
-torch.library.register_fake("other_kernels::decode", lambda *args: _like_results(DecodeAttention(*args))[0])
-torch.library.register_fake("other_kernels::decode_lse", lambda *args: _like_results(DecodeAttention(*args)))
+kernel_of(decode, "CPU")(lambda args: _attend(args)[0])
+kernel_of(decode_lse, "CPU")(_attend)
 
 
 class Unplanned(Reference):

@@ -37,8 +37,7 @@ def check_definition(package: ModuleType, namespace: str, name: str, cases: Sequ
     check_signature(packet.default._schema, inspect.signature(public))
     returns = len(getattr(packet, packet.overloads()[0])._schema.returns) > 0
     sections = ["Args:", *(["Returns:"] if returns else []), "Raises:", "Source:"]
-    referred = re.search(r"\nArgs: those of ``(\w+)``\.\n", documented)
-    if referred is not None:
+    while (referred := re.search(r"\nArgs: those of ``(\w+)``\.\n", documented)) is not None:
         documented = documented.replace(referred[0], arguments_section(getattr(package, referred[1])))
     found = [documented.find(f"\n{section}\n") for section in sections]
     assert -1 not in found
@@ -54,10 +53,10 @@ def check_definition(package: ModuleType, namespace: str, name: str, cases: Sequ
 
 def check_signature(schema: torch.FunctionSchema, signature: inspect.Signature) -> None:
     """A public function takes what its op takes: names, order, types and defaults."""
-    types = {"Tensor": "Tensor", "Tensor | None": "Optional[Tensor]", "torch.dtype": "int"}
-    types["list[Tensor]"] = "List[Tensor]"
+    types: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Optional[Tensor]", torch.dtype: "int"}
+    types |= {list[Tensor]: "List[Tensor]", int: "int", float: "float", bool: "bool", str: "str"}
     taken = [
-        (name, types.get(entry.annotation, entry.annotation), None if entry.default is entry.empty else entry.default)
+        (name, types[entry.annotation], None if entry.default is entry.empty else entry.default)
         for name, entry in signature.parameters.items()
     ]
     assert taken == [(entry.name, str(entry.type), entry.default_value) for entry in schema.arguments]
@@ -67,7 +66,7 @@ def arguments_section(function: Callable[..., Any]) -> str:
     """What an op that takes the same arguments refers to."""
     documented = inspect.getdoc(function)
     assert documented is not None
-    return documented[documented.index("\nArgs:\n") : documented.index("\nReturns:\n")]
+    return documented[documented.index("\nArgs:") : documented.index("\nReturns:\n")]
 
 
 def check_gradients_are_refused(op: torch._ops.OpOverload, case: tuple[Any, ...]) -> None:

@@ -7,37 +7,24 @@ M / R rows of blocks, X blocks, W work items.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import BlockSparseAttention
 from compiled_llm_flashinfer.ops.library import LIBRARY
-from compiled_llm_flashinfer.ops.sparse.plain import Results, check_states, sizes_of
+from compiled_llm_flashinfer.ops.sparse.plain import Results, check_states
 from compiled_llm_flashinfer.ops.sparse.work_items import check_division
 from compiled_llm_ops.attention.decode import device_of
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
 from compiled_llm_ops.contracts import check_int32
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 
 OP = "block_sparse_attention"
 
 
-def block_sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    work_items: Tensor,
-    block_rows: int,
-    block_columns: int,
-    max_parts: int,
-    scale: float,
-    logits_soft_cap: float = 0.0,
-    mask: Tensor | None = None,
-) -> Tensor:
+@define_op(BlockSparseAttention, library=LIBRARY)
+def block_sparse_attention(args: BlockSparseAttention) -> Tensor:
     """Attention in which each row of R queries sees the blocks of C keys that a sparse matrix lists.
 
     The matrix is SciPy's ``bsr_matrix``: row r of blocks, the queries ``r * R`` to ``r * R + R - 1``, sees the columns
@@ -69,30 +56,10 @@ def block_sparse_attention(
         FlashInfer's ``BlockSparseAttentionWrapper``, https://docs.flashinfer.ai/api/sparse.html. On CUDA a Triton
         kernel of our own, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
     """
-    matrix = (indptr, indices, work_items, block_rows, block_columns, max_parts)
-    out: Tensor = _block_sparse_attention(query, key, value, *matrix, scale, logits_soft_cap, mask)
-    return out
+    return args.query.new_empty(args.query.shape)
 
 
-@same_arguments_as(block_sparse_attention)
-def block_sparse_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``block_sparse_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``block_sparse_attention``.
-
-    Returns:
-        ``[M, H, D]`` of the query's dtype, and ``[M, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for the
-        natural one), minus infinity for a query that sees no key. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
-
-    Source:
-        On CUDA the Triton kernel of ``block_sparse_attention``, after FlashAttention-2
-        (https://arxiv.org/abs/2307.08691).
-    """
-    out, lse = _block_sparse_attention_lse(*args, **kwargs)
-    return out, lse
+block_sparse_attention_lse = with_lse(block_sparse_attention)
 
 
 def _check(args: BlockSparseAttention) -> None:
@@ -115,6 +82,7 @@ def _check(args: BlockSparseAttention) -> None:
             raise ValueError(f"{OP}: mask must be {shape} bool, contiguous; got {tuple(mask.shape)} {mask.dtype}")
 
 
+@kernel_of_both(block_sparse_attention, "CPU")
 def _cpu(args: BlockSparseAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     found, heads = Results(args), slice(0, args.key.shape[1])
@@ -128,14 +96,10 @@ def _cpu(args: BlockSparseAttention, wants_lse: bool) -> tuple[Tensor, Tensor | 
     return found.out, found.lse if wants_lse else None
 
 
+@kernel_of_both(block_sparse_attention, "CUDA")
 def _cuda(args: BlockSparseAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_flashinfer.ops.kernels.sparse.block_sparse import attend
 
     _check(args)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         return attend(OP, args, wants_lse, device_of(args.query.device).processors)
-
-
-_block_sparse_attention, _block_sparse_attention_lse = define_with_lse(
-    OP, BlockSparseAttention, cpu=_cpu, cuda=_cuda, sizes=sizes_of, library=LIBRARY
-)

@@ -37,12 +37,6 @@ def check_states(op: str, args: AnySparse) -> None:
     check_int32(op, work_items=args.work_items)
 
 
-def sizes_of(args: AnySparse) -> tuple[int, int, int]:
-    """Return the shape of results."""
-    queries, heads, head_dim = args.query.shape
-    return queries, heads, head_dim
-
-
 class Results:
     """The results of some queries and heads after others: zeros, and minus infinity, until they are there."""
 

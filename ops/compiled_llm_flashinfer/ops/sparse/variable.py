@@ -6,35 +6,22 @@ keys, W work items.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import VariableBlockSparseAttention
 from compiled_llm_flashinfer.ops.library import LIBRARY
-from compiled_llm_flashinfer.ops.sparse.plain import Results, check_states, sizes_of
+from compiled_llm_flashinfer.ops.sparse.plain import Results, check_states
 from compiled_llm_ops.attention.decode import device_of
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
 from compiled_llm_ops.contracts import check_int32
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 
 OP = "variable_block_sparse_attention"
 
 
-def variable_block_sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_mask_map: Tensor,
-    block_row_sz: Tensor,
-    block_col_sz: Tensor,
-    work_items: Tensor,
-    pieces: Tensor,
-    max_parts: int,
-    scale: float,
-    logits_soft_cap: float = 0.0,
-) -> Tensor:
+@define_op(VariableBlockSparseAttention, library=LIBRARY)
+def variable_block_sparse_attention(args: VariableBlockSparseAttention) -> Tensor:
     """Attention in which each kv head divides queries and keys into blocks of its own sizes, and sees some of them.
 
     A captured launch may be replayed with other blocks, as many: ``work_items`` and ``pieces`` are read as they are
@@ -64,30 +51,10 @@ def variable_block_sparse_attention(
         FlashInfer's ``VariableBlockSparseAttentionWrapper``, https://docs.flashinfer.ai/api/sparse.html. On CUDA the
         Triton kernel of ``block_sparse_attention``.
     """
-    blocks = (block_mask_map, block_row_sz, block_col_sz, work_items, pieces, max_parts)
-    out: Tensor = _variable_block_sparse_attention(query, key, value, *blocks, scale, logits_soft_cap)
-    return out
+    return args.query.new_empty(args.query.shape)
 
 
-@same_arguments_as(variable_block_sparse_attention)
-def variable_block_sparse_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``variable_block_sparse_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``variable_block_sparse_attention``.
-
-    Returns:
-        ``[M, H, D]`` of the query's dtype, and ``[M, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for the
-        natural one), minus infinity for a query that sees no key. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
-
-    Source:
-        On CUDA the Triton kernel of ``block_sparse_attention``, after FlashAttention-2
-        (https://arxiv.org/abs/2307.08691).
-    """
-    out, lse = _variable_block_sparse_attention_lse(*args, **kwargs)
-    return out, lse
+variable_block_sparse_attention_lse = with_lse(variable_block_sparse_attention)
 
 
 def _check(args: VariableBlockSparseAttention) -> None:
@@ -104,6 +71,7 @@ def _check(args: VariableBlockSparseAttention) -> None:
     check_int32(OP, block_row_sz=rows, block_col_sz=columns, pieces=args.pieces)
 
 
+@kernel_of_both(variable_block_sparse_attention, "CPU")
 def _cpu(args: VariableBlockSparseAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     for name, sizes, total in (("row", args.block_row_sz, len(args.query)), ("col", args.block_col_sz, len(args.key))):
@@ -122,14 +90,10 @@ def _cpu(args: VariableBlockSparseAttention, wants_lse: bool) -> tuple[Tensor, T
     return found.out, found.lse if wants_lse else None
 
 
+@kernel_of_both(variable_block_sparse_attention, "CUDA")
 def _cuda(args: VariableBlockSparseAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_flashinfer.ops.kernels.sparse.block_sparse import attend
 
     _check(args)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         return attend(OP, args, wants_lse, device_of(args.query.device).processors)
-
-
-_variable_block_sparse_attention, _variable_block_sparse_attention_lse = define_with_lse(
-    OP, VariableBlockSparseAttention, cpu=_cpu, cuda=_cuda, sizes=sizes_of, library=LIBRARY
-)

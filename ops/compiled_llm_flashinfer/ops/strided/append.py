@@ -7,25 +7,16 @@ of the page table.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import StridedAppend
 from compiled_llm_flashinfer.ops.library import LIBRARY
 from compiled_llm_flashinfer.ops.strided.plain import as_bytes
 from compiled_llm_ops.contracts import FP8, FP8_LARGEST
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
-def strided_append(
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-) -> None:
+@define_op(StridedAppend, writes=("keys", "values"), library=LIBRARY)
+def strided_append(args: StridedAppend) -> None:
     """Write keys and values into their slots of pages, two tensors of any strides.
 
     Token t goes to page ``indices[indptr[token_rows[t]] + token_positions[t] // S]``.
@@ -47,7 +38,6 @@ def strided_append(
     Source:
         FlashInfer's ``append_paged_kv_cache`` (https://arxiv.org/abs/2501.01005). On CUDA a Triton kernel of our own.
     """
-    _strided_append(key, value, keys, values, token_rows, token_positions, indptr, indices)
 
 
 def check(args: StridedAppend) -> None:
@@ -74,6 +64,7 @@ def check(args: StridedAppend) -> None:
             raise ValueError(f"strided_append: {name} must be [{tokens}], one entry a token; got {tuple(column.shape)}")
 
 
+@kernel_of(strided_append, "CPU")
 def _on_cpu(args: StridedAppend) -> None:
     check(args)
     kept, page_size = args.token_rows >= 0, args.keys.shape[2]
@@ -86,21 +77,10 @@ def _on_cpu(args: StridedAppend) -> None:
         as_bytes(pages)[numbers, :, places % page_size] = as_bytes(own.to(pages.dtype))
 
 
+@kernel_of(strided_append, "CUDA")
 def _on_cuda(args: StridedAppend) -> None:
     from compiled_llm_flashinfer.ops.kernels.strided.append import append
 
     check(args)
     with torch.cuda.device(args.keys.device):  # Triton launches on the current one
         append(args)
-
-
-_strided_append = define(
-    "strided_append",
-    StridedAppend,
-    writes=("keys", "values"),
-    returns="()",
-    fake=lambda args: None,
-    cpu=_on_cpu,
-    cuda=_on_cuda,
-    library=LIBRARY,
-)

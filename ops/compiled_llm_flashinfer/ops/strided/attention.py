@@ -7,38 +7,15 @@ pages, S page size, N entries of the page table.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import StridedAttention
 from compiled_llm_flashinfer.ops.library import LIBRARY
 from compiled_llm_flashinfer.ops.strided.plain import attend_row_by_row
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
-def strided_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    qo_indptr: Tensor | None,
-    indptr: Tensor | None,
-    indices: Tensor | None,
-    last_page_len: Tensor | None,
-    scale: float,
-    causal: bool = False,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    value_scale: float = 1.0,
-    logit_factors: Tensor | None = None,
-    value_factors: Tensor | None = None,
-    mask: Tensor | None = None,
-    mask_indptr: Tensor | None = None,
-    slopes: Tensor | None = None,
-    rope_scale: float = 0.0,
-    rope_theta: float = 0.0,
-    one_order: bool = False,
-) -> None:
+@define_op(StridedAttention, writes=("out", "lse"), library=LIBRARY)
+def strided_attention(args: StridedAttention) -> None:
     """Attend with packed queries over the pages of their rows, and write the results to ``out`` and ``lse``.
 
     Keys and values are two tensors of any strides, such as views of one; neither is copied. Rows without pages, whose
@@ -81,10 +58,6 @@ def strided_attention(
         after FlashAttention-2 (https://arxiv.org/abs/2307.08691) and Flash-Decoding
         (https://pytorch.org/blog/flash-decoding/).
     """
-    table = (qo_indptr, indptr, indices, last_page_len)
-    how = (scale, causal, window_left, logits_soft_cap, value_scale, logit_factors, value_factors)
-    positions = (mask, mask_indptr, slopes, rope_scale, rope_theta)
-    _strided_attention(query, keys, values, out, lse, *table, *how, *positions, one_order)
 
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -166,26 +139,16 @@ def _check_table(args: StridedAttention) -> None:
         raise ValueError(f"strided_attention: a mask of {rows} rows needs mask_indptr")
 
 
+@kernel_of(strided_attention, "CPU")
 def _on_cpu(args: StridedAttention) -> None:
     check(args)
     attend_row_by_row(args)
 
 
+@kernel_of(strided_attention, "CUDA")
 def _on_cuda(args: StridedAttention) -> None:
     from compiled_llm_flashinfer.ops.kernels.strided.attention import attend
 
     check(args)
     with torch.cuda.device(args.out.device):  # Triton launches on the current one
         attend(args)
-
-
-_strided_attention = define(
-    "strided_attention",
-    StridedAttention,
-    writes=("out", "lse"),
-    returns="()",
-    fake=lambda args: None,
-    cpu=_on_cpu,
-    cuda=_on_cuda,
-    library=LIBRARY,
-)

@@ -7,28 +7,15 @@ entries of the page table, L tokens of one row.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import StridedLatentAttention
 from compiled_llm_flashinfer.ops.library import LIBRARY
 from compiled_llm_ops.attention.latent.plain import attend as attend_plainly
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
-def strided_latent_attention(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    latents: Tensor,
-    ropes: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    lengths: Tensor,
-    scale: float,
-    causal: bool = False,
-) -> None:
+@define_op(StridedLatentAttention, writes=("out", "lse"), library=LIBRARY)
+def strided_latent_attention(args: StridedLatentAttention) -> None:
     """Attend with packed, absorbed queries over the latents of their rows, and write to ``out`` and ``lse``.
 
     As ``latent_attention``, but latents and rotated parts are two tensors of any strides, such as views of one; neither
@@ -60,8 +47,6 @@ def strided_latent_attention(
         ``BatchMLAPagedAttentionWrapper``. On CUDA a Triton kernel of our own, after FlashAttention-2
         (https://arxiv.org/abs/2307.08691) and Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
     """
-    table = (qo_indptr, indptr, indices, lengths)
-    _strided_latent_attention(query_latent, query_rope, latents, ropes, out, lse, *table, scale, causal)
 
 
 def check(args: StridedLatentAttention) -> None:
@@ -102,6 +87,7 @@ def check(args: StridedLatentAttention) -> None:
             raise ValueError(f"strided_latent_attention: {name} must be int32 or int64; got {column.dtype}")
 
 
+@kernel_of(strided_latent_attention, "CPU")
 def _on_cpu(args: StridedLatentAttention) -> None:
     check(args)
     (tokens, _, rank), page_size = args.query_latent.shape, args.latents.shape[1]
@@ -123,21 +109,10 @@ def _on_cpu(args: StridedLatentAttention) -> None:
             args.lse[own] = lse.to(torch.float32)
 
 
+@kernel_of(strided_latent_attention, "CUDA")
 def _on_cuda(args: StridedLatentAttention) -> None:
     from compiled_llm_flashinfer.ops.kernels.strided.latents import attend
 
     check(args)
     with torch.cuda.device(args.out.device):  # Triton launches on the current one
         attend(args)
-
-
-_strided_latent_attention = define(
-    "strided_latent_attention",
-    StridedLatentAttention,
-    writes=("out", "lse"),
-    returns="()",
-    fake=lambda args: None,
-    cpu=_on_cpu,
-    cuda=_on_cuda,
-    library=LIBRARY,
-)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.decode import attend_on_cpu, check as check_decode, device_of, prepare_on_cuda
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.merge import merged
 from compiled_llm_ops.attention.preparation import prepared
 from compiled_llm_ops.contracts import (
@@ -27,39 +27,15 @@ from compiled_llm_ops.contracts import (
     check_int32,
     value_size,
 )
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import attend_lse, gather
 
 if TYPE_CHECKING:
     from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
 
 
-def cascade_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    indices: Tensor,
-    shared_lengths: Tensor,
-    members: Tensor,
-    work_items: Tensor,
-    merge_parts: Tensor,
-    max_parts: int,
-    scale: float,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    epsilon: float = 0.0,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    overlap: bool = False,
-    key_scale: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    saturated: Tensor | None = None,
-) -> Tensor:
+@define_op(CascadeAttention, writes=("pages", "saturated"))
+def cascade_attention(args: CascadeAttention) -> Tensor:
     """``decode_attention`` of one new token a row, which reads pages that rows share once for all of them.
 
     ``cascade_tables`` makes the tables that say which runs of pages are shared, by whom, and how they are divided.
@@ -111,33 +87,10 @@ def cascade_attention(
         (https://flashinfer.ai/2024/02/02/cascade-inference.html). On CUDA the kernel of ``decode_attention`` for what
         a row has alone, and Triton kernels of our own for runs and for the merge; parts are float32.
     """
-    table = (starts, lengths, indices, shared_lengths, members, work_items, merge_parts, max_parts)
-    prepared = (query_norm, key_norm, epsilon, cos, sin)
-    fp8 = (key_scale, value_scale, saturated)
-    out: Tensor = _cascade_attention(
-        query, key, value, pages, *table, scale, window_left, logits_soft_cap, *prepared, overlap, *fp8
-    )
-    return out
+    return over_pages(args.query, args.pages)
 
 
-@same_arguments_as(cascade_attention)
-def cascade_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``cascade_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``cascade_attention``.
-
-    Returns:
-        ``[B, H, D]`` of the query's dtype, and ``[B, H]`` float32: the log-sum-exp in base 2 over all keys that the
-        query sees, as of ``decode_attention_lse``. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or rows have several new tokens.
-
-    Source:
-        The kernels of ``cascade_attention``, after Hydragen (https://arxiv.org/abs/2402.05099).
-    """
-    out, lse = _cascade_attention_lse(*args, **kwargs)
-    return out, lse
+cascade_attention_lse = with_lse(cascade_attention)
 
 
 def _check(args: CascadeAttention) -> None:
@@ -190,6 +143,7 @@ def _parts(args: CascadeAttention) -> tuple[Tensor, Tensor]:
     return parts, lses
 
 
+@kernel_of_both(cascade_attention, "CPU")
 def _cpu(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     tails = args.whole_rows._replace(
@@ -213,6 +167,7 @@ def _merge_on_cpu(out: Tensor, lse: Tensor, parts: Tensor, lses: Tensor, table: 
 # ---- CUDA
 
 
+@kernel_of_both(cascade_attention, "CUDA")
 def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.attention.cascade_tiling import choose_cascade_tiling
 
@@ -258,8 +213,3 @@ def _contiguous(args: CascadeAttention) -> CascadeAttention:
     states = {name: each if each.stride(2) == 1 else each.contiguous() for name, each in states.items()}
     whole = {name: each if each is None else each.contiguous() for name, each in whole.items()}
     return args._replace(**states, **whole)
-
-
-_cascade_attention, _cascade_attention_lse = define_with_lse(
-    "cascade_attention", CascadeAttention, writes=("pages", "saturated"), cpu=_cpu, cuda=_cuda
-)

@@ -7,22 +7,14 @@ table.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from compiled_llm_ops.attention.latent.plain import check_latents, store
 from compiled_llm_ops.contracts import AppendLatent, check_int32
-from compiled_llm_ops.library import define
+from compiled_llm_ops.library import define_op, kernel_of
 
 
-def append_latent(
-    latent: Tensor,
-    rope: Tensor,
-    pages: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-) -> None:
+@define_op(AppendLatent, writes=("pages",))
+def append_latent(args: AppendLatent) -> None:
     """Write what latent attention keeps of new tokens into the pages of their rows, in place.
 
     Token t goes to page ``indices[indptr[token_rows[t]] + token_positions[t] // S]``, slot ``token_positions[t] % S``.
@@ -44,7 +36,6 @@ def append_latent(
         Multi-head latent attention of DeepSeek-V2 (https://arxiv.org/abs/2405.04434); a Triton kernel of our own on
         CUDA.
     """
-    _append_latent(latent, rope, pages, token_rows, token_positions, indptr, indices)
 
 
 def _check(args: AppendLatent) -> None:
@@ -60,6 +51,7 @@ def _check(args: AppendLatent) -> None:
     check_int32("append_latent", **{name: getattr(args, name) for name in AppendLatent._fields[3:]})
 
 
+@kernel_of(append_latent, "CPU")
 def _cpu(args: AppendLatent) -> None:
     _check(args)
     page_size = args.pages.shape[1]
@@ -67,20 +59,10 @@ def _cpu(args: AppendLatent) -> None:
     store(args.latent, args.rope, args.pages, page, args.token_positions % page_size)
 
 
+@kernel_of(append_latent, "CUDA")
 def _cuda(args: AppendLatent) -> None:
     from compiled_llm_ops.kernels.latent.append import append
 
     _check(args)
     with torch.cuda.device(args.pages.device):  # Triton launches on the current one
         append(args)
-
-
-_append_latent = define(
-    "append_latent",
-    AppendLatent,
-    writes=("pages",),
-    returns="()",
-    fake=lambda args: None,
-    cpu=_cpu,
-    cuda=_cuda,
-)

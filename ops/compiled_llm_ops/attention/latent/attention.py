@@ -6,28 +6,17 @@ entries of the page table.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
 from compiled_llm_ops.contracts import LatentAttention, check_int32
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 
 
-def latent_attention(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    pages: Tensor,
-    token_rows: Tensor,
-    token_positions: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    scale: float,
-    chosen: Tensor | None = None,
-) -> Tensor:
+@define_op(LatentAttention)
+def latent_attention(args: LatentAttention) -> Tensor:
     """Causal attention of packed, absorbed queries over the latents of their rows.
 
     Token t sees the tokens 0 to ``token_positions[t]`` of its row, its own included, which lie in the pages already.
@@ -62,30 +51,10 @@ def latent_attention(
         our own on CUDA, after FlashAttention-2 (https://arxiv.org/abs/2307.08691). Chosen tokens as in DeepSeek-V3.2
         (https://arxiv.org/abs/2512.02556).
     """
-    table = (token_rows, token_positions, indptr, indices)
-    out: Tensor = _latent_attention(query_latent, query_rope, pages, *table, scale, chosen)
-    return out
+    return args.query_latent.new_empty(args.query_latent.shape)
 
 
-@same_arguments_as(latent_attention)
-def latent_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``latent_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``latent_attention``.
-
-    Returns:
-        ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one), minus infinity for a token that sees no key. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes, or pages do not
-            begin at a multiple of 16 bytes.
-
-    Source:
-        On CUDA the Triton kernel of ``latent_attention``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
-    """
-    out, lse = _latent_attention_lse(*args, **kwargs)
-    return out, lse
+latent_attention_lse = with_lse(latent_attention)
 
 
 def _check(args: LatentAttention) -> None:
@@ -99,6 +68,7 @@ def _check(args: LatentAttention) -> None:
     check_int32("latent_attention", **{name: getattr(args, name) for name in LatentAttention._fields[3:7]})
 
 
+@kernel_of_both(latent_attention, "CPU")
 def _cpu(args: LatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     owners, counts = torch.unique_consecutive(args.token_rows, return_counts=True)
@@ -113,6 +83,7 @@ def _cpu(args: LatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
     return out, lse if wants_lse else None
 
 
+@kernel_of_both(latent_attention, "CUDA")
 def _cuda(args: LatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.latent.attention import attend
 
@@ -122,6 +93,3 @@ def _cuda(args: LatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
         lse = torch.empty(args.query_latent.shape[:2], dtype=torch.float32, device=args.query_latent.device)
     with torch.cuda.device(args.pages.device):  # Triton launches on the current one
         return attend(args, lse), lse
-
-
-_latent_attention, _latent_attention_lse = define_with_lse("latent_attention", LatentAttention, cpu=_cpu, cuda=_cuda)

@@ -6,31 +6,18 @@ rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries, check_latents, store
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
 from compiled_llm_ops.contracts import LatentDecode, check_int32
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 
 
-def latent_decode(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    pages: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    indices: Tensor,
-    scale: float,
-    overlap: bool = False,
-    chosen: Tensor | None = None,
-) -> Tensor:
+@define_op(LatentDecode, writes=("pages",))
+def latent_decode(args: LatentDecode) -> Tensor:
     """Write the latent of each row's newest token into its pages, then attend with its absorbed queries.
 
     Token t of row b lies in page ``indices[starts[b] + t // S]``, slot ``t % S``; the newest is number
@@ -67,31 +54,10 @@ def latent_decode(
         kernel of our own after Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Chosen tokens as in
         DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556).
     """
-    table = (starts, lengths, indices)
-    out: Tensor = _latent_decode(query_latent, query_rope, latent, rope, pages, *table, scale, overlap, chosen)
-    return out
+    return args.query_latent.new_empty(args.query_latent.shape)
 
 
-@same_arguments_as(latent_decode)
-def latent_decode_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``latent_decode`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``latent_decode``.
-
-    Returns:
-        ``[B, H, R]`` of the queries' dtype, and ``[B, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one), minus infinity for a row without tokens. Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes, or pages do not
-            begin at a multiple of 16 bytes.
-
-    Source:
-        On CUDA the Triton kernel of ``latent_decode``, after Flash-Decoding
-        (https://pytorch.org/blog/flash-decoding/).
-    """
-    out, lse = _latent_decode_lse(*args, **kwargs)
-    return out, lse
+latent_decode_lse = with_lse(latent_decode)
 
 
 def _check(args: LatentDecode) -> None:
@@ -111,6 +77,7 @@ def _check(args: LatentDecode) -> None:
     check_int32("latent_decode", starts=args.starts, lengths=args.lengths, indices=args.indices)
 
 
+@kernel_of_both(latent_decode, "CPU")
 def _cpu(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     page_size = args.pages.shape[1]
@@ -128,6 +95,7 @@ def _cpu(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     return out, lse if wants_lse else None
 
 
+@kernel_of_both(latent_decode, "CUDA")
 def _cuda(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.latent.decode import decode
     from compiled_llm_ops.kernels.latent.latent_tiling import choose_decode_tiling, reads_by_hand
@@ -141,8 +109,3 @@ def _cuda(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if wants_lse else None
     with torch.cuda.device(device):  # Triton launches on the current one
         return decode(args, lse, tiling=tiling, pdl=args.overlap and has_pdl(device)), lse
-
-
-_latent_decode, _latent_decode_lse = define_with_lse(
-    "latent_decode", LatentDecode, writes=("pages",), cpu=_cpu, cuda=_cuda
-)

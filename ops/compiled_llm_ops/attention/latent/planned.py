@@ -7,30 +7,19 @@ entries of the page table.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
 from compiled_llm_ops.contracts import PlannedLatentAttention, check_int32
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 from compiled_llm_ops.protocol import owner_of
 
 
-def planned_latent_attention(
-    query_latent: Tensor,
-    query_rope: Tensor,
-    pages: Tensor,
-    qo_indptr: Tensor,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    plan: Tensor,
-    workspace: Tensor,
-    scale: float,
-) -> Tensor:
+@define_op(PlannedLatentAttention, writes=("workspace",))
+def planned_latent_attention(args: PlannedLatentAttention) -> Tensor:
     """``latent_attention`` by a plan that was made for the batch: causal, over latents that lie in pages already.
 
     Row b's queries are tokens ``qo_indptr[b]:qo_indptr[b + 1]``; they are the last tokens of the row. The plan holds
@@ -60,30 +49,10 @@ def planned_latent_attention(
     Source:
         On CUDA FlashInfer ``BatchMLAPagedAttentionWrapper`` (https://arxiv.org/abs/2501.01005).
     """
-    table = (qo_indptr, indptr, indices, last_page_len)
-    out: Tensor = _planned_latent_attention(query_latent, query_rope, pages, *table, plan, workspace, scale)
-    return out
+    return args.query_latent.new_empty(args.query_latent.shape)
 
 
-@same_arguments_as(planned_latent_attention)
-def planned_latent_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``planned_latent_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``planned_latent_attention``.
-
-    Returns:
-        ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one). Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together.
-        RuntimeError: on CUDA, ``plan`` holds no plan.
-
-    Source:
-        On CUDA FlashInfer ``BatchMLAPagedAttentionWrapper`` with ``return_lse`` (https://arxiv.org/abs/2501.01005).
-    """
-    out, lse = _planned_latent_attention_lse(*args, **kwargs)
-    return out, lse
+planned_latent_attention_lse = with_lse(planned_latent_attention)
 
 
 def _check(args: PlannedLatentAttention) -> None:
@@ -98,6 +67,7 @@ def _check(args: PlannedLatentAttention) -> None:
     check_int32("planned_latent_attention", **{name: getattr(args, name) for name in names})
 
 
+@kernel_of_both(planned_latent_attention, "CPU")
 def _cpu(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     rows, page_size = [], args.pages.shape[1]
@@ -111,6 +81,7 @@ def _cpu(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor 
     return out, lse if wants_lse else None
 
 
+@kernel_of_both(planned_latent_attention, "CUDA")
 def _cuda(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     query = args.query_latent
@@ -119,8 +90,3 @@ def _cuda(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     owner_of(args.plan).launch_latents(args, out, lse)
     return out, lse
-
-
-_planned_latent_attention, _planned_latent_attention_lse = define_with_lse(
-    "planned_latent_attention", PlannedLatentAttention, writes=("workspace",), cpu=_cpu, cuda=_cuda
-)

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.lse import define_with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
 from compiled_llm_ops.contracts import RaggedAttention, check_int32
-from compiled_llm_ops.library import same_arguments_as
+from compiled_llm_ops.library import define_op
 
 
-def ragged_attention(query: Tensor, key: Tensor, value: Tensor, qo_indptr: Tensor, scale: float) -> Tensor:
+@define_op(RaggedAttention)
+def ragged_attention(args: RaggedAttention) -> Tensor:
     """Causal attention of packed rows over their own tokens, given with their keys and values.
 
     Token t of row b sees the tokens from ``qo_indptr[b]`` to t. It is for rows that have no others: the first tokens of
@@ -41,28 +41,10 @@ def ragged_attention(query: Tensor, key: Tensor, value: Tensor, qo_indptr: Tenso
     Source:
         A Triton kernel of our own on CUDA, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
     """
-    out: Tensor = _ragged_attention(query, key, value, qo_indptr, scale)
-    return out
+    return args.query.new_empty((*args.query.shape[:2], args.value.shape[2]))
 
 
-@same_arguments_as(ragged_attention)
-def ragged_attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``ragged_attention`` that also returns the log-sum-exp of each query's logits.
-
-    Args: those of ``ragged_attention``.
-
-    Returns:
-        ``[T, H, E]`` of the query's dtype, and ``[T, H]`` float32: the log-sum-exp in base 2 (multiply by ln 2 for
-        the natural one). Both contiguous.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together, or on CUDA there is no kernel for the sizes.
-
-    Source:
-        On CUDA the Triton kernel of ``ragged_attention``, after FlashAttention-2 (https://arxiv.org/abs/2307.08691).
-    """
-    out, lse = _ragged_attention_lse(*args, **kwargs)
-    return out, lse
+ragged_attention_lse = with_lse(ragged_attention)
 
 
 def _check(args: RaggedAttention) -> None:
@@ -84,6 +66,7 @@ def _check(args: RaggedAttention) -> None:
     check_int32("ragged_attention", qo_indptr=args.qo_indptr)
 
 
+@kernel_of_both(ragged_attention, "CPU")
 def _cpu(args: RaggedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
     return attend_on_cpu(args, args.qo_indptr.tolist(), wants_lse)
@@ -96,7 +79,7 @@ def attend_on_cpu(args: RaggedAttention, ends: Sequence[int], wants_lse: bool) -
     if length and [*ends] == [*range(0, len(args.query) + 1, length)]:  # rows of one length are a batch
         query, key, value = [states.view(-1, length, *states.shape[1:]) for states in args[:3]]
         return _attend(query, key, value, args.scale).flatten(0, 1), lse
-    out = args.query.new_zeros(_sizes(args))
+    out = args.query.new_zeros((*args.query.shape[:2], args.value.shape[2]))
     for begin, end in pairwise(ends):
         if begin < end:
             query, key, value = (states[None, begin:end] for states in args[:3])
@@ -137,24 +120,15 @@ def _lse(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return torch.logsumexp(logits.masked_fill(unseen, -math.inf), dim=-1).T / math.log(2)
 
 
+@kernel_of_both(ragged_attention, "CUDA")
 def _cuda(args: RaggedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     from compiled_llm_ops.kernels.latent.ragged import attend
 
     _check(args)
-    out = args.query.new_empty(_sizes(args))
+    out = args.query.new_empty((*args.query.shape[:2], args.value.shape[2]))
     lse = None
     if wants_lse:
         lse = torch.empty(args.query.shape[:2], dtype=torch.float32, device=args.query.device)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         attend(args.query, args.key, args.value, args.qo_indptr, args.scale, out, lse)
     return out, lse
-
-
-def _sizes(args: RaggedAttention) -> tuple[int, int, int]:
-    """Return the shape of the results."""
-    return args.query.shape[0], args.query.shape[1], args.value.shape[2]
-
-
-_ragged_attention, _ragged_attention_lse = define_with_lse(
-    "ragged_attention", RaggedAttention, cpu=_cpu, cuda=_cuda, sizes=_sizes
-)
