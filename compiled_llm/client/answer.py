@@ -17,19 +17,15 @@ if TYPE_CHECKING:  # imports torch
 
 @dataclass
 class Received:
-    """An answer as it comes; only the reader of the connection writes it.
-
-    Attributes:
-        finish_reason: None while it has not ended.
-        pieces: what was emitted of its tokens, by layer or name.
-    """
+    """An answer as it comes; only the reader of the connection writes it."""
 
     stop_token_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[list[Entry]] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: FinishReason | None = None  # None while it has not ended
     stop_reason: int | str | None = None
     error: Exception | None = None
+    # what was emitted of its tokens, by layer or name
     pieces: dict[int | str, list[EmittedPiece]] = field(default_factory=dict)
 
     @property

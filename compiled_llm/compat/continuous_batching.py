@@ -48,9 +48,6 @@ class ManagerParts(ContinuousBatchingManager):
     """HuggingFace's manager without the part that runs the model: its ids, its queue of outputs, its thread.
 
     Its attributes are set here: its own ``__init__`` changes the attention of the model.
-
-    Attributes:
-        hard_stop: whether unfinished requests fail once it stops.
     """
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig, batching: ContinuousBatchingConfig) -> None:
@@ -63,7 +60,7 @@ class ManagerParts(ContinuousBatchingManager):
         self.batch_processor: Any = None
         self.is_tp_driver = True
         self.warmed_up = False
-        self.hard_stop = False
+        self.hard_stop = False  # whether unfinished requests fail once it stops
         self._generation_thread: Any = None
         self._request_lock = threading.Lock()
         self._request_counter = 0

@@ -435,19 +435,13 @@ def is_users_own(cache: Cache) -> bool:
 
 
 class Misfits(NamedTuple):
-    """The differences between a checkpoint and a model.
+    """The differences between a checkpoint and a model."""
 
-    Attributes:
-        missing: names of the model's tensors that it lacks; of tied ones all but one may be.
-        unexpected: names of its tensors that the model does not have.
-        mismatched: names of tensors with other shapes, and these: the checkpoint's, then the model's.
-        failed: names of tensors that could not be made of the checkpoint's, and why.
-    """
-
-    missing: set[str]
-    unexpected: set[str]
+    missing: set[str]  # names of the model's tensors that it lacks; of tied ones all but one may be
+    unexpected: set[str]  # names of its tensors that the model does not have
+    # names of tensors with other shapes, and these: the checkpoint's, then the model's
     mismatched: list[tuple[str, list[int], list[int]]]
-    failed: dict[str, str]
+    failed: dict[str, str]  # names of tensors that could not be made of the checkpoint's, and why
 
 
 def load_checkpoint(model: PreTrainedModel, into: nn.Module, tensors: Mapping[str, Any]) -> Misfits:

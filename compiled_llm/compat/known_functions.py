@@ -33,23 +33,14 @@ import torch
 
 
 class Known(NamedTuple):
-    """A function of a package that does nothing to tokens, or only what the forward does that it calls.
+    """A function of a package that does nothing to tokens, or only what the forward does that it calls."""
 
-    Attributes:
-        package: the distribution whose function it is.
-        versions: those that have it.
-        name: what puts it on a model, or the class of the criterion.
-        calls: the variable of the function that holds that forward; empty for a hook and a criterion.
-        calls_inside: whether calls that ask for more get it from the module inside the model.
-        is_criterion: whether it is the ``__call__`` of a stopping criterion.
-    """
-
-    package: str
-    versions: str
-    name: str
-    calls: str = ""
-    calls_inside: bool = False
-    is_criterion: bool = False
+    package: str  # the distribution whose function it is
+    versions: str  # those that have it
+    name: str  # what puts it on a model, or the class of the criterion
+    calls: str = ""  # the variable of the function that holds that forward; empty for a hook and a criterion
+    calls_inside: bool = False  # whether calls that ask for more get it from the module inside the model
+    is_criterion: bool = False  # whether it is the ``__call__`` of a stopping criterion
 
 
 _REQUIRES_GRAD = "c3bf74471d197bb9f6e6fadd1ac4d9672ef4f6e7ec2d4047c0f059c28078d845"

@@ -26,26 +26,20 @@ prepared, or a call took a slower path."""
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, the line at fault if it has one, and the remedy.
-
-    Attributes:
-        programs: the names of our programs in which it was found.
-        detail: torch's own words.
-        pinned_by: for a recompile, the name or attribute that the graph relied on; ``old`` is its value when the graph
-            was compiled, ``new`` its value when the graph did not fit any more.
-        follows: whether it was seen only after tracing had stopped already, and may be a consequence.
-    """
+    """One thing that is wrong, the line at fault if it has one, and the remedy."""
 
     kind: Kind
     place: Place
     reason: str
     advice: str
-    programs: tuple[str, ...] = ()
-    detail: str = ""
+    programs: tuple[str, ...] = ()  # the names of our programs in which it was found
+    detail: str = ""  # torch's own words
+    # for a recompile, the name or attribute that the graph relied on; ``old`` is its value when the graph was compiled,
+    # ``new`` its value when the graph did not fit any more
     pinned_by: str = ""
     old: str = ""
     new: str = ""
-    follows: bool = False
+    follows: bool = False  # whether it was seen only after tracing had stopped already, and may be a consequence
 
     def data(self) -> dict[str, Any]:
         data = dict(vars(self))

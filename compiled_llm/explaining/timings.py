@@ -37,16 +37,11 @@ _TOKENS = 1024
 
 @dataclass(frozen=True)
 class Timing:
-    """One program's time.
+    """One program's time."""
 
-    Attributes:
-        program: ``prefill``, or ``decode``.
-        tokens: in prefill, all new tokens; in decode, those of an average row, in the middle of the profiled steps.
-    """
-
-    program: str
+    program: str  # ``prefill``, or ``decode``
     rows: int
-    tokens: int
+    tokens: int  # in prefill, all new tokens; in decode, those of an average row, in the middle of the profiled steps
     breakdown: Breakdown
 
     def data(self) -> dict[str, Any]:

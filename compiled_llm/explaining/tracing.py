@@ -56,22 +56,14 @@ _MAX_ROWS = 4
 
 @dataclass
 class Trace:
-    """The trace of one program.
-
-    Attributes:
-        function: the function that was compiled; Dynamo's caches hang on it.
-        graphs: the graphs that Dynamo handed to the compiler.
-        mutated: nodes that wrote to an input that has no fixed address.
-        error: why the program could not be compiled whole.
-        owner: the object whose end frees the function's graphs.
-    """
+    """The trace of one program."""
 
     name: str
-    function: Callable[..., Any]
-    graphs: list[fx.GraphModule] = field(default_factory=list)
-    mutated: list[fx.Node] = field(default_factory=list)
-    error: Exception | None = None
-    owner: object = None
+    function: Callable[..., Any]  # the function that was compiled; Dynamo's caches hang on it
+    graphs: list[fx.GraphModule] = field(default_factory=list)  # the graphs that Dynamo handed to the compiler
+    mutated: list[fx.Node] = field(default_factory=list)  # nodes that wrote to an input that has no fixed address
+    error: Exception | None = None  # why the program could not be compiled whole
+    owner: object = None  # the object whose end frees the function's graphs
 
     @property
     def finished(self) -> bool:

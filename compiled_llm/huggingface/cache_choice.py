@@ -32,21 +32,17 @@ _APPENDING_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """The choice for one call.
-
-    Attributes:
-        given: the cache that the user gave, of any kind.
-        max_columns: how many columns the cache holds at the end, but for those that it held before if the call is given
-            only new tokens.
-    """
+    """The choice for one call."""
 
     runtime: CompiledModel
     model: PreTrainedModel
     config: GenerationConfig
     inputs: dict[str, Any]
-    given: Any
+    given: Any  # the cache that the user gave, of any kind
     mode: GenerationMode
     rows: int
+    # how many columns the cache holds at the end, but for those that it held before if the call is given only new
+    # tokens
     max_columns: int
 
     @cached_property

@@ -64,14 +64,6 @@ class PagePool:
     A page may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
     tree; a page that only the tree owns is cached. It counts as available, and the tree gives it up once no free ones
     are left.
-
-    Attributes:
-        states: of recurrent layers; None if there are none.
-        watch: returns what hears of a new row.
-        peak_used: the most pages that rows have owned at one time.
-        validity: of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens,
-            but by no call of a tree: that owns full pages, into which no row writes.
-        lock: a thread that holds it keeps all others from changing anything.
     """
 
     def __init__(
@@ -82,12 +74,14 @@ class PagePool:
         watch: Callable[[], RowWatch] | None = None,
         states: StatePool | None = None,
     ) -> None:
-        self.states = states
+        self.states = states  # of recurrent layers; None if there are none
+        # of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens, but by no
+        # call of a tree: that owns full pages, into which no row writes
         self.validity = StepValidity() if validity is None else validity
         self.page_size = page_size
-        self.watch = RowWatch if watch is None else watch
+        self.watch = RowWatch if watch is None else watch  # returns what hears of a new row
         self.total = pages - 1
-        self.peak_used = 0
+        self.peak_used = 0  # the most pages that rows have owned at one time
         self._free = list(range(pages - 1, NULL_PAGE, -1))
         self._owners = [0] * pages
         self._reserved = 0
@@ -95,6 +89,7 @@ class PagePool:
         self._in_tree: set[int] = set()
         self._cached = 0  # pages that the tree owns and no row
         # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
+        # a thread that holds it keeps all others from changing anything
         self.lock = lock() if states is None else states.lock
 
     @property

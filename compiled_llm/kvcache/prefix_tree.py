@@ -27,20 +27,15 @@ _BYTES_OF_AN_ID = np.dtype(np.int64).itemsize
 
 
 class PrefixMatch(NamedTuple):
-    """The longest beginning of a prompt that a row can take over, and what is known of it beyond.
+    """The longest beginning of a prompt that a row can take over, and what is known of it beyond."""
 
-    Attributes:
-        pages: that hold it; their taker owns them. The last one may be full in part.
-        state: the entry of the state after it, which its taker owns; ``NO_ENTRY`` without recurrent layers, and if
-            nothing was found.
-        cuts: after how many tokens of the prompt the tree lacks a state that others could begin with.
-        tokens: how many it has.
-    """
-
-    pages: list[int]
+    pages: list[int]  # that hold it; their taker owns them. The last one may be full in part
+    # the entry of the state after it, which its taker owns; ``NO_ENTRY`` without recurrent layers, and if nothing was
+    # found
     state: int = NO_ENTRY
+    # after how many tokens of the prompt the tree lacks a state that others could begin with
     cuts: tuple[int, ...] = ()
-    tokens: int = 0
+    tokens: int = 0  # how many it has
 
 
 class PrefixTree:
@@ -56,14 +51,12 @@ class PrefixTree:
     those of an answer: then the tree keeps that page as well, as a leaf, and no longer than the state.
 
     Any thread may call; the pool's lock is held. A finalizer may not: it may run in the middle of another call.
-
-    Attributes:
-        generation: how often it was cleared. After new weights, pages that rows had computed with the old ones must not
-            be inserted: a caller remembers in which generation its row began.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
+        # how often it was cleared. After new weights, pages that rows had computed with the old ones must not be
+        # inserted: a caller remembers in which generation its row began
         self.generation = 0
         # The least recently used first, and each node before those above it, so the first one is always a leaf.
         # A node needs no list of its children: they are found by its page, which no other node has.

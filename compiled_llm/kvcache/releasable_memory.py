@@ -49,18 +49,13 @@ class ReleasableMemory:
 
     On CUDA their addresses are ranges that the driver reserves, and memory is mapped there. PyTorch's allocator knows
     nothing of it: ``torch.cuda.memory_allocated`` does not count it.
-
-    Attributes:
-        keeps_addresses: whether memory can be taken again. A driver without virtual memory management cannot do that:
-            PyTorch allocates, and what is given back is gone.
-        given_back: whether the tensors have no memory now.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parts: list[_Part] = []
         self._tensors: list[Tensor] = []
-        self.given_back = False
+        self.given_back = False  # whether the tensors have no memory now
         reason = unsupported(device) if device.type == "cuda" else None
         if reason is not None:
             logger.warning(
@@ -69,6 +64,8 @@ class ReleasableMemory:
                 device,
                 reason,
             )
+        # whether memory can be taken again. A driver without virtual memory management cannot do that: PyTorch
+        # allocates, and what is given back is gone
         self.keeps_addresses = device.type == "cpu" or (device.type == "cuda" and reason is None)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

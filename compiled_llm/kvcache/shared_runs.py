@@ -35,17 +35,11 @@ class Paged(Stored, Protocol):
 
 
 class _Search(NamedTuple):
-    """The arguments of a search for the best runs below a node, which keeps its results by them.
+    """The arguments of a search for the best runs below a node, which keeps its results by them."""
 
-    Attributes:
-        exact: whether all beginnings may end a run.
-        levels: how many runs a row may still be in.
-        start: the page from which the rows lack a run.
-    """
-
-    exact: bool
-    levels: int
-    start: int
+    exact: bool  # whether all beginnings may end a run
+    levels: int  # how many runs a row may still be in
+    start: int  # the page from which the rows lack a run
 
 
 class _Plan(NamedTuple):
@@ -99,14 +93,12 @@ class SharedRuns:
     are not nested.
 
     The answer follows from the rows' present page numbers and lengths alone. No row is kept alive.
-
-    Attributes:
-        steady: whether the last answer also holds after any growth of the same rows, as long as their
-            ``page_period`` stay the same and their lengths do not fall.
     """
 
     def __init__(self, page_size: int, least_pages: int = 1, least_saved: int = 1) -> None:
         """Leave out runs of fewer pages than ``least_pages``, and those that save fewer reads than ``least_saved``."""
+        # whether the last answer also holds after any growth of the same rows, as long as their ``page_period`` stay
+        # the same and their lengths do not fall
         self.steady = True
         self._page_size = page_size
         self._least_pages, self._least_saved = least_pages, max(1, least_saved)

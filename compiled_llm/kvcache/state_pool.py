@@ -45,9 +45,6 @@ class StatePool:
     An entry may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
     tree; an entry that only the tree owns is cached. It counts as available, and the tree gives it up once none is
     free.
-
-    Attributes:
-        lock: a thread that holds it keeps all others from changing anything; the pool of pages has the same one.
     """
 
     def __init__(self, entries: int, validity: StepValidity | None = None) -> None:
@@ -61,6 +58,7 @@ class StatePool:
         self._in_tree: set[int] = set()
         self._cached = 0  # entries that the tree owns and no row
         # Re-entrant: the garbage collector may give back a dropped row's entries in the middle of any call.
+        # a thread that holds it keeps all others from changing anything; the pool of pages has the same one
         self.lock = lock()
 
     @property
@@ -176,10 +174,6 @@ class RowStates:
 
     What a step of one token writes lies in the place ``n % 2`` of the row's two, n its tokens with the new one, and it
     reads the other place. So a step that is run again finds both by the row's length, which it has on the device.
-
-    Attributes:
-        period: an object of its own for as long as the entries are the same.
-        step: what the last step reads and writes.
     """
 
     def __init__(self, pool: StatePool) -> None:
@@ -187,8 +181,8 @@ class RowStates:
         self._reserved = 0
         self._entries = [NO_ENTRY, NO_ENTRY]
         self._lengths = [0, 0]  # after how many tokens each entry is the state; 0 if there is none
-        self.period = object()
-        self.step = NO_ENTRY, NO_ENTRY
+        self.period = object()  # an object of its own for as long as the entries are the same
+        self.step = NO_ENTRY, NO_ENTRY  # what the last step reads and writes
 
     @property
     def places(self) -> tuple[int, int]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 
 class StepValidity:
-    """Tells steps apart that were made before and after a change; safe to use from any thread.
-
-    Attributes:
-        period: an object of its own between any two changes. A step that was made in another one is no longer valid.
-    """
+    """Tells steps apart that were made before and after a change; safe to use from any thread."""
 
     def __init__(self) -> None:
+        # an object of its own between any two changes. A step that was made in another one is no longer valid
         self.period = object()
 
     def invalidate(self) -> None:

@@ -31,25 +31,16 @@ class Hello(Struct, tag="hello", frozen=True):
 
 
 class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
-    """A prompt to answer, as for ``Engine.submit``.
+    """A prompt to answer, as for ``Engine.submit``."""
 
-    Attributes:
-        request: its number; no unfinished request of the connection may have it.
-        params: the values of ``SamplingParams`` that are not the defaults, ready for MessagePack.
-        timeout: seconds after which it ends with the tokens it has.
-        cache_salt: only requests with an equal salt share its pages in the prefix cache.
-        hidden_states: layers whose hidden states its answers have; None for none.
-        emitted: names of what traced hooks emit that its answers have; None for nothing.
-    """
-
-    request: int
+    request: int  # its number; no unfinished request of the connection may have it
     prompt: list[int]
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = {}  # the values of ``SamplingParams`` that are not the defaults, ready for MessagePack
     priority: int = 0
-    timeout: float | None = None
-    cache_salt: str | None = None
-    hidden_states: list[int] | None = None
-    emitted: list[str] | None = None
+    timeout: float | None = None  # seconds after which it ends with the tokens it has
+    cache_salt: str | None = None  # only requests with an equal salt share its pages in the prefix cache
+    hidden_states: list[int] | None = None  # layers whose hidden states its answers have; None for none
+    emitted: list[str] | None = None  # names of what traced hooks emit that its answers have; None for nothing
 
 
 class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
@@ -97,15 +88,10 @@ class Welcome(Struct, tag="welcome", frozen=True):
 
 
 class Preparing(Struct, tag="preparing", frozen=True, omit_defaults=True):
-    """The work of an engine process before it takes requests; sent again with each change.
+    """The work of an engine process before it takes requests; sent again with each change."""
 
-    Attributes:
-        doing: in words.
-        step: which of ``steps`` it is, from 1; both are None if they are not counted.
-    """
-
-    doing: str
-    step: int | None = None
+    doing: str  # in words
+    step: int | None = None  # which of ``steps`` it is, from 1; both are None if they are not counted
     steps: int | None = None
 
 
@@ -151,35 +137,24 @@ class Ended(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Update(Struct, array_like=True, frozen=True, gc=False):
-    """New tokens of one answer.
-
-    Attributes:
-        logprobs: for each new token, its own entry and those of the most likely ones; None if not asked for.
-        ended: None while it runs.
-    """
+    """New tokens of one answer."""
 
     request: int
     index: int
     tokens: list[int]
+    # for each new token, its own entry and those of the most likely ones; None if not asked for
     logprobs: list[list[Entry]] | None = None
-    ended: Ended | None = None
+    ended: Ended | None = None  # None while it runs
 
 
 class Summary(Struct, array_like=True, frozen=True, gc=False):
-    """The figures of a request, once its last answer has ended; it is its last message.
-
-    Attributes:
-        cached_tokens: how many of the prompt's tokens the prefix cache had.
-        queue_seconds: until it first ran; None if it never did.
-        first_token_seconds: until its first token was read; None if there was none.
-        seconds: until its last answer ended.
-    """
+    """The figures of a request, once its last answer has ended; it is its last message."""
 
     request: int
-    cached_tokens: int
-    queue_seconds: float | None
-    first_token_seconds: float | None
-    seconds: float
+    cached_tokens: int  # how many of the prompt's tokens the prefix cache had
+    queue_seconds: float | None  # until it first ran; None if it never did
+    first_token_seconds: float | None  # until its first token was read; None if there was none
+    seconds: float  # until its last answer ended
 
 
 class StepUpdates(Struct, tag="step", frozen=True, omit_defaults=True):
@@ -197,21 +172,14 @@ class PromptScores(Struct, tag="prompt scores", frozen=True):
 
 
 class EmittedPiece(Struct, tag="emitted", frozen=True):
-    """What was emitted of some tokens of an answer, from the first on; several come, once all answers have ended.
-
-    Attributes:
-        key: the layer, as the request has named it, or the name that hooks emit.
-        dtype: torch's name.
-        shape: the number of tokens, and what each has.
-        numbers: row by row, as the engine process's machine writes them.
-    """
+    """What was emitted of some tokens of an answer, from the first on; several come, once all answers have ended."""
 
     request: int
     index: int
-    key: int | str
-    dtype: str
-    shape: list[int]
-    numbers: bytes
+    key: int | str  # the layer, as the request has named it, or the name that hooks emit
+    dtype: str  # torch's name
+    shape: list[int]  # the number of tokens, and what each has
+    numbers: bytes  # row by row, as the engine process's machine writes them
 
 
 class Refused(Struct, tag="refused", frozen=True):

@@ -20,18 +20,13 @@ class Written(Protocol):
 
 
 class TextFormat(NamedTuple):
-    """How a request's tokens become text.
-
-    Attributes:
-        keeps_stop: leave the stop string, or the token, that has ended an answer in its text.
-        unsearched: number of first tokens in whose text no stop string ends an answer.
-    """
+    """How a request's tokens become text."""
 
     decoding: TokenDecoder
     stop: tuple[str, ...] = ()
-    keeps_stop: bool = False
+    keeps_stop: bool = False  # leave the stop string, or the token, that has ended an answer in its text
     skip_special_tokens: bool = True
-    unsearched: int = 0
+    unsearched: int = 0  # number of first tokens in whose text no stop string ends an answer
 
     @classmethod
     def of(cls, params: SamplingParams, decoding: TokenDecoder | None) -> TextFormat | None:

@@ -18,11 +18,7 @@ logger = logging.getLogger("compiled_llm.engine")
 
 
 class Listeners:
-    """Waiting threads and event loops, woken when something has changed.
-
-    Attributes:
-        count: how many wait; in a step of many requests it is 0 for most.
-    """
+    """Waiting threads and event loops, woken when something has changed."""
 
     def __init__(
         self, check: Callable[[], None] = lambda: None, check_process: Callable[[], None] = lambda: None
@@ -39,7 +35,7 @@ class Listeners:
         self._threads = 0
         self._functions: set[Callable[[], object]] = set()
         self._tasks: set[Task] = set()
-        self.count = 0
+        self.count = 0  # how many wait; in a step of many requests it is 0 for most
 
     def add(self, function: Callable[[], object]) -> None:
         """Call ``function`` whenever something has changed, once for all requests that a step has changed."""

@@ -17,17 +17,12 @@ A = TypeVar("A", bound=PendingAnswer)
 
 
 class PendingAnswers(ABC, Generic[A]):
-    """A prompt's answers on their way: iterate over the tokens, or wait for the ``result``.
-
-    Attributes:
-        answers: read-only.
-        has_text: whether text is made of the tokens as they come.
-    """
+    """A prompt's answers on their way: iterate over the tokens, or wait for the ``result``."""
 
     def __init__(self, answers: Sequence[A], listeners: Listeners) -> None:
-        self.answers = answers
+        self.answers = answers  # read-only
         self.listeners = listeners
-        self.has_text = False
+        self.has_text = False  # whether text is made of the tokens as they come
         self._reading = threading.Lock()
 
     def __repr__(self) -> str:

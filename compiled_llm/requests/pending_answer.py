@@ -14,12 +14,7 @@ if TYPE_CHECKING:  # imports torch
 
 
 class PendingAnswer(ABC):
-    """One answer as its reader sees it.
-
-    Attributes:
-        index: its number among the prompt's answers.
-        text: its text as it comes; None until it is asked for.
-    """
+    """One answer as its reader sees it."""
 
     owner: ClassVar[str]
     """The argument that takes a tokenizer, as a user writes it."""
@@ -28,8 +23,8 @@ class PendingAnswer(ABC):
 
     def __init__(self, index: int, written: Written, form: TextFormat | None) -> None:
         """``form``: how tokens become text; None without a tokenizer."""
-        self.index = index
-        self.text: AnswerText | None = None
+        self.index = index  # its number among the prompt's answers
+        self.text: AnswerText | None = None  # its text as it comes; None until it is asked for
         self._written = written
         self._format = form
 

@@ -21,13 +21,10 @@ class StopStrings:
 
     A state is the longest beginning of any of the strings that the text so far ends with, so that each character is
     looked at once, however many strings there are and however much they repeat themselves.
-
-    Attributes:
-        firsts: matches a character that one of the strings begins with.
-        held: for each state, how many characters at the text's end may still become a stop string.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
+        # matches a character that one of the strings begins with
         self.firsts = re.compile("|".join(re.escape(first) for first in sorted({string[0] for string in strings})))
         self._strings = strings
         self._next: dict[tuple[int, str], int] = {}
@@ -44,6 +41,7 @@ class StopStrings:
                     self._ended.append(len(strings))
             self._ended[state] = min(self._ended[state], number)
         self._shorter = [0] * len(depths)
+        # for each state, how many characters at the text's end may still become a stop string
         self.held = [0] * len(depths)
         goes_on = {state for state, _ in self._next}
         for state in sorted(range(1, len(depths)), key=depths.__getitem__):

@@ -31,9 +31,6 @@ class HttpServer(uvicorn.Server):
     Args:
         path: of the engine process's socket.
         changed: is called with whether there is an engine process to answer requests, when that changes.
-
-    Attributes:
-        why: it has ended though it was not told to; None if it was.
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class HttpServer(uvicorn.Server):
         escapes = settings.escapes_special_tokens
         link = EngineLink(lambda tokenizer: AsyncClient(path, tokenizer=tokenizer), changed, self._fail, escapes)
         app = application(settings, link)
-        self.why: str | None = None
+        self.why: str | None = None  # it has ended though it was not told to; None if it was
         self.api_server: ApiServer = app.state.api_server
         protocol: Any = partial(
             LimitedHttpTools,

@@ -26,22 +26,17 @@ Log: TypeAlias = Callable[[str], object]
 
 @dataclass
 class BenchReport:
-    """One run of the bench; ``machine`` is what ``describe_machine`` returns.
-
-    Attributes:
-        read_bandwidth: bytes/s, measured in this run; None if nothing needed it.
-        memory: bytes on the device by contender.
-        unavailable: why contenders could not take part; ``failures``: why others did not get to their end.
-        results: by their kind, such as ``latency``. Of published ones, only the figures may be left.
-    """
+    """One run of the bench; ``machine`` is what ``describe_machine`` returns."""
 
     command: str
     machine: dict[str, Any]
     model: dict[str, Any]
-    read_bandwidth: float | None = None
-    memory: dict[str, dict[str, float]] = field(default_factory=dict)
+    read_bandwidth: float | None = None  # bytes/s, measured in this run; None if nothing needed it
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)  # bytes on the device by contender
+    # why contenders could not take part; ``failures``: why others did not get to their end
     unavailable: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    # by their kind, such as ``latency``. Of published ones, only the figures may be left
     results: dict[str, list[Result]] = field(default_factory=dict)
 
     def add(self, kind: str, result: Result) -> None:

@@ -20,19 +20,14 @@ _TOKENIZER_FILES = (
 
 
 class Source(NamedTuple):
-    """Where `from_pretrained` finds a model: a folder or hub id, and the GGUF file in it if it is one.
-
-    Attributes:
-        tokenizer: the folder or hub id of another tokenizer than the model's.
-        chat_template: the text of another template than the tokenizer's.
-    """
+    """Where `from_pretrained` finds a model: a folder or hub id, and the GGUF file in it if it is one."""
 
     name: str
     location: str
     gguf_file: str | None = None
     is_local: bool = True
-    tokenizer: str | None = None
-    chat_template: str | None = None
+    tokenizer: str | None = None  # the folder or hub id of another tokenizer than the model's
+    chat_template: str | None = None  # the text of another template than the tokenizer's
 
     @property
     def tokenizer_place(self) -> tuple[str, str | None]:

@@ -51,15 +51,11 @@ def _function_modes() -> list[str]:
 
 
 class OperationsNoted(TorchDispatchMode):
-    """Notes the operations of the block, each with the type of its result; casts are operations, too.
-
-    Attributes:
-        operations: in order.
-    """
+    """Notes the operations of the block, each with the type of its result; casts are operations, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[tuple[object, torch.dtype | None]] = []
+        self.operations: list[tuple[object, torch.dtype | None]] = []  # in order
 
     def __torch_dispatch__(
         self,

@@ -19,18 +19,12 @@ _LAYER = re.compile(r"(?P<list>.*)\.(?P<number>\d+)")
 
 @dataclass
 class SourceLink:
-    """A line of source in one module, with the nodes and kernels that it became.
+    """A line of source in one module, with the nodes and kernels that it became."""
 
-    Attributes:
-        module: the path of the module that ran it; empty around the model.
-        nodes: names in Dynamo's graph.
-        kernels: names in Inductor's code, each with the number of its first call.
-    """
-
-    module: str
+    module: str  # the path of the module that ran it; empty around the model
     place: Place
-    nodes: list[str]
-    kernels: list[str]
+    nodes: list[str]  # names in Dynamo's graph
+    kernels: list[str]  # names in Inductor's code, each with the number of its first call
 
     @property
     def layer(self) -> str:

@@ -13,17 +13,12 @@ TOP = 25
 
 @dataclass(frozen=True)
 class Kind:
-    """Kernels of one kind in one step.
-
-    Attributes:
-        us: their time, in microseconds.
-        nbytes: the bytes that they have to read or write; None if these are not counted.
-    """
+    """Kernels of one kind in one step."""
 
     name: str
-    us: float
+    us: float  # their time, in microseconds
     launches: float
-    nbytes: int | None
+    nbytes: int | None  # the bytes that they have to read or write; None if these are not counted
 
 
 @dataclass(frozen=True)
@@ -37,30 +32,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of one step goes.
+    """Where the time of one step goes."""
 
-    Attributes:
-        measured: ``kernels``, or on a CPU ``operators``.
-        step_us: one step without the profiler, in microseconds: the median over the runs.
-        busy_us: the time in a step during which any kernel ran, in microseconds.
-        steps: how many steps were profiled.
-        weight_bytes: the weights that a step reads; None where that is not known.
-        kv_bytes: the keys and values that a step reads.
-        read_bandwidth: bytes/s, measured in the same run.
-        host_us: the host's time for the launch of a step, in microseconds; None where that was not measured.
-        kernels: the kernels that took longest.
-    """
-
-    measured: str
-    step_us: float
-    busy_us: float
-    steps: int
-    weight_bytes: int | None
-    kv_bytes: int
-    read_bandwidth: float
-    host_us: float | None
+    measured: str  # ``kernels``, or on a CPU ``operators``
+    step_us: float  # one step without the profiler, in microseconds: the median over the runs
+    busy_us: float  # the time in a step during which any kernel ran, in microseconds
+    steps: int  # how many steps were profiled
+    weight_bytes: int | None  # the weights that a step reads; None where that is not known
+    kv_bytes: int  # the keys and values that a step reads
+    read_bandwidth: float  # bytes/s, measured in the same run
+    host_us: float | None  # the host's time for the launch of a step, in microseconds; None where that was not measured
     kinds: list[Kind]
-    kernels: list[Kernel]
+    kernels: list[Kernel]  # the kernels that took longest
 
     @property
     def gaps_us(self) -> float:

@@ -32,16 +32,11 @@ P = TypeVar("P", bound="KernelProfiler")
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel that ran; on a CPU, one operator.
-
-    Attributes:
-        kind: one of ``KINDS``.
-        us: its own time, in microseconds; so are ``start`` and ``end``.
-    """
+    """One kernel that ran; on a CPU, one operator."""
 
     name: str
-    kind: str
-    us: float
+    kind: str  # one of ``KINDS``
+    us: float  # its own time, in microseconds; so are ``start`` and ``end``
     start: float
     end: float
 

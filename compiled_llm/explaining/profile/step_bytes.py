@@ -19,18 +19,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The bytes that a decode step has to read.
+    """The bytes that a decode step has to read."""
 
-    Attributes:
-        weights: every weight once, but of an embedding of its own one line a row; None for experts, of which each
-            step uses others.
-        kv_per_row: one row's keys and values.
-        kv_written: one row's new keys and values.
-    """
-
+    # every weight once, but of an embedding of its own one line a row; None for experts, of which each step uses others
     weights: int | None
-    kv_per_row: int
-    kv_written: int
+    kv_per_row: int  # one row's keys and values
+    kv_written: int  # one row's new keys and values
 
     def total(self, batch: int) -> int | None:
         return None if self.weights is None else self.weights + batch * self.kv_per_row

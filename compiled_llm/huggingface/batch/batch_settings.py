@@ -91,21 +91,15 @@ UNREAD = {
 
 @dataclasses.dataclass(frozen=True)
 class BatchSettings:
-    """How the requests of one manager are answered.
+    """How the requests of one manager are answered."""
 
-    Attributes:
-        generation: the generation config, as HuggingFace's manager would have it.
-        processors: those of the generation config that the graph has, as a prompt of a few tokens would have them.
-        obstacle: why only HuggingFace's own manager can serve the requests, or None.
-        replaced: whether the user has given the processors, in place of the config.
-    """
-
-    generation: GenerationConfig
+    generation: GenerationConfig  # the generation config, as HuggingFace's manager would have it
     batching: ContinuousBatchingConfig
     model: PreTrainedModel
+    # those of the generation config that the graph has, as a prompt of a few tokens would have them
     processors: LogitsProcessorList
-    obstacle: Reason | None
-    replaced: bool = False
+    obstacle: Reason | None  # why only HuggingFace's own manager can serve the requests, or None
+    replaced: bool = False  # whether the user has given the processors, in place of the config
 
     @classmethod
     def of(

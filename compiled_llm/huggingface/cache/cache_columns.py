@@ -19,16 +19,11 @@ from torch import Tensor
 
 
 class RowUpdate(NamedTuple):
-    """The changes of a call in one row.
+    """The changes of a call in one row."""
 
-    Attributes:
-        kept: how many tokens of the row stay.
-        unchanged: how many columns of the cache stay as they are.
-        columns: the columns that are stored, ascending; column 0 is the first one that the cache ever got.
-    """
-
-    kept: int
-    unchanged: int
+    kept: int  # how many tokens of the row stay
+    unchanged: int  # how many columns of the cache stay as they are
+    # the columns that are stored, ascending; column 0 is the first one that the cache ever got
     columns: NDArray[np.int64]
 
     @property

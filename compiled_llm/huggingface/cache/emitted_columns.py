@@ -24,16 +24,12 @@ from compiled_llm.model.traced_hooks import TracedHooks
 
 
 class WantedOutputs(NamedTuple):
-    """What a call asks of its steps besides logits.
-
-    Attributes:
-        numbers: hidden states, as HuggingFace counts them, from the end if negative; all if None.
-        hooks: whether it gets what traced hooks emit.
-    """
+    """What a call asks of its steps besides logits."""
 
     hidden_states: bool = False
+    # hidden states, as HuggingFace counts them, from the end if negative; all if None
     numbers: Sequence[int] | None = None
-    hooks: bool = False
+    hooks: bool = False  # whether it gets what traced hooks emit
 
     def __bool__(self) -> bool:
         return self.hidden_states or self.hooks
@@ -76,15 +72,11 @@ NOTHING_WANTED = WantedOutputs()
 
 
 class StepEmitted(NamedTuple):
-    """What a call's tokens have emitted.
+    """What a call's tokens have emitted."""
 
-    Attributes:
-        tensors: ``[B, Q, ...]`` each.
-        layers: how many hidden states the model has, chosen or not.
-    """
-
+    # ``[B, Q, ...]`` each
     tensors: dict[int | str, Tensor] = {}  # noqa: RUF012  # nobody writes to it
-    layers: int = 0
+    layers: int = 0  # how many hidden states the model has, chosen or not
 
     @property
     def hidden_states(self) -> tuple[Tensor | None, ...] | None:

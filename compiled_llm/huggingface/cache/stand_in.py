@@ -22,19 +22,13 @@ from compiled_llm.huggingface.cache.reading import read_into
 
 
 class StandIn(PagedCache):
-    """A cache in pages in place of one of HuggingFace's.
-
-    Attributes:
-        original: HuggingFace's cache; None once it is no longer needed.
-        returned: whether the user gets it.
-        prefill: why HuggingFace's own forward runs over it first; None if it does not, or has done so.
-    """
+    """A cache in pages in place of one of HuggingFace's."""
 
     def __init__(self, model_runner: ModelRunner, original: Cache, returned: bool, prefill: Reason | None) -> None:
         super().__init__(model_runner)
-        self.original: Cache | None = original
-        self.returned = returned
-        self.prefill = prefill
+        self.original: Cache | None = original  # HuggingFace's cache; None once it is no longer needed
+        self.returned = returned  # whether the user gets it
+        self.prefill = prefill  # why HuggingFace's own forward runs over it first; None if it does not, or has done so
 
     @deferred()
     def read(self, shown: NDArray[np.bool_], positions: Sequence[int]) -> None:

@@ -41,19 +41,15 @@ _READING_PROMPTS = (EncoderRepetitionPenaltyLogitsProcessor, UnbatchedClassifier
 
 @dataclass(frozen=True)
 class LoopArguments:
-    """HuggingFace's arguments of a decoding method.
+    """HuggingFace's arguments of a decoding method."""
 
-    Attributes:
-        input_ids: ``[B, T]`` int64 prompts, padded on the left; if the cache holds tokens, the whole text so far or
-            the new part of it; empty if embeddings stand for the tokens.
-        kwargs: the inputs of the model, the cache among them, and arguments that only some methods take.
-    """
-
+    # ``[B, T]`` int64 prompts, padded on the left; if the cache holds tokens, the whole text so far or the new part of
+    # it; empty if embeddings stand for the tokens
     input_ids: Tensor
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     config: GenerationConfig
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any]  # the inputs of the model, the cache among them, and arguments that only some methods take
     streamer: BaseStreamer | None = None
 
     def run(self, method: Callable[..., Any]) -> Any:
@@ -68,22 +64,16 @@ class LoopArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class PagedCall(LoopArguments):
-    """A call whose cache is ours, and the tokens that it adds to each row.
-
-    Attributes:
-        copies: host copies of tensors on the device.
-        first: the column of the cache that ``input_ids`` begin at.
-        logits: ``[B, V]``, from which first tokens are sampled, if a forward of its own has computed them.
-        emitted: what the prompts' tokens have emitted in that forward.
-    """
+    """A call whose cache is ours, and the tokens that it adds to each row."""
 
     runtime: CompiledModel
     cache: PagedCache
-    copies: HostCopies
-    first: int
+    copies: HostCopies  # host copies of tensors on the device
+    first: int  # the column of the cache that ``input_ids`` begin at
     updates: list[RowUpdate]
+    # ``[B, V]``, from which first tokens are sampled, if a forward of its own has computed them
     logits: Tensor | None = None
-    emitted: StepEmitted | None = None
+    emitted: StepEmitted | None = None  # what the prompts' tokens have emitted in that forward
 
     @classmethod
     def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> PagedCall | None:

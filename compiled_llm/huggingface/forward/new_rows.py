@@ -21,20 +21,13 @@ from compiled_llm.model.inputs import check_range
 
 
 class NewRows(NamedTuple):
-    """The rows of such a call.
-
-    Attributes:
-        ids: ``[T]``, those that the mask shows, row by row; nothing is computed for the others.
-        positions: ``[T]``, rotary positions.
-        shown: ``[B, Q]`` bool, where they are.
-        columns: ``[Q']``, those whose logits are wanted.
-    """
+    """The rows of such a call."""
 
     model_runner: ModelRunner
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    shown: NDArray[np.bool_]
-    columns: NDArray[np.int64]
+    ids: NDArray[np.int64]  # ``[T]``, those that the mask shows, row by row; nothing is computed for the others
+    positions: NDArray[np.int64]  # ``[T]``, rotary positions
+    shown: NDArray[np.bool_]  # ``[B, Q]`` bool, where they are
+    columns: NDArray[np.int64]  # ``[Q']``, those whose logits are wanted
 
     @classmethod
     def of(cls, runtime: CompiledModel, arguments: Mapping[str, Any]) -> NewRows | None:

@@ -8,13 +8,10 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Copies of tensors that do not change during a call, each read once.
-
-    Attributes:
-        counted: the positions that the call has made for rows without padding: 0, 1, 2, … in each.
-    """
+    """Copies of tensors that do not change during a call, each read once."""
 
     def __init__(self) -> None:
+        # the positions that the call has made for rows without padding: 0, 1, 2, … in each
         self.counted: Tensor | None = None
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -25,13 +25,9 @@ from compiled_llm.kvcache.row import Row
 
 
 class GuidanceByTwins(UnbatchedClassifierFreeGuidanceLogitsProcessor):
-    """HuggingFace's processor over logits that are computed already.
+    """HuggingFace's processor over logits that are computed already."""
 
-    Attributes:
-        logits: ``[B, V]``, the twins', in the model's dtype.
-    """
-
-    logits: Tensor
+    logits: Tensor  # ``[B, V]``, the twins', in the model's dtype
 
     def get_unconditional_logits(self, input_ids: Tensor) -> Tensor:
         """Return the twins' logits as ``[B, 1, V]``."""

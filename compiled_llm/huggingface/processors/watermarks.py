@@ -17,13 +17,9 @@ from transformers.generation.logits_process import WatermarkLogitsProcessor
 
 
 class WatermarkOfHost(WatermarkLogitsProcessor):
-    """HuggingFace's processor over texts on the host.
+    """HuggingFace's processor over texts on the host."""
 
-    Attributes:
-        texts: the rows of ``input_ids``, in order; each call takes them all.
-    """
-
-    texts: Iterator[Tensor]
+    texts: Iterator[Tensor]  # the rows of ``input_ids``, in order; each call takes them all
 
     def set_seed(self, input_seq: Tensor) -> None:
         """Seed the generator for the next row, without reading ``input_seq`` from the device."""

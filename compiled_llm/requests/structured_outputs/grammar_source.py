@@ -27,18 +27,12 @@ class GrammarsMissingError(RuntimeError):
 
 
 class GrammarSource(NamedTuple):
-    """The source of a grammar; equal sources have one grammar.
+    """The source of a grammar; equal sources have one grammar."""
 
-    Attributes:
-        kind: how to read ``text``: a schema, pattern, rules or tags.
-        any_whitespace: whether any is allowed between the parts of JSON.
-        max_whitespace_cnt: how many blanks in a row are allowed there; None for any number.
-    """
-
-    kind: GrammarKind
+    kind: GrammarKind  # how to read ``text``: a schema, pattern, rules or tags
     text: str
-    any_whitespace: bool = True
-    max_whitespace_cnt: int | None = None
+    any_whitespace: bool = True  # whether any is allowed between the parts of JSON
+    max_whitespace_cnt: int | None = None  # how many blanks in a row are allowed there; None for any number
 
     def check(self) -> None:
         """Check it as far as that is quick; ValueError, with why and where, if it cannot be compiled."""

@@ -62,11 +62,7 @@ class Desk(Protocol):
 
 
 class ClientConnection:
-    """Talks to one client, in an event loop; ``wake`` may be called from any thread.
-
-    Attributes:
-        streams: its requests that have not ended, by their numbers.
-    """
+    """Talks to one client, in an event loop; ``wake`` may be called from any thread."""
 
     def __init__(
         self,
@@ -76,7 +72,7 @@ class ClientConnection:
         max_unsent: int = MAX_UNSENT,
     ) -> None:
         """``max_unsent``: tokens that wait for a client that does not read, before its requests end."""
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, Stream] = {}  # its requests that have not ended, by their numbers
         self.greeted = False
         self._desk = desk
         self._reader = reader

@@ -55,11 +55,6 @@ class EngineServer:
     """Takes requests from clients, gives them to an engine, and sends their tokens: one frame a step for each client.
 
     It runs in an event loop; ``report``, ``open`` and ``wake`` may be called from any thread.
-
-    Attributes:
-        preparing: what it does before it takes requests.
-        leaving: why it takes no more; None while it does.
-        when_lost: called in the event loop once the engine's device runs nothing more.
     """
 
     def __init__(self, path: Path, max_unsent: int = MAX_UNSENT) -> None:
@@ -72,8 +67,9 @@ class EngineServer:
             ValueError: there can be no socket that is safe.
             RuntimeError: another engine process listens there.
         """
-        self.preparing = Preparing("starting")
-        self.leaving: str | None = None
+        self.preparing = Preparing("starting")  # what it does before it takes requests
+        self.leaving: str | None = None  # why it takes no more; None while it does
+        # called in the event loop once the engine's device runs nothing more
         self.when_lost: Callable[[], None] = lambda: None
         self._path = path
         self._listening = listen(path)

@@ -87,16 +87,13 @@ def _params(plain: dict[str, Any]) -> SamplingParams:
 
 
 class Stream:
-    """The updates of a request, as its client, who calls it ``number``, is sent them.
-
-    Attributes:
-        takes_long: whether what is sent keeps others waiting: log-probabilities and what was emitted do.
-    """
+    """The updates of a request, as its client, who calls it ``number``, is sent them."""
 
     def __init__(self, number: int, handle: RequestHandle) -> None:
         first = handle.requests[0]
         self.handle = handle
         self._scores_tokens = first.logprobs is not None or first.prompt_logprobs is not None
+        # whether what is sent keeps others waiting: log-probabilities and what was emitted do
         self.takes_long = self._scores_tokens or first.emitted is not None
         self._number = number
         self._open = tuple(_Sent(answer) for answer in handle.answers)

@@ -24,20 +24,15 @@ class Health(BaseModel):
 
 
 class ReadyStatus(BaseModel):
-    """Whether requests are answered, and the step before they are.
-
-    Attributes:
-        uncompiled: why answers run uncompiled, and slowly, if they do: until they are compiled, or for good.
-        step: which of ``steps`` it is, if they are counted.
-        seconds: since when none are answered.
-    """
+    """Whether requests are answered, and the step before they are."""
 
     ready: bool
     doing: str
+    # why answers run uncompiled, and slowly, if they do: until they are compiled, or for good
     uncompiled: Uncompiled | None = None
-    step: int | None = None
+    step: int | None = None  # which of ``steps`` it is, if they are counted
     steps: int | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # since when none are answered
 
 
 class Version(BaseModel):

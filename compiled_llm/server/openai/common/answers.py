@@ -42,9 +42,6 @@ class Answers:
         max_unsent: tokens that may wait for a client that does not read a stream.
         stream_interval: tokens of an answer that are told of together, between its first and its last.
         form: the field of the request that their form is from.
-
-    Attributes:
-        finished: whether all have ended, at the last of ``changes`` and after it.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class Answers:
         form: str | None = None,
     ) -> None:
         self.handles = handles
-        self.finished = False
+        self.finished = False  # whether all have ended, at the last of ``changes`` and after it
         self._keeps_ends = keeps_ends
         self._max_unsent = max_unsent
         self._interval = stream_interval
@@ -199,25 +196,15 @@ class _IntervalEvent(asyncio.Event):
 
 
 class News(NamedTuple):
-    """The new part of an answer.
+    """The new part of an answer."""
 
-    Attributes:
-        text: that is certain by now.
-        tokens: that were read for it.
-        logprobs: of these tokens, if they are wanted.
-        finish_reason: why the answer has ended; None while it has not.
-        total: tokens of the answer so far, the one that has ended it included.
-        ending: the token that has ended it, if it is not told of.
-        stop_reason: the stop string, or the one of ``stop_token_ids``, that has ended it.
-    """
-
-    text: str
-    tokens: list[int]
-    logprobs: list[list[Entry]] | None
-    finish_reason: FinishReason | None
-    total: int = 0
-    ending: tuple[int, ...] = ()
-    stop_reason: int | str | None = None
+    text: str  # that is certain by now
+    tokens: list[int]  # that were read for it
+    logprobs: list[list[Entry]] | None  # of these tokens, if they are wanted
+    finish_reason: FinishReason | None  # why the answer has ended; None while it has not
+    total: int = 0  # tokens of the answer so far, the one that has ended it included
+    ending: tuple[int, ...] = ()  # the token that has ended it, if it is not told of
+    stop_reason: int | str | None = None  # the stop string, or the one of ``stop_token_ids``, that has ended it
 
     @property
     def token_ids(self) -> list[int]:

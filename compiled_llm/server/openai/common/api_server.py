@@ -39,16 +39,12 @@ class Submitted(NamedTuple):
 
 
 class ApiServer:
-    """The engine process and the settings by which requests are answered.
-
-    Attributes:
-        all_ready: whether the server's other API servers, if there are any, can be asked, too.
-    """
+    """The engine process and the settings by which requests are answered."""
 
     def __init__(self, settings: ApiServerSettings, link: EngineLink) -> None:
         self.settings = settings
         self.link = link
-        self.all_ready = True
+        self.all_ready = True  # whether the server's other API servers, if there are any, can be asked, too
 
     @property
     def doing(self) -> str:

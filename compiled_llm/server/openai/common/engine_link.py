@@ -47,9 +47,6 @@ class EngineLink:
         changed: is called with whether requests can be answered, when that changes.
         failed: is called with the reason if they never can be; unless given, it is logged.
         escapes: whether special tokens in clients' texts are text.
-
-    Attributes:
-        was_ready: whether it has been, once.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class EngineLink:
         failed: Callable[[str], object] | None = None,
         escapes: bool = False,
     ) -> None:
-        self.was_ready = False
+        self.was_ready = False  # whether it has been, once
         self._new_client, self._escapes = client, escapes
         self._changed = changed
         self._failed = failed or partial(logger.error, "compiled_llm: %s")

@@ -29,15 +29,10 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class RefusedField:
-    """A field that is not served: only values that ask for nothing are accepted.
+    """A field that is not served: only values that ask for nothing are accepted."""
 
-    Attributes:
-        why: it is not served, or what to give in its place.
-        neutral: values besides null that ask for nothing.
-    """
-
-    why: str
-    neutral: tuple[Any, ...] = ()
+    why: str  # it is not served, or what to give in its place
+    neutral: tuple[Any, ...] = ()  # values besides null that ask for nothing
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._checked)

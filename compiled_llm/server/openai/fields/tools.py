@@ -65,20 +65,16 @@ class Offer:
     Args:
         choice: ``"none"``, ``"auto"``, ``"required"``, or ``=`` and the name of one.
         several: whether an answer may have several calls.
-
-    Attributes:
-        functions: that the model sees; none with ``tool_choice="none"``.
-        called: functions one of which an answer has to call; None if it need not.
     """
 
     def __init__(self, tools: Sequence[Tool], choice: str | None, several: bool = True) -> None:
         self.tools = [] if choice == "none" else list(tools)
-        self.functions = [tool.function for tool in self.tools]
+        self.functions = [tool.function for tool in self.tools]  # that the model sees; none with ``tool_choice="none"``
         self.several = several and choice in (None, "none", "auto", "required")  # a named one is called once
         names = [tool.function.name for tool in tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise invalid(f"tools: two have the name {twice[0]!r}", "tools")
-        self.called = self._called(choice)
+        self.called = self._called(choice)  # functions one of which an answer has to call; None if it need not
 
     def _called(self, choice: str | None) -> list[Function] | None:
         if choice in (None, "none", "auto"):

@@ -11,19 +11,12 @@ CONTENT, CALLS = "content", "tool_calls"
 
 
 class CallPiece(NamedTuple):
-    """The new part of a call of a tool.
+    """The new part of a call of a tool."""
 
-    Attributes:
-        id: of the call.
-        name: of the function, if the call begins with this piece.
-        arguments: that are new, as JSON.
-        finished: whether the model has finished the call; one that is cut never is.
-    """
-
-    id: str
-    name: str | None
-    arguments: str
-    finished: bool
+    id: str  # of the call
+    name: str | None  # of the function, if the call begins with this piece
+    arguments: str  # that are new, as JSON
+    finished: bool  # whether the model has finished the call; one that is cut never is
 
 
 @dataclass

@@ -36,23 +36,14 @@ def sample_chat(calls: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CallForm:
-    """The texts around a call's name and arguments.
+    """The texts around a call's name and arguments."""
 
-    Attributes:
-        before_name: begins a call.
-        before_arguments: stands between the name and the arguments.
-        end: ends a call.
-        separator: stands between two calls; None if an answer cannot have several.
-        style: of the arguments, as xgrammar calls it.
-        blanks: how many they may have in a row; None for any number.
-    """
-
-    before_name: str
-    before_arguments: str
-    end: str
-    separator: str | None
-    style: str = "json"
-    blanks: int | None = MAX_BLANKS
+    before_name: str  # begins a call
+    before_arguments: str  # stands between the name and the arguments
+    end: str  # ends a call
+    separator: str | None  # stands between two calls; None if an answer cannot have several
+    style: str = "json"  # of the arguments, as xgrammar calls it
+    blanks: int | None = MAX_BLANKS  # how many they may have in a row; None for any number
 
     def several(self, functions: Sequence[Function], several: bool) -> dict[str, Any]:
         """Return calls, one at least, as a structural tag of xgrammar's; more than one only if ``several``."""

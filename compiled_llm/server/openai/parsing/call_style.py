@@ -15,19 +15,13 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class Begun(NamedTuple):
-    """The facts of a call when it begins.
+    """The facts of a call when it begins."""
 
-    Attributes:
-        captures: that the template has found before its text.
-        tools: that may be called, as chat templates read them.
-        read: returns the arguments of the call with a text as HuggingFace's parser reads them, all at once.
-        is_held: whether the call is held to its form.
-    """
-
-    captures: Mapping[str, str]
-    tools: Sequence[Mapping[str, Any]]
+    captures: Mapping[str, str]  # that the template has found before its text
+    tools: Sequence[Mapping[str, Any]]  # that may be called, as chat templates read them
+    # returns the arguments of the call with a text as HuggingFace's parser reads them, all at once
     read: Callable[[str], Mapping[str, Any]]
-    is_held: bool
+    is_held: bool  # whether the call is held to its form
 
     def properties(self, name: str) -> Mapping[str, Any]:
         """Return a function's parameters as JSON schemas; none of an unknown function."""

@@ -24,9 +24,6 @@ class ResponseTemplate:
 
     Args:
         spec: the template; ValueError if HuggingFace does not understand it.
-
-    Attributes:
-        has_calls: whether it says how tools are called.
     """
 
     def __init__(self, tokenizer: Any, spec: dict[str, Any]) -> None:
@@ -37,7 +34,7 @@ class ResponseTemplate:
         changed = {} if self._style is None else {CALLS: text_of_calls(fields[CALLS])}
         self._read_with_calls = {**spec, "fields": {**fields, **changed}}
         self._without_calls = {**spec, "fields": {name: fields[name] for name in fields if name != CALLS}}
-        self.has_calls = CALLS in fields
+        self.has_calls = CALLS in fields  # whether it says how tools are called
         self._delimiters = Delimiters(fields)
         self._anchor = pattern_of(spec, "start_anchor")
         self._whole_parser(None)

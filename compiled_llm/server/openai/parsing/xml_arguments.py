@@ -30,19 +30,12 @@ _LONGEST_TAG = 1024
 
 @dataclass(frozen=True)
 class XmlTags:
-    """How an argument is written.
+    """How an argument is written."""
 
-    Attributes:
-        begin: matches the text before a value, with its ``key``.
-        spaces_before: are no part of a value if it begins with them.
-        spaces_after: if it ends with them.
-        end: stands after a value.
-    """
-
-    begin: Any
-    spaces_before: str
-    spaces_after: str
-    end: str
+    begin: Any  # matches the text before a value, with its ``key``
+    spaces_before: str  # are no part of a value if it begins with them
+    spaces_after: str  # if it ends with them
+    end: str  # stands after a value
 
     @classmethod
     def of(cls, pattern: str) -> XmlTags | None:

@@ -60,9 +60,6 @@ class Vocabulary:
         ends: tokens that end an answer.
         max_tokens: that a prompt can have with its answer.
         escapes: whether special tokens in clients' texts are text.
-
-    Attributes:
-        response_template: how the model writes its answers; None if they are all content.
     """
 
     def __init__(
@@ -74,6 +71,7 @@ class Vocabulary:
         escapes: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        # how the model writes its answers; None if they are all content
         self.response_template = response_template_of(tokenizer, model_type)
         self._ends = ends
         self._length = TextLength(tokenizer, max_tokens)
