@@ -42,25 +42,15 @@ ALIAS = "import sys\n\nimport compiled_llm_flashinfer as own\n\nsys.modules[__na
 
 
 class Outcomes(NamedTuple):
-    """Of the cases of one test.
+    """Of the cases of one test."""
 
-    Attributes:
-        passed: how many.
-        failed: how many.
-        skipped: how many the test itself skips.
-        too_large: how many have too many keys, or took too long.
-        not_drawn: how many were not drawn.
-        left_out: how many, by the argument or the function that is not here.
-        said: how many failed, by what they said.
-    """
-
-    passed: int
-    failed: int
-    skipped: int
-    too_large: int
-    not_drawn: int
-    left_out: Counter[str]
-    said: Counter[str]
+    passed: int  # how many
+    failed: int  # how many
+    skipped: int  # how many the test itself skips
+    too_large: int  # how many have too many keys, or took too long
+    not_drawn: int  # how many were not drawn
+    left_out: Counter[str]  # how many, by the argument or the function that is not here
+    said: Counter[str]  # how many failed, by what they said
 
     @property
     def cases(self) -> int:

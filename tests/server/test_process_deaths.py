@@ -113,25 +113,15 @@ def held_by(pid: int) -> tuple[int, int]:
 
 
 class Death(NamedTuple):
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        api_servers: how many; 0 for an engine process alone.
-        die: ends a process.
-        streams: what the last lines of the streams over HTTP have in them, by how many streams.
-        handles: what the finish reason or the error of a request over the socket has in it.
-        code: the exit code of the server; None if it goes on.
-        options: of the command.
-        number: of answers of each stream.
-    """
-
-    api_servers: int
-    die: Callable[[Served], None]
-    streams: dict[str, int]
-    handles: str
-    code: int | None = None
-    options: tuple[str, ...] = ()
-    number: int = 1
+    api_servers: int  # how many; 0 for an engine process alone
+    die: Callable[[Served], None]  # ends a process
+    streams: dict[str, int]  # what the last lines of the streams over HTTP have in them, by how many streams
+    handles: str  # what the finish reason or the error of a request over the socket has in it
+    code: int | None = None  # the exit code of the server; None if it goes on
+    options: tuple[str, ...] = ()  # of the command
+    number: int = 1  # of answers of each stream
 
 
 GONE, TERM, INT = "EngineDeadError: the engine process at", signal.SIGTERM, signal.SIGINT

@@ -14,22 +14,15 @@ MOST_FILES = 3
 
 
 class Feature(NamedTuple):
-    """A feature, as it is taken out.
+    """A feature, as it is taken out."""
 
-    Attributes:
-        word: what names it in code, comments and docstrings, as a pattern that ignores case.
-        files: all of it and nothing that others need: in the package, and in the ops if it has some, a folder or at
-            most three files.
-        line: its registration, ``FILE: TEXT``; the one line of that file that has the text goes with its files.
-        tests: folders and files with its own tests, all of which fail without it.
-        lacks: why the rest does not run without it yet; nothing if it does.
-    """
-
-    word: str
+    word: str  # what names it in code, comments and docstrings, as a pattern that ignores case
+    # all of it and nothing that others need: in the package, and in the ops if it has some, a folder or at most three
+    # files
     files: tuple[str, ...]
-    tests: tuple[str, ...]
-    line: str = ""
-    lacks: str = ""
+    tests: tuple[str, ...]  # folders and files with its own tests, all of which fail without it
+    line: str = ""  # its registration, ``FILE: TEXT``; the one line of that file that has the text goes with its files
+    lacks: str = ""  # why the rest does not run without it yet; nothing if it does
 
 
 FEATURES = {
@@ -109,15 +102,10 @@ FEATURES = {
 
 
 class Parted(NamedTuple):
-    """A copy of the packages without a feature.
+    """A copy of the packages without a feature."""
 
-    Attributes:
-        folder: with the packages side by side, as on a Python path.
-        modules: files that went, as the copy has their paths.
-    """
-
-    folder: Path
-    modules: frozenset[str]
+    folder: Path  # with the packages side by side, as on a Python path
+    modules: frozenset[str]  # files that went, as the copy has their paths
 
 
 def taken_out(feature: Feature, folder: Path) -> Parted:

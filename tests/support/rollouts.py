@@ -35,17 +35,13 @@ def reward(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 class Recorded(GRPOTrainer):
-    """Keeps each rollout, and the log-probabilities by the trainer's own forward, before its weights change.
-
-    Attributes:
-        rewards: of each rollout, by answer.
-        forward: the trainer's log-probabilities of each rollout's tokens; ``sampled`` those that the rollout gave.
-        prompts, answers: the tokens of each rollout.
-    """
+    """Keeps each rollout, and the log-probabilities by the trainer's own forward, before its weights change."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rewards: list[Tensor] = []
+        self.rewards: list[Tensor] = []  # of each rollout, by answer
+        # the trainer's log-probabilities of each rollout's tokens; ``sampled`` those that the rollout gave. prompts,
+        # answers: the tokens of each rollout
         self.forward: list[Tensor] = []
         self.sampled: list[Tensor | None] = []
         self.prompts: list[list[list[int]]] = []

@@ -89,15 +89,11 @@ class Grpo:
 
 @dataclass
 class StepClock(TrainerCallback):
-    """Takes times of steps and of their parts, the device idle before and after, and peaks of its memory.
-
-    Attributes:
-        steps: seconds by part, of each step.
-        memory: the most bytes at once in rollouts and in the rest of steps; pages count as long as they are mapped.
-    """
+    """Takes times of steps and of their parts, the device idle before and after, and peaks of its memory."""
 
     setup: Setup
-    steps: list[dict[str, float]] = field(default_factory=list)
+    steps: list[dict[str, float]] = field(default_factory=list)  # seconds by part, of each step
+    # the most bytes at once in rollouts and in the rest of steps; pages count as long as they are mapped
     memory: dict[str, float] = field(default_factory=dict)
     _began: float = 0.0
 

@@ -22,21 +22,13 @@ TOGETHER, ALONE = "together", "each row"
 
 
 class Groups(NamedTuple):
-    """Rows in groups, each of which begins with keys of its own.
+    """Rows in groups, each of which begins with keys of its own."""
 
-    Attributes:
-        groups: how many.
-        rows: of each group.
-        shared: keys that the rows of a group share, a multiple of the page size.
-        own: further keys of each row, at random from half to one and a half times as many.
-        heads: query heads.
-    """
-
-    groups: int
-    rows: int
-    shared: int
-    own: int
-    heads: int
+    groups: int  # how many
+    rows: int  # of each group
+    shared: int  # keys that the rows of a group share, a multiple of the page size
+    own: int  # further keys of each row, at random from half to one and a half times as many
+    heads: int  # query heads
 
     def __str__(self) -> str:
         return f"{self.groups} x {self.rows} rows, H={self.heads}, {self.shared} shared keys and {self.own}"

@@ -26,20 +26,13 @@ class Machine(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One choice that a rule has to make.
+    """One choice that a rule has to make."""
 
-    Attributes:
-        rule: its name, as for `--only`.
-        name: what there is to sample for.
-        candidates: what could be sampled, by name.
-        chosen: what the rule chooses, one of the names.
-        prepare: allocates the inputs; returns what measures a candidate, in microseconds.
-    """
-
-    rule: str
-    name: str
-    candidates: dict[str, Any]
-    chosen: str
+    rule: str  # its name, as for `--only`
+    name: str  # what there is to sample for
+    candidates: dict[str, Any]  # what could be sampled, by name
+    chosen: str  # what the rule chooses, one of the names
+    # allocates the inputs; returns what measures a candidate, in microseconds
     prepare: Callable[[], Callable[[Any], float]]
 
 

@@ -98,15 +98,11 @@ def tile_as(chosen: LatentTiling, tile: Tile) -> LatentTiling:
 
 
 class CachedRows(NamedTuple):
-    """Rows of equal lengths in pages of random order, and what a decode step gives them.
-
-    Attributes:
-        pages: as many layers as no cache holds, each `[P, S, R + E]`.
-    """
+    """Rows of equal lengths in pages of random order, and what a decode step gives them."""
 
     query: Tensor
     newest: Tensor
-    pages: list[Tensor]
+    pages: list[Tensor]  # as many layers as no cache holds, each `[P, S, R + E]`
     starts: Tensor
     lengths: Tensor
     indices: Tensor

@@ -26,17 +26,11 @@ FREE = 1024
 
 
 class Packed(NamedTuple):
-    """Rows with as many new tokens each, after as many tokens each.
+    """Rows with as many new tokens each, after as many tokens each."""
 
-    Attributes:
-        rows: B.
-        new: tokens of each row.
-        stored: tokens before those.
-    """
-
-    rows: int
-    new: int
-    stored: int
+    rows: int  # B
+    new: int  # tokens of each row
+    stored: int  # tokens before those
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.new} new tokens" + (f" after {self.stored}" if self.stored else "")

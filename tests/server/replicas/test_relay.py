@@ -27,17 +27,12 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
 class OneReplica:
-    """A replica in this process, and what may happen to it.
-
-    Attributes:
-        gone: why an answer ends.
-        silent: whether it no longer says that it is there.
-    """
+    """A replica in this process, and what may happen to it."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
-        self.gone: Exception | None = None
-        self.silent = False
+        self.gone: Exception | None = None  # why an answer ends
+        self.silent = False  # whether it no longer says that it is there
         self.open = 0
 
     async def ready(self) -> Ready:

@@ -18,16 +18,11 @@ _BEGIN = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); 
 
 
 class Terminal:
-    """What a process shows, and what is typed.
-
-    Attributes:
-        process: that runs in it.
-        shown: all that it has shown.
-    """
+    """What a process shows, and what is typed."""
 
     def __init__(self, ours: int, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.shown = ""
+        self.process = process  # that runs in it
+        self.shown = ""  # all that it has shown
         self._ours = ours
         self._seen = 0
 

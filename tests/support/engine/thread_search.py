@@ -104,15 +104,11 @@ class Streamer:
 
 
 class Schedule:
-    """One random schedule: a model with two engines, and the threads that use them.
-
-    Attributes:
-        done: how often each kind of action ended, and how often it was refused.
-    """
+    """One random schedule: a model with two engines, and the threads that use them."""
 
     def __init__(self, seed: int, expected: Expected) -> None:
         self._seed, self._expected = seed, expected
-        self.done: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()  # how often each kind of action ended, and how often it was refused
         draw = random.Random(seed)
         self._model: Any = wrapped(draw.choice((600, 1200, 4000)))
         self._rows = draw.choice((2, 6, 16))

@@ -59,15 +59,11 @@ IN_PLACE, CAPTURE, TRACE = "compiled code and CUDA graphs stay", "CUDA graphs ar
 
 
 class Change(NamedTuple):
-    """A change, and the least that the next call does about it.
+    """A change, and the least that the next call does about it."""
 
-    Attributes:
-        make: makes it in all models that it is given, after a stack of what undoes it, if it is outside of them.
-        must: one of the three above, or the id of the reason for a slower path, on which an engine refuses.
-    """
-
+    # makes it in all models that it is given, after a stack of what undoes it, if it is outside of them
     make: Callable[..., object]
-    must: str
+    must: str  # one of the three above, or the id of the reason for a slower path, on which an engine refuses
 
     @property
     def is_fast(self) -> bool:

@@ -13,23 +13,18 @@ HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 64, 16
 
 
 class TwoLayers:
-    """A step of two rows, which grow by a token in each; tensors stay where they are.
-
-    Attributes:
-        hidden: what a step begins with.
-        pages: of each layer.
-        lengths: of the rows.
-    """
+    """A step of two rows, which grow by a token in each; tensors stay where they are."""
 
     def __init__(self, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         generator, self._of = torch.Generator().manual_seed(seed), {"device": device, "dtype": dtype}
         self._generator = generator
-        self.hidden = torch.zeros(2, HEADS * SIZE, device=device, dtype=dtype)
+        self.hidden = torch.zeros(2, HEADS * SIZE, device=device, dtype=dtype)  # what a step begins with
         weights = torch.randn(3, HEADS * SIZE, HEADS * SIZE, generator=generator) / (HEADS * SIZE) ** 0.5
         self._weights = weights.to(**self._of)
+        # of each layer
         self.pages = [torch.zeros(5, 2, KV_HEADS, PAGE, SIZE, device=device, dtype=dtype) for _ in range(2)]
         integers: dict[str, Any] = {"device": device, "dtype": torch.int32}
-        self.lengths = torch.tensor([1, 3], **integers)
+        self.lengths = torch.tensor([1, 3], **integers)  # of the rows
         self._table = torch.tensor([0, 2], **integers), self.lengths, torch.tensor([1, 2, 3, 4], **integers)
 
     def inputs(self, count: int) -> Tensor:

@@ -59,29 +59,19 @@ def inside(name: str, call: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Turn(Step):
-    """A call with new text, or with the next part of a conversation.
+    """A call with new text, or with the next part of a conversation."""
 
-    Attributes:
-        prompt: new tokens; with ``goes_on`` they follow the text of the conversation.
-        settings: arguments that are plain data.
-        cache: which cache is given: none, a ``"new"`` one of the model's kind, a ``"dynamic"`` or ``"static"`` one.
-        goes_on: the call goes on with the conversation, over its cache.
-        keeps: the result is the conversation from now on.
-        embedded: embeddings are given in place of ids.
-        positions: how many apart given ``position_ids`` are; 0 gives none.
-        around: what the call stands in: one of ``AROUND``, or a ``"thread"``.
-        seed: of the random numbers.
-    """
-
+    # new tokens; with ``goes_on`` they follow the text of the conversation
     prompt: Prompt = field(default_factory=Prompt)
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments that are plain data
+    # which cache is given: none, a ``"new"`` one of the model's kind, a ``"dynamic"`` or ``"static"`` one
     cache: str = ""
-    goes_on: bool = False
-    keeps: bool = False
-    embedded: bool = False
-    positions: int = 0
-    around: str = ""
-    seed: int = 0
+    goes_on: bool = False  # the call goes on with the conversation, over its cache
+    keeps: bool = False  # the result is the conversation from now on
+    embedded: bool = False  # embeddings are given in place of ids
+    positions: int = 0  # how many apart given ``position_ids`` are; 0 gives none
+    around: str = ""  # what the call stands in: one of ``AROUND``, or a ``"thread"``
+    seed: int = 0  # of the random numbers
 
     def run(self, side: Side) -> Any:
         if self.goes_on and (side.chat is None or len(side.chat.text) != len(self.prompt.lengths)):
@@ -122,19 +112,12 @@ class Turn(Step):
 
 @dataclass(frozen=True, repr=False)
 class Generate(Turn):
-    """``generate``.
+    """``generate``."""
 
-    Attributes:
-        processors: a user's own.
-        criteria: a user's own; ``"patient"`` and ``"shorter"`` are subclasses of HuggingFace's.
-        streamer: a user's own.
-        assistant: the seed of a draft model; None has none.
-    """
-
-    processors: tuple[Callback, ...] = ()
-    criteria: tuple[Callback, ...] = ()
-    streamer: Callback | None = None
-    assistant: int | None = None
+    processors: tuple[Callback, ...] = ()  # a user's own
+    criteria: tuple[Callback, ...] = ()  # a user's own; ``"patient"`` and ``"shorter"`` are subclasses of HuggingFace's
+    streamer: Callback | None = None  # a user's own
+    assistant: int | None = None  # the seed of a draft model; None has none
 
     def call(self, side: Side, text: Tensor, mask: Tensor) -> Any:
         inputs = self.inputs(side, text, mask)
@@ -259,20 +242,13 @@ def _seen(states: Any, mask: Tensor, least: int) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Forward(Turn):
-    """``model(...)``; a list as ``logits_to_keep`` becomes a tensor.
-
-    Attributes:
-        labels: ``"ids"``, those with masked tokens ignored, or ``"all"``.
-        square: the mask has four dimensions.
-        training: in training mode.
-        backward: gradients are computed, and compared.
-    """
+    """``model(...)``; a list as ``logits_to_keep`` becomes a tensor."""
 
     around: str = "no_grad"
-    labels: str = ""
-    square: bool = False
-    training: bool = False
-    backward: bool = False
+    labels: str = ""  # ``"ids"``, those with masked tokens ignored, or ``"all"``
+    square: bool = False  # the mask has four dimensions
+    training: bool = False  # in training mode
+    backward: bool = False  # gradients are computed, and compared
 
     def call(self, side: Side, text: Tensor, mask: Tensor) -> Any:
         options = self.options(side, text, mask)

@@ -20,21 +20,14 @@ CAPPED = frozenset(["Gemma2"])
 
 @dataclass(frozen=True, repr=False)
 class Case(Data):
-    """Plain data: printed, it is the code that makes it.
+    """Plain data: printed, it is the code that makes it."""
 
-    Attributes:
-        family: one of ``support.huggingface.families``, or Qwen3 or Llama.
-        config: what its config differs in from ``support.huggingface.families.TINY``.
-        options: those of ``wrap`` beside ``OPTIONS``.
-        steps: what is done, to the wrapped model and to its twin.
-        seed: of the weights.
-    """
-
-    family: str = "Qwen3"
+    family: str = "Qwen3"  # one of ``support.huggingface.families``, or Qwen3 or Llama
+    # what its config differs in from ``support.huggingface.families.TINY``
     config: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    steps: tuple[Step, ...] = ()
-    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)  # those of ``wrap`` beside ``OPTIONS``
+    steps: tuple[Step, ...] = ()  # what is done, to the wrapped model and to its twin
+    seed: int = 0  # of the weights
 
     def model(self) -> PreTrainedModel:
         """The unwrapped model: norms are uneven, so that none of them could be left out."""

@@ -48,25 +48,15 @@ class Step(Data):
 
 @dataclass(frozen=True, repr=False)
 class Prompt(Data):
-    """Random token ids.
+    """Random token ids."""
 
-    Attributes:
-        lengths: of each row.
-        padding: the side that shorter rows are filled on.
-        holes: (row, column) that the mask hides as well.
-        period: if not 0, rows repeat themselves after so many tokens: prompt lookup finds something.
-        masked: whether a mask is given.
-        wrong: how the ids are not what a model takes, if they are not.
-        seed: of the ids.
-    """
-
-    lengths: tuple[int, ...] = (5,)
-    padding: str = "left"
-    holes: tuple[tuple[int, int], ...] = ()
-    period: int = 0
-    masked: bool = True
-    wrong: str = ""
-    seed: int = 0
+    lengths: tuple[int, ...] = (5,)  # of each row
+    padding: str = "left"  # the side that shorter rows are filled on
+    holes: tuple[tuple[int, int], ...] = ()  # (row, column) that the mask hides as well
+    period: int = 0  # if not 0, rows repeat themselves after so many tokens: prompt lookup finds something
+    masked: bool = True  # whether a mask is given
+    wrong: str = ""  # how the ids are not what a model takes, if they are not
+    seed: int = 0  # of the ids
 
     @property
     def columns(self) -> int:

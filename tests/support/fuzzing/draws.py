@@ -17,20 +17,15 @@ from torch import Tensor
 
 
 class Draws:
-    """What HuggingFace draws while a call is repeated with tokens that are given.
-
-    Attributes:
-        impossible: what it could not have drawn.
-        places: where each token lies in its distribution, a number from 0 to 1.
-    """
+    """What HuggingFace draws while a call is repeated with tokens that are given."""
 
     def __init__(self, tokens: Tensor, pad: int | None, seed: int) -> None:
         """Take ``[B, T]`` new tokens; what a row has after its end is not drawn."""
         ended = (tokens == pad).flip(1).cumprod(1).flip(1).bool() if pad is not None else torch.zeros_like(tokens) > 0
         self._columns = iter(zip(tokens.unbind(1), (~ended).unbind(1), strict=True))
         self._generator = torch.Generator().manual_seed(seed)
-        self.impossible: list[str] = []
-        self.places: list[float] = []
+        self.impossible: list[str] = []  # what it could not have drawn
+        self.places: list[float] = []  # where each token lies in its distribution, a number from 0 to 1
 
     def multinomial(self, probabilities: Tensor, num_samples: int, **options: Any) -> Tensor:
         """Stands in for ``torch.multinomial``; tokens that are not given are the most likely ones."""

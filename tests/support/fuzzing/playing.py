@@ -24,23 +24,14 @@ PLANTED = ("PlantedError", "KeyboardInterrupt")
 
 @dataclass
 class Played:
-    """What came of a case.
+    """What came of a case."""
 
-    Attributes:
-        step: the last one that was played.
-        difference: where it differed; None if nothing did.
-        undecided: HuggingFace's own result changes as well if its weights move by one part in a million.
-        served: how many steps gave results on both sides.
-        refused: how many of them only the wrapped model raised for.
-        places: where drawn tokens lie in HuggingFace's distribution.
-    """
-
-    step: int = 0
-    difference: str | None = None
-    undecided: bool = False
-    served: int = 0
-    refused: int = 0
-    places: list[float] = field(default_factory=list)
+    step: int = 0  # the last one that was played
+    difference: str | None = None  # where it differed; None if nothing did
+    undecided: bool = False  # HuggingFace's own result changes as well if its weights move by one part in a million
+    served: int = 0  # how many steps gave results on both sides
+    refused: int = 0  # how many of them only the wrapped model raised for
+    places: list[float] = field(default_factory=list)  # where drawn tokens lie in HuggingFace's distribution
 
     @property
     def differs(self) -> bool:

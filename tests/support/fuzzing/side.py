@@ -27,21 +27,14 @@ class Chat:
 
 @dataclass
 class Side:
-    """The wrapped model, or its unwrapped twin.
+    """The wrapped model, or its unwrapped twin."""
 
-    Attributes:
-        model: the model.
-        options: what it is wrapped with; None if it is not.
-        chat: the conversation that goes on, if one does.
-        undo: how what was hooked or overridden is taken back, by name.
-        log: what callbacks and hooks have seen in this step.
-    """
-
-    model: PreTrainedModel
-    options: dict[str, Any] | None = None
-    chat: Chat | None = None
+    model: PreTrainedModel  # the model
+    options: dict[str, Any] | None = None  # what it is wrapped with; None if it is not
+    chat: Chat | None = None  # the conversation that goes on, if one does
+    # how what was hooked or overridden is taken back, by name
     undo: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    log: list[Any] = field(default_factory=list)
+    log: list[Any] = field(default_factory=list)  # what callbacks and hooks have seen in this step
 
     @property
     def wrapped(self) -> bool:

@@ -35,14 +35,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Follow(LogitsProcessor):
-    """Keeps the scores of each step, as the processors before it have made them, and chooses the next token of a text.
-
-    Attributes:
-        scores: of each step, `[B, V]`.
-    """
+    """Keeps the scores of each step, as processors before it made them, and chooses the next token of a text."""
 
     def __init__(self, text: Tensor) -> None:
-        self.scores: list[Tensor] = []
+        self.scores: list[Tensor] = []  # of each step, `[B, V]`
         self._text = text
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -52,16 +48,11 @@ class Follow(LogitsProcessor):
 
 
 class Judgement(NamedTuple):
-    """What became of the tokens of a text.
+    """What became of the tokens of a text."""
 
-    Attributes:
-        steps: how many tokens were judged.
-        others: how many are not those of the reference.
-        widest: by how much the widest gap between the reference's best token and the text's is noise, 1 for all of it.
-    """
-
-    steps: int
-    others: int
+    steps: int  # how many tokens were judged
+    others: int  # how many are not those of the reference
+    # by how much the widest gap between the reference's best token and the text's is noise, 1 for all of it
     widest: float
 
 

@@ -86,25 +86,15 @@ _OBSERVED = "what sees or changes each operation: `FlopCounterMode`, `torch.func
 
 
 class Feature(NamedTuple):
-    """One line of a table.
+    """One line of a table."""
 
-    Attributes:
-        name: as the page has it.
-        calls: what to run on a wrapped model and on its unwrapped twin; all of them take the same path.
-        draws: the tokens are drawn by us, and so differ from HuggingFace's.
-        refused: a wrapped model raises.
-        model: what the models are made with.
-        family: of a vision-language model; Qwen3 if empty.
-        because: why it does not take the fast loop, where that could be.
-    """
-
-    name: str
-    calls: list[Call]
-    draws: bool = False
-    refused: bool = False
-    model: Mapping[str, Any] = {}
-    family: str = ""
-    because: str = ""
+    name: str  # as the page has it
+    calls: list[Call]  # what to run on a wrapped model and on its unwrapped twin; all of them take the same path
+    draws: bool = False  # the tokens are drawn by us, and so differ from HuggingFace's
+    refused: bool = False  # a wrapped model raises
+    model: Mapping[str, Any] = {}  # what the models are made with
+    family: str = ""  # of a vision-language model; Qwen3 if empty
+    because: str = ""  # why it does not take the fast loop, where that could be
 
 
 CHOSEN = [0, -1] if hasattr(output_capturing, "selected_hidden_states") else True

@@ -19,17 +19,11 @@ BETWEEN = re.compile(
 
 
 class Example(NamedTuple):
-    """How people know a family.
+    """How people know a family."""
 
-    Attributes:
-        name: as its makers write it.
-        hub: an id on the hub.
-        remark: what else is known, or why it is refused.
-    """
-
-    name: str
-    hub: str
-    remark: str = ""
+    name: str  # as its makers write it
+    hub: str  # an id on the hub
+    remark: str = ""  # what else is known, or why it is refused
 
 
 OWN = {

@@ -44,21 +44,13 @@ _TASKS = {"task_ids": torch.tensor([0, 1])}
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A line of the table.
+    """A line of the table."""
 
-    Attributes:
-        type: PEFT's name of it.
-        settings: its config, but for the defaults.
-        inputs: what each call is given besides the prompts.
-        model: what the model is made with.
-        name: the line's; PEFT's if empty.
-    """
-
-    type: PeftType
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
+    type: PeftType  # PEFT's name of it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # its config, but for the defaults
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # what each call is given besides the prompts
+    model: Mapping[str, Any] = field(default_factory=dict)  # what the model is made with
+    name: str = ""  # the line's; PEFT's if empty
 
     def __str__(self) -> str:
         return self.name or self.type.value

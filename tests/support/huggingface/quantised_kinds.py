@@ -32,24 +32,15 @@ MODES = ("eager", "compile")
 
 @dataclass(frozen=True)
 class Way:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        name: as the row says it.
-        load: makes the model.
-        needs: the package that it takes, besides those of all tests.
-        refused: by which message, in the modes that refuse.
-        modes: those that refuse.
-        plain: whether it leaves plain weights.
-        by_call: whether activations are rounded by the largest of all tokens of a call, so that rows change each other.
-    """
-
-    name: str
-    load: Callable[[], PreTrainedModel]
-    needs: str = ""
-    refused: str = ""
-    modes: frozenset[str] = frozenset(MODES)
-    plain: bool = False
+    name: str  # as the row says it
+    load: Callable[[], PreTrainedModel]  # makes the model
+    needs: str = ""  # the package that it takes, besides those of all tests
+    refused: str = ""  # by which message, in the modes that refuse
+    modes: frozenset[str] = frozenset(MODES)  # those that refuse
+    plain: bool = False  # whether it leaves plain weights
+    # whether activations are rounded by the largest of all tokens of a call, so that rows change each other
     by_call: bool = False
 
     def __str__(self) -> str:

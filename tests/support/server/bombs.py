@@ -15,21 +15,13 @@ ENTRIES = "texts, arrays and objects"
 
 
 class Bomb(NamedTuple):
-    """A request.
+    """A request."""
 
-    Attributes:
-        name: of what it tries.
-        path: where it goes.
-        body: makes it.
-        message: in the answer; nothing of one that is answered.
-        status: of the answer.
-    """
-
-    name: str
-    path: str
-    body: Callable[[], bytes]
-    message: str = ""
-    status: int = 400
+    name: str  # of what it tries
+    path: str  # where it goes
+    body: Callable[[], bytes]  # makes it
+    message: str = ""  # in the answer; nothing of one that is answered
+    status: int = 400  # of the answer
 
 
 def whole(**body: Any) -> Callable[[], bytes]:

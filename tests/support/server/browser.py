@@ -32,20 +32,15 @@ _BEGIN = (
 
 
 class Browser:
-    """One tab, and what has happened in it.
-
-    Attributes:
-        requests: the addresses that it has asked for.
-        complaints: what its console has said: errors, and what the policy of the page forbids.
-    """
+    """One tab, and what has happened in it."""
 
     def __init__(self, to: int, answers: int) -> None:
         self._to, self._from = os.fdopen(to, "wb", 0), os.fdopen(answers, "rb", 0)
         self._numbers = itertools.count(1)
         self._session: dict[str, str] = {}
         self._unread = b""
-        self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.requests: list[str] = []  # the addresses that it has asked for
+        self.complaints: list[str] = []  # what its console has said: errors, and what the policy of the page forbids
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}

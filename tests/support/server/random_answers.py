@@ -22,19 +22,12 @@ class Told(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a template writes answers.
+    """How a template writes answers."""
 
-    Attributes:
-        think: around thinking.
-        call: of a function's name and its arguments.
-        passes_blanks: whether blanks before a call are no content.
-        marks: that a string in the arguments may have in it.
-    """
-
-    think: tuple[str, str]
-    call: str
-    passes_blanks: bool
-    marks: tuple[str, ...]
+    think: tuple[str, str]  # around thinking
+    call: str  # of a function's name and its arguments
+    passes_blanks: bool  # whether blanks before a call are no content
+    marks: tuple[str, ...]  # that a string in the arguments may have in it
 
 
 _QWEN = ("<think>", "</think>")
@@ -64,17 +57,11 @@ _BEGINNINGS = ("", "think", "empty", "thought")
 
 @dataclass
 class RandomAnswer:
-    """A message of the assistant, and the place where the prompt ends and the answer begins.
+    """A message of the assistant, and the place where the prompt ends and the answer begins."""
 
-    Attributes:
-        style: of its form.
-        text: of the message.
-        split: characters that the prompt has of it.
-    """
-
-    style: str
-    text: str = ""
-    split: int = 0
+    style: str  # of its form
+    text: str = ""  # of the message
+    split: int = 0  # characters that the prompt has of it
     _labels: list[tuple[int, Label]] = field(default_factory=list)
     _calls: list[tuple[int, str, str]] = field(default_factory=list)
 
