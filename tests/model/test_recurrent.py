@@ -6,22 +6,62 @@ import copy
 import functools
 import inspect
 import pickle
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.compat.recurrent_forwards import FUNCTIONS, StatesNotFoundError, keeps_states, with_packed_rows
 from compiled_llm.model.layers.recurrent import RecurrentStates, StateMemory, StateProbe, StateRows
-from support.huggingface.dense_rows import NAME, DenseRows
 from support.huggingface.recurrent_families import ALL_RECURRENT, RECURRENT, recurrent_model
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
+
+
+NAME = "dense_rows"
+
+
+class DenseRows:
+    """The keys and values of each layer and row."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, rows: StateRows, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Return ``[T, H, D]``, for queries, keys and values of new tokens."""
+        out = torch.zeros(*query.shape[:2], value.shape[2])
+        for row, (begin, end) in enumerate(pairwise(rows.qo_indptr.tolist())):
+            before = self._held.get((layer, row), (key[:0], value[:0]))
+            keys, values = (torch.cat([held, new[begin:end]]) for held, new in zip(before, (key, value), strict=True))
+            self._held[layer, row] = keys, values
+            states = (
+                query[begin:end],
+                *(each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (keys, values)),
+            )
+            mask = torch.ones(end - begin, len(keys), dtype=torch.bool).tril(len(keys) - (end - begin))
+            out[begin:end] = torch.nn.functional.scaled_dot_product_attention(
+                *(each.transpose(0, 1) for each in states), attn_mask=mask, scale=scale
+            ).transpose(0, 1)
+        return out
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, dense: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    held, rows = dense
+    packed = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    out = held.attend(module.layer_idx, rows, *packed, scaling)
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+AttentionInterface.register(NAME, _attention)
+
 
 COUNTS = [5, 1, 9, 3]
 NEW = 3
