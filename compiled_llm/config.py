@@ -13,6 +13,8 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from compiled_llm.features import check_has
+
 if TYPE_CHECKING:
     from compiled_llm_ops.backends import ChosenBackend
 
@@ -238,6 +240,8 @@ class WrapConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.cascade != "auto" and not isinstance(self.cascade, bool):
             raise ValueError(f'cascade={self.cascade!r}: must be True, False or "auto"')
+        if self.cascade is True:
+            check_has("cascade", "cascade=True")
         if self.check_pages not in get_args(CheckPages):
             raise ValueError(
                 f"check_pages={self.check_pages!r}: choose one of {', '.join(map(repr, get_args(CheckPages)))}"

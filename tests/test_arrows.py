@@ -38,7 +38,7 @@ FLOORS = [
     {"kvcache"},
     {"model"},
     {"requests"},  # imports no torch: clients have it, too
-    {OPS, "protocol", "config", "compat", "env"},
+    {OPS, "protocol", "config", "compat", "env", "features"},
 ]
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 SIDE_BY_SIDE = [

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from compiled_llm.model.attention import AttentionPlans, CascadeBatch
+from compiled_llm.model.attention import AttentionPlans, JointAttention
 from compiled_llm_ops.protocol import DecodeOps
 
 
@@ -120,7 +120,7 @@ class DecodeInputs(NamedTuple):
         ops: those of the backend by which layers attend; None if it plans decode.
         planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
         fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
-        cascade: pages that rows share are read once, by this; None if each row reads all of its own.
+        shared: by which rows read pages that they share once; None if each row reads all of its own.
         taps: as of ``PrefillInputs``; rows' entries lie in their slots.
         states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
             without recurrent layers.
@@ -136,7 +136,7 @@ class DecodeInputs(NamedTuple):
     ops: DecodeOps | None = None
     planned: PlannedRows | None = None
     fed: Tensor | None = None
-    cascade: CascadeBatch | None = None
+    shared: JointAttention | None = None
     taps: tuple[StepTap, ...] = ()
     states: tuple[Tensor, Tensor] | None = None
     wants: tuple[str, ...] = ()

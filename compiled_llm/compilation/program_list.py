@@ -24,7 +24,7 @@ PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger
 PREFILL_EMBEDDED = "prefill from embeddings"
 PREFILL_ALONE = "prefill of rows without cached tokens"
 UNPAGED = "forward without pages"
-DECODE_CASCADE = "decode, shared pages read once"
+DECODE_SHARED = "decode, shared pages read once"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
 ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
@@ -60,13 +60,13 @@ def _reads_ids(inputs: ProgramInputs, alone: bool = False) -> bool:
 
 def _decodes(inputs: ProgramInputs, one_row: bool, several: bool) -> bool:
     """Whether the step decodes one row or more, of one new token or of several."""
-    if not isinstance(inputs, DecodeInputs) or inputs.cascade is not None:
+    if not isinstance(inputs, DecodeInputs) or inputs.shared is not None:
         return False
     return (inputs.slots.shape[0] == 1) is one_row and (inputs.fed is not None) is several
 
 
 def _reads_shared_pages_once(inputs: ProgramInputs) -> bool:
-    return isinstance(inputs, DecodeInputs) and inputs.cascade is not None
+    return isinstance(inputs, DecodeInputs) and inputs.shared is not None
 
 
 def _is_unpaged(inputs: ProgramInputs) -> bool:
@@ -91,7 +91,7 @@ PROGRAMS: tuple[Program, ...] = (
     _decode(DECODE_ONE_SEVERAL, one_row=True, several=True),
     _decode(DECODE_MANY_SEVERAL, one_row=False, several=True),
     Program(
-        DECODE_CASCADE,
+        DECODE_SHARED,
         _reads_shared_pages_once,
         decode_step,
         partial(decode_options, one_row=False),

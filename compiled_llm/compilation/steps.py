@@ -173,10 +173,10 @@ def _rows(inputs: DecodeInputs, new: int) -> PackedTokens | NewestTokens:
     if planned is None:
         ops = inputs.ops
         assert ops is not None, "decode steps are planned, or have ops"
-        newest = NewestTokens(inputs.starts, inputs.lengths, inputs.indices, ops, new, inputs.cascade)
-        if not inputs.shares_places or torch.compiler.is_compiling():  # explain traces steps that run uncompiled
-            return newest
-        return newest._replace(shared=SharedPlaces())
+        newest = NewestTokens(inputs.starts, inputs.lengths, inputs.indices, ops, new, shared=inputs.shared)
+        if inputs.shares_places and inputs.shared is None and not torch.compiler.is_compiling():
+            return newest._replace(shared=SharedPlaces())  # explain traces such steps without
+        return newest
     each = planned.qo_indptr
     rows, at = each[:-1], inputs.lengths - 1
     if new > 1:

@@ -38,8 +38,7 @@ from compiled_llm_ops import (
     ragged_attention,
     ragged_attention_lse,
 )
-from compiled_llm_ops.attention.decode import SharedPlaces
-from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, PageTable
+from compiled_llm_ops.contracts import DecodeAttention, PageTable
 from compiled_llm_ops.protocol import DecodeOps
 
 NAME = "compiled_llm"
@@ -238,22 +237,10 @@ class PackedTokens(NamedTuple):
         append_paged_kv(key, value, pages, *places, self.plans.backend, *scales)
 
 
-class CascadeBatch(NamedTuple):
-    """Which pages rows begin with together, and how reading them is divided; the arguments of ``cascade_attention``.
+class JointAttention(Protocol):
+    """A way in which all rows of a decode step attend, in place of the backend's ops."""
 
-    Attributes:
-        shared_lengths: ``[B]`` int32, tokens of each row in pages that are shared.
-        members: ``[M]`` int32, rows.
-        work_items: ``[W, 6]`` int32.
-        merge_parts: ``[B, 3, 3]`` int32.
-        max_parts: partial results that there is memory for.
-    """
-
-    shared_lengths: Tensor
-    members: Tensor
-    work_items: Tensor
-    merge_parts: Tensor
-    max_parts: int
+    def attend(self, arguments: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]: ...
 
 
 class NewestTokens(NamedTuple):
@@ -265,10 +252,9 @@ class NewestTokens(NamedTuple):
         indices: ``[N]`` int32, page numbers.
         ops: the backend's.
         new_tokens: q.
-        cascade: pages that rows share are read once; None if each row reads all of its own. Only with q = 1.
         visible: ``[B, K, n]`` int32, which of its pages each row reads, -1 for none; None for all. Only with q = 1.
         variant: by which a layer attends, each row to all of its own; None in others.
-        shared: by which all layers attend in place of ``ops``, in a step that runs uncompiled on a CPU; None in others.
+        shared: by which all layers attend in place of ``ops``; None if by those.
     """
 
     starts: Tensor
@@ -276,10 +262,9 @@ class NewestTokens(NamedTuple):
     indices: Tensor
     ops: DecodeOps
     new_tokens: int = 1
-    cascade: CascadeBatch | None = None
     visible: Tensor | None = None
     variant: AppliedVariant | None = None
-    shared: SharedPlaces | None = None
+    shared: JointAttention | None = None
 
     def attend(
         self,
@@ -294,42 +279,21 @@ class NewestTokens(NamedTuple):
         table = (pages, self.starts, self.lengths, self.indices)
         if self.variant is not None:
             return self.variant.of_newest(states, table, options, scales, wants_lse)
-        arguments: DecodeAttention | CascadeAttention
-        if self.cascade is None or self.visible is not None:
-            attend, attend_lse = self.ops.attend, self.ops.attend_lse
-            arguments = DecodeAttention(
-                *states,
-                *table,
-                *options,
-                key_scale=scales.key,
-                value_scale=scales.value,
-                saturated=scales.saturated,
-                visible=self.visible,
-            )
-            if self.shared is not None:
-                return self.shared.attend(arguments, wants_lse)
-        else:
-            assert self.ops.cascade is not None, "wrap has refused other backends"
-            assert self.ops.cascade_lse is not None, "it belongs to the other"
-            attend, attend_lse = self.ops.cascade, self.ops.cascade_lse
-            shared_lengths, members, items, parts, max_parts = self.cascade
-            arguments = CascadeAttention(
-                *states,
-                *table,
-                shared_lengths,
-                members,
-                items,
-                parts,
-                max_parts,
-                *options,
-                key_scale=scales.key,
-                value_scale=scales.value,
-                saturated=scales.saturated,
-            )
+        arguments = DecodeAttention(
+            *states,
+            *table,
+            *options,
+            key_scale=scales.key,
+            value_scale=scales.value,
+            saturated=scales.saturated,
+            visible=self.visible,
+        )
+        if self.shared is not None:
+            return self.shared.attend(arguments, wants_lse)
         if wants_lse:
-            out, lse = attend_lse(*arguments)
+            out, lse = self.ops.attend_lse(*arguments)
             return out, lse
-        return attend(*arguments), None
+        return self.ops.attend(*arguments), None
 
     def indexed(self, page_size: int, row_pages: int, padding: int, block_size: int = 1) -> IndexedRows:
         """As ``PackedTokens.indexed``."""

@@ -174,7 +174,7 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
             f"wrap: backend={name!r} has kernels for {' and '.join(backend.devices)} only, and the model is on {kind}; "
             "wrap with backend='auto', or move the model"
         )
-    if config.cascade is True and (ops is None or ops.cascade is None):
+    if config.cascade is True and (ops is None or not ops.joint):
         raise ValueError(
             f"wrap: cascade=True: backend={name!r} has no decode kernel on {kind} that reads pages which rows share "
             "once; wrap with backend='auto', or without cascade"

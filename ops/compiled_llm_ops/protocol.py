@@ -143,8 +143,8 @@ class NothingToBuild:
 class DecodeOps(NamedTuple):
     """The ops of decode steps without a plan: each launch reads the page table as it is then.
 
-    They have the schemas of ``contracts.DecodeAttention``, and ``contracts.CascadeAttention`` for the last two, with
-    ``pages`` and ``saturated`` written, as ``library.define_op`` makes it, and answer as our own do.
+    They have the schema of ``contracts.DecodeAttention`` with ``pages`` and ``saturated`` written, as
+    ``library.define_op`` makes it, and answer as our own do.
 
     Attributes:
         attend: as ``decode_attention``.
@@ -152,22 +152,23 @@ class DecodeOps(NamedTuple):
         prepare: whether they norm and rotate queries and keys on CUDA, and keep the rules of ``overlap``; if not, the
             arguments from ``query_norm`` on have their defaults.
         several: whether they take several new tokens of each row.
-        cascade: as ``cascade_attention``; None if pages that rows share are read for each row.
-        cascade_lse: as ``cascade_attention_lse``, which belongs to it.
+        joint: others that may take their place, which read pages that rows share once, as those in ``JOINT`` do.
     """
 
     attend: torch._ops.OpOverload
     attend_lse: torch._ops.OpOverload
     prepare: bool = False
     several: bool = False
-    cascade: torch._ops.OpOverload | None = None
-    cascade_lse: torch._ops.OpOverload | None = None
+    joint: tuple[torch._ops.OpOverload, ...] = ()
 
     @property
     def overloads(self) -> tuple[torch._ops.OpOverload, ...]:
         """All of the ops."""
-        ops = (self.attend, self.attend_lse, self.cascade, self.cascade_lse)
-        return tuple(op for op in ops if op is not None)
+        return (self.attend, self.attend_lse, *self.joint)
+
+
+JOINT: dict[torch._ops.OpOverload, type[Any]] = {}
+"""Ops of ours that go with our decode ops, with their arguments: those of ``DecodeAttention``, and tables between."""
 
 
 def own_decode_ops() -> DecodeOps:
@@ -178,8 +179,7 @@ def own_decode_ops() -> DecodeOps:
         ops.decode_attention_lse.default,
         prepare=True,
         several=True,
-        cascade=ops.cascade_attention.default,
-        cascade_lse=ops.cascade_attention_lse.default,
+        joint=tuple(JOINT),
     )
 
 

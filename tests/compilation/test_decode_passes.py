@@ -32,7 +32,7 @@ from support.tiny_models import tiny_llama, tiny_qwen3
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
 ATTENTIONS = own_decode_ops().overloads
-CASCADES = (own_decode_ops().cascade, own_decode_ops().cascade_lse)
+CASCADES = own_decode_ops().joint
 
 
 @pytest.fixture(autouse=True)

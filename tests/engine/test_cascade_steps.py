@@ -13,8 +13,8 @@ from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
-from compiled_llm.execution.decode import persistent_batch
-from compiled_llm.execution.state.cascade import Cascade
+from compiled_llm.execution.cascade import cascade as cascades
+from compiled_llm.execution.cascade.cascade import Cascade
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm_ops.attention.cascade import rule
 from compiled_llm_ops.reference.backend import Reference
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "short_runs")
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests here share 32 tokens at most."""
-    monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 8)
+    monkeypatch.setattr(cascades, "LEAST_KEYS", 8)
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ class NaiveDevice:
             slots=self,
             pool=pool,
             config=config,
-            cascade=None,
+            sharing=None,
             taps=(),
             max_positions=10_000,
             sampling_graphs=graphs,

@@ -202,7 +202,7 @@ class FakeDevice:
         ticks = itertools.count()
         self.table = StepTable(budget, clock=lambda: float(next(ticks)))
         self.sizes, self.choices, self.rest = sizes, [], 0
-        self.state = SimpleNamespace(step_table=self.table, cascade=None)
+        self.state = SimpleNamespace(step_table=self.table, sharing=None)
         self.config = SimpleNamespace(max_batch_size=8)
         self.prefill, self.steps, self.thread = self, self, self
 

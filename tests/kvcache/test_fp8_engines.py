@@ -13,7 +13,7 @@ from compiled_llm import Engine, kv_scales
 from compiled_llm.config import KVScales
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Mixed
-from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.execution.cascade import cascade as cascades
 from support.engine.invariant_answers import answers_of, check_answers, invariant, some_requests
 from support.engine.random_requests import (
     BY_WEIGHTS,
@@ -44,7 +44,7 @@ BY_KIND = [
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests here share 32 tokens at most."""
-    monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 8)
+    monkeypatch.setattr(cascades, "LEAST_KEYS", 8)
 
 
 def engine_for(

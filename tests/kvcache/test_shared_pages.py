@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.decode import persistent_batch
-from compiled_llm.execution.decode.cascade_table import CascadeTable
+from compiled_llm.execution.cascade import cascade as cascades
+from compiled_llm.execution.cascade.tables import CascadeTable
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.checks import check_device
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -28,7 +28,7 @@ OVERRIDES: dict[str, Any] = {"eos_token_id": None, "num_hidden_layers": 2}
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of a page count, too."""
-    monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 3)
+    monkeypatch.setattr(cascades, "LEAST_KEYS", 3)
 
 
 class SharingSchedule(Schedule):

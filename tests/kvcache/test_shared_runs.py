@@ -18,12 +18,12 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from compiled_llm.kvcache import shared_runs
+from compiled_llm.execution.cascade import shared_runs
+from compiled_llm.execution.cascade.shared_runs import Paged, SharedRuns
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.shared_runs import Paged, SharedRuns
 from compiled_llm_ops.attention.cascade.tables import SharedRun
 
 pytestmark = pytest.mark.core

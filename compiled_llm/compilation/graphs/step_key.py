@@ -31,8 +31,8 @@ class StepKey(NamedTuple):
     wants: tuple[str, ...] = ()
 
     @classmethod
-    def decode(cls, rows: int, new_tokens: int = 1, cascade: bool = False) -> StepKey:
-        return cls("decode", rows * new_tokens, rows, int(cascade))
+    def decode(cls, rows: int, new_tokens: int = 1, shares: bool = False) -> StepKey:
+        return cls("decode", rows * new_tokens, rows, int(shares))
 
     @classmethod
     def prefill(cls, tokens: int, rows: int, variant: int = 0) -> StepKey:
@@ -58,7 +58,7 @@ class StepKey(NamedTuple):
         return self.tokens // self.rows
 
     @property
-    def cascade(self) -> bool:
+    def shares(self) -> bool:
         """Whether it is a decode step that reads pages which rows share once."""
         return self.phase == "decode" and self.variant > 0
 

@@ -216,7 +216,7 @@ class StepTable:
         give more than logits.
         """
         keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
-        plain = [key for key in keys if key.phase == phase and not (key.cascade or key.wants)]
+        plain = [key for key in keys if key.phase == phase and not (key.shares or key.wants)]
         return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
 
     @property

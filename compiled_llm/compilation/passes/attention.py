@@ -16,8 +16,8 @@ from compiled_llm.compilation.passes.raw_heads import (
     raw_heads,
     table_is_settled,
 )
-from compiled_llm_ops.contracts import CascadeAttention, DecodeAttention, DecodeAttentionVariant, LatentDecode
-from compiled_llm_ops.protocol import DecodeOps
+from compiled_llm_ops.contracts import DecodeAttention, DecodeAttentionVariant, LatentDecode
+from compiled_llm_ops.protocol import JOINT, DecodeOps
 
 _VARIANTS = (
     torch.ops.compiled_llm.decode_attention_variant.default,
@@ -25,7 +25,7 @@ _VARIANTS = (
 )
 _LATENT = torch.ops.compiled_llm.latent_decode.default, torch.ops.compiled_llm.latent_decode_lse.default
 
-_Contract = DecodeAttention | DecodeAttentionVariant | CascadeAttention | LatentDecode
+_Contract = DecodeAttention | DecodeAttentionVariant | LatentDecode
 
 
 class PreparedInAttention:
@@ -43,11 +43,11 @@ class PreparedInAttention:
     def __init__(self, ops: DecodeOps) -> None:
         """``ops`` are those of a backend that can."""
         self.matches: int | None = None
-        cascades = (ops.cascade, ops.cascade_lse)
         self._contracts: dict[Any, type[_Contract]] = {
             **dict.fromkeys(_LATENT, LatentDecode),
             **dict.fromkeys(_VARIANTS, DecodeAttentionVariant),
-            **{op: CascadeAttention if op in cascades else DecodeAttention for op in ops.overloads},
+            **{op: JOINT[op] for op in ops.joint},
+            **dict.fromkeys((ops.attend, ops.attend_lse), DecodeAttention),
         }
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -94,7 +94,5 @@ def _prepare_inside(
 
 def _table_of(args: Any) -> set[Any]:
     """Return the arguments that say where a batch's rows lie."""
-    table = {args.starts, args.lengths, args.indices}
-    if isinstance(args, CascadeAttention):
-        table |= {args.shared_lengths, args.members, args.work_items, args.merge_parts}
-    return table
+    of_table = args[args._fields.index("starts") : args._fields.index("scale")]
+    return {each for each in of_table if isinstance(each, fx.Node)}

@@ -15,14 +15,13 @@ from torch import Tensor
 from compiled_llm.compat.torch.profiler import is_profiling
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import DecodeInputs
-from compiled_llm.execution.decode.cascade_table import CascadeTable
 from compiled_llm.execution.decode.planned_table import PlannedTable
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.state.sharing import Runs
 from compiled_llm.kvcache.row import Row
-from compiled_llm_ops.attention.cascade.tables import SharedRun
 from compiled_llm_ops.protocol import own_decode_ops
 
 logger = logging.getLogger("compiled_llm.uploads")
@@ -49,7 +48,7 @@ class Decode:
         plain = state.device.type == "cpu" and ops is not None and ops.attend is own_decode_ops().attend
         self._plain = plain and not graph_manager.cuda_graphs.ours  # a replay repeats ops, and nothing between them
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._cascade = None if state.cascade is None else CascadeTable(state)
+        self._sharing = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
         self.follows_tokens = planner.follows_tokens
 
@@ -66,7 +65,7 @@ class Decode:
     @property
     def table_bytes(self) -> int:
         """Size of the page table of planned steps, and of the tables of shared pages, in bytes."""
-        tables = (self._planned, self._cascade)
+        tables = (self._planned, self._sharing)
         return sum(table.nbytes for table in tables if table is not None)
 
     @property
@@ -74,7 +73,7 @@ class Decode:
         """Whether steps are planned, again whenever a row enters a page."""
         return self._planned is not None
 
-    def place(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun] = ()) -> None:
+    def place(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs = ()) -> None:
         """Put rows, already grown by the tokens that they are about to feed in, in the decode buffers.
 
         Their slots have their page numbers; the rest of the bucket becomes padding. ``runs`` are the pages that they
@@ -83,9 +82,7 @@ class Decode:
         self._state.decode_buffers.place(rows, step)
         self._written(rows, step, cause, runs)
 
-    def stay(
-        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun], regrouped: bool
-    ) -> None:
+    def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs, regrouped: bool) -> None:
         """Keep rows at their batch indices although their pages have changed; otherwise as ``place``.
 
         ``regrouped`` says whether ``runs`` are others than those of the step before.
@@ -94,13 +91,13 @@ class Decode:
         self._written(rows, step, cause, runs, regrouped)
 
     def _written(
-        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Sequence[SharedRun], regrouped: bool = True
+        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs, regrouped: bool = True
     ) -> None:
         if self._planned is not None:
             self._planned.lay_out(rows, step)
-        elif step.cascade and regrouped:
-            assert self._cascade is not None, "only with its tables are there such steps"
-            self._cascade.lay_out(runs, rows, step)
+        elif step.shares and regrouped:
+            assert self._sharing is not None, "only with its tables are there such steps"
+            self._sharing.lay_out(runs, rows, step)
         self._graph_manager.events.uploads[cause] += 1
         logger.debug("decode bucket %d: %d rows written: %s", step.rows, len(rows), cause)
 
@@ -147,7 +144,7 @@ class Decode:
         inputs = self._state.decode_buffers.of(step)
         if self._plain and self._graph_manager.programs.interpreted and not is_profiling():  # a profile names ops
             inputs = inputs._replace(shares_places=True)
-        if step.cascade:
-            assert self._cascade is not None, "only with its tables are there such steps"
-            return inputs._replace(cascade=self._cascade.of(step))
+        if step.shares:
+            assert self._sharing is not None, "only with its tables are there such steps"
+            return inputs._replace(shared=self._sharing.of(step))
         return inputs if self._planned is None else inputs._replace(planned=self._planned.of(step))

@@ -101,7 +101,7 @@ class Launch:
         self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
         self.repeats = key.new_tokens_per_row == 1 and capture is None
         self._entry, self._program = entry, program
-        self._used, self._cascaded = events.used, events.cascaded if key.cascade else None
+        self._used, self._cascaded = events.used, events.cascaded if key.shares else None
         self._missed, self._taps, self._capture = missed, taps, capture
 
     def release(self) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import StepOutput
-from compiled_llm.execution.decode.cascade_table import LEAST_KEYS
 from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.decode.launch import Launch
@@ -20,11 +19,10 @@ from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.decode.verification import Verification, make_exact
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.state.sharing import Runs
 from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.shared_runs import SharedRuns
-from compiled_llm_ops.attention.cascade.tables import SharedRun
 
 
 class PersistentBatch:
@@ -49,12 +47,9 @@ class PersistentBatch:
         self.step: DecodeStep | None = None
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state)
-        paging = (self._page_size, -(-LEAST_KEYS // self._page_size))
-        self._cascade, self._shared = state.cascade, SharedRuns(*paging)
-        self._found: Sequence[SharedRun] = ()  # which rows share, and whether they are read once
-        self._pays = False
-        self._runs: Sequence[SharedRun] = ()  # of the rows that a step was last wanted for
-        self._placed_runs: Sequence[SharedRun] = ()
+        self._shared_pages = None if state.sharing is None else state.sharing.of_loop()
+        self._runs: Runs = ()  # of the rows that a step was last wanted for
+        self._placed_runs: Runs = ()
 
     @property
     def logits(self) -> Tensor | None:
@@ -84,7 +79,7 @@ class PersistentBatch:
         placed = None if self.step is None else self.step.placed
         if placed is not None and placed.are(rows, step):
             entered = self._decode.follows_pages and self._enters_page(rows, step)
-            regrouped = step.cascade and self._runs != self._placed_runs
+            regrouped = step.shares and self._runs != self._placed_runs
             if copied or listed or entered or regrouped:
                 cause: UploadCause = "page_copied" if copied else "new_page"
                 self._decode.stay(rows, step, cause, self._runs, regrouped)
@@ -174,20 +169,9 @@ class PersistentBatch:
         if new_tokens > 1:
             return self._steps.step_of_several(len(rows), new_tokens)
         step = self._steps.dispatcher.decode_of(len(rows), self._wanted, self.exact)
-        self._runs = self._runs_of(rows)
-        return StepKey.decode(step.rows, cascade=True) if self._runs else step
-
-    def _runs_of(self, rows: Sequence[Row]) -> Sequence[SharedRun]:
-        """Return the pages that rows share, if those are read once.
-
-        The page of a row's last token is in none: the next one may go there.
-        """
-        if self._cascade is None or len(rows) < 2:
-            return ()
-        found = self._shared.runs(rows)
-        if found is not self._found:
-            self._found, self._pays = found, self._cascade.pays(found, len(rows))
-        return found if self._pays else ()
+        if self._shared_pages is not None:
+            self._runs = self._shared_pages.runs(rows)
+        return StepKey.decode(step.rows, shares=True) if self._runs else step
 
     def chose(self, step: StepOutput) -> None:
         """Note tokens that were sampled outside of the decode buffers."""

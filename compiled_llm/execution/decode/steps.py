@@ -87,7 +87,7 @@ class Steps:
         self.decode.claim(None)
         first = self._is_first(wanted)
         self._prepare(wanted, waiting, number, first)
-        if first and anchors and not (wanted.cascade or wanted.wants):
+        if first and anchors and not (wanted.shares or wanted.wants):
             self.capture_anchors(only_with_room=exact)
             if table.state(wanted) == "evicted":  # the largest has taken the only room
                 return self._launch_of(wanted, self._largest)
@@ -202,7 +202,7 @@ class Steps:
     ) -> None:
         """Compile a step, the ``first`` with the rows that suit all, and capture it."""
         graph_manager, new = self._graph_manager, step.new_tokens_per_row
-        several = f", {new} tokens each" if new > 1 else ", shared pages read once" if step.cascade else ""
+        several = f", {new} tokens each" if new > 1 else ", shared pages read once" if step.shares else ""
         several = with_outputs(several, step.wants)
         what = f"decode bucket {step.rows}{several}"
         waiting = 0 if self._table.entry(step).losses else waiting
@@ -211,7 +211,7 @@ class Steps:
         with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
             suiting = self.dispatcher.decode_of(min(_ROWS_TO_COMPILE, self._largest.rows))
             if first and step.rows < suiting.rows:
-                self._launch_padding(StepKey.decode(suiting.rows, cascade=step.cascade)._replace(wants=step.wants))
+                self._launch_padding(StepKey.decode(suiting.rows, shares=step.shares)._replace(wants=step.wants))
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):
                 self._launch_padding(step)
             outputs = self._launch_padding(step)

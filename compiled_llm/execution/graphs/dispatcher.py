@@ -108,7 +108,7 @@ class Dispatcher:
         smallest = self._decodes[rows]
         if new_tokens_per_row > 1:
             return StepKey.decode(smallest.rows, new_tokens_per_row)
-        if previous is not None and (previous.cascade or previous.wants):
+        if previous is not None and (previous.shares or previous.wants):
             previous = StepKey.decode(previous.rows)
         if previous is None or smallest >= previous:
             return smallest

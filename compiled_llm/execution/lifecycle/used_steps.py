@@ -68,8 +68,8 @@ def _steps_here(model_runner: ModelRunner) -> set[StepKey]:
     buckets = buckets_up_to(model_runner.config.max_batch_size)
     samplings = (StepKey.sampling(bucket, masked) for bucket in buckets for masked in (False, True))
     decodes = {StepKey.decode(bucket) for bucket in buckets}
-    if model_runner.state.cascade is not None:
-        decodes |= {StepKey.decode(bucket, cascade=True) for bucket in buckets if bucket > 1}
+    if model_runner.state.sharing is not None:
+        decodes |= {StepKey.decode(bucket, shares=True) for bucket in buckets if bucket > 1}
     return {*decodes, *samplings, *model_runner.prefill.all_shapes()}
 
 

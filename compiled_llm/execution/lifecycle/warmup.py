@@ -114,15 +114,15 @@ class Warmup:
             decodes = self._decodes(model_runner, wanted)
             prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
             prepare(model_runner, decodes, prefills, report=report)
-        self._compile_cascade(model_runner, report)
+        self._compile_sharing(model_runner, report)
         self._events.warmed_up()
 
     @staticmethod
-    def _compile_cascade(model_runner: ModelRunner, report: Report) -> None:
+    def _compile_sharing(model_runner: ModelRunner, report: Report) -> None:
         """Compile what reads shared pages once, so that requests which begin to share some do not wait for it."""
-        if model_runner.state.cascade is not None:
+        if model_runner.state.sharing is not None:
             report("preparing steps of requests that share pages")
-            step = StepKey.decode(model_runner.config.max_batch_size, cascade=True)
+            step = StepKey.decode(model_runner.config.max_batch_size, shares=True)
             model_runner.thread.call(model_runner.steps.compile, step)
 
     @staticmethod
@@ -130,8 +130,8 @@ class Warmup:
         if wanted.profile is not None:
             return sorted(step for step in wanted.profile.uses if step.phase == "decode")
         steps = {model_runner.steps.dispatcher.decode_of(size) for size in wanted.sizes}
-        if (cascade := model_runner.state.cascade) is not None and cascade.always:
-            steps |= {StepKey.decode(step.rows, cascade=True) for step in steps if step.rows > 1}
+        if (sharing := model_runner.state.sharing) is not None and sharing.always:
+            steps |= {StepKey.decode(step.rows, shares=True) for step in steps if step.rows > 1}
         return sorted(steps)
 
     # ---- profiles

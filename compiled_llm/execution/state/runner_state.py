@@ -16,14 +16,15 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.step_table import Budget, StepTable
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
-from compiled_llm.execution.state.cascade import Cascade
 from compiled_llm.execution.state.decode_buffers import DecodeBuffers
 from compiled_llm.execution.state.prefill_room import compiled_length
 from compiled_llm.execution.state.runner_tap import RunnerTap
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.score_room import ScoreRoom
+from compiled_llm.execution.state.sharing import Sharing
 from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
+from compiled_llm.features import feature
 from compiled_llm.kvcache.memory import (
     ended_marker,
     mark_for_any_room,
@@ -57,7 +58,7 @@ class RunnerState:
         dtype: of the model.
         specs: of each layer, what it keeps of a token.
         kv_memory: of ``pages``, their tags, and ``states``, which a model that sleeps gives back.
-        cascade: when decode steps read shared pages once; None for never.
+        sharing: when decode steps read shared pages once; None for never.
         pages: the memory of each layer.
         page_scales: of each layer, if pages are of fp8; else empty.
         validity: of decode steps; whatever changes something that they are made from ends it.
@@ -110,7 +111,10 @@ class RunnerState:
         paging, plans_decode = (config.page_size, model.dtype), chosen.decode_ops is None
         self.specs = kv_cache_specs(facts.layers, *paging, chosen.backend, self.page_scales, plans_decode)
         own_specs = self.specs[: len(facts.layers)]
-        self.cascade = Cascade.of(config, self.device.type, facts.layers, own_specs, chosen.decode_ops, self.dtype)
+        self.sharing: Sharing | None = None
+        if (cascade := feature("cascade")) is not None:
+            of_model = facts.layers, own_specs, chosen.decode_ops, self.dtype
+            self.sharing = cascade.Cascade.of(config, self.device.type, *of_model)
         entries = self._entries_of_states() if entries is None else entries
         count, self.scores = self._room_for_pages(entries)
         with torch.inference_mode(False):

@@ -184,7 +184,7 @@ class VarlenKernels(PagedKernels):
         return VarlenPlan(workspace.buffer.device, self.attend)
 
     def decode_ops(self, device: str) -> DecodeOps:
-        return own_decode_ops()._replace(cascade=None, cascade_lse=None)
+        return own_decode_ops()._replace(joint=())
 
 
 def wrong_page_size(geometry: Geometry) -> str | None:

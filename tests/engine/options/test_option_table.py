@@ -10,7 +10,7 @@ import pytest
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
-from compiled_llm.execution.decode import persistent_batch
+from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.state import score_room
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.requests.outputs import RequestOutput
@@ -32,7 +32,7 @@ TOKENS = 140
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests here share 32 tokens at most, and are admitted while others still grow; their pool is small."""
-    monkeypatch.setattr(persistent_batch, "LEAST_KEYS", 8)
+    monkeypatch.setattr(cascades, "LEAST_KEYS", 8)
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
     monkeypatch.setattr(score_room, "SHARE", 0.1)
 

@@ -29,6 +29,7 @@ from compiled_llm_ops.contracts import (
 )
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import attend_lse, gather
+from compiled_llm_ops.protocol import JOINT
 
 if TYPE_CHECKING:
     from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
@@ -91,6 +92,8 @@ def cascade_attention(args: CascadeAttention) -> Tensor:
 
 
 cascade_attention_lse = with_lse(cascade_attention)
+for _op in (torch.ops.compiled_llm.cascade_attention, torch.ops.compiled_llm.cascade_attention_lse):
+    JOINT[_op.default] = CascadeAttention
 
 
 def _check(args: CascadeAttention) -> None:

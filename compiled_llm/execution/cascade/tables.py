@@ -6,18 +6,20 @@ Shapes: B rows of a bucket, W work items.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.state.decode_buffers import mark_columns
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
-from compiled_llm.model.attention import CascadeBatch
 from compiled_llm.model.sizes import attention_geometries
+from compiled_llm_ops import cascade_attention, cascade_attention_lse, decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.cascade.tables import SharedRun, cascade_tables
-from compiled_llm_ops.contracts import CASCADE_LEVELS
+from compiled_llm_ops.contracts import CASCADE_LEVELS, DecodeAttention
 
 LEAST_KEYS = 64
 """Keys of a run below which it is not worth a work item: about those that a program reads at a time."""
@@ -27,6 +29,31 @@ _ITEMS_OF_A_ROW, _LEAST_ITEMS = 2, 128
 
 _PARTS_OF_A_ROW, _LEAST_PARTS = 8, 512
 """Partial results that there is memory for."""
+
+
+class CascadeBatch(NamedTuple):
+    """Which pages rows begin with together, and how reading them is divided; the arguments of ``cascade_attention``.
+
+    Attributes:
+        shared_lengths: ``[B]`` int32, tokens of each row in pages that are shared.
+        members: ``[M]`` int32, rows.
+        work_items: ``[W, 6]`` int32.
+        merge_parts: ``[B, 3, 3]`` int32.
+        max_parts: partial results that there is memory for.
+    """
+
+    shared_lengths: Tensor
+    members: Tensor
+    work_items: Tensor
+    merge_parts: Tensor
+    max_parts: int
+
+    def attend(self, arguments: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Read shared pages once; in a layer that chooses which it reads, each row reads its own."""
+        if arguments.visible is not None:
+            return decode_attention_lse(*arguments) if wants_lse else (decode_attention(*arguments), None)
+        given = (*arguments[:7], *self, *arguments[7:-1])
+        return cascade_attention_lse(*given) if wants_lse else (cascade_attention(*given), None)
 
 
 class CascadeTable:

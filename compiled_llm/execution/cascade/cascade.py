@@ -8,6 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.cascade.shared_runs import SharedRuns
+from compiled_llm.execution.cascade.tables import LEAST_KEYS, CascadeTable
+from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.state.sharing import Runs
+from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.specs import KVCacheSpec
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
@@ -48,7 +53,7 @@ class Cascade:
             if layer.attends and layer.variant is None  # that reads all pages of its rows
         ]
         if config.cascade == "auto":
-            has_kernel = ops is not None and ops.cascade is not None and dtype.itemsize == 2
+            has_kernel = ops is not None and bool(ops.joint) and dtype.itemsize == 2
             fits = all(
                 layer.expansion is None and layer.query_heads // layer.kv_heads <= CASCADE_QUERIES
                 for layer in layers
@@ -59,9 +64,33 @@ class Cascade:
             wanted = config.cascade
         return cls(known, config.page_size, config.cascade is True) if wanted else None
 
+    def of_loop(self) -> RowsThatShare:
+        return RowsThatShare(self, self._page_size)
+
+    def tables(self, state: RunnerState) -> CascadeTable:
+        return CascadeTable(state)
+
     def pays(self, runs: Sequence[SharedRun], rows: int) -> bool:
         """Return whether a step of so many rows reads these runs once."""
         if self.always or not runs:
             return bool(runs)
         saved = (count * cascade_saves(runs, rows, self._page_size, layer) for layer, count in self._layers.items())
         return sum(saved) > 0
+
+
+class RowsThatShare:
+    """The runs of pages that rows of one loop begin with, and whether they are read once."""
+
+    def __init__(self, cascade: Cascade, page_size: int) -> None:
+        self._cascade, self._shared = cascade, SharedRuns(page_size, -(-LEAST_KEYS // page_size))
+        self._found: Sequence[SharedRun] = ()
+        self._pays = False
+
+    def runs(self, rows: Sequence[Row]) -> Runs:
+        """Return those that are read once; the page of a row's last token is in none: the next one may go there."""
+        if len(rows) < 2:
+            return ()
+        found = self._shared.runs(rows)
+        if found is not self._found:
+            self._found, self._pays = found, self._cascade.pays(found, len(rows))
+        return found if self._pays else ()
