@@ -64,12 +64,10 @@ FEATURES = {
     ),
     "cascade": Feature(
         "cascade",
-        (
-            *("compiled_llm/execution/state/cascade.py", "compiled_llm/execution/decode/cascade_table.py"),
-            *("compiled_llm/kvcache/shared_runs.py", "ops/compiled_llm_ops/attention/cascade"),
-        ),
-        ("engine/test_cascade_steps.py", "kvcache/test_shared_runs.py", "ops/cascade"),
-        lacks="the persistent batch, decode, the runner's state and the ops' `__init__` import it",
+        ("compiled_llm/execution/cascade", "ops/compiled_llm_ops/attention/cascade"),
+        ("engine/test_cascade_steps.py", "kvcache/test_shared_pages.py", "kvcache/test_shared_runs.py", "ops/cascade"),
+        line='compiled_llm/features.py: "cascade": ',
+        lacks="the ops' `__init__` imports it, and its kernels lie among others",
     ),
     "page checks": Feature(
         "check_pages|page_check|page_?watch",
