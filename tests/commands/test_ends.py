@@ -103,11 +103,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.whole) for name in ("explain", "c
 def test_ctrl_c_while_torch_is_imported_ends_the_command_at_once(command: str, tmp_path: Path) -> None:
     """Inside an import a KeyboardInterrupt is dropped, or becomes another error."""
     (tmp_path / "torch.py").write_text(TORCH_THAT_DROPS_CTRL_C)
-    given = {
-        "compile": ["demo", "--output", str(tmp_path / "new")],
-        "explain": ["demo"],
-        "generate": ["Hi"],
-    }
+    given = {"compile": ["demo", "--output", str(tmp_path / "new")], "explain": ["demo"], "generate": ["Hi"]}
     start = "import sys; sys.path.insert(0, sys.argv.pop(1)); from compiled_llm.__main__ import main; main()"
     program = [sys.executable, "-c", start, str(tmp_path), command, *given.get(command, [])]
     with subprocess.Popen(

@@ -107,11 +107,7 @@ def test_a_file_that_is_missing_and_a_variable_that_is_wrong_are_named(
     for variable, value, said in (
         ("COMPILED_LLM_SERVE_PORT", "http://10.0.0.1:80", "COMPILED_LLM_SERVE_PORT http://10.0.0.1:80: "),
         ("COMPILED_LLM_SERVE_MODE", "fast", "COMPILED_LLM_SERVE_MODE fast: choose one of "),
-        (
-            "COMPILED_LLM_SERVE_PROT",
-            "1",
-            "COMPILED_LLM_SERVE_PROT: there is no such option; did you mean COMPILED_",
-        ),
+        ("COMPILED_LLM_SERVE_PROT", "1", "COMPILED_LLM_SERVE_PROT: there is no such option; did you mean COMPILED_"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)

@@ -33,8 +33,7 @@ def log() -> Iterator[logging.Logger]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "whom"),
-    [(0o600, None), (0o400, None), (0o640, "its group"), (0o644, "all users"), (0o444, "all users")],
+    ("mode", "whom"), [(0o600, None), (0o400, None), (0o640, "its group"), (0o644, "all users"), (0o444, "all users")]
 )
 def test_a_file_of_keys_that_others_may_read_is_told_of_at_the_start(
     tmp_path: Path,

@@ -12,14 +12,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from compiled_llm.compilation.graphs.step_key import Phase, StepKey
-from compiled_llm.compilation.graphs.step_table import (
-    ATTEMPTS,
-    UNBOUNDED,
-    Budget,
-    Cost,
-    StepEntry,
-    StepTable,
-)
+from compiled_llm.compilation.graphs.step_table import ATTEMPTS, UNBOUNDED, Budget, Cost, StepEntry, StepTable
 from compiled_llm.compilation.graphs.table import CudaGraphTable, StepState
 
 DECODES = [StepKey.decode(rows) for rows in (1, 2, 4, 8)]

@@ -79,8 +79,7 @@ def namespace(
     wrap = compiled_llm.wrap
     # No page waits for artifacts to be compiled: tests/compilation/test_artifacts.py does.
     monkeypatch.setattr(
-        *(compiled_llm, "wrap"),
-        lambda model, artifacts=None, **options: wrap(model, **{"mode": "eager", **options}),
+        *(compiled_llm, "wrap"), lambda model, artifacts=None, **options: wrap(model, **{"mode": "eager", **options})
     )
     monkeypatch.setattr(compiled_llm, "demo", lambda: loaded(model_folder))
     found = {"__name__": "__main__"}

@@ -65,7 +65,7 @@ UNCAPTURABLE = {
 CACHE = {
     "python cache": Fault(
         planted.PythonCache, "recompile", "Fill the container in __init__", planted.PythonCacheOnlyRead
-    ),
+    )
 }
 MORE_BREAKS = {
     "branch": Fault(planted.Branch, "graph break", "torch.where", planted.BothSides),

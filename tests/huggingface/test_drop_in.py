@@ -13,11 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import compiled_llm
 from support.huggingface.pairs import OPTIONS, pair

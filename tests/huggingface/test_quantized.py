@@ -235,12 +235,7 @@ WAYS = [
         lambda: _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0),
         "bitsandbytes",
     ),
-    Way(
-        "bitsandbytes, `load_in_8bit` as it is",
-        lambda: _bitsandbytes(load_in_8bit=True),
-        "bitsandbytes",
-        OUTLIERS,
-    ),
+    Way("bitsandbytes, `load_in_8bit` as it is", lambda: _bitsandbytes(load_in_8bit=True), "bitsandbytes", OUTLIERS),
     Way("optimum-quanto, `int8`", lambda: _quanto("int8"), "optimum.quanto"),
     Way("optimum-quanto, `int4`", lambda: _quanto("int4"), "optimum.quanto"),
     Way(

@@ -15,15 +15,7 @@ from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Mixed
 from compiled_llm.execution.cascade import cascade as cascades
 from support.engine.invariant_answers import answers_of, check_answers, invariant, some_requests
-from support.engine.random_requests import (
-    BY_WEIGHTS,
-    KINDS,
-    WEIGHTS,
-    WORDS,
-    answers,
-    assert_same,
-    requests,
-)
+from support.engine.random_requests import BY_WEIGHTS, KINDS, WEIGHTS, WORDS, answers, assert_same, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import wrapped
 from support.parity import assert_account_is_empty

@@ -120,11 +120,7 @@ def test_numbers_that_fp8_holds_come_back_as_they_were() -> None:
 ONE_COMPILED = pytest.param({"mode": "compile", "config": {"num_hidden_layers": 1}}, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"cascade": True}, ONE_COMPILED],
-    ids=["eager", "cascade", "compiled"],
-)
+@pytest.mark.parametrize("options", [{}, {"cascade": True}, ONE_COMPILED], ids=["eager", "cascade", "compiled"])
 def test_tokens_are_those_of_rounded_keys_and_values(
     options: dict[str, Any], seed: int, whole: bool, request: pytest.FixtureRequest
 ) -> None:

@@ -50,8 +50,7 @@ class SharingSchedule(Schedule):
 
 @pytest.mark.drawn(most=2)
 @pytest.mark.parametrize(
-    ("make", "config"),
-    [(tiny_qwen3, {}), pytest.param(tiny_llama, {}, marks=pytest.mark.whole), (tiny_qwen3, WINDOWS)],
+    ("make", "config"), [(tiny_qwen3, {}), pytest.param(tiny_llama, {}, marks=pytest.mark.whole), (tiny_qwen3, WINDOWS)]
 )
 def test_a_random_schedule_gives_every_row_huggingfaces_logits(
     make: Any, config: dict[str, Any], seed: int, whole: bool

@@ -19,10 +19,7 @@ from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm_ops import Geometry, PageTable
 from compiled_llm_ops.attention import plan as plan_op
-from compiled_llm_ops.contracts import (
-    PagedAttention,
-    PlanPagedAttention,
-)
+from compiled_llm_ops.contracts import PagedAttention, PlanPagedAttention
 from compiled_llm_ops.flashinfer import backend, splitting, versions, workspace
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE

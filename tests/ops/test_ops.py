@@ -403,10 +403,7 @@ NORMED: list[Row] = [
         {"weight": lambda weight: weight[:, :15]},
         r"states must be \[..., I\] and weight \[O, I\].*got \(1, 1, 16\).*\(6, 15\)",
     ),
-    (
-        {"weight": lambda weight: weight.double()},
-        r"of one dtype; got .*torch.float32 and \(6, 16\) torch.float64",
-    ),
+    ({"weight": lambda weight: weight.double()}, r"of one dtype; got .*torch.float32 and \(6, 16\) torch.float64"),
     ({"weight": lambda weight: weight[:5]}, r"5 outputs have no two halves"),
 ]
 CHAINED: list[Row] = [

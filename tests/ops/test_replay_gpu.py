@@ -17,12 +17,7 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from compiled_llm.compat.torch.inductor import make_kernels_wait_first
-from compiled_llm_ops import (
-    PageTable,
-    add_rms_norm,
-    decode_attention,
-    decode_attention_lse,
-)
+from compiled_llm_ops import PageTable, add_rms_norm, decode_attention, decode_attention_lse
 from compiled_llm_ops.flashinfer import splitting
 from compiled_llm_ops.flashinfer.workspace import STAGING_BUFFERS, FlashInferWorkspace
 from support.gpu import by_dtype, close, needs_cuda, seeded

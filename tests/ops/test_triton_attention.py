@@ -149,14 +149,7 @@ def check(
     torch.testing.assert_close(batch.pages, pages, rtol=0, atol=0, equal_nan=True)
     qo_indptr = torch.arange(len(batch.starts) + 1).int() * batch.new_tokens
     expected, expected_lse = paged_attention_lse(
-        batch.query.float(),
-        pages,
-        qo_indptr,
-        *planned_table(batch),
-        *UNREAD,
-        SCALE,
-        window_left,
-        soft_cap,
+        batch.query.float(), pages, qo_indptr, *planned_table(batch), *UNREAD, SCALE, window_left, soft_cap
     )
     assert expected.isfinite().all()
     assert out.is_contiguous()

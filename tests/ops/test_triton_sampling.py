@@ -87,10 +87,7 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
         **dict.fromkeys(("slots", "positions", "chosen", "seeds"), "*i64"),
         **dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token", "deferred"), "i32"),
     }
-    for kernel, constants in (
-        (kernels._summarise_for_sampling, {}),
-        (kernels._sample_rows, {"padded_tiles": tiles}),
-    ):
+    for kernel, constants in ((kernels._summarise_for_sampling, {}), (kernels._sample_rows, {"padded_tiles": tiles})):
         compiled(kernel, constants, {**dict.fromkeys(kernel.arg_names, "*fp32"), **types}, warps=16)
 
 

@@ -131,10 +131,7 @@ def test_of_many_that_begin_at_once_one_listens(path: Path) -> None:
 
 def test_a_folder_that_is_locked_is_not_waited_for_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket_file, "_PATIENCE", 0.02)
-    with (
-        socket_file._alone_in(path.parent),
-        pytest.raises(RuntimeError, match="another process has locked the folder"),
-    ):
+    with socket_file._alone_in(path.parent), pytest.raises(RuntimeError, match="another process has locked the folder"):
         listen(path)
 
 

@@ -7,12 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaForCausalLM as Llama,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3ForCausalLM as Qwen3,
-)
+from transformers import LlamaForCausalLM as Llama, PretrainedConfig, PreTrainedModel, Qwen3ForCausalLM as Qwen3
 
 TINY: dict[str, Any] = {
     "vocab_size": 128,

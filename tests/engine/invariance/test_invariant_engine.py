@@ -125,9 +125,7 @@ def test_generate_has_them(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "make_one",
-    [KINDS["learned positions"], partial(tiny_llama, num_hidden_layers=1)],
-    ids=["GPT-2", "Llama"],
+    "make_one", [KINDS["learned positions"], partial(tiny_llama, num_hidden_layers=1)], ids=["GPT-2", "Llama"]
 )
 def test_compiled_programs_have_them(make_one: Callable[[], PreTrainedModel], seed: int) -> None:
     """In each run Inductor compiles a function of the kind that models have: `test_invariant_passes.py`."""

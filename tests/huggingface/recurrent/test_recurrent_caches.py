@@ -342,9 +342,7 @@ def test_a_wrap_that_fails_leaves_layers_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [copy.deepcopy, lambda cache: cache.batch_repeat_interleave(2)],
-    ids=["copied", "repeated"],
+    "change", [copy.deepcopy, lambda cache: cache.batch_repeat_interleave(2)], ids=["copied", "repeated"]
 )
 def test_where_states_run_out_nothing_leaks(change: Callable[[Any], Any], seed: int) -> None:
     model, prompts = wrapped_family("Qwen3_5"), prompts_of([9, 17, 4], seed)

@@ -12,17 +12,7 @@ from transformers import PreTrainedModel
 from compiled_llm import Engine
 from compiled_llm.config import Mode
 from support.engine import tiny_engines
-from support.execution.twins import (
-    BEYOND_NOISE,
-    DEVICE,
-    SMALL,
-    Twins,
-    assert_parity,
-    hf_logits,
-    parity,
-    rms,
-    twins_of,
-)
+from support.execution.twins import BEYOND_NOISE, DEVICE, SMALL, Twins, assert_parity, hf_logits, parity, rms, twins_of
 from support.latent_models import needs_latents
 from support.parity import assert_account_is_empty
 

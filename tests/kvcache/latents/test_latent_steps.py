@@ -93,9 +93,7 @@ def test_a_table_that_was_written_before_is_not_read_early(written: str | None, 
 @pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
-    ("make", "graphs"),
-    [(latent_model, 5), pytest.param(indexed_model, 4, marks=needs_indexers)],
-    ids=["all", "chosen"],
+    ("make", "graphs"), [(latent_model, 5), pytest.param(indexed_model, 4, marks=needs_indexers)], ids=["all", "chosen"]
 )
 def test_all_programs_of_a_model_with_latents_are_compiled_into_artifacts(
     make: Callable[..., PreTrainedModel], graphs: int, tmp_path: Path

@@ -100,20 +100,9 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "conv": ("_causal_conv1d", {"WIDTH": 4, "BIASED": True, "SILU": True, "BLOCK": 256}),
     "delta_rule": (
         "_gated_delta_rule",
-        {
-            "GROUP": 2,
-            "SIZE": 128,
-            "VALUE": 128,
-            "BLOCK": 128,
-            "VALUES": 32,
-            "OF_CHANNELS": True,
-            "NORMALIZE": True,
-        },
+        {"GROUP": 2, "SIZE": 128, "VALUE": 128, "BLOCK": 128, "VALUES": 32, "OF_CHANNELS": True, "NORMALIZE": True},
     ),
-    "number_scan": (
-        "_scan_numbers",
-        {"HEAD": 1, "GROUP": 8192, "SIZE": 16, "BLOCK": 16, "CHANNELS": 32, "AHEAD": 8},
-    ),
+    "number_scan": ("_scan_numbers", {"HEAD": 1, "GROUP": 8192, "SIZE": 16, "BLOCK": 16, "CHANNELS": 32, "AHEAD": 8}),
     "selective_scan": ("_selective_scan", {"HEAD": 64, "GROUP": 8192, "SIZE": 128, "BLOCK": 128, "CHANNELS": 16}),
 }
 

@@ -304,11 +304,7 @@ PREPARED = {
     "with decays of channels": "chunked_channel_rule._prepare_channel_rule",
     "scan": "chunked_scan._prepare_scan",
 }
-LACKING: dict[str, set[str]] = {
-    "delta rule": set(),
-    "with decays of channels": {"on_query", "on_value"},
-    "scan": {"w"},
-}
+LACKING: dict[str, set[str]] = {"delta rule": set(), "with decays of channels": {"on_query", "on_value"}, "scan": {"w"}}
 """Arguments of the walk that are None."""
 
 

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm_ops.kernels.attention.decode_tiling import (
-    MAX_ROWS,
-    MAX_SHARES,
-    AttentionTiling,
-    choose_listed_tiling,
-)
+from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling, choose_listed_tiling
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.listed_pages import OPTIONS, SIZES, ListedRows, lengths_of

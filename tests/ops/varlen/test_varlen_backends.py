@@ -326,10 +326,7 @@ def test_auto_never_takes_them(problems: dict[str, list[str]]) -> None:
     ("module", "message"),
     [
         (None, r"flash-attn does not import \(.*\): pip install flash-attn --no-build-isolation, or wrap with"),
-        (
-            SimpleNamespace(__version__="2.7.4.post1"),
-            r"flash-attn 2.7.4.post1 is not installed in version 2.8 or",
-        ),
+        (SimpleNamespace(__version__="2.7.4.post1"), r"flash-attn 2.7.4.post1 is not installed in version 2.8 or"),
         (SimpleNamespace(), r"flash-attn 2 is not installed in version 2.8 or newer"),
     ],
     ids=["none", "old", "version 4 alone"],

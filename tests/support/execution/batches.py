@@ -90,11 +90,7 @@ class Batches:
         return row
 
     def run(
-        self,
-        decode: Sequence[Row] = (),
-        extend: Sequence[Extension] = (),
-        changes: bool = True,
-        mixed: bool = False,
+        self, decode: Sequence[Row] = (), extend: Sequence[Extension] = (), changes: bool = True, mixed: bool = False
     ) -> StepOutput:
         mixed = mixed and self.model_runner.can_mix(decode, extend)
         if changes:

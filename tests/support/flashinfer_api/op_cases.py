@@ -32,10 +32,7 @@ def strided_latent_cases() -> list[tuple[Any, ...]]:
     rows = LatentPools([1, 5, 0, 9], [1, 2, 1, 3], seed=1)
     rows.pool = rows.pool.nan_to_num()
     out, lse = torch.zeros(7, 4, 16), torch.zeros(7, 4)
-    return [
-        (*rows.parts, out, lse, *rows.table, 0.3, True),
-        (*rows.apart, out, None, *rows.table, 0.3),
-    ]
+    return [(*rows.parts, out, lse, *rows.table, 0.3, True), (*rows.apart, out, None, *rows.table, 0.3)]
 
 
 def strided_append_cases() -> list[tuple[Any, ...]]:

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_flashinfer.ops.contracts import BlockSparseAttention, VariableBlockSparseAttention
-from compiled_llm_flashinfer.ops.sparse.work_items import (
-    block_sparse_items,
-    most_pieces,
-    variable_block_sparse_tables,
-)
+from compiled_llm_flashinfer.ops.sparse.work_items import block_sparse_items, most_pieces, variable_block_sparse_tables
 
 
 class Sizes(NamedTuple):

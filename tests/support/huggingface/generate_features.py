@@ -294,10 +294,7 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature(
             "prompts padded on the right: HuggingFace's forward computes them, we all further tokens",
-            [
-                generate(**right_padded()),
-                generate(**right_padded(), output_scores=True, output_logits=True, **SEVERAL),
-            ],
+            [generate(**right_padded()), generate(**right_padded(), output_scores=True, output_logits=True, **SEVERAL)],
         ),
         Feature(
             "images and videos: HuggingFace's forward computes the prompts, we all further tokens",
@@ -381,10 +378,7 @@ FEATURES: dict[str, list[Feature]] = {
             "a `forward` of the object's own: your function, accelerate's hooks, `model.compile()`",
             [changed(prefer_tokens, generate()), changed(prefer_tokens, generate(num_beams=2))],
         ),
-        Feature(
-            "`torch.autocast` that changes an operation of the model",
-            [under_autocast(generate())],
-        ),
+        Feature("`torch.autocast` that changes an operation of the model", [under_autocast(generate())]),
         Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), generate())]),
         Feature(
             "`torch.set_default_device`, `with torch.device(…)`: any device",
@@ -456,8 +450,7 @@ FEATURES: dict[str, list[Feature]] = {
             [forward(use_cache=True), a_step_over_a_cache(1)],
         ),
         Feature(
-            "a `DynamicCache`, empty or filled, which stays yours: steps of a loop of your own",
-            [steps_over_theirs],
+            "a `DynamicCache`, empty or filled, which stays yours: steps of a loop of your own", [steps_over_theirs]
         ),
         Feature(
             "a `StaticCache`, caches of other classes, masked tokens that a `DynamicCache` gets",
@@ -474,10 +467,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature("under gradients: training, adapters", [under_gradients]),
         Feature("training mode, if no module acts otherwise there", [in_training_mode(forward())]),
         Feature("training mode, if one does: dropout", [in_training_mode(forward())], model=DROPOUT, draws=True),
-        Feature(
-            "`torch.autocast` that changes an operation of the model",
-            [under_autocast(forward())],
-        ),
+        Feature("`torch.autocast` that changes an operation of the model", [under_autocast(forward())]),
         Feature("hooks on inner modules", [with_hook(lambda model: model.model, forward())]),
         Feature(_OBSERVED, [inside(lambda: FlopCounterMode(display=False), forward())]),
         Feature(

@@ -113,11 +113,7 @@ class CascadeRows:
         return pages
 
     def expected(
-        self,
-        window_left: int = -1,
-        soft_cap: float = 0.0,
-        query: Tensor | None = None,
-        key: Tensor | None = None,
+        self, window_left: int = -1, soft_cap: float = 0.0, query: Tensor | None = None, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """`[B, H, D]` and the log-sum-exp in base 2 `[B, H]`, in float32, from each row's own keys."""
         pages, query = self.written(key).float(), self.query if query is None else query

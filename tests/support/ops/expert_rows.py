@@ -73,11 +73,7 @@ class ExpertRows:
         )
 
     def fused(
-        self,
-        activation: str = "silu",
-        gated: bool = True,
-        transposed: bool = False,
-        bias: bool = False,
+        self, activation: str = "silu", gated: bool = True, transposed: bool = False, bias: bool = False
     ) -> FusedExperts:
         parts = 2 if gated else 1
         return FusedExperts(

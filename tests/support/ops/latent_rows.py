@@ -130,11 +130,7 @@ class LatentRows:
         starts = [sum(self.queries[:row]) for row in range(len(self.queries) + 1)]
         size = self.pages.shape[1]
         last = [(length - 1) % size + 1 for length in self.lengths]
-        return (
-            torch.tensor(starts, dtype=torch.int32),
-            self.indptr.cpu(),
-            torch.tensor(last, dtype=torch.int32),
-        )
+        return (torch.tensor(starts, dtype=torch.int32), self.indptr.cpu(), torch.tensor(last, dtype=torch.int32))
 
     def decode_arguments(self) -> LatentDecode:
         lengths = torch.tensor(self.lengths, dtype=torch.int32).to(self.pages.device)

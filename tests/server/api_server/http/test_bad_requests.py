@@ -156,13 +156,7 @@ def test_other_kinds_of_bodies(api_server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent",
-    [
-        HEAD + b"Content-Length: 99\r\n\r\n{",
-        HEAD,
-        b"\x00\x01\x02\r\n\r\n",
-        HEAD + b"Content-Length: -1\r\n\r\n",
-    ],
+    "sent", [HEAD + b"Content-Length: 99\r\n\r\n{", HEAD, b"\x00\x01\x02\r\n\r\n", HEAD + b"Content-Length: -1\r\n\r\n"]
 )
 def test_half_requests(api_server: RunningServer, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", api_server.port)) as peer:

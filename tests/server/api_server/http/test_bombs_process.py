@@ -53,10 +53,7 @@ class Recorded(NamedTuple):
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     notes = tmp_path_factory.mktemp("notes")
     command = (sys.executable, loop_recorder.__file__)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        httpx.Client(timeout=PATIENCE, verify=False) as http,
-    ):
+    with pytest.MonkeyPatch.context() as patch, httpx.Client(timeout=PATIENCE, verify=False) as http:
         patch.setenv(loop_recorder.FOLDER, str(notes))
         with serving(model_folder, *OPTIONS, command=command) as (process, url):
             http.base_url = url  # type: ignore[assignment]

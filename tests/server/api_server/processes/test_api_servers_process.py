@@ -172,10 +172,7 @@ def test_the_second_ctrl_c_ends_an_engine_process_that_does_not(model_folder: Pa
 def test_the_second_ctrl_c_ends_requests_and_shows_no_traceback(model_folder: Path, tmp_path: Path) -> None:
     arguments = [COMMAND, "serve", str(model_folder), "--port", "0", *OPTIONS]
     log = tmp_path / "log"
-    with (
-        log.open("w") as stderr,
-        subprocess.Popen(arguments, stderr=stderr, start_new_session=True) as process,
-    ):
+    with log.open("w") as stderr, subprocess.Popen(arguments, stderr=stderr, start_new_session=True) as process:
         until(lambda: "compiled_llm: ready" in log.read_text())
         url = re.findall(r"at (http://\S+)/v1", log.read_text())[0]
         assert is_ready(url), "it says so once it is"

@@ -61,8 +61,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [ValueError("wrong"), OSError("no file"), EngineProcessError("x"), Panic("index"), StopIteration(1)],
+    "error", [ValueError("wrong"), OSError("no file"), EngineProcessError("x"), Panic("index"), StopIteration(1)]
 )
 def test_it_ends_as_its_tokenizer_does(
     engine_process: Loop, monkeypatch: pytest.MonkeyPatch, error: BaseException
