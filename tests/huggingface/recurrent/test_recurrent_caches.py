@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,21 +135,6 @@ def test_a_cache_goes_on_after_each_kind_of_end(
     text = ENDS[end](model, [*first, 7, 8], cache)
     assert text[: len(first)] == first
     assert_goes_on(family, model, cache, [text], seed)
-    cache.close()
-    assert_nothing_left(model)
-
-
-@pytest.mark.parametrize("family", TWO)
-def test_a_chat_of_several_rows_goes_on(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of other lengths, questions of one token and of more than a chunk; the same words fresh, in the end."""
-    model, rows = wrapped_family(family), prompts_of([5, 18, 9], seed)
-    poison_released_states(model, monkeypatch)
-    cache = model.compiled.new_cache()
-    for words in ([], [7], [8] * 20, [9, 8]):
-        said = [[*text, *words] for text in rows]
-        out = begun(model, said, 5, cache)
-        rows = texts(said, out)
-        assert [text[-5:] for text in rows] == of_rows_alone(family, said, 5)
     cache.close()
     assert_nothing_left(model)
 
@@ -331,14 +315,6 @@ def test_models_are_copied_and_unwrapped_with_their_states(seed: int) -> None:
         assert new_tokens_of(own, prompts, 6, eos_token_id=None) == expected
     classes = [{type(module) for module in own.modules()} for own in (model, recurrent_model("Lfm2"))]
     assert classes[0] == classes[1]
-
-
-def test_a_wrap_that_fails_leaves_layers_as_they_were(tmp_path: Path) -> None:
-    model = recurrent_model("Lfm2")
-    before = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match="artifacts"):
-        compiled_llm.wrap(model, artifacts=tmp_path, progress=False)
-    assert [type(module) for module in model.modules()] == before
 
 
 @pytest.mark.parametrize(

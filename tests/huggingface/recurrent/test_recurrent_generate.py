@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 
 import compiled_llm
-from support.huggingface.callbacks import Collected, Halve
+from support.huggingface.callbacks import Halve
 from support.huggingface.recurrent_families import WITH_EXPERTS, recurrent_model
 from support.huggingface.recurrent_pairs import (
     FEW,
@@ -122,19 +122,6 @@ def assert_drawn_from_huggingfaces_logits(family: str, prompts: list[list[int]],
         assert (wanted.topk(20).indices == out.sequences[row, width:, None]).any(-1).all()
 
 
-@pytest.mark.parametrize("family", TWO)
-def test_beams_fork_states(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, model = prompts_of([9, 22], seed), wrapped_family(family)
-    poison_released_states(model, monkeypatch)
-    options = {"num_beams": 3, "eos_token_id": None}
-    for own in prompts:
-        expected = new_tokens_of(plain_family(family), [own], 10, **options)
-        assert new_tokens_of(model, [own], 10, **options) == expected
-    both = new_tokens_of(model, prompts, 10, **options)
-    assert both == [new_tokens_of(plain_family(family), [own], 10, **options)[0] for own in prompts]
-    assert_account_is_empty(model)
-
-
 def test_copies_of_a_row_are_drawn_each_for_itself(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (prompt,) = wrapped_family("Qwen3_5"), prompts_of([21], seed)
     poison_released_states(model, monkeypatch)
@@ -158,14 +145,6 @@ def test_a_processor_sees_the_scores_that_huggingface_gives_it(seed: int) -> Non
         assert new_tokens_of(model, [own], 10, **repeated) == new_tokens_of(plain_family("Lfm2"), [own], 10, **repeated)
     assert set(model.compiled.stats().generate_calls) <= {"fast loop", "processed loop"}
     assert_account_is_empty(model)
-
-
-def test_a_streamer_gets_huggingfaces_tokens(seed: int) -> None:
-    model, (prompt,) = wrapped_family("Lfm2"), prompts_of([18], seed)
-    theirs, ours = Collected(), Collected()
-    for own, streamer in ((plain_family("Lfm2"), theirs), (model, ours)):
-        new_tokens_of(own, [prompt], 6, streamer=streamer, eos_token_id=None)
-    assert ours.calls == theirs.calls
 
 
 DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -102,13 +102,6 @@ def test_pages_that_take_nothing_are_as_many_as_rows_can_use(kv_memory: Any, see
     assert model.compiled.stats().pages.total == (100 if kv_memory == "400 tokens" else 2 * 256 // 4)
 
 
-@pytest.mark.parametrize("options", [{"cascade": True}, {"kv_dtype": "fp8_e4m3"}], ids=str)
-def test_options_about_keys_are_refused_by_name(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(UnsupportedModelError, match=f"{name}=.* Mamba2ForCausalLM has no attention, .*without {name}"):
-        wrapped_family("Mamba2", **options)
-
-
 class Other(nn.Module):
     """Attention, for all that anybody knows."""
 
