@@ -299,12 +299,6 @@ class WrapConfig:
             if taken & numbers or (own == "all" and len(layers) > 1):
                 raise ValueError(f"variants={layers!r}: a layer has one variant, and {name!r} is for some of others")
             taken |= numbers
-        for option, given in (("batch_invariant=True", self.batch_invariant), ("cascade=True", self.cascade is True)):
-            if given:
-                raise ValueError(
-                    f"variants={layers!r} with {option}: there are no such kernels for variants; leave "
-                    f"{option.partition('=')[0]} out"
-                )
 
     @property
     def attention_backend(self) -> str:

@@ -5,7 +5,7 @@ a function, under `if TYPE_CHECKING`. Inside of each folder its rooms import one
 imports right:
 
     commands -> demo_model, server -> client -> huggingface -> explaining, engine -> execution -> compilation
-             -> kvcache -> model -> requests -> compiled_llm_ops, protocol, config, compat, env
+             -> kvcache -> model -> kinds -> requests -> compiled_llm_ops, protocol, config, compat, env
 
 FlashInfer's API, `compiled_llm_flashinfer`, stands beside: it imports the ops alone, and nobody imports it.
 """
@@ -37,6 +37,7 @@ FLOORS = [
     {"compilation"},
     {"kvcache"},
     {"model"},
+    {"kinds"},
     {"requests"},  # imports no torch: clients have it, too
     {OPS, "protocol", "config", "compat", "env", "features"},
 ]

@@ -111,9 +111,8 @@ class Engine:
             raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
         config = self._runtime.config
         if mixed is True:
-            scores = self._runtime.facts.scores
-            blocks = scores is not None and scores.of_one_row
-            check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant, blocks)
+            kinds = self._runtime.facts.kinds
+            check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant, kinds)
         if config.batch_invariant:
             mixed = False
         self._runtime.make_room(max_num_seqs)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, get_args
 
 from compiled_llm.engine.steps.outputs.logprobs import LogprobsMode
+from compiled_llm.kinds.support import FoundKind, refusal
 
 
 def check_options(
@@ -38,10 +40,10 @@ def check_options(
         raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
 
 
-def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool, chooses_blocks: bool) -> None:
+def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool, kinds: Sequence[FoundKind]) -> None:
     """Check the options of an ``Engine`` with ``mixed=True``.
 
-    Modes and backends are no matter, and but for blocks, layers: running rows are rows of a prefill.
+    Modes and backends are no matter: running rows are rows of a prefill.
 
     Raises:
         ValueError: no step could ever be mixed.
@@ -51,11 +53,8 @@ def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool,
             "mixed=True with a model that is wrapped with batch_invariant=True: running requests and prompts have "
             "steps of their own there; leave mixed out"
         )
-    if chooses_blocks:
-        raise ValueError(
-            "mixed=True with a model whose indexers choose blocks: they take new tokens of one request at a time; "
-            "leave mixed out"
-        )
+    if (refused := refusal(kinds, "mixed", "mixed=True")) is not None:
+        raise ValueError(refused)
     if max_num_seqs < 2:
         raise ValueError(
             f"mixed=True with max_num_seqs={max_num_seqs}: a mixed step has a prompt and a request that runs; give "

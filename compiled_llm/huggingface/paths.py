@@ -27,6 +27,7 @@ from compiled_llm.huggingface.processed_loop import processed_loop
 from compiled_llm.huggingface.processors.guidance import with_twins
 from compiled_llm.huggingface.processors.output_room import check_room
 from compiled_llm.huggingface.processors.processors import read_processors
+from compiled_llm.kinds.support import runs_original
 from compiled_llm.model.version.model_version import Placement
 
 _PAGED_MODES = (
@@ -58,8 +59,8 @@ def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reas
     runtime, config = choice.runtime, choice.config
     if runtime.asleep:
         yield Reason("asleep")
-    drafts_of_states = runtime.facts.states and choice.mode is GenerationMode.ASSISTED_GENERATION
-    if choice.mode not in _PAGED_MODES or drafts_of_states:  # a state does not go back by several tokens
+    drafts = choice.mode is GenerationMode.ASSISTED_GENERATION
+    if choice.mode not in _PAGED_MODES or (drafts and runs_original(runtime.facts.kinds, "drafts")):
         yield Reason("generation_mode", choice.mode.value)
     if config.output_attentions:
         yield Reason("output_attentions")

@@ -17,7 +17,7 @@ from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, forget_inner_calls, note_inner_calls, wrapped_class
-from compiled_llm.model.checks import check_attention, check_layers, check_model, check_placement, settled
+from compiled_llm.model.checks import check_attention, check_layers, check_model, check_placement, on_fastest_backend
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layers.experts import experts_of
 from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
@@ -77,7 +77,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     with leading_to_explain():
         recorder = LinearRecorder()
         layers, states = layers_of(checked, config.variants or {}, recorder)
-    config = settled(config, layers, checked)
+    config = on_fastest_backend(config, layers, checked)
     check_layers(checked, layers, config, states)
     if config.batch_invariant:
         check_invariance(checked, recorder, has_experts=bool(experts_of(checked)))

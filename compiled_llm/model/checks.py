@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,8 +17,10 @@ from transformers.generation.utils import GenerationMixin
 from compiled_llm.compat.torch.inductor import cpp_compilers, default_inductor_cache
 from compiled_llm.compat.torch.modes import cuda_is_lost
 from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
+from compiled_llm.kinds.support import refusal
 from compiled_llm.model.attention_switch import attention_function_of_user
 from compiled_llm.model.inputs import in_training
+from compiled_llm.model.layer_kinds import kinds_of
 from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
 from compiled_llm.model.layers.recurrent import Place, StateSpec
 from compiled_llm.model.refusals import UnsupportedModelError
@@ -26,10 +28,9 @@ from compiled_llm.model.sizes import attention_geometries
 from compiled_llm.model.version.training import training_difference
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.attention.variants import missing_kernel as missing_variant
-from compiled_llm_ops.backends import BACKENDS, backend_named
+from compiled_llm_ops.backends import BACKENDS, ChosenBackend, backend_for, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
-from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel
-from compiled_llm_ops.protocol import Backend
+from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel as missing_latents
 
 ROOT = 0
 """Root's user id: who does not trust root has no machine."""
@@ -217,26 +218,15 @@ def check_layers(
     config: WrapConfig,
     states: Mapping[Place, StateSpec] = MappingProxyType({}),
 ) -> None:
-    """Raise UnsupportedModelError if the backend has no kernels for a layer; it says why, and which backend has."""
-    if states and config.batch_invariant:
-        raise UnsupportedModelError(
-            f"wrap: batch_invariant=True: layer {min(states)[0]} of {type(model).__name__} is recurrent, and there is "
-            "no such kernel for it; wrap without batch_invariant"
-        )
-    if not any(layer.attends for layer in layers):
-        _check_without_attention(model, config)
-        return
-    _check_variants(model, layers, config)
-    if any(layer.expansion is not None for layer in layers):
-        _check_latents(model, layers, config)
-        return
-    _check_blocks(model, layers, config)
-    name, backend, _ = config.backend_on(model.device.type)
-    geometries = attention_geometries(layers, config.page_size, model.dtype)
-    if config.kv_dtype is not None:
-        geometries = [geometry._replace(kv_dtype=FP8) for geometry in geometries]
-        _check_fp8_layers(layers, config)
-    for number, (layer, geometry) in enumerate(zip(layers, geometries, strict=True)):
+    """Raise UnsupportedModelError if layers cannot run as the options say; it says why, and the way out."""
+    device = model.device.type
+    chosen = config.backend_on(device)
+    planned = device == "cuda" and not chosen.decodes_by_our_own
+    for found in kinds_of(layers, states):
+        for feature, given in _asked(config, found.layer, planned):
+            if (sentence := refusal([found], feature, f"wrap: {given}")) is not None:
+                raise UnsupportedModelError(sentence)
+    for number, (layer, geometry) in enumerate(zip(layers, _geometries(model, layers, config), strict=True)):
         if not layer.attends:
             continue
         if config.cascade is True and (group := geometry.query_heads // geometry.kv_heads) > CASCADE_QUERIES:
@@ -244,7 +234,7 @@ def check_layers(
                 f"wrap: cascade=True: attention layer {number} has {group} query heads for each kv head, and at most "
                 f"{CASCADE_QUERIES} can read shared pages together; wrap without cascade"
             )
-        reason = _missing(backend, layer, geometry)
+        reason = _missing(chosen, layer, geometry, device)
         if reason is not None and config.batch_invariant:
             raise UnsupportedModelError(
                 f"wrap: batch_invariant=True: there is no such kernel for attention layer {number}: {reason}; wrap "
@@ -252,50 +242,39 @@ def check_layers(
             )
         if reason is not None:
             raise UnsupportedModelError(
-                f"wrap: backend={name!r} cannot run attention layer {number}: {reason}; "
-                f"{_others(name, layer, geometry)}"
+                f"wrap: backend={chosen.name!r} cannot run attention layer {number}: {reason}; "
+                f"{_others(chosen.name, layer, geometry, device)}"
             )
+    if config.kv_scales is not None:
+        check_scales("wrap", config.kv_scales, layers)
 
 
-def _check_without_attention(model: PreTrainedModel, config: WrapConfig) -> None:
-    """Raise UnsupportedModelError if options are about keys and values, which no layer has."""
-    for option, given in (
-        ("cascade=True", config.cascade is True),
-        (f"kv_dtype={config.kv_dtype!r}", config.kv_dtype is not None),
-        ("variants", bool(config.variants)),
+def _asked(config: WrapConfig, layer: Layer, planned: bool) -> Iterator[tuple[str, str]]:
+    """Yield the features of the table of support that options and a layer ask for, each as it is given.
+
+    ``planned`` says whether the backend plans decode.
+    """
+    divides = layer.block_size is None or layer.block_size % config.page_size == 0
+    for feature, given, asks in (
+        ("batch_invariant", "batch_invariant=True", config.batch_invariant),
+        ("cascade", "cascade=True", config.cascade is True),
+        ("kv_dtype", f"kv_dtype={config.kv_dtype!r}", config.kv_dtype is not None),
+        ("variants", "variants", layer.variant is not None or (bool(config.variants) and not layer.attends)),
+        ("page_size", f"page_size={config.page_size}", not divides),
+        ("backend", f"backend={config.backend!r}", planned),
+        ("window", f"a window of {layer.window_left + 1} tokens", layer.window_left >= 0),
+        ("soft_cap", f"logits capped at {layer.logits_soft_cap}", layer.logits_soft_cap > 0),
     ):
-        if given:
-            raise UnsupportedModelError(
-                f"wrap: {option}: {type(model).__name__} has no attention, which that is for; wrap without "
-                f"{option.partition('=')[0]}"
-            )
+        if asks:
+            yield feature, given
 
 
-def _check_variants(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
-    """Raise UnsupportedModelError if layers that attend by variants cannot."""
-    kind = model.device.type
-    cuda = kind == "cuda"
-    chosen = config.backend_on(kind)
-    own = chosen.decodes_by_our_own
-    for number, layer in enumerate(layers):
-        if layer.variant is None:
-            continue
-        said, reason = f"wrap: variants: attention layer {number}", None
-        if cuda and not own and not chosen.plans_functions:
-            reason = f"has no kernels with backend={config.backend!r}; wrap with backend='auto' or 'flashinfer'"
-        elif layer.expansion is not None:
-            reason = "keeps latents (multi-head latent attention), which variants do not read; leave it out"
-        elif layer.chooses:
-            reason = "reads what an indexer chooses, and variants read all keys; leave it out"
-        elif layer.logits_soft_cap > 0:
-            reason = "caps its logits, and variants have no cap beside their own function; leave it out"
-        elif cuda and own:
-            reason = missing_variant(layer.head_dim)
-        if reason is not None:
-            raise UnsupportedModelError(f"{said} {reason}")
+def _geometries(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> list[Geometry]:
+    found = attention_geometries(layers, config.page_size, model.dtype)
+    return found if config.kv_dtype is None else [geometry._replace(kv_dtype=FP8) for geometry in found]
 
 
-def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel) -> WrapConfig:
+def on_fastest_backend(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel) -> WrapConfig:
     """Return the options with the backend that ``"auto"`` stands for where layers keep latents.
 
     That is FlashInfer if its kernels are faster than ours for so many heads, and else ``"auto"``.
@@ -306,99 +285,12 @@ def settled(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel)
     )
     if not (attending and faster) or model.device.type != "cuda" or config.attention_backend != "auto":
         return config
-    name, backend, _ = config.backend_on("cuda")
-    if name != "flashinfer":
+    if config.backend_on("cuda").name != "flashinfer":
         return config
-    sizes = config.page_size, model.dtype
-    geometries = zip(layers, attention_geometries(layers, *sizes), strict=True)
-    known = all(
-        backend.missing_kernel(geometry._replace(rope_size=layer.value_head_dim or 0)) is None
-        for layer, geometry in geometries
-        if layer.attends
-    )
-    return replace(config, backend="flashinfer") if known else config
-
-
-def _check_latents(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
-    """Raise UnsupportedModelError if layers of multi-head latent attention cannot run as the options say."""
-    cuda = model.device.type == "cuda"
-    chosen = config.backend_on(model.device.type)
-    name, backend, _ = chosen
-    by_plan = cuda and not chosen.decodes_by_our_own
-    for option, given in (
-        ("cascade=True", config.cascade is True),
-        (f"kv_dtype={config.kv_dtype!r}", config.kv_dtype is not None),
-        ("batch_invariant=True", config.batch_invariant),
-        (f"backend={config.backend!r}", by_plan and not backend.latents),
-    ):
-        if given:
-            raise UnsupportedModelError(
-                f"wrap: {option}: attention layer 0 keeps latents (multi-head latent attention), and there is no such "
-                f"kernel for them; wrap without {option.partition('=')[0]}"
-            )
-    if by_plan and any(layer.chooses for layer in layers):
-        raise UnsupportedModelError(
-            f"wrap: backend={name!r}: an indexer chooses the tokens that layers read, which no plan of a backend "
-            "knows; wrap with backend='auto'"
-        )
-    for number, layer in enumerate(layers):
-        if not layer.attends:
-            continue
-        assert layer.value_head_dim is not None, "latents have a rotated part"
-        if layer.window_left >= 0 or layer.logits_soft_cap > 0:
-            what = f"a window of {layer.window_left + 1}" if layer.window_left >= 0 else "capped logits"
-            raise UnsupportedModelError(
-                f"wrap: attention layer {number} keeps latents (multi-head latent attention) and has {what}, for which "
-                "there is no kernel; it stays usable unwrapped"
-            )
-        missing = missing_kernel(layer.head_dim, layer.value_head_dim, model.dtype) if cuda else None
-        if missing is not None:
-            raise UnsupportedModelError(
-                f"wrap: attention layer {number} keeps latents (multi-head latent attention): {missing}; it stays "
-                "usable unwrapped"
-            )
-        (geometry,) = attention_geometries([layer], config.page_size, model.dtype)
-        reason = backend.missing_kernel(geometry._replace(rope_size=layer.value_head_dim)) if by_plan else None
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"wrap: backend={name!r} cannot run attention layer {number}, which keeps latents (multi-head latent "
-                f"attention): {reason}; wrap without backend"
-            )
-
-
-def _check_blocks(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
-    """Raise UnsupportedModelError if layers whose indexers choose blocks cannot run as the options say."""
-    own = config.backend_on(model.device.type).decodes_by_our_own
-    for number, layer in enumerate(layers):
-        if layer.block_size is None:
-            continue
-        what = f"attention layer {number} reads blocks of {layer.block_size} tokens that an indexer chooses"
-        if layer.block_size % config.page_size:
-            raise UnsupportedModelError(
-                f"wrap: page_size={config.page_size}: {what}, and pages must lie in one of them; wrap with a "
-                f"page_size that divides {layer.block_size}"
-            )
-        for option, given in (
-            ("batch_invariant=True", config.batch_invariant),
-            (f"backend={config.backend!r}", model.device.type == "cuda" and not own),
-        ):
-            if given:
-                raise UnsupportedModelError(
-                    f"wrap: {option}: {what}, and there is no such kernel for that; wrap without "
-                    f"{option.partition('=')[0]}"
-                )
-
-
-def _check_fp8_layers(layers: Sequence[Layer], config: WrapConfig) -> None:
-    for number, layer in enumerate(layers):
-        if layer.value_head_dim is not None:
-            raise UnsupportedModelError(
-                f"wrap: kv_dtype={config.kv_dtype!r}: attention layer {number} has keys with heads of size "
-                f"{layer.head_dim}, and values with heads of size {layer.value_head_dim}; pages of fp8 need one size; "
-                "wrap without kv_dtype"
-            )
-    if config.kv_scales is not None:
-        check_scales("wrap", config.kv_scales, layers)
+    other = replace(config, backend="flashinfer")
+    chosen, both = other.backend_on("cuda"), zip(layers, _geometries(model, layers, config), strict=True)
+    known = all(_missing(chosen, layer, geometry, "cuda") is None for layer, geometry in both if layer.attends)
+    return other if known else config
 
 
 def check_scales(call: str, scales: KVScales, layers: Sequence[Layer]) -> None:
@@ -418,15 +310,34 @@ def check_scales(call: str, scales: KVScales, layers: Sequence[Layer]) -> None:
                 )
 
 
-def _missing(backend: Backend, layer: Layer, geometry: Geometry) -> str | None:
+def _missing(chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
+    """Return why a backend has no kernels for a layer of these sizes; None if it has."""
+    backend, planned = chosen.backend, device == "cuda" and not chosen.decodes_by_our_own
+    if layer.expansion is not None:
+        assert layer.value_head_dim is not None, "latents have a rotated part"
+        own = missing_latents(layer.head_dim, layer.value_head_dim, geometry.dtype) if device == "cuda" else None
+        if own is not None or not planned:
+            return own
+        if not backend.latents:
+            return "it has no kernels for latents (multi-head latent attention)"
+        return backend.missing_kernel(geometry._replace(rope_size=layer.value_head_dim))
+    if layer.variant is not None and device == "cuda":
+        own = missing_variant(layer.head_dim) if not planned else None
+        if own is not None or (planned and not chosen.plans_functions):
+            return own or "it has no kernels for variants"
     if layer.value_head_dim is not None and not backend.uneven_heads:
         return f"its keys have heads of size {layer.head_dim}, and its values of size {layer.value_head_dim}"
     return backend.missing_kernel(geometry)
 
 
-def _others(name: str, layer: Layer, geometry: Geometry) -> str:
-    able = [other for other in BACKENDS if other != name and _missing(backend_named(other), layer, geometry) is None]
-    ways = [f"backend={other!r}" + ("" if backend_named(other).capturable else " with mode='eager'") for other in able]
+def _others(name: str, layer: Layer, geometry: Geometry, device: str) -> str:
+    others = [backend_for(other, device) for other in BACKENDS if other != name]
+    able = [
+        other
+        for other in others
+        if _missing(other, layer, geometry, device) is None and (other.decodes_by_our_own or not layer.chooses)
+    ]
+    ways = [f"backend={other.name!r}" + ("" if other.backend.capturable else " with mode='eager'") for other in able]
     return f"{' or '.join(ways)} can" if ways else "no backend can"
 
 

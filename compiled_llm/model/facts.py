@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.compat.huggingface import keeps_all
+from compiled_llm.kinds.support import FoundKind, runs_original
 from compiled_llm.model.attention import NewestTokens, PackedTokens, PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
+from compiled_llm.model.layer_kinds import kinds_of
 from compiled_llm.model.layer_probe import Layer, index_places
 from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
 from compiled_llm.model.layers.latents import Latents
@@ -132,6 +134,12 @@ class ModelFacts:
         return self._positions.of(self.model)
 
     @cached_property
+    def kinds(self) -> tuple[FoundKind, ...]:
+        """Of which kinds layers are, each with the first layer of it."""
+        found = reversed([*kinds_of(self.layers, self.states)])
+        return tuple({kind.support: kind for kind in found}.values())[::-1]
+
+    @cached_property
     def windows(self) -> tuple[int, ...]:
         """The window sizes of layers with sliding windows, a query itself included; each size once."""
         positions = self.max_positions
@@ -194,7 +202,8 @@ class ModelFacts:
     @cached_property
     def fills_caches(self) -> bool:
         """Whether HuggingFace's caches hold what pages do, so that one can stand in for the other."""
-        return not self.states and keeps_all(self.model.config, [layer.attends for layer in self.layers])
+        attending = [layer.attends for layer in self.layers]
+        return not runs_original(self.kinds, "dynamic_cache") and keeps_all(self.model.config, attending)
 
     def autocast_matters(self) -> bool:
         """Return whether the ``torch.autocast`` that this thread is in changes what the model computes."""

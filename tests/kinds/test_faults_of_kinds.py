@@ -153,19 +153,19 @@ PREFIX_HITS: dict[str, Fault] = {
 }
 REFUSALS: dict[str, Fault] = {
     "fp8 of values that have another size than keys": Fault(
-        "test_each_option_works_or_is_refused_in_a_sentence[uneven-fp8]",
-        "        if layer.value_head_dim is not None:\n            raise UnsupportedModelError",
-        "        if False:\n            raise UnsupportedModelError",
+        "test_what_a_kind_refuses_is_refused_by_its_sentence[uneven-kv_dtype]",
+        "support.UNEVEN: layer.value_head_dim is not None",
+        "support.UNEVEN: False",
     ),
     "pages that are larger than blocks": Fault(
-        "test_each_option_works_or_is_refused_in_a_sentence[blocks-large pages]",
-        "if layer.block_size % config.page_size:",
-        "if False:",
+        "test_what_a_kind_refuses_is_refused_by_its_sentence[blocks-page_size]",
+        "layer.block_size % config.page_size == 0",
+        "layer.block_size >= config.page_size // 2",
     ),
     "recurrent layers with batch_invariant": Fault(
-        "test_each_option_works_or_is_refused_in_a_sentence[recurrent-batch_invariant]",
-        "if states and config.batch_invariant:",
-        "if False:",
+        "test_what_a_kind_refuses_is_refused_by_its_sentence[recurrent-batch_invariant]",
+        "yield FoundKind(support.RECURRENT, first, layers[first])",
+        "yield FoundKind(support.FULL, first, layers[first])",
     ),
 }
 FAULTS = TOKENS | CAPTURED | COMPILED | LOGITS | CACHES | BEAMS_AND_DRAFTS | PREFIX_HITS | REFUSALS

@@ -1,13 +1,15 @@
 """Eight promises of every kind of layer.
 
 They give HuggingFace's tokens in `generate` and in an engine, captured and compiled; HuggingFace's logits; caches that
-are read out and written back; beams and drafts; prefix hits; and a sentence for each option that a kind has not.
+are read out and written back; beams and drafts; prefix hits; and a sentence for each feature that the
+table of support denies a kind.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,13 +17,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
+from compiled_llm.kinds import support as table
+from compiled_llm.kinds.support import FEATURES, ORIGINAL, YES, No
+from compiled_llm.model.checks import check_layers
 from compiled_llm_ops import register_variant
 from support.engine.random_requests import CAPTURES
 from support.engine.tiny_engines import PATIENCE, greedy as greedily
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
-from support.kinds import IN_FP8, KINDS, OPTIONS, WORKS, Kind, each
+from support.indexed_models import PlacedOnCuda
+from support.kinds import BLOCKS, IN_FP8, KINDS, LATENT, NO_ATTENTION, OPTIONS, RECURRENT, Kind, each
 from support.parity import assert_account_is_empty, greedy
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
@@ -107,7 +114,7 @@ def test_tokens_in_an_engine(kind: Kind, mixed: bool, seed: int, monkeypatch: py
     """With so few pages that rows lose theirs, and begin again; some are cancelled."""
     monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
     model, prompts = kind.wrapped(seed, kv_memory="100 tokens"), prompts_of(LENGTHS, seed)
-    with Engine(model, mixed=mixed and "mixed steps" not in kind.answers) as engine:
+    with Engine(model, mixed=mixed and kind("mixed") is YES) as engine:
         handles = []
         for prompt in prompts:
             handles.append(engine.submit(prompt, greedily(24)))
@@ -127,7 +134,8 @@ def test_captured_steps_give_the_same_tokens(kind: Kind, seed: int, monkeypatch:
     let_a_cpu_capture(monkeypatch)
     model = kind.wrapped(seed)
     check_tokens(kind, model, seed)
-    assert {row.phase for row in model.compiled.cuda_graphs if row.replays} == {*kind.phases}
+    phases = {"decode", "prefill"} if kind("captured_prefills") is YES else {"decode"}
+    assert {row.phase for row in model.compiled.cuda_graphs if row.replays} == phases
 
 
 # ---- compiled
@@ -240,7 +248,8 @@ def test_huggingfaces_caches_are_read_in_and_written_back(kind: Kind, cache: str
             inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         said.append(torch.cat(texts, dim=1))
     assert torch.equal(*said)
-    assert model.compiled.stats().generate_calls == {"original" if cache in kind.original else "fast loop": 3}
+    works = kind(f"{cache}_cache") is YES
+    assert model.compiled.stats().generate_calls == {"fast loop" if works else "original": 3}
     assert_same_caches(*reversed(caches), kind)
     assert_account_is_empty(model)
 
@@ -262,8 +271,8 @@ def test_drafts(kind: Kind, seed: int) -> None:
     model, (prompt,) = kind.wrapped(seed), prompts_of([13], seed)
     said, wanted = [prompt * 2], expected(kind, [prompt * 2], 12, seed)
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": kind.tiny_model(seed + 1)}):
-        if kind.drafts:
-            with pytest.raises(ValueError, match=kind.drafts):
+        if kind("drafts") is ORIGINAL:
+            with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
                 new_tokens(model, said, 12, **options)
         else:
             assert new_tokens(model, said, 12, **options) == wanted
@@ -271,9 +280,9 @@ def test_drafts(kind: Kind, seed: int) -> None:
     assert_account_is_empty(model)
 
 
-@each(*KINDS, *IN_FP8)
+@each(*(kind for kind in (*KINDS, *IN_FP8) if kind("several_tokens") is YES))
 def test_several_tokens_in_a_step_are_as_many_steps(kind: Kind, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a draft model proposes them; or they are refused in a sentence, and rows are as they were."""
+    """As a draft model proposes them."""
     let_a_cpu_capture(monkeypatch)
     model = kind.wrapped(seed, prefill_tokens=64)
     together, apart = (model.compiled.generate_loop() for _ in range(2))
@@ -283,18 +292,13 @@ def test_several_tokens_in_a_step_are_as_many_steps(kind: Kind, seed: int, monke
         loop.step()
         loop.drain()
     for tokens in torch.randint(3, 128, (2, 3, 2), generator=torch.Generator().manual_seed(seed)):
-        if kind.several:
-            with pytest.raises(ValueError, match=f"2 new tokens for each row: {kind.several}"):
-                together.feed(tokens)
-            continue
         columns = []
         for at in range(2):
             apart.step(tokens[:, at])
             sampled = apart.drain()
             columns.append([sampled[row] for row in apart.rows])
         assert together.feed(tokens).T.tolist() == columns
-    lengths = [3, 4, 9] if kind.several else [7, 8, 13]
-    assert [row.length for row in together.rows] == lengths
+    assert [row.length for row in together.rows] == [7, 8, 13]
     for loop in (together, apart):
         loop.close()
     assert_account_is_empty(model)
@@ -325,29 +329,25 @@ def test_prompts_that_begin_alike_begin_with_cached_pages(kind: Kind, seed: int)
     assert_account_is_empty(model)
 
 
-# ---- refusals
+# ---- what works and what is refused
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@each(*KINDS)
-def test_each_option_works_or_is_refused_in_a_sentence(kind: Kind, option: str, seed: int) -> None:
+def wrapped_with(option: str, kind: Kind, seed: int, model: Any = None) -> Any:
     register_variant("no_change")
-    given, sentence = dict(OPTIONS[option]), kind.answers.get(option, WORKS)
-    prompts = prompts_of([5, 17, 33], seed)
-    if "variants" in given:
-        given["variants"] = {**kind.wrap_options.get("variants", {}), **given["variants"]}
-    if sentence:
-        model = kind.tiny_model(seed)
-        classes = [type(module) for module in model.modules()]
-        with pytest.raises(ValueError, match=sentence):
-            kind.wrapped(seed, model=model, **given)
-        assert [type(module) for module in model.modules()] == classes
-        return
-    model = kind.wrapped(seed, **given)
+    return kind.wrapped(seed, model=model, **{**OPTIONS[option], **(kind.wrap_options if option == "variants" else {})})
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [pytest.param(kind, option, marks=kind.marks) for kind in KINDS for option in OPTIONS if kind(option) is YES],
+    ids=str,
+)
+def test_each_option_works(kind: Kind, option: str, seed: int) -> None:
+    model, prompts = wrapped_with(option, kind, seed), prompts_of([5, 17, 33], seed)
     if option == "batch_invariant":
         return  # its programs are compiled: `tests/engine/invariance`
     found = new_tokens(model, prompts, 10)
-    if option == "fp8":
+    if option == "kv_dtype":
         assert found == [new_tokens(model, [prompt], 10)[0] for prompt in prompts]
         assert torch.float8_e4m3fn in {pages.dtype for pages in model.compiled.model_runner().state.pages}
     else:
@@ -355,13 +355,9 @@ def test_each_option_works_or_is_refused_in_a_sentence(kind: Kind, option: str, 
     assert_account_is_empty(model)
 
 
-@each(*KINDS)
-def test_mixed_steps_work_or_are_refused_in_a_sentence(kind: Kind, seed: int) -> None:
+@each(*(kind for kind in KINDS if kind("mixed") is YES))
+def test_mixed_steps(kind: Kind, seed: int) -> None:
     model, prompts = kind.wrapped(seed), prompts_of(LENGTHS, seed)
-    if sentence := kind.answers.get("mixed steps", WORKS):
-        with pytest.raises(ValueError, match=sentence):
-            Engine(model, mixed=True)
-        return
     with Engine(model, mixed=True) as engine:
         handles = []
         for prompt in prompts:
@@ -370,3 +366,79 @@ def test_mixed_steps_work_or_are_refused_in_a_sentence(kind: Kind, seed: int) ->
         assert [handle.result(PATIENCE).token_ids for handle in handles] == expected(kind, prompts, 12, seed)
         assert engine.stats().mixed_steps > 0
     assert_account_is_empty(model)
+
+
+@each(*(kind for kind in KINDS if kind("crop") is YES))
+def test_a_cropped_cache_goes_on(kind: Kind, seed: int) -> None:
+    model, (prompt,) = kind.wrapped(seed), prompts_of([18], seed)
+    cache, again = model.compiled.new_cache(), [*prompt[:15], 7]
+    new_tokens(model, [prompt], 5, past_key_values=cache)
+    cache.crop(-7)
+    assert new_tokens(model, [again], 5, past_key_values=cache) == expected(kind, [again], 5, seed)
+    cache.close()
+    assert_account_is_empty(model)
+
+
+def ask(feature: str, kind: Kind, seed: int) -> None:
+    """Ask for a feature that is refused."""
+    if feature in OPTIONS:
+        wrapped_with(feature, kind, seed)
+        return
+    model = kind.wrapped(seed)
+    facts, runtime = model.compiled.facts, model.compiled
+    if feature == "mixed":
+        Engine(model, mixed=True)
+    elif feature == "several_tokens":
+        loop = runtime.generate_loop()
+        loop.admit(np.array([5, 6, 7]), 40)
+        loop.step()
+        loop.drain()
+        loop.feed(torch.tensor([[5, 6]]))
+    elif feature == "crop":
+        cache = runtime.new_cache()
+        new_tokens(model, [[5, 6, 7]], 5, past_key_values=cache)
+        cache.crop(-2)
+    elif feature == "backend":
+        config, placed = WrapConfig(backend="flashinfer", page_size=4), cast(Any, PlacedOnCuda())
+        check_layers(placed, facts.layers, config, facts.states)
+    else:
+        changed = {"window": {"window_left": 9}, "soft_cap": {"logits_soft_cap": 30.0}}[feature]
+        check_layers(model, [layer._replace(**changed) for layer in facts.layers], runtime.config, facts.states)
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature"),
+    [
+        pytest.param(kind, feature, marks=kind.marks)
+        for kind in (*KINDS, NO_ATTENTION)
+        for feature in FEATURES
+        # A model without attention is of the recurrent kind, too, which says it then.
+        if isinstance(kind(feature), No) and (kind is RECURRENT or kind(feature) is not RECURRENT(feature))
+    ],
+    ids=str,
+)
+def test_what_a_kind_refuses_is_refused_by_its_sentence(kind: Kind, feature: str, seed: int) -> None:
+    with pytest.raises(ValueError, match=kind.refusal(feature)):
+        ask(feature, kind, seed)
+
+
+@pytest.mark.parametrize("option", ["cascade", "page_size"])
+def test_a_model_that_is_refused_is_as_it_was(option: str, seed: int) -> None:
+    kind = {"cascade": LATENT, "page_size": BLOCKS}[option]
+    model = kind.tiny_model(seed)
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=kind.refusal(option)):
+        wrapped_with(option, kind, seed, model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_each_kind_has_a_row_and_each_row_a_cell_for_each_feature() -> None:
+    assert [kind.support for kind in (*KINDS, NO_ATTENTION)] == [*table.KINDS]
+    for row in table.KINDS:
+        assert row.cells.keys() == {*FEATURES}, row.kind
+
+
+def test_each_option_of_wrap_is_a_feature_or_not_about_layers() -> None:
+    about_none = {"mode", "max_batch_size", "kv_memory", "prefill_tokens", "kv_scales", "fuse_projections", "progress"}
+    about_none |= {"workspace_bytes", "graph_memory", "max_graphs", "artifacts", "eager_first"}
+    assert {option.name for option in dataclasses.fields(WrapConfig)} - about_none <= {*FEATURES}

@@ -18,6 +18,7 @@ from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.kinds.support import refusal
 
 # Cudagraph trees run a new shape once as it is, capture it on the second call and replay it from the third.
 _CALLS_TO_CAPTURE = 3
@@ -115,16 +116,10 @@ class Steps:
                 f"{new_tokens} new tokens for each of {step.rows} rows are more than the {self._max_planned} that can "
                 "be planned; wrap with a larger prefill_tokens"
             )
-        if self._state.states:
-            raise ValueError(
-                f"{new_tokens} new tokens for each row: a step of recurrent layers has one; feed them one by one"
-            )
+        given = f"{new_tokens} new tokens for each row"
+        if (refused := refusal(self._state.facts.kinds, "several_tokens", given)) is not None:
+            raise ValueError(refused)
         scores = self._state.scores
-        if scores is not None and scores.scores.of_one_row:
-            raise ValueError(
-                f"{new_tokens} new tokens for each row: an indexer chooses the blocks that the newest one reads; feed "
-                "them one by one"
-            )
         if scores is not None and (needed := scores.of_decode(step.rows, new_tokens)) > scores.limit:
             raise ValueError(
                 f"{new_tokens} new tokens for each of {step.rows} rows need {needed} bytes for an indexer's scores, "

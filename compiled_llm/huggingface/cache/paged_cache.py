@@ -34,6 +34,7 @@ from compiled_llm.huggingface.cache.cache_columns import (
 from compiled_llm.huggingface.cache.emitted_columns import NOTHING_WANTED, StepEmitted, WantedOutputs
 from compiled_llm.huggingface.cache.hidden_columns import check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
+from compiled_llm.kinds.support import refusal
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
@@ -188,11 +189,10 @@ class PagedCache(Cache):
         if left < 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} and the cache was given {self.seen} tokens")
         lengths = self.stored[:, :left].sum(axis=1).tolist()
-        if self._is_recurrent and any(0 < kept < row.length for row, kept in zip(self._rows, lengths, strict=True)):
-            raise ValueError(
-                f"crop: tokens_to_remove={tokens_to_remove}: recurrent layers have no states from before the last "
-                "token; go on with a copy of the cache (copy.deepcopy) that was made there, or compute the text again"
-            )
+        kinds, given = self.model_runner.state.facts.kinds, f"crop: tokens_to_remove={tokens_to_remove}"
+        refused = refusal(kinds, "crop", given)
+        if refused and any(0 < kept < row.length for row, kept in zip(self._rows, lengths, strict=True)):
+            raise ValueError(refused)
         with self.generate_loop.promise.drawn_on():
             for row, length in zip(self._rows, lengths, strict=True):
                 row.rewind(length)

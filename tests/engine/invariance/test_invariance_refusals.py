@@ -11,7 +11,6 @@ from compiled_llm.model.refusals import UnsupportedModelError
 from support.engine.invariant_answers import invariant
 from support.engine.random_requests import of_8_bits, of_16_bits
 from support.huggingface.families import FAMILIES, make
-from support.uneven_heads import uneven_llama
 
 
 @pytest.mark.parametrize(
@@ -51,8 +50,3 @@ def test_quantised_weights() -> None:
 def test_packed_weights() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^wrap: model\.\S+ is a torch\.ao\.\S+, whose packed weight"):
         invariant(of_16_bits())
-
-
-def test_values_of_another_size_than_keys() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"^wrap: batch_invariant=True: .* layer 0: its keys have"):
-        invariant(uneven_llama())

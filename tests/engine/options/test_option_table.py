@@ -15,7 +15,17 @@ from compiled_llm.execution.state import score_room
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from support.engine.option_table import BETWEEN, CELLS, LAYERS, OPTIONS, PAGE, USUAL, Cell, table
+from support.engine.option_table import (
+    CELLS,
+    LAYERS,
+    OPTIONS,
+    PAGE,
+    USUAL,
+    Cell,
+    lines_of_support,
+    table,
+    written,
+)
 from support.engine.random_requests import CHOOSING, assert_same, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
@@ -113,10 +123,11 @@ def test_what_does_not_go_together_is_refused_before_pages_are_allocated(
         assert len(engine.submit([5, 6, 7], greedy(4)).result(PATIENCE).token_ids) == 4
 
 
-def test_the_page_of_compatibility_has_the_table() -> None:
-    between = BETWEEN.search(PAGE.read_text())
-    assert between is not None
-    assert between[0] == table(), "run tests/support/engine/option_table.py from tests/"
+def test_the_page_of_compatibility_has_the_tables() -> None:
+    page = PAGE.read_text()
+    assert table() in page
+    assert "\n".join(lines_of_support()) in page
+    assert page == written(page), "run tests/support/engine/option_table.py from tests/"
 
 
 def test_each_pair_and_kind_may_be_drawn() -> None:

@@ -166,7 +166,7 @@ def test_a_cache_cannot_be_cropped_and_goes_on(seed: int) -> None:
     cache = out.past_key_values
     assert not any(layer.is_croppable for layer in cache.layers)
     before = cache.get_seq_length()
-    with pytest.raises(ValueError, match=r"crop: tokens_to_remove=-2: recurrent layers have no states from before"):
+    with pytest.raises(ValueError, match=r"crop: tokens_to_remove=-2: layer 0 is recurrent, and has no"):
         cache.crop(-2)
     cache.crop(0)
     assert cache.get_seq_length() == before

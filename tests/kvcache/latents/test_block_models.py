@@ -16,17 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import Engine, WrapConfig
+from compiled_llm import Engine
 from compiled_llm.model.attention import NewestTokens
-from compiled_llm.model.checks import check_layers
-from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.layers.indexers import IndexedRows
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine import tiny_engines
 from support.engine.random_requests import CAPTURES
-from support.indexed_models import BLOCK, BLOCKS, PlacedOnCuda, block_model, needs_blocks
+from support.indexed_models import BLOCK, BLOCKS, block_model, needs_blocks
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
 
 pytestmark = needs_blocks
@@ -131,24 +129,6 @@ def test_captured_steps_give_the_same_tokens(
 
 
 # ---- what is refused
-
-
-def test_options_without_a_kernel_are_refused_by_name(seed: int) -> None:
-    layer = Layer(8, 2, 128, -1, 0.0, chooses=True, block_size=128)
-    model: Any = PlacedOnCuda()
-    check_layers(model, [layer], WrapConfig())
-    for options, reason in (
-        (
-            {"backend": "flashinfer"},
-            "backend='flashinfer': attention layer 0 reads blocks of 128 tokens that an indexer",
-        ),
-        ({"batch_invariant": True}, "batch_invariant=True: attention layer 0 reads blocks"),
-        ({"page_size": 48}, "page_size=48: .* wrap with a page_size that divides 128"),
-    ):
-        with pytest.raises(UnsupportedModelError, match=reason):
-            check_layers(model, [layer], WrapConfig(**options))
-    with pytest.raises(UnsupportedModelError, match=r"page_size=16: attention layer 1 .* divides 8"):
-        compiled_llm.wrap(block_model(seed), mode="eager", page_size=16)
 
 
 @pytest.mark.parametrize("overrides", [{"index_n_heads": 1}, {"index_local_blocks": 0}], ids=str)

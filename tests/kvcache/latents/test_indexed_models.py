@@ -13,13 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import Engine, WrapConfig
+from compiled_llm import Engine
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import IndexKeysSpec, TokenPlaces, allocate_pages
-from compiled_llm.model.checks import check_layers
-from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.layers.indexers import INDEXED_BEFORE, IndexedRows
-from compiled_llm.model.layers.latents import Expansion
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.engine import tiny_engines
@@ -27,7 +24,6 @@ from support.indexed_models import (
     FAMILIES,
     INDEX,
     TOP,
-    PlacedOnCuda,
     indexed_model,
     model_with_other_latents,
     needs_indexers,
@@ -143,14 +139,6 @@ def test_decode_by_plan_and_prefills_in_chunks(seed: int, monkeypatch: pytest.Mo
 
 
 # ---- what is refused
-
-
-def test_backends_with_plans_are_refused_on_gpus() -> None:
-    layer = Layer(16, 1, 512, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128), chooses=True)
-    model: Any = PlacedOnCuda()
-    check_layers(model, [layer], WrapConfig())
-    with pytest.raises(UnsupportedModelError, match="backend='flashinfer': an indexer chooses the tokens"):
-        check_layers(model, [layer], WrapConfig(backend="flashinfer"))
 
 
 @needs_other_latents

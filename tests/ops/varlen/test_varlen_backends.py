@@ -22,6 +22,7 @@ from compiled_llm import WrapConfig
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.layers.latents import Expansion
+from compiled_llm.model.layers.variants import LayerVariant
 from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import paged_attention, paged_attention_lse
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
@@ -247,15 +248,15 @@ def test_what_fits_is_taken_in_any_mode(backend: str) -> None:
         ({"query_heads": 5}, {}, r"5 query heads are no multiple of 2 kv heads; "),
         ({"value_head_dim": 32}, {}, r"its keys have heads of size 64, and its values of size 32; backend='reference'"),
         (
-            {"variant": "alibi"},
+            {"variant": LayerVariant("alibi", (), frozenset())},
             {},
-            r"variants: attention layer 1 has no kernels with backend='\S+'; wrap with backend='auto'",
+            r"backend='\S+' cannot run attention layer 1: it has no kernels for variants; backend='flashinfer' or",
         ),
         ({"block_size": 256}, {}, r"backend='\S+': attention layer 1 reads blocks .* no such kernel.*without back"),
         (
             {"expansion": Expansion("kv_b_proj", 16, 64), "value_head_dim": 64},
             {},
-            r"backend='\S+': attention layer 0 keeps latents .*with",
+            r"backend='\S+' cannot run attention layer 1: it has no kernels for latents .*; backend='triton' can",
         ),
     ],
     ids=str,

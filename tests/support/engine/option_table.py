@@ -11,12 +11,15 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compiled_llm.kinds import support
+from compiled_llm.kinds.support import FEATURES, No
 from support.engine.random_requests import CHOOSING, KEEPING_STATES, KINDS
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md"
 BETWEEN = re.compile(
     r"(?<=<!-- written by tests/support/engine/option_table.py -->\n\n).+?(?=\n<!-- end -->)", re.DOTALL
 )
+OF_SUPPORT = re.compile(r"(?<=<!-- table of support -->\n\n).+?(?=\n<!-- end -->)", re.DOTALL)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "kv_dtype": {"kv_dtype": "fp8_e4m3"},
@@ -50,24 +53,31 @@ REFUSED_TOGETHER = {
     ("batch_invariant", "cascade"): "batch_invariant=True with cascade=True",
     ("batch_invariant", "mixed"): "mixed=True with a model that is wrapped with batch_invariant=True",
 }
-REFUSED_KINDS = {
+EXPERTS = {
     ("batch_invariant", "GptOss"): "batch_invariant=True: GptOssForCausalLM multiplies by fused_experts",
     ("batch_invariant", "Qwen2Moe"): "batch_invariant=True: Qwen2MoeForCausalLM multiplies by fused_experts",
-    ("batch_invariant", "values that are no keys"): "batch_invariant=True: .* attention layer 0: its keys have",
-    ("batch_invariant", "latents"): "batch_invariant=True: attention layer 0 keeps latents",
-    ("batch_invariant", "chosen tokens"): "batch_invariant=True: attention layer 0 keeps latents",
-    ("batch_invariant", "chosen blocks"): "batch_invariant=True: attention layer 1 reads blocks of 8 tokens",
-    ("cascade", "latents"): "cascade=True: attention layer 0 keeps latents",
-    ("cascade", "chosen tokens"): "cascade=True: attention layer 0 keeps latents",
-    ("kv_dtype", "latents"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
-    ("kv_dtype", "chosen tokens"): "kv_dtype='fp8_e4m3': attention layer 0 keeps latents",
-    ("batch_invariant", "recurrent layers"): "batch_invariant=True: layer 0 of Qwen3_5ForCausalLM is recurrent",
-    ("batch_invariant", "recurrent and attending"): "batch_invariant=True: layer 0 of FalconH1ForCausalLM is recurrent",
-    ("batch_invariant", "recurrent layers alone"): "batch_invariant=True: layer 0 of Mamba2ForCausalLM is recurrent",
-    ("cascade", "recurrent layers alone"): "cascade=True: Mamba2ForCausalLM has no attention",
-    ("kv_dtype", "recurrent layers alone"): "kv_dtype='fp8_e4m3': Mamba2ForCausalLM has no attention",
-    ("mixed", "chosen blocks"): "mixed=True with a model whose indexers choose blocks",
-    ("kv_dtype", "values that are no keys"): "kv_dtype='fp8_e4m3': attention layer 0 has keys with heads of size",
+}
+ROWS = {
+    "GPT2LMHead": (support.FULL,),
+    "Gemma2": (support.WINDOWED,),
+    "Gemma3": (support.WINDOWED,),
+    "GptOss": (support.WINDOWED,),
+    "Qwen2Moe": (support.FULL,),
+    "values that are no keys": (support.UNEVEN,),
+    "latents": (support.LATENT,),
+    "chosen tokens": (support.CHOSEN_LATENTS,),
+    "chosen blocks": (support.BLOCKS,),
+    "recurrent layers": (support.RECURRENT,),
+    "recurrent and attending": (support.RECURRENT,),
+    "recurrent layers alone": (support.RECURRENT, support.NO_ATTENTION),
+}
+"""Of the table of support."""
+REFUSED_KINDS = EXPERTS | {
+    (option, kind): f"{option}=.*{row.what.split('{')[0]}.*{cell.why}"
+    for kind, rows in ROWS.items()
+    for option in OPTIONS
+    for row in reversed(rows)
+    if isinstance(cell := row.cells[option], support.No)
 }
 """What errors say, by options and kinds of layers, as patterns."""
 
@@ -134,5 +144,36 @@ def table() -> str:
     return "\n".join([*lines(), ""])
 
 
+FEATURE_NAMES = {option: f"`{said}`" for option, said in SAID.items()} | {
+    "variants": "`variants`",
+    "backend": '`backend="flashinfer"`',
+    "page_size": "any `page_size`",
+    "window": "sliding windows",
+    "soft_cap": "soft caps",
+    "captured_prefills": "prefills in CUDA graphs",
+    "drafts": "drafts",
+    "several_tokens": "several new tokens of a row in a step",
+    "prefix_cache": "the prefix cache",
+    "crop": "`crop` of a kept cache",
+    "dynamic_cache": "a `DynamicCache`",
+    "static_cache": "a `StaticCache`",
+}
+
+
+def lines_of_support() -> Iterator[str]:
+    yield f"| | {' | '.join(row.kind for row in support.KINDS)} |"
+    yield "|---" + "|:-:" * len(support.KINDS) + "|"
+    for feature in FEATURES:
+        cells = [row.cells[feature] for row in support.KINDS]
+        marks = ["refused" if isinstance(cell, No) else cell.value for cell in cells]
+        yield f"| {FEATURE_NAMES[feature]} | {' | '.join(marks)} |"
+
+
+def written(page: str) -> str:
+    """The page with the tables as they are."""
+    support_table = "\n".join([*lines_of_support(), ""])
+    return OF_SUPPORT.sub(lambda _: support_table, BETWEEN.sub(lambda _: table(), page))
+
+
 if __name__ == "__main__":
-    PAGE.write_text(BETWEEN.sub(lambda _: table(), PAGE.read_text()))
+    PAGE.write_text(written(PAGE.read_text()))
