@@ -19,15 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import (
-    FP8,
-    AppendPagedKv,
-    Geometry,
-    PagedAttention,
-    PlannedAttentionVariant,
-    PlannedBatch,
-    PlannedLatentAttention,
-)
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts.latent import PlannedLatentAttention
+from compiled_llm_ops.contracts.variants import PlannedAttentionVariant
 
 
 class CapturedLaunch(NamedTuple):

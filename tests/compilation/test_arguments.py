@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from compiled_llm.compilation.passes.arguments import arguments_of, set_arguments
-from compiled_llm_ops.contracts import AddRmsNorm
+from compiled_llm_ops.contracts.linear import AddRmsNorm
 
 
 def test_arguments_have_their_names_whether_positional_or_not_and_defaults_are_filled_in() -> None:

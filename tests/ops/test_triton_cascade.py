@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import CascadeTables
-from compiled_llm_ops.contracts import CascadeAttention
+from compiled_llm_ops.contracts.cascade import CascadeAttention
 from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling, choose_cascade_tiling
 from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling
 from support.ops.cascade_rows import CascadeRows, turned

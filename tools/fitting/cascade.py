@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
 from compiled_llm_ops.attention.cascade.tables import SharedRun, cascade_tables
-from compiled_llm_ops.contracts import CascadeAttention
+from compiled_llm_ops.contracts.cascade import CascadeAttention
 from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling, choose_cascade_tiling
 from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, case_of, pages_of, random
 from fitting.measuring import captured

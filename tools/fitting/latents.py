@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import latent_attention, ragged_attention
-from compiled_llm_ops.contracts import LatentDecode
+from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.flashinfer.versions import import_flashinfer
 from compiled_llm_ops.kernels.latent import latent_tiling
 from compiled_llm_ops.kernels.latent.latent_tiling import (

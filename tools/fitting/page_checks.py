@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from compiled_llm_ops.contracts import CHAIN_KNOWN, CheckPages
+from compiled_llm_ops.contracts.page_checks import CHAIN_KNOWN, CheckPages
 from compiled_llm_ops.kernels.attention.check_pages_tiling import DIVISION, Division
 from fitting.cases import PAGE_SIZE, Case, Machine, case_of
 from fitting.measuring import captured

@@ -16,7 +16,9 @@ from compiled_llm.compilation.passes.raw_heads import (
     raw_heads,
     table_is_settled,
 )
-from compiled_llm_ops.contracts import DecodeAttention, DecodeAttentionVariant, LatentDecode
+from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.contracts.latent import LatentDecode
+from compiled_llm_ops.contracts.variants import DecodeAttentionVariant
 from compiled_llm_ops.protocol import JOINT, DecodeOps
 
 _VARIANTS = (

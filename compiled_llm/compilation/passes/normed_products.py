@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from compiled_llm.compat.torch.tensors import example_of, stands_for_plain
 from compiled_llm.compilation.passes.arguments import arguments_of
-from compiled_llm_ops.contracts import AddRmsNorm, ChainedLinear, NormedLinear
+from compiled_llm_ops.contracts.linear import AddRmsNorm, ChainedLinear, NormedLinear
 from compiled_llm_ops.linear import linear
 from compiled_llm_ops.linear.chained_linear import has_chained_kernel
 

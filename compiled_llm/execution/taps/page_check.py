@@ -31,7 +31,7 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import build_table
 from compiled_llm_ops import check_pages
 from compiled_llm_ops.attention.check_pages import PageFault, chain_after, chain_before, fault_of
-from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, FAULT_ROW_BITS, NO_FAULT
+from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, FAULT_ROW_BITS, NO_FAULT
 
 logger = logging.getLogger("compiled_llm.pages")
 

@@ -32,7 +32,7 @@ from compiled_llm.compat.recurrent_forwards import (
 )
 from compiled_llm.model.layers.latents import Latents
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
-from compiled_llm_ops.contracts import NO_ENTRY
+from compiled_llm_ops.contracts.recurrent import NO_ENTRY
 
 Place = tuple[int, int]
 """A layer's number, and that of its state among those of the layer."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm_ops import ragged_attention, ragged_attention_lse
 from compiled_llm_ops.attention.latent.ragged import attend_on_cpu
-from compiled_llm_ops.contracts import RaggedAttention
+from compiled_llm_ops.contracts.latent import RaggedAttention
 
 
 class UnpagedRows(NamedTuple):

@@ -21,7 +21,7 @@ from compiled_llm_ops import (
     planned_attention_variant,
     planned_attention_variant_lse,
 )
-from compiled_llm_ops.contracts import DecodeAttentionVariant, PagedAttentionVariant, PlannedAttentionVariant
+from compiled_llm_ops.contracts.variants import DecodeAttentionVariant, PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.variants.expressions import VariantTensor
 from compiled_llm_ops.variants.registry import variant_named
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 
 class StridedAttention(NamedTuple):
-    """Arguments of ``strided_attention``."""
-
     query: Tensor
     keys: Tensor
     values: Tensor
@@ -43,8 +41,6 @@ class StridedAttention(NamedTuple):
 
 
 class StridedLatentAttention(NamedTuple):
-    """Arguments of ``strided_latent_attention``."""
-
     query_latent: Tensor
     query_rope: Tensor
     latents: Tensor
@@ -65,8 +61,6 @@ class StridedLatentAttention(NamedTuple):
 
 
 class StridedAppend(NamedTuple):
-    """Arguments of ``strided_append``."""
-
     key: Tensor
     value: Tensor
     keys: Tensor
@@ -106,8 +100,6 @@ SPARSE_PIECE = 64
 
 
 class BlockSparseAttention(NamedTuple):
-    """Arguments of ``block_sparse_attention`` and ``block_sparse_attention_lse``."""
-
     query: Tensor
     key: Tensor
     value: Tensor
@@ -123,8 +115,6 @@ class BlockSparseAttention(NamedTuple):
 
 
 class VariableBlockSparseAttention(NamedTuple):
-    """Arguments of ``variable_block_sparse_attention`` and ``variable_block_sparse_attention_lse``."""
-
     query: Tensor
     key: Tensor
     value: Tensor

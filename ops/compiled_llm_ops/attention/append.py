@@ -73,7 +73,7 @@ def _check(args: AppendPagedKv) -> None:
             f"{tuple(key.shape)}; got {tuple(pages.shape)}"
         )
     check_token_places("append_paged_kv", args)
-    check_fp8("append_paged_kv", args)
+    check_fp8("append_paged_kv", args.pages, args.key_scale, args.value_scale, args.saturated)
 
 
 @kernel_of(append_paged_kv, "CPU")

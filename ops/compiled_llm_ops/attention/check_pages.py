@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm_ops.contracts import (
+from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.page_checks import (
     CHAIN_ADOPTED,
     CHAIN_KNOWN,
     CHAIN_ORIGIN,
@@ -26,7 +27,6 @@ from compiled_llm_ops.contracts import (
     FAULT_ROW_BITS,
     NO_FAULT,
     CheckPages,
-    check_int32,
 )
 from compiled_llm_ops.library import define_op, kernel_of
 

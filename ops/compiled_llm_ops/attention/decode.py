@@ -114,7 +114,7 @@ def check(op: str, args: DecodeAttention) -> None:
         )
     check_int32(op, starts=args.starts, lengths=args.lengths, indices=args.indices)
     check_preparation(op, args)
-    check_fp8(op, args)
+    check_fp8(op, args.pages, args.key_scale, args.value_scale, args.saturated)
     if args.visible is not None:
         _check_visible(op, args.visible, args)
 

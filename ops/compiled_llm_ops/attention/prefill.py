@@ -13,16 +13,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
-from compiled_llm_ops.contracts import (
-    PagedAttention,
-    PagedAttentionVariant,
-    PlannedAttentionVariant,
-    check_fp8,
-    check_int32,
-    check_pages,
-    has_uneven_heads,
-    value_size,
-)
+from compiled_llm_ops.contracts import PagedAttention, check_fp8, check_int32, check_pages, has_uneven_heads, value_size
+from compiled_llm_ops.contracts.variants import PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import attend_row_by_row
 from compiled_llm_ops.protocol import owner_of, plan_of
@@ -83,7 +75,7 @@ def check(op: str, args: PagedAttention | PagedAttentionVariant | PlannedAttenti
             f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
         )
     check_int32(op, **table._asdict())
-    check_fp8(op, args)
+    check_fp8(op, args.pages, args.key_scale, args.value_scale)
 
 
 # ---- CPU: as the backend does it that the plan is of, or in plain PyTorch, one row after the other

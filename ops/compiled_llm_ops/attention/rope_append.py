@@ -80,7 +80,7 @@ def _check(args: RopeAppendPagedKv) -> None:
         )
     check_token_places("rope_append_paged_kv", args)
     check_preparation("rope_append_paged_kv", args)
-    check_fp8("rope_append_paged_kv", args)
+    check_fp8("rope_append_paged_kv", args.pages, args.key_scale, args.value_scale, args.saturated)
 
 
 @kernel_of(rope_append_paged_kv, "CPU")

@@ -14,14 +14,8 @@ from torch import Tensor
 from compiled_llm_ops.attention import decode, prefill
 from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.preparation import prepared
-from compiled_llm_ops.contracts import (
-    DecodeAttentionVariant,
-    PagedAttentionVariant,
-    PlannedAttentionVariant,
-    check_capability,
-    check_even_heads,
-    value_size,
-)
+from compiled_llm_ops.contracts import check_capability, check_even_heads, value_size
+from compiled_llm_ops.contracts.variants import DecodeAttentionVariant, PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.protocol import owner_of, plan_of
 from compiled_llm_ops.variants.plain import PlainRow, attend, attend_packed

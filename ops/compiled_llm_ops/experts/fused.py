@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from compiled_llm_ops.contracts import EXPERT_ACTIVATIONS, FusedExperts
+from compiled_llm_ops.contracts.experts import EXPERT_ACTIVATIONS, FusedExperts
 from compiled_llm_ops.experts.checks import as_outputs_by_inputs, check_choices, check_weight
 from compiled_llm_ops.experts.linear import of_expert, rows_of_experts
 from compiled_llm_ops.library import define_op, kernel_of

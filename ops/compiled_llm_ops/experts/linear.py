@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import ExpertsLinear
+from compiled_llm_ops.contracts.experts import ExpertsLinear
 from compiled_llm_ops.experts.checks import as_outputs_by_inputs, check_choices, check_weight
 from compiled_llm_ops.library import define_op, kernel_of
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import Geometry, PlannedLatentAttention
+from compiled_llm_ops.contracts import Geometry
+from compiled_llm_ops.contracts.latent import PlannedLatentAttention
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.hopper import has_kernels
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, import_flashinfer

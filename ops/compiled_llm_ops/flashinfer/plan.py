@@ -7,13 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import (
-    Geometry,
-    PagedAttention,
-    PlannedAttentionVariant,
-    PlannedBatch,
-    PlannedLatentAttention,
-)
+from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts.latent import PlannedLatentAttention
+from compiled_llm_ops.contracts.variants import PlannedAttentionVariant
 from compiled_llm_ops.flashinfer import latent
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.planner import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import ChainedLinear
+from compiled_llm_ops.contracts.linear import ChainedLinear
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.normed_linear import normed_linear

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import InvariantLinear, InvariantSum
+from compiled_llm_ops.contracts.linear import InvariantLinear, InvariantSum
 from compiled_llm_ops.library import define_op, kernel_of
 
 CPU_ROWS = 16

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import SkinnyLinear
+from compiled_llm_ops.contracts.linear import SkinnyLinear
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.linear import onednn
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import NormedLinear
+from compiled_llm_ops.contracts.linear import NormedLinear
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.linear import linear
 from compiled_llm_ops.linear.norm import add_rms_norm, check_norm

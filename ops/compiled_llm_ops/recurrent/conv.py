@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import CausalConv1d, check_int32
+from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.recurrent import CausalConv1d
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import SelectiveScan
+from compiled_llm_ops.contracts.recurrent import SelectiveScan
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 

@@ -6,13 +6,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import plain_attention
-from compiled_llm_ops.contracts import (
-    FP8,
-    AppendPagedKv,
-    Geometry,
-    PagedAttention,
-    PlannedAttentionVariant,
-)
+from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
+from compiled_llm_ops.contracts.variants import PlannedAttentionVariant
 from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own, own_decode_ops
 from compiled_llm_ops.variants.plain import attend_packed
 from compiled_llm_ops.variants.registry import variant_named

@@ -13,7 +13,8 @@ from compiled_llm import Engine
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_ALONE
 from compiled_llm.model import attention
 from compiled_llm_ops import planned_latent_attention
-from compiled_llm_ops.contracts import PlannedBatch, PlannedLatentAttention
+from compiled_llm_ops.contracts import PlannedBatch
+from compiled_llm_ops.contracts.latent import PlannedLatentAttention
 from compiled_llm_ops.kernels.latent import latent_tiling
 from compiled_llm_ops.reference.backend import Reference, ReferencePlan
 from support.engine import tiny_engines

@@ -26,7 +26,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.passes.arguments import arguments_of
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm_ops import latent_decode
-from compiled_llm_ops.contracts import LatentDecode
+from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.protocol import own_decode_ops
 from support.characters import character_tokenizer
 from support.compilation import start_with_artifacts

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_llm_ops import experts_linear, fused_experts
-from compiled_llm_ops.contracts import EXPERT_ACTIVATIONS
+from compiled_llm_ops.contracts.experts import EXPERT_ACTIVATIONS
 from support.ops.expert_rows import ACTIVATIONS, CHOICES, ExpertRows, fused_expected, linear_expected
 
 pytestmark = pytest.mark.core

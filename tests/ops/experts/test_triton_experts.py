@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import EXPERT_ACTIVATIONS, ExpertsLinear, FusedExperts
+from compiled_llm_ops.contracts.experts import EXPERT_ACTIVATIONS, ExpertsLinear, FusedExperts
 from support.ops.compiling import compiled, resources_of
 from support.ops.expert_rows import CHOICES, ExpertRows, fused_expected, linear_expected
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted

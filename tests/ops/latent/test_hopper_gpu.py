@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from compiled_llm_ops import latent_decode, latent_decode_lse
-from compiled_llm_ops.contracts import LatentDecode
+from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.kernels.latent.latent_tiling import choose_decode_tiling, reads_by_hand
 from compiled_llm_ops.kernels.pdl import is_hopper
 from support.ops.latent_rows import LatentRows

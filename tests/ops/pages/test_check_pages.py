@@ -8,7 +8,7 @@ import torch
 
 from compiled_llm_ops import check_pages
 from compiled_llm_ops.attention.check_pages import PageFault, chain_after, chain_before, fault_of
-from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, NO_FAULT
+from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED, CHAIN_KNOWN, NO_FAULT
 from support.ops.tagged_rows import TaggedRows, chains_of, rows_that_begin_alike, some_rows
 
 TOKENS = [[5, 3, 5, 9, 1, 1, 8, 2, 6, 4, 7], [5, 3, 5, 9, 2, 3, 4, 5, 6]]

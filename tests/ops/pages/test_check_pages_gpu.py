@@ -8,7 +8,7 @@ import torch
 
 from compiled_llm_ops import check_pages
 from compiled_llm_ops.attention.check_pages import PageFault, fault_of
-from compiled_llm_ops.contracts import CHAIN_KNOWN, NO_FAULT
+from compiled_llm_ops.contracts.page_checks import CHAIN_KNOWN, NO_FAULT
 from support.gpu import needs_cuda, seeded
 from support.ops.tagged_rows import TaggedRows, chains_of, some_rows
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_llm_ops.contracts import CHAIN_ADOPTED
+from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED
 from support.ops.interpreting import interpreted, needs_triton
 from support.ops.tagged_rows import rows_that_begin_alike, some_rows
 

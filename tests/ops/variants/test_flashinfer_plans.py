@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import flashinfer_arguments, flashinfer_variant
-from compiled_llm_ops.contracts import FP8, Geometry, PlannedAttentionVariant
+from compiled_llm_ops.contracts import FP8, Geometry
+from compiled_llm_ops.contracts.variants import PlannedAttentionVariant
 from compiled_llm_ops.flashinfer import hopper
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.splitting import SPLIT

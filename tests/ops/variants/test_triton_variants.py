@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention import variants as ops
-from compiled_llm_ops.contracts import DecodeAttention, PagedAttentionVariant
+from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.contracts.variants import PagedAttentionVariant
 from compiled_llm_ops.kernels.attention.decode_tiling import (
     MAX_ROWS,
     MAX_SHARES,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import ExpertsLinear, FusedExperts
+from compiled_llm_ops.contracts.experts import ExpertsLinear, FusedExperts
 
 ACTIVATIONS: dict[str, Any] = {
     "none": lambda states: states,

@@ -13,7 +13,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import AppendLatent, LatentAttention, LatentDecode, PlannedLatentAttention
+from compiled_llm_ops.contracts.latent import AppendLatent, LatentAttention, LatentDecode, PlannedLatentAttention
 
 
 class LatentRows:

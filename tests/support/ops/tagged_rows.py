@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.check_pages import PageFault
-from compiled_llm_ops.contracts import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, NO_FAULT, CheckPages
+from compiled_llm_ops.contracts.page_checks import CHAIN_ADOPTED, CHAIN_KNOWN, CHAIN_ORIGIN, NO_FAULT, CheckPages
 
 PADDING = 0
 """The slot whose chain is skipped."""

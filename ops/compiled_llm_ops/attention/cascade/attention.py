@@ -18,15 +18,8 @@ from compiled_llm_ops.attention.decode import attend_on_cpu, check as check_deco
 from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.merge import merged
 from compiled_llm_ops.attention.preparation import prepared
-from compiled_llm_ops.contracts import (
-    CASCADE_LEVELS,
-    CASCADE_QUERIES,
-    CascadeAttention,
-    check_capability,
-    check_even_heads,
-    check_int32,
-    value_size,
-)
+from compiled_llm_ops.contracts import check_capability, check_even_heads, check_int32, value_size
+from compiled_llm_ops.contracts.cascade import CASCADE_LEVELS, CASCADE_QUERIES, CascadeAttention
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import attend_lse, gather
 from compiled_llm_ops.protocol import JOINT

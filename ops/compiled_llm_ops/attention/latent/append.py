@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from compiled_llm_ops.attention.latent.plain import check_latents, store
-from compiled_llm_ops.contracts import AppendLatent, check_int32
+from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.latent import AppendLatent
 from compiled_llm_ops.library import define_op, kernel_of
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries, check_latents, store
 from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
-from compiled_llm_ops.contracts import LatentDecode, check_int32
+from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.library import define_op
 
 

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import LatentAttention, LatentDecode, PlannedLatentAttention, check_int32
+from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.latent import LatentAttention, LatentDecode, PlannedLatentAttention
 
 Queries = LatentAttention | LatentDecode | PlannedLatentAttention
 """Arguments with absorbed queries."""

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries
 from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
-from compiled_llm_ops.contracts import PlannedLatentAttention, check_int32
+from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.latent import PlannedLatentAttention
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.protocol import owner_of
 

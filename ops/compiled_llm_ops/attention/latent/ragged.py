@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
-from compiled_llm_ops.contracts import RaggedAttention, check_int32
+from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts.latent import RaggedAttention
 from compiled_llm_ops.library import define_op
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_llm_ops.contracts import (
+from compiled_llm_ops.contracts.page_checks import (
     CHAIN_ADOPTED,
     CHAIN_KNOWN,
     CHAIN_ORIGIN,

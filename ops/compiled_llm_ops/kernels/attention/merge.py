@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_llm_ops.contracts import CASCADE_LEVELS
+from compiled_llm_ops.contracts.cascade import CASCADE_LEVELS
 
 PARTS_AT_ONCE = 8
 """Parts of ``cascade_attention`` that are loaded at a time; not yet fitted."""

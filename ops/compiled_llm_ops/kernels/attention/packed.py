@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts import PagedAttention, PagedAttentionVariant
+from compiled_llm_ops.contracts import PagedAttention
+from compiled_llm_ops.contracts.variants import PagedAttentionVariant
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
 from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_llm_ops.contracts import AppendLatent
+from compiled_llm_ops.contracts.latent import AppendLatent
 
 
 @triton.jit

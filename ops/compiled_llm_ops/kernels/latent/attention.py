@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts import LatentAttention
+from compiled_llm_ops.contracts.latent import LatentAttention
 from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, query_tile
 from compiled_llm_ops.kernels.latent.step import (
     attend_block,

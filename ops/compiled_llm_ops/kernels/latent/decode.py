@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_llm_ops.contracts import LatentDecode
+from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.kernels.attention.decode import _pick, _share
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS
 from compiled_llm_ops.kernels.latent.latent_tiling import MOST_SHARES, LatentTiling

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_llm_ops.contracts import LatentDecode
+from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.kernels.attention.decode_tiling import FEW, MAX_ROWS
 from compiled_llm_ops.kernels.pdl import is_hopper
 

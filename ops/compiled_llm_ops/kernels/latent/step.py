@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts import LatentAttention, LatentDecode
+from compiled_llm_ops.contracts.latent import LatentAttention, LatentDecode
 from compiled_llm_ops.kernels.latent import latent_tiling
 
 

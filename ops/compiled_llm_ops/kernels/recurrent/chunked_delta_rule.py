@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts import GatedDeltaRule
+from compiled_llm_ops.contracts.recurrent import GatedDeltaRule
 from compiled_llm_ops.kernels.recurrent.chunk_walk import ChunkedTokens, Chunks, multiplied_in, walk, write_zeros
 from compiled_llm_ops.kernels.recurrent.chunking import CHUNK, ChunkTiling, chunk_tiling
 from compiled_llm_ops.kernels.recurrent.chunks import chunk_of, log_factors, unit_inverse

@@ -1,7 +1,7 @@
 """Signatures of the ops, and constants that they share with their kernels.
 
-The fields of an op's tuple, their order and defaults are its schema (see ``library.define``); the public function
-explains them. Kernels and backends import only this file.
+``DecodeAttention`` has the arguments of ``decode_attention`` and of ``decode_attention_lse``, whose docstring explains
+them; so with all. The fields, their order and defaults are the op's schema (see ``library.define_op``).
 
 Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
 """
@@ -133,18 +133,11 @@ FP8_CAPABILITY = (8, 9)
 
 
 def check_fp8(
-    op: str,
-    args: AppendPagedKv
-    | RopeAppendPagedKv
-    | DecodeAttention
-    | PagedAttention
-    | PagedAttentionVariant
-    | PlannedAttentionVariant,
+    op: str, pages: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, saturated: Tensor | None = None
 ) -> None:
     """Raise ValueError if pages of fp8 have another shape, or scales or the count of clamped numbers do not fit."""
-    pages, kv_heads = args.pages, args.pages.shape[-3]
-    saturated = getattr(args, "saturated", None)
-    optional = {"key_scale": args.key_scale, "value_scale": args.value_scale, "saturated": saturated}
+    kv_heads = pages.shape[-3]
+    optional = {"key_scale": key_scale, "value_scale": value_scale, "saturated": saturated}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     if pages.dtype != FP8:
         if given:
@@ -168,8 +161,6 @@ def check_capability(op: str, pages: Tensor) -> None:
 
 
 class AppendPagedKv(NamedTuple):
-    """Arguments of ``append_paged_kv``."""
-
     key: Tensor
     value: Tensor
     pages: Tensor
@@ -185,8 +176,6 @@ class AppendPagedKv(NamedTuple):
 
 
 class RopeAppendPagedKv(NamedTuple):
-    """Arguments of ``rope_append_paged_kv``."""
-
     query: Tensor
     key: Tensor
     value: Tensor
@@ -254,8 +243,6 @@ class PlannedBatch(NamedTuple):
 
 
 class PagedAttention(NamedTuple):
-    """Arguments of ``paged_attention`` and ``paged_attention_lse``."""
-
     query: Tensor
     pages: Tensor
     qo_indptr: Tensor
@@ -283,8 +270,6 @@ class PagedAttention(NamedTuple):
 
 
 class DecodeAttention(NamedTuple):
-    """Arguments of ``decode_attention`` and ``decode_attention_lse``."""
-
     query: Tensor
     key: Tensor
     value: Tensor
@@ -312,294 +297,9 @@ class DecodeAttention(NamedTuple):
         return self.query.shape[0] // self.starts.shape[0]
 
 
-class PagedAttentionVariant(NamedTuple):
-    """Arguments of ``paged_attention_variant`` and ``paged_attention_variant_lse``."""
-
-    query: Tensor
-    pages: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-    name: str
-    tensors: list[Tensor]
-    scale: float
-    window_left: int = -1
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-
-    @property
-    def table(self) -> PageTable:
-        return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
-
-
-class PlannedAttentionVariant(NamedTuple):
-    """Arguments of ``planned_attention_variant`` and ``planned_attention_variant_lse``."""
-
-    query: Tensor
-    pages: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-    plan: Tensor
-    workspace: Tensor
-    name: str
-    tensors: list[Tensor]
-    scale: float
-    window_left: int = -1
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-
-    @property
-    def geometry(self) -> Geometry:
-        """The geometry of a launch, whose ``name`` is a key."""
-        check_even_heads("planned_attention_variant", self.pages)
-        _, _, kv_heads, page_size, stored = self.pages.shape
-        sizes = (self.query.shape[1], kv_heads, stored, page_size, self.window_left, 0.0)
-        return Geometry(*sizes, self.query.dtype, self.pages.dtype, function=self.name)
-
-    @property
-    def table(self) -> PageTable:
-        return PageTable(self.qo_indptr, self.indptr, self.indices, self.last_page_len)
-
-
-class DecodeAttentionVariant(NamedTuple):
-    """Arguments of ``decode_attention_variant`` and ``decode_attention_variant_lse``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    pages: Tensor
-    starts: Tensor
-    lengths: Tensor
-    indices: Tensor
-    name: str
-    tensors: list[Tensor]
-    scale: float
-    window_left: int = -1
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    epsilon: float = 0.0
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    overlap: bool = False
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-    saturated: Tensor | None = None
-
-    @property
-    def without_variant(self) -> DecodeAttention:
-        """The same without a variant."""
-        return DecodeAttention(**{name: own for name, own in self._asdict().items() if name in DecodeAttention._fields})
-
-
 def newest_pages(new_tokens: int, page_size: int) -> int:
     """Return in how many pages a row's newest tokens may lie."""
     return (new_tokens + page_size - 2) // page_size + 1
-
-
-CASCADE_QUERIES = 64
-"""Queries that read the keys of a work item of ``cascade_attention`` together, at most: a tile of a tensor core."""
-
-CASCADE_LEVELS = 3
-"""Shared runs of pages that a row of ``cascade_attention`` may begin with, at most."""
-
-
-class CascadeAttention(NamedTuple):
-    """Arguments of ``cascade_attention`` and ``cascade_attention_lse``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    pages: Tensor
-    starts: Tensor
-    lengths: Tensor
-    indices: Tensor
-    shared_lengths: Tensor
-    members: Tensor
-    work_items: Tensor
-    merge_parts: Tensor
-    max_parts: int
-    scale: float
-    window_left: int = -1
-    logits_soft_cap: float = 0.0
-    query_norm: Tensor | None = None
-    key_norm: Tensor | None = None
-    epsilon: float = 0.0
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    overlap: bool = False
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-    saturated: Tensor | None = None
-
-    @property
-    def whole_rows(self) -> DecodeAttention:
-        """The same without shared runs."""
-        return DecodeAttention(**{name: own for name, own in self._asdict().items() if name in DecodeAttention._fields})
-
-    @property
-    def row_queries(self) -> int:
-        """Queries of a row and kv head as a tile holds them: G, the query heads of a kv head, as a power of two."""
-        gqa = self.query.shape[1] // self.pages.shape[-3]
-        return 1 << (gqa - 1).bit_length()
-
-
-class AppendLatent(NamedTuple):
-    """Arguments of ``append_latent``."""
-
-    latent: Tensor
-    rope: Tensor
-    pages: Tensor
-    token_rows: Tensor
-    token_positions: Tensor
-    indptr: Tensor
-    indices: Tensor
-
-
-class LatentAttention(NamedTuple):
-    """Arguments of ``latent_attention`` and ``latent_attention_lse``."""
-
-    query_latent: Tensor
-    query_rope: Tensor
-    pages: Tensor
-    token_rows: Tensor
-    token_positions: Tensor
-    indptr: Tensor
-    indices: Tensor
-    scale: float
-    chosen: Tensor | None = None
-
-
-class PlannedLatentAttention(NamedTuple):
-    """Arguments of ``planned_latent_attention`` and ``planned_latent_attention_lse``."""
-
-    query_latent: Tensor
-    query_rope: Tensor
-    pages: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-    plan: Tensor
-    workspace: Tensor
-    scale: float
-
-    @property
-    def geometry(self) -> Geometry:
-        (_, heads, rank), size = self.query_latent.shape, self.query_rope.shape[2]
-        return Geometry(heads, 1, rank, self.pages.shape[1], -1, 0.0, self.query_latent.dtype, self.pages.dtype, size)
-
-
-class RaggedAttention(NamedTuple):
-    """Arguments of ``ragged_attention`` and ``ragged_attention_lse``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    qo_indptr: Tensor
-    scale: float
-
-
-class LatentDecode(NamedTuple):
-    """Arguments of ``latent_decode`` and ``latent_decode_lse``."""
-
-    query_latent: Tensor
-    query_rope: Tensor
-    latent: Tensor
-    rope: Tensor
-    pages: Tensor
-    starts: Tensor
-    lengths: Tensor
-    indices: Tensor
-    scale: float
-    overlap: bool = False
-    chosen: Tensor | None = None
-
-
-class MergeState(NamedTuple):
-    """Arguments of ``merge_state``."""
-
-    v_a: Tensor
-    s_a: Tensor
-    v_b: Tensor
-    s_b: Tensor
-
-
-class MergeStates(NamedTuple):
-    """Arguments of ``merge_states``."""
-
-    v: Tensor
-    s: Tensor
-
-
-class MergeStateInPlace(NamedTuple):
-    """Arguments of ``merge_state_in_place``."""
-
-    v: Tensor
-    s: Tensor
-    v_other: Tensor
-    s_other: Tensor
-    mask: Tensor | None = None
-
-
-class AddRmsNorm(NamedTuple):
-    """Arguments of ``add_rms_norm``."""
-
-    states: Tensor
-    update: Tensor
-    weight: Tensor
-    epsilon: float
-    overlap: bool = False
-
-
-class SkinnyLinear(NamedTuple):
-    """Arguments of ``skinny_linear``."""
-
-    rows: Tensor
-    weight: Tensor
-    overlap: bool = False
-    ahead: bool = False
-
-
-class NormedLinear(NamedTuple):
-    """Arguments of ``normed_linear``."""
-
-    states: Tensor
-    update: Tensor
-    norm: Tensor
-    epsilon: float
-    weight: Tensor
-    gated: bool = False
-    overlap: bool = False
-
-
-class ChainedLinear(NamedTuple):
-    """Arguments of ``chained_linear``."""
-
-    rows: Tensor
-    weight: Tensor
-    states: Tensor
-    norm: Tensor
-    epsilon: float
-    next_weight: Tensor
-    gated: bool = False
-    overlap: bool = False
-
-
-class InvariantLinear(NamedTuple):
-    """Arguments of ``invariant_linear``."""
-
-    rows: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-class InvariantSum(NamedTuple):
-    """Arguments of ``invariant_sum``."""
-
-    values: Tensor
 
 
 COUNTED = 1
@@ -641,7 +341,6 @@ MAX_GROWING = 15
 MAX_OF_TOP_H = 100
 """How many of the largest scores top-h looks at, as HuggingFace's does."""
 
-
 TILE = 64
 """So many neighbouring tokens race as one first."""
 
@@ -661,8 +360,6 @@ class Seldom(NamedTuple):
 
 
 class SampleTokens(NamedTuple):
-    """Arguments of ``sample_tokens``."""
-
     logits: Tensor
     seeds: Tensor
     slots: Tensor
@@ -685,119 +382,6 @@ class SampleTokens(NamedTuple):
 
 
 class TopLogprobs(NamedTuple):
-    """Arguments of ``top_logprobs``."""
-
     logits: Tensor
     tokens: Tensor
     num_logprobs: int
-
-
-CHAIN_ORIGIN = 0x2545F491
-"""The chain of no tokens; memory that was never written, zeros, follows from nothing."""
-
-CHAIN_SKIPPED, CHAIN_ADOPTED = 0, 1
-"""In place of a chain: the row is neither checked nor tagged; its chain is the one that its last tag says.
-
-To the second is added how many tokens the row has, without the new ones.
-"""
-
-CHAIN_KNOWN = 2**32
-"""Added to a chain that is known."""
-
-NO_FAULT = 2**63 - 1
-"""The second number of ``faults`` as long as the first is 0."""
-
-FAULT_PAGE_BITS, FAULT_ROW_BITS = 21, 20
-"""A fault is its position, the page's number and the row's, in one number, so that the first position is the least."""
-
-
-class CheckPages(NamedTuple):
-    """Arguments of ``check_pages``."""
-
-    tags: Tensor
-    chains: Tensor
-    faults: Tensor
-    tokens: Tensor
-    starts: Tensor
-    lengths: Tensor
-    indices: Tensor
-    slots: Tensor
-    row_numbers: Tensor
-    qo_indptr: Tensor | None = None
-
-
-NO_ENTRY = -1
-"""In place of an entry of a pool of states: a row begins with zeros, or its state is not kept."""
-
-
-class CausalConv1d(NamedTuple):
-    """Arguments of ``causal_conv1d``."""
-
-    tokens: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    states: Tensor
-    token_rows: Tensor
-    qo_indptr: Tensor
-    read: Tensor
-    write: Tensor
-    activation: str = "none"
-
-
-class GatedDeltaRule(NamedTuple):
-    """Arguments of ``gated_delta_rule``."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    decay: Tensor
-    beta: Tensor
-    states: Tensor
-    qo_indptr: Tensor
-    read: Tensor
-    write: Tensor
-    scale: float
-    normalize: bool = False
-
-
-class SelectiveScan(NamedTuple):
-    """Arguments of ``selective_scan``."""
-
-    tokens: Tensor
-    dt: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    states: Tensor
-    qo_indptr: Tensor
-    read: Tensor
-    write: Tensor
-
-
-EXPERT_ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "relu", "relu2")
-"""What ``fused_experts`` knows; ``"gelu"`` is that of the error function, ``"relu2"`` the square of ``"relu"``."""
-
-
-class ExpertsLinear(NamedTuple):
-    """Arguments of ``experts_linear``."""
-
-    rows: Tensor
-    topk_ids: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    transposed: bool = False
-
-
-class FusedExperts(NamedTuple):
-    """Arguments of ``fused_experts``."""
-
-    states: Tensor
-    topk_ids: Tensor
-    topk_weights: Tensor
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    activation: str = "silu"
-    gated: bool = True
-    transposed: bool = False
