@@ -2,6 +2,26 @@
 
 ``import compiled_llm_flashinfer as flashinfer`` in place of ``import flashinfer``. Modules have FlashInfer's
 names, too: ``flashinfer.decode``, ``flashinfer.prefill``, ``flashinfer.page``, ``flashinfer.mla`` and so on.
+
+What arguments mean wherever they stand, if nothing else is said:
+
+    num_qo_heads, num_kv_heads, head_dim, page_size: H, K, D and S of the shapes.
+    kv_layout: "NHD" or "HND".
+    causal: whether queries see no keys after their own position.
+    window_left: tokens visible to the left of each query; -1 for all.
+    sm_scale: factor on the logits; None for ``D ** -0.5``.
+    q_scale, k_scale, v_scale: further factors on the logits, and one on the results.
+    logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
+    pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
+    rope_scale, rope_theta: positions are divided by the first, None for 1; base of frequencies, None for 10,000.
+    q_data_type, kv_data_type, o_data_type: of queries, of keys and of results; None for that of queries.
+    return_lse: whether the log-sum-exp, in base 2, is returned, too.
+    fixed_split_size, disable_split_kv: with either, keys are summed in one order, whatever the batch is.
+    float_workspace_buffer: any tensor on the device; it is not written.
+    use_cuda_graph: whether plans write to the buffers, which captured launches read.
+    non_blocking: whether copies to the device may go on after the return.
+    backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
+    use_fp16_qk_reduction: not read: sums are float32.
 """
 
 from compiled_llm_flashinfer import cascade, decode, mla, page, prefill, quantization, sparse

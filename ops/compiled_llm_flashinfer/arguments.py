@@ -63,17 +63,11 @@ def check_backend(backend: str) -> None:
 
 
 class Positions(NamedTuple):
-    """How logits depend on positions, as ``strided_attention`` takes it.
+    """How logits depend on positions, as ``strided_attention`` takes it."""
 
-    Attributes:
-        slopes: ``[H]`` float32 of ALiBi, or None.
-        rope_scale: positions are divided by it; 0.0 if nothing is rotated.
-        rope_theta: base of the rotary embedding; 0.0 if nothing is rotated.
-    """
-
-    slopes: Tensor | None = None
-    rope_scale: float = 0.0
-    rope_theta: float = 0.0
+    slopes: Tensor | None = None  # ``[H]`` float32 of ALiBi, or None
+    rope_scale: float = 0.0  # positions are divided by it; 0.0 if nothing is rotated
+    rope_theta: float = 0.0  # base of the rotary embedding; 0.0 if nothing is rotated
 
 
 def positions(

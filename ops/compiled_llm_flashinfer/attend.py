@@ -16,43 +16,25 @@ from compiled_llm_flashinfer.ops.strided.attention import strided_attention
 
 
 class BatchTable(NamedTuple):
-    """Where rows lie, and what their queries see, as ``strided_attention`` takes it.
+    """Where rows lie, and what their queries see, as ``strided_attention`` takes it."""
 
-    Attributes:
-        qo_indptr: ``[B + 1]``, where each row's queries begin; None if rows have equally many.
-        indptr: ``[B + 1]``, where each row's pages begin in ``indices``; None for one row.
-        indices: ``[N]``, page numbers; None if tokens lie next to each other.
-        last_page_len: ``[B]``, tokens in each row's last page; None if all are full.
-        mask: uint8, packed; None if there is none.
-        mask_indptr: ``[B + 1]``, where each row's bytes begin in ``mask``.
-    """
-
-    qo_indptr: Tensor | None = None
-    indptr: Tensor | None = None
-    indices: Tensor | None = None
-    last_page_len: Tensor | None = None
-    mask: Tensor | None = None
-    mask_indptr: Tensor | None = None
+    qo_indptr: Tensor | None = None  # ``[B + 1]``, where each row's queries begin; None if rows have equally many
+    indptr: Tensor | None = None  # ``[B + 1]``, where each row's pages begin in ``indices``; None for one row
+    indices: Tensor | None = None  # ``[N]``, page numbers; None if tokens lie next to each other
+    last_page_len: Tensor | None = None  # ``[B]``, tokens in each row's last page; None if all are full
+    mask: Tensor | None = None  # uint8, packed; None if there is none
+    mask_indptr: Tensor | None = None  # ``[B + 1]``, where each row's bytes begin in ``mask``
 
 
 class Logits(NamedTuple):
-    """How logits are made of queries and keys.
+    """How logits are made of queries and keys."""
 
-    Attributes:
-        causal: whether queries see no keys after their own position; not read with a mask.
-        window_left: tokens visible to the left of each query; -1 for all.
-        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
-        sm_scale: factor on the logits; None for ``D ** -0.5``.
-        positions: what is added or rotated by position.
-        one_order: whether keys are summed in one order for any batch.
-    """
-
-    causal: bool
+    causal: bool  # whether queries see no keys after their own position; not read with a mask
     window_left: int
-    logits_soft_cap: float
+    logits_soft_cap: float  # ``cap * tanh(logits / cap)`` after scaling; 0.0 for none
     sm_scale: float | None
-    positions: Positions
-    one_order: bool = False
+    positions: Positions  # what is added or rotated by position
+    one_order: bool = False  # whether keys are summed in one order for any batch
 
 
 def logits(
@@ -95,10 +77,7 @@ def attend(
         query: ``[T, H, D]``.
         keys: ``[P, K, S, D]``.
         values: ``[P, K, S, E]``.
-        out: written.
         lse: written; None to skip it.
-        table: where rows lie.
-        how: how logits are made.
         logit_scales: factors on logits, by the names of their arguments.
         value_scales: factors on results, likewise.
 

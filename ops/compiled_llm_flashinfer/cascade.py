@@ -99,9 +99,6 @@ class MultiLevelCascadeAttentionWrapper:
 
         Args:
             num_levels: at least 1.
-            float_workspace_buffer: any tensor on the device; it is not written.
-            kv_layout: "NHD" or "HND".
-            use_cuda_graph: whether plans write to the buffers, which captured launches read.
             qo_indptr_buf_arr: with CUDA graphs, those of each level, as of ``BatchPrefillWithPagedKVCacheWrapper``.
             paged_kv_indptr_buf_arr: likewise.
             paged_kv_indices_buf_arr: likewise.
@@ -138,7 +135,6 @@ class MultiLevelCascadeAttentionWrapper:
         """Name another device's workspace. Nothing is written.
 
         Args:
-            float_workspace_buffer: any tensor on the device.
             int_workspace_buffers: not read, one for each level.
         """
         self._checked_levels(int_workspace_buffers=int_workspace_buffers)
@@ -175,20 +171,8 @@ class MultiLevelCascadeAttentionWrapper:
             paged_kv_indptr_arr: ``[B + 1]`` of each level, where each row's pages begin.
             paged_kv_indices_arr: ``[N]`` of each level, page numbers.
             paged_kv_last_page_len: ``[B]`` of each level, tokens in each row's last page.
-            num_qo_heads: H.
-            num_kv_heads: K.
-            head_dim: D.
-            page_size: S.
             causal: whether queries see no keys after their own position in the last level; they see all of the others.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
-            use_fp16_qk_reduction: not read: sums are float32.
-            sm_scale: factor on the logits; None for ``D ** -0.5``.
-            window_left: tokens visible to the left of each query; -1 for all.
-            logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
-            rope_scale: positions are divided by it; None for 1.
-            rope_theta: base of the rotation's frequencies; None for 10,000.
             q_data_type: dtype of queries and results.
-            kv_data_type: dtype of pages; None for that of queries.
 
         Raises:
             KeyError: the mode does not exist.
@@ -265,10 +249,6 @@ class _SharedPrefixWrapper(Planned):
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         """Make a wrapper for a device.
 
-        Args:
-            float_workspace_buffer: any tensor on the device; it is not written.
-            kv_layout: "NHD" or "HND".
-
         Raises:
             KeyError: the layout does not exist.
         """
@@ -321,15 +301,12 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> None:
         """Say where the pages of rows lie, without the prefix.
 
+        ``num_qo_heads``, ``num_kv_heads``, ``head_dim``, ``page_size`` and ``data_type`` are not read.
+
         Args:
             unique_kv_indptr: ``[B + 1]``, where each row's pages begin in ``unique_kv_indices``.
             unique_kv_indices: ``[N]``, page numbers.
             unique_kv_last_page_len: ``[B]``, tokens in each row's last page.
-            num_qo_heads: not read, like all that the states say.
-            num_kv_heads: not read.
-            head_dim: not read.
-            page_size: not read.
-            data_type: not read.
 
         Raises:
             ValueError: tables do not fit together.
@@ -372,15 +349,13 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> None:
         """Say where queries and the pages of rows lie, without the prefix.
 
+        ``num_qo_heads``, ``num_kv_heads``, ``head_dim`` and ``page_size`` are not read.
+
         Args:
             qo_indptr: ``[B + 1]``, where each row's queries begin.
             paged_kv_indptr: ``[B + 1]``, where each row's pages begin in ``paged_kv_indices``.
             paged_kv_indices: ``[N]``, page numbers.
             paged_kv_last_page_len: ``[B]``, tokens in each row's last page.
-            num_qo_heads: not read, like all that the states say.
-            num_kv_heads: not read.
-            head_dim: not read.
-            page_size: not read.
 
         Raises:
             ValueError: tables do not fit together.
@@ -401,17 +376,15 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> Tensor:
         """Attend with the last queries of each row.
 
+        ``rope_theta`` is not read.
+
         Args:
             q: ``[T, H, D]``.
             k_shared: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of the prefix.
             v_shared: likewise.
             unique_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
                 values, each without the second axis.
-            causal: whether queries see no keys after their own position.
-            use_fp16_qk_reduction: not read: sums are float32.
-            sm_scale: factor on the logits; None for ``D ** -0.5``.
             rope_scale: not read: there is no rotation.
-            rope_theta: not read.
 
         Returns:
             ``[T, H, D]``.

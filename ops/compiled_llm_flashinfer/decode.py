@@ -43,22 +43,12 @@ def single_decode_with_kv_cache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with one query over one row.
 
+    ``use_tensor_cores`` is not read.
+
     Args:
         q: ``[H, D]`` float16, bfloat16, float32 or fp8.
         k: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of those dtypes.
         v: like ``k``.
-        kv_layout: "NHD" or "HND".
-        pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
-        use_tensor_cores: not read.
-        q_scale: factor on the logits, like ``k_scale``.
-        k_scale: as ``q_scale``.
-        v_scale: factor on the result.
-        window_left: tokens visible to the left of the query; -1 for all.
-        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
-        sm_scale: factor on the logits; None for ``D ** -0.5``.
-        rope_scale: positions are divided by it; None for 1.
-        rope_theta: base of the rotation's frequencies; None for 10,000.
-        return_lse: whether the log-sum-exp is returned, too.
 
     Returns:
         ``[H, D]`` of the query's dtype and, if wanted, ``[H]`` float32: the log-sum-exp in base 2.
@@ -100,16 +90,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
     ) -> None:
         """Make a wrapper for a device.
 
+        ``use_tensor_cores`` is not read; ``jit_args`` must be None.
+
         Args:
-            float_workspace_buffer: any tensor on the device; it is not written.
-            kv_layout: "NHD" or "HND".
-            use_cuda_graph: whether plans write to the buffers, which captured launches read.
-            use_tensor_cores: not read.
             paged_kv_indptr_buffer: ``[B + 1]`` int32 or int64, with CUDA graphs.
             paged_kv_indices_buffer: ``[N]`` likewise, of the largest N that is planned.
             paged_kv_last_page_len_buffer: ``[B]`` likewise.
-            backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
-            jit_args: must be None.
 
         Raises:
             KeyError: the layout does not exist.
@@ -160,29 +146,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
     ) -> None:
         """Say where pages lie, and how logits are made.
 
+        ``seq_lens`` is not read; ``block_tables`` must be None.
+
         Args:
             indptr: ``[B + 1]`` int32 or int64, where each row's pages begin in ``indices``; on any device.
             indices: ``[N]``, page numbers.
             last_page_len: ``[B]``, tokens in each row's last page.
-            num_qo_heads: H.
-            num_kv_heads: K.
             head_dim: D; not read, nor is ``page_size``: the states say it.
-            page_size: S.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
-            window_left: tokens visible to the left of each query; -1 for all.
-            logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
-            q_data_type: dtype of queries.
-            kv_data_type: dtype of pages; None for that of queries.
-            o_data_type: dtype of results; None for that of queries.
             data_type: dtype of what is None.
-            sm_scale: factor on the logits; None for ``D ** -0.5``.
-            rope_scale: positions are divided by it; None for 1.
-            rope_theta: base of the rotation's frequencies; None for 10,000.
-            non_blocking: whether copies to the device may go on after the return.
-            block_tables: must be None.
-            seq_lens: not read: lengths follow from the tables, which captured launches read.
-            fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
-            disable_split_kv: whether keys are summed in one order, whatever the batch is.
             q_len_per_req: not read: ``run`` counts the queries.
 
         Raises:
@@ -250,23 +221,17 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as planned. With several queries a row, each sees the keys up to its own position.
 
+        ``enable_pdl`` is not read; ``sinks``, ``skip_softmax_threshold_scale_factor`` and ``kv_cache_sf`` must be None.
+
         Args:
             q: ``[T, H, D]``, the queries of a row next to each other.
             paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
                 values, each without the second axis.
             *args: scales of queries, keys and values in fp8, ``[H]`` or ``[K]`` float32.
-            q_scale: factor on the logits, like ``k_scale``.
-            k_scale: as ``q_scale``.
-            v_scale: factor on the results.
             out: ``[T, H, D]``, written and returned if given.
             lse: ``[T, H]`` float32, likewise.
-            return_lse: whether the log-sum-exp, in base 2, is returned, too.
-            enable_pdl: not read.
             window_left: as planned, or None.
-            sinks: must be None.
             q_len_per_req: deprecated: Q, which is checked.
-            skip_softmax_threshold_scale_factor: must be None.
-            kv_cache_sf: must be None.
 
         Returns:
             ``[T, H, D]`` of the planned dtype and, if wanted, ``[T, H]`` float32. A query that sees no key has zeros,
@@ -405,31 +370,12 @@ def fast_decode_plan(
 ) -> None:
     """``plan`` without copies: with CUDA graphs, the caller has written to the buffers.
 
+    Arguments and errors are those of ``plan``; ``global_override_indptr_cpu`` is not read, nor is a table on the host.
+
     Args:
         self: a wrapper.
-        indptr: as of ``plan``; without CUDA graphs on the device.
-        indices: as of ``plan``; without CUDA graphs on the device.
-        last_page_len: as of ``plan``; without CUDA graphs on the device.
-        num_qo_heads: as of ``plan``, like all after it.
-        num_kv_heads: as of ``plan``.
-        head_dim: as of ``plan``.
-        page_size: as of ``plan``.
-        pos_encoding_mode: as of ``plan``.
-        window_left: as of ``plan``.
-        logits_soft_cap: as of ``plan``.
-        q_data_type: as of ``plan``; None for ``data_type``.
-        kv_data_type: as of ``plan``.
-        data_type: as of ``plan``.
-        sm_scale: as of ``plan``.
-        rope_scale: as of ``plan``.
-        rope_theta: as of ``plan``.
-        non_blocking: as of ``plan``.
-        fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
-        disable_split_kv: as of ``plan``.
-        global_override_indptr_cpu: not read: no table is read on the host.
-
-    Raises:
-        KeyError: as of ``plan``, like other errors.
+        indptr: without CUDA graphs on the device, like ``indices`` and ``last_page_len``.
+        q_data_type: None for ``data_type``.
     """
     if self.is_cuda_graph_enabled:
         given = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}

@@ -45,8 +45,6 @@ class BatchMLAPagedAttentionWrapper(Planned):
         """Make a wrapper for a device.
 
         Args:
-            float_workspace_buffer: any tensor on the device; it is not written.
-            use_cuda_graph: whether plans write to the buffers, which captured launches read.
             qo_indptr: ``[B + 1]`` int32, with CUDA graphs.
             kv_indptr: ``[B + 1]`` int32, likewise.
             kv_indices: ``[N]`` int32, likewise, of the largest N that is planned.
@@ -91,11 +89,6 @@ class BatchMLAPagedAttentionWrapper(Planned):
             kv_indptr: ``[B + 1]`` int32, where each row's pages begin in ``kv_indices``; more are not read.
             kv_indices: ``[N]`` int32, page numbers.
             kv_len_arr: ``[B]`` int32, tokens of each row.
-            num_heads: H.
-            head_dim_ckv: R.
-            head_dim_kpe: E.
-            page_size: S.
-            causal: whether queries see no keys after their own position.
             sm_scale: factor on the logits: that of heads before absorption.
             q_data_type: of queries and results.
             kv_data_type: of the pages.
@@ -140,6 +133,8 @@ class BatchMLAPagedAttentionWrapper(Planned):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as planned.
 
+        ``profiler_buffer`` and ``o_scale`` must be None.
+
         Args:
             q_nope: ``[T, H, R]``, the part of queries that is not rotated, absorbed.
             q_pe: ``[T, H, E]``, the rotated part.
@@ -147,12 +142,9 @@ class BatchMLAPagedAttentionWrapper(Planned):
             kpe_cache: ``[P, S, E]``, their rotated parts, any strides.
             out: ``[T, H, R]``, written and returned if given.
             lse: ``[T, H]`` float32, written if given.
-            return_lse: whether the log-sum-exp is returned, too.
-            profiler_buffer: must be None.
             kv_len: ``[B]``, tokens of each row, with ``backend="cutlass"``: one query a row.
             page_table: ``[B, n]``, page numbers of each row, likewise.
             return_lse_base_on_e: whether the log-sum-exp is the natural one; else it has base 2.
-            o_scale: must be None.
 
         Returns:
             ``[T, H, R]`` and, if wanted, ``[T, H]`` float32.

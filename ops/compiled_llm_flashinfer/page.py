@@ -37,7 +37,6 @@ def append_paged_kv_cache(
         kv_indices: ``[N]``, page numbers.
         kv_indptr: ``[B + 1]``, where each row's pages begin in ``kv_indices``.
         kv_last_page_len: not read: positions say where tokens go.
-        kv_layout: "NHD" or "HND".
 
     Raises:
         KeyError: the layout does not exist.
@@ -61,6 +60,8 @@ def append_paged_mla_kv_cache(
 ) -> None:
     """Write latents and their rotated parts into pages.
 
+    ``kv_last_page_len`` is not read.
+
     Args:
         append_ckv: ``[T, R]``, latents of new tokens.
         append_kpe: ``[T, E]``, their rotated parts.
@@ -70,7 +71,6 @@ def append_paged_mla_kv_cache(
         kpe_cache: ``[P, S, E]``, likewise.
         kv_indices: ``[N]`` int32, page numbers.
         kv_indptr: ``[B + 1]`` int32, where each row's pages begin in ``kv_indices``.
-        kv_last_page_len: not read.
 
     Raises:
         ValueError: shapes or dtypes do not fit together; nothing is written.
@@ -136,6 +136,5 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     Args:
         kv_indptr: ``[B + 1]``, where each row's pages begin.
         kv_last_page_len: ``[B]``, tokens in each row's last page; 0 for a row without pages.
-        page_size: S.
     """
     return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len

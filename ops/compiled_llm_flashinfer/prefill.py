@@ -60,6 +60,8 @@ def single_prefill_with_kv_cache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with the last queries of one row.
 
+    ``kv_cache_sf`` must be None.
+
     Args:
         q: ``[Q, H, D]`` float16, bfloat16, float32 or fp8.
         k: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of those dtypes.
@@ -70,20 +72,6 @@ def single_prefill_with_kv_cache(
         o_dtype: of results; None for that of queries.
         custom_mask: ``[Q, L]`` bool, in place of ``causal``: which keys each query sees.
         packed_custom_mask: uint8, the same as of ``packbits`` with ``bitorder="little"``; then the other is not read.
-        causal: whether queries see no keys after their own position.
-        kv_layout: "NHD" or "HND".
-        pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
-        use_fp16_qk_reduction: not read: sums are float32.
-        sm_scale: factor on the logits; None for ``D ** -0.5``.
-        window_left: tokens visible to the left of each query; -1 for all.
-        logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
-        rope_scale: positions are divided by it; None for 1.
-        rope_theta: base of the rotation's frequencies; None for 10,000.
-        backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
-        return_lse: whether the log-sum-exp is returned, too.
-        kv_cache_sf: must be None.
-        k_scale: factor on the logits.
-        v_scale: factor on the results.
 
     Returns:
         ``[Q, H, E]`` and, if wanted, ``[Q, H]`` float32: the log-sum-exp in base 2.
@@ -148,19 +136,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
     ) -> None:
         """Make a wrapper for a device.
 
+        ``jit_args`` and ``jit_kwargs`` must be None.
+
         Args:
-            float_workspace_buffer: any tensor on the device; it is not written.
-            kv_layout: "NHD" or "HND".
-            use_cuda_graph: whether plans write to the buffers, which captured launches read.
             qo_indptr_buf: ``[B + 1]`` int32 or int64, with CUDA graphs.
             paged_kv_indptr_buf: ``[B + 1]`` likewise.
             paged_kv_indices_buf: ``[N]`` likewise, of the largest N that is planned.
             paged_kv_last_page_len_buf: ``[B]`` likewise.
             custom_mask_buf: uint8, of the largest mask that is planned; None without masks.
             mask_indptr_buf: ``[B + 1]`` int32 or int64, with a mask.
-            backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
-            jit_args: must be None.
-            jit_kwargs: must be None.
 
         Raises:
             KeyError: the layout does not exist.
@@ -225,13 +209,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
     ) -> None:
         """Say where queries and pages lie, and how logits are made.
 
+        ``token_pos_in_items_len``, ``seq_lens``, ``seq_lens_q``, ``max_token_per_sequence`` and ``max_sequence_kv`` are
+        not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``, ``max_item_len_ptr`` and ``block_tables`` must be
+        None.
+
         Args:
             qo_indptr: ``[B + 1]`` int32 or int64, where each row's queries begin; on any device.
             paged_kv_indptr: ``[B + 1]``, where each row's pages begin in ``paged_kv_indices``.
             paged_kv_indices: ``[N]``, page numbers.
             paged_kv_last_page_len: ``[B]``, tokens in each row's last page.
-            num_qo_heads: H.
-            num_kv_heads: K.
             head_dim_qk: D; not read: the states say it.
             page_size: S, from which the sizes of masks follow.
             head_dim_vo: E; not read.
@@ -239,29 +225,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
                 the other.
             packed_custom_mask: uint8, the same as of ``segment_packbits`` with ``bitorder="little"``; then the other is
                 not read.
-            causal: whether queries see no keys after their own position.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
-            use_fp16_qk_reduction: not read: sums are float32.
-            sm_scale: factor on the logits; None for ``D ** -0.5``.
-            window_left: tokens visible to the left of each query; -1 for all.
-            logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
-            rope_scale: positions are divided by it; None for 1.
-            rope_theta: base of the rotation's frequencies; None for 10,000.
-            q_data_type: dtype of queries.
-            kv_data_type: dtype of pages; None for that of queries.
-            o_data_type: dtype of results; None for that of queries.
-            non_blocking: whether copies to the device may go on after the return.
-            prefix_len_ptr: must be None, like the other arguments of several items.
-            token_pos_in_items_ptr: must be None.
-            token_pos_in_items_len: not read.
-            max_item_len_ptr: must be None.
-            seq_lens: not read: lengths follow from the tables, which captured launches read.
-            seq_lens_q: not read.
-            block_tables: must be None.
-            max_token_per_sequence: not read.
-            max_sequence_kv: not read.
-            fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
-            disable_split_kv: whether keys are summed in one order, whatever the batch is.
 
         Raises:
             KeyError: the mode does not exist.
@@ -319,22 +282,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as planned.
 
+        ``enable_pdl`` is not read; ``sinks``, ``kv_cache_sf`` and ``skip_softmax_threshold_scale_factor`` must be None.
+
         Args:
             q: ``[T, H, D]``, any strides.
             paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
                 values, each without the second axis.
             *args: scales of queries, keys and values in fp8, ``[H]`` or ``[K]`` float32.
-            q_scale: factor on the logits, like ``k_scale``.
-            k_scale: as ``q_scale``.
-            v_scale: factor on the results.
             out: ``[T, H, E]``, written and returned if given.
             lse: ``[T, H]`` float32, likewise.
-            return_lse: whether the log-sum-exp, in base 2, is returned, too.
-            enable_pdl: not read.
             window_left: as planned, or None.
-            sinks: must be None.
-            kv_cache_sf: must be None.
-            skip_softmax_threshold_scale_factor: must be None.
 
         Returns:
             ``[T, H, E]`` of the planned dtype and, if wanted, ``[T, H]`` float32. A query that sees no key has zeros,

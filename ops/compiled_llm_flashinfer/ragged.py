@@ -36,17 +36,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
     ) -> None:
         """Make a wrapper for a device.
 
+        ``jit_args`` and ``jit_kwargs`` must be None.
+
         Args:
-            float_workspace_buffer: any tensor on the device; it is not written.
-            kv_layout: "NHD" or "HND".
-            use_cuda_graph: whether plans write to the buffers, which captured launches read.
             qo_indptr_buf: ``[B + 1]`` int32 or int64, with CUDA graphs.
             kv_indptr_buf: ``[B + 1]`` likewise.
             custom_mask_buf: uint8, of the largest mask that is planned; None without masks.
             mask_indptr_buf: ``[B + 1]`` int32 or int64, with a mask.
-            backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
-            jit_args: must be None.
-            jit_kwargs: must be None.
 
         Raises:
             KeyError: the layout does not exist.
@@ -101,41 +97,21 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
     ) -> None:
         """Say where queries and keys lie, and how logits are made.
 
+        ``token_pos_in_items_len``, ``seq_lens``, ``seq_lens_q``, ``max_token_per_sequence`` and ``max_sequence_kv`` are
+        not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``, ``max_item_len_ptr``, ``v_indptr`` and ``o_indptr``
+        must be None.
+
         Args:
             qo_indptr: ``[B + 1]`` int32 or int64, where each row's queries begin; on any device.
             kv_indptr: ``[B + 1]``, where each row's keys and values begin.
-            num_qo_heads: H.
-            num_kv_heads: K.
             head_dim_qk: D; not read: the states say it.
             head_dim_vo: E; not read.
             custom_mask: bool, in place of ``causal``: which keys each query sees, ``[Q, L]`` of each row, one row after
                 the other.
             packed_custom_mask: uint8, the same as of ``segment_packbits`` with ``bitorder="little"``; then the other is
                 not read.
-            causal: whether queries see no keys after their own position.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI".
-            use_fp16_qk_reduction: not read: sums are float32.
-            window_left: tokens visible to the left of each query; -1 for all.
-            logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
-            sm_scale: factor on the logits; None for ``D ** -0.5``.
-            rope_scale: positions are divided by it; None for 1.
-            rope_theta: base of the rotation's frequencies; None for 10,000.
-            q_data_type: dtype of queries.
             kv_data_type: dtype of keys and values; None for that of queries.
             o_data_type: dtype of ``out``, where one is given; None for that of queries.
-            non_blocking: whether copies to the device may go on after the return.
-            prefix_len_ptr: must be None, like the other arguments of several items.
-            token_pos_in_items_ptr: must be None.
-            token_pos_in_items_len: not read.
-            max_item_len_ptr: must be None.
-            fixed_split_size: if given, keys are summed in one order for any batch, as with ``disable_split_kv``.
-            disable_split_kv: whether keys are summed in one order, whatever the batch is.
-            seq_lens: not read: lengths follow from the tables, which captured launches read.
-            seq_lens_q: not read.
-            max_token_per_sequence: not read.
-            max_sequence_kv: not read.
-            v_indptr: must be None.
-            o_indptr: must be None.
 
         Raises:
             KeyError: the mode does not exist.
@@ -185,20 +161,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as planned.
 
+        ``enable_pdl`` is not read; ``o_scale`` and ``kv_cache_sf`` must be None.
+
         Args:
             q: ``[T, H, D]``, any strides.
             k: ``[N, K, D]`` (NHD) or ``[K, N, D]`` (HND), any strides.
             v: ``[N, K, E]`` or ``[K, N, E]``, likewise.
             *args: scales of queries, keys and values in fp8, ``[H]`` or ``[K]`` float32.
-            q_scale: factor on the logits, like ``k_scale``.
-            k_scale: as ``q_scale``.
-            v_scale: factor on the results.
-            o_scale: must be None.
             out: ``[T, H, E]``, written and returned if given.
             lse: ``[T, H]`` float32, likewise.
-            return_lse: whether the log-sum-exp, in base 2, is returned, too.
-            enable_pdl: not read.
-            kv_cache_sf: must be None.
 
         Returns:
             ``[T, H, E]`` of the queries' dtype (bfloat16 for fp8), or of the planned one where ``out`` is given and, if

@@ -64,6 +64,8 @@ class BlockSparseAttentionWrapper(SparseWrapper):
     ) -> None:
         """Say which blocks there are, and decide on the host how they are divided.
 
+        ``non_blocking`` is not read.
+
         Args:
             indptr: ``[MB + 1]``, where each row of blocks begins in ``indices``; on any device, of any integer type.
             indices: ``[X]``, columns of blocks.
@@ -71,24 +73,13 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             N: keys, a multiple of C.
             R: queries of a block.
             C: keys of a block.
-            num_qo_heads: H.
-            num_kv_heads: K.
-            head_dim: D.
             mask: ``[X, R, C]`` bool, which keys of each block its queries see; None if they see all.
             packed_mask: uint8, the same for all keys of a row, ``[R, n * C]`` bits for its n blocks, as of
                 ``segment_packbits`` with ``bitorder="little"``; then the other is not read.
             causal: without a mask: whether the last queries of a row see no keys after their own place among its
                 blocks.
             pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI", by places among the blocks of a row.
-            use_fp16_qk_reduction: not read: sums are float32.
-            logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
-            sm_scale: factor on the logits; None for ``D ** -0.5``.
-            rope_scale: positions are divided by it; None for 1.
-            rope_theta: base of the rotation's frequencies; None for 10,000.
-            q_data_type: dtype of queries.
-            kv_data_type: dtype of keys; None for that of queries.
             o_data_type: dtype of results; float16 as in FlashInfer, whatever the queries have.
-            non_blocking: not read.
 
         Raises:
             KeyError: the mode does not exist.
@@ -141,6 +132,8 @@ class BlockSparseAttentionWrapper(SparseWrapper):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as planned.
 
+        ``enable_pdl`` is not read.
+
         Args:
             q: ``[M, H, D]``.
             k: ``[N, K, D]``.
@@ -150,8 +143,6 @@ class BlockSparseAttentionWrapper(SparseWrapper):
             scale_v: ``[K]`` float32, factors on the results, likewise.
             out: ``[M, H, D]``, written and returned if given.
             lse: ``[M, H]`` float32, written if given.
-            return_lse: whether the log-sum-exp, in base 2, is returned, too.
-            enable_pdl: not read.
 
         Returns:
             ``[M, H, D]`` and, if wanted, ``[M, H]`` float32.
@@ -237,24 +228,15 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
     ) -> None:
         """Say which blocks there are, and decide on the host how they are divided.
 
+        ``non_blocking`` is not read.
+
         Args:
             block_mask_map: ``[K, MB, NB]`` bool, whether a row of blocks reads a column.
             block_row_sz: ``[K, MB]``, queries of each row; of each kv head M in all.
             block_col_sz: ``[K, NB]``, keys of each column; of each kv head N in all.
-            num_qo_heads: H.
-            num_kv_heads: K.
-            head_dim: D.
             causal: whether the last queries of a row see no keys after their own place among its blocks.
             pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI", by places among the blocks of a row; slopes are by the
                 number of a query head in the group of its kv head.
-            use_fp16_qk_reduction: not read: sums are float32.
-            logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; None or 0.0 for none.
-            sm_scale: factor on the logits; None for ``D ** -0.5``.
-            rope_scale: positions are divided by it; None for 1.
-            rope_theta: base of the rotation's frequencies; None for 10,000.
-            non_blocking: not read.
-            q_data_type: dtype of queries.
-            kv_data_type: dtype of keys; None for that of queries.
 
         Raises:
             KeyError: the mode does not exist.
@@ -308,14 +290,14 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as planned.
 
+        ``enable_pdl`` is not read.
+
         Args:
             q: ``[H, M, D]``.
             k: ``[K, N, D]``.
             v: ``[K, N, D]``.
             out: ``[H, M, D]``, written and returned if given.
             lse: ``[H, M]`` float32, written if given.
-            return_lse: whether the log-sum-exp, in base 2, is returned, too.
-            enable_pdl: not read.
 
         Returns:
             ``[H, M, D]`` and, if wanted, ``[H, M]`` float32.

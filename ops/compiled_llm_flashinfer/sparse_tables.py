@@ -42,8 +42,6 @@ class SparseWrapper(Planned):
         """Make a wrapper for a device.
 
         Args:
-            float_workspace_buffer: any tensor on the device; it is not written.
-            backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
             max_items: work items that plans may make; None for any.
             max_parts: partial results that plans may make, of each kv head; with fewer, long rows are shared by fewer
                 programs.

@@ -34,9 +34,7 @@ class Planned:
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
         """Name another device's workspace. Neither is written.
 
-        Args:
-            float_workspace_buffer: any tensor on the device.
-            int_workspace_buffer: not read.
+        ``int_workspace_buffer`` is not read.
         """
         self.device = float_workspace_buffer.device
 

@@ -72,27 +72,16 @@ class StridedAppend(NamedTuple):
 
 
 class SparseItem(NamedTuple):
-    """A work item of block-sparse attention: some queries of a row of blocks, with all of its keys or a share of them.
+    """A work item of block-sparse attention: some queries of a row of blocks, with all of its keys or a share."""
 
-    Attributes:
-        kv_head: of an item of ``variable_block_sparse_attention``; 0 where all kv heads read the same.
-        first_query: the first of its queries.
-        queries: how many they are; 0 if there is no item.
-        first_piece: where its keys begin in the lists of the op.
-        pieces: how many entries they are; 0 for queries that see no key.
-        first_part: the first of the partial results of these queries.
-        part: the item's own, counted from there.
-        parts: how many they are; 1 if there is nothing to merge.
-    """
-
-    kv_head: int
-    first_query: int
-    queries: int
-    first_piece: int
-    pieces: int
-    first_part: int
-    part: int
-    parts: int
+    kv_head: int  # of an item of ``variable_block_sparse_attention``; 0 where all kv heads read the same
+    first_query: int  # the first of its queries
+    queries: int  # how many they are; 0 if there is no item
+    first_piece: int  # where its keys begin in the lists of the op
+    pieces: int  # how many entries they are; 0 for queries that see no key
+    first_part: int  # the first of the partial results of these queries
+    part: int  # the item's own, counted from there
+    parts: int  # how many they are; 1 if there is nothing to merge
 
 
 SPARSE_PIECE = 64

@@ -223,22 +223,14 @@ class PlanPagedAttention(NamedTuple):
 
 
 class PlannedBatch(NamedTuple):
-    """A planned batch, with its page table on the host.
+    """A planned batch, with its page table on the host."""
 
-    Attributes:
-        qo_indptr: ``[B + 1]`` int32.
-        indptr: ``[B + 1]`` int32.
-        last_page_len: ``[B]`` int32.
-        workspace: of the launches.
-        captured_tokens: as of ``plan_paged_attention``, like ``variant``.
-    """
-
-    qo_indptr: NDArray[np.int32]
-    indptr: NDArray[np.int32]
-    last_page_len: NDArray[np.int32]
+    qo_indptr: NDArray[np.int32]  # ``[B + 1]`` int32
+    indptr: NDArray[np.int32]  # ``[B + 1]`` int32
+    last_page_len: NDArray[np.int32]  # ``[B]`` int32
     geometry: Geometry
-    workspace: Tensor
-    captured_tokens: int = -1
+    workspace: Tensor  # of the launches
+    captured_tokens: int = -1  # as of ``plan_paged_attention``, like ``variant``
     variant: int = -1
 
 

@@ -30,14 +30,9 @@ _Arguments = PagedAttention | PlannedAttentionVariant | PlannedLatentAttention
 
 
 class _Run(NamedTuple):
-    """What the wrapper's ``run`` takes besides queries, pages and results.
+    """What the wrapper's ``run`` takes besides queries, pages and results."""
 
-    Attributes:
-        additional: a functor's tensors and numbers.
-        options: by name.
-    """
-
-    additional: tuple[Any, ...]
+    additional: tuple[Any, ...]  # a functor's tensors and numbers
     options: dict[str, Any]
 
 

@@ -52,13 +52,9 @@ class HostColumns(NamedTuple):
 
     Kept from plan to plan: to make a tensor of an array, or an array of a tensor, takes longer than all other work
     here.
-
-    Attributes:
-        tensors: where queries and pages of rows begin ``[B + 1]``, and their tokens ``[B]``, int32.
-        arrays: likewise.
     """
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]  # where queries and pages of rows begin ``[B + 1]``, and their tokens ``[B]``, int32
     arrays: tuple[NDArray[np.int32], ...]
 
     @classmethod

@@ -28,17 +28,11 @@ STAGING_BUFFERS = 16
 
 
 class Staged(NamedTuple):
-    """Pinned memory that plans are copied from.
+    """Pinned memory that plans are copied from."""
 
-    Attributes:
-        memory: ``[bytes]`` uint8.
-        words: the same, int32.
-        copied: recorded after the last copy out of it.
-    """
-
-    memory: Tensor
-    words: NDArray[np.int32]
-    copied: torch.cuda.Event
+    memory: Tensor  # ``[bytes]`` uint8
+    words: NDArray[np.int32]  # the same, int32
+    copied: torch.cuda.Event  # recorded after the last copy out of it
 
     @classmethod
     def of(cls, nbytes: int) -> Staged:

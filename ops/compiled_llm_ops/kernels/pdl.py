@@ -1,7 +1,7 @@
 """Kernels that begin while the previous one ends: PDL, programmatic dependent launch.
 
-If a caller allows ``overlap``, our kernels do what they can before the previous kernel has ended: they load weights, or
-read the page table. These rules make that safe:
+If a caller allows ``overlap``, and the device can (``has_pdl``), launchers are given ``pdl``: our kernels then do what
+they can before the previous kernel has ended: they load weights, or read the page table. These rules make that safe:
 
 - Before it waits (``gdc_wait``), a kernel writes nothing, and it reads only what no earlier kernel writes that may
   still run: weights, and the page table, which a step advances at its end.

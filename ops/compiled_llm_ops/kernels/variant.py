@@ -17,22 +17,15 @@ from torch import Tensor
 
 
 class KernelVariant(NamedTuple):
-    """A variant as kernels take it.
+    """A variant as kernels take it."""
 
-    Attributes:
-        logits: a device function of logits ``[M, N]``, rows, query heads, numbers of queries in the batch, positions of
-            queries and of keys, which broadcast, then of ``tensors`` and ``sizes``; None if logits stay as they are.
-        visible: one of the arguments after the first, returns int1; None if all keys are visible.
-        tensors: those of the variant, contiguous.
-        sizes: of their axes by head and by position.
-        softmax: whether weights are the softmax of logits.
-    """
-
+    # a device function of logits ``[M, N]``, rows, query heads, numbers of queries in the batch, positions of queries
+    # and of keys, which broadcast, then of ``tensors`` and ``sizes``; None if logits stay as they are
     logits: Any
-    visible: Any
-    tensors: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-    softmax: bool
+    visible: Any  # one of the arguments after the first, returns int1; None if all keys are visible
+    tensors: tuple[Tensor, ...]  # those of the variant, contiguous
+    sizes: tuple[int, ...]  # of their axes by head and by position
+    softmax: bool  # whether weights are the softmax of logits
 
     @property
     def arguments(self) -> tuple[tuple[Tensor, ...] | None, tuple[int, ...] | None]:

@@ -16,15 +16,10 @@ from compiled_llm_ops.contracts import check_int32
 
 
 class EqualRows(NamedTuple):
-    """Rows of a batch that have equally many tokens.
+    """Rows of a batch that have equally many tokens."""
 
-    Attributes:
-        rows: ``[R]`` int64, their numbers.
-        tokens: ``[R, L]`` int64, their tokens among the packed ones.
-    """
-
-    rows: Tensor
-    tokens: Tensor
+    rows: Tensor  # ``[R]`` int64, their numbers
+    tokens: Tensor  # ``[R, L]`` int64, their tokens among the packed ones
 
 
 def check_rows(op: str, states: Tensor, qo_indptr: Tensor, read: Tensor, write: Tensor) -> None:

@@ -47,15 +47,10 @@ class AdjustmentTables(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The rows and positions of sampled tokens.
+    """The rows and positions of sampled tokens."""
 
-    Attributes:
-        slots: ``[R]`` int64.
-        positions: ``[R]`` int64.
-    """
-
-    slots: Tensor
-    positions: Tensor
+    slots: Tensor  # ``[R]`` int64
+    positions: Tensor  # ``[R]`` int64
 
 
 def adjusted(logits: Tensor, places: Places, tables: AdjustmentTables, counts: Tensor, kinds: int) -> Tensor:
@@ -63,8 +58,6 @@ def adjusted(logits: Tensor, places: Places, tables: AdjustmentTables, counts: T
 
     Args:
         logits: ``[R, V]``.
-        places: of the rows.
-        tables: of ``sample_tokens``.
         counts: ``[R, V]`` int16, those of the rows before sampling.
         kinds: the logit adjustments of all rows, or-ed together.
     """

@@ -17,19 +17,12 @@ from compiled_llm_ops.contracts import MAX_OF_TOP_H
 
 
 class Filters(NamedTuple):
-    """The filters of rows.
+    """The filters of rows."""
 
-    Attributes:
-        top_k: ``[R]`` integers; 0, or V and more, for all.
-        top_p: ``[R]`` float32; 1.0 for all.
-        min_p: ``[R]`` float32; 0.0 for all.
-        seldom: ``[R, len(Seldom._fields)]`` float32; None if no row has any of these.
-    """
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seldom: Tensor | None = None
+    top_k: Tensor  # ``[R]`` integers; 0, or V and more, for all
+    top_p: Tensor  # ``[R]`` float32; 1.0 for all
+    min_p: Tensor  # ``[R]`` float32; 0.0 for all
+    seldom: Tensor | None = None  # ``[R, len(Seldom._fields)]`` float32; None if no row has any of these
 
 
 def filtered(scores: Tensor, filters: Filters) -> Tensor:

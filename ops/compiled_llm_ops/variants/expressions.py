@@ -40,14 +40,10 @@ _Value = TypeVar("_Value")
 
 
 class VariantTensor(NamedTuple):
-    """A tensor that a variant reads.
-
-    Attributes:
-        axes: what indexes each; ``"row"`` or ``"query"`` comes first, if at all.
-    """
+    """A tensor that a variant reads."""
 
     name: str
-    axes: tuple[Index, ...]
+    axes: tuple[Index, ...]  # what indexes each; ``"row"`` or ``"query"`` comes first, if at all
     dtype: torch.dtype
 
     @property
@@ -57,19 +53,12 @@ class VariantTensor(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        name: ``"input"``, ``"constant"``, ``"read"`` of a tensor, or what is computed.
-        operands: numbers of earlier operations.
-        type: of the result.
-        value: the name of an input or of a tensor, or a constant.
-    """
-
-    name: str
-    operands: tuple[int, ...]
+    name: str  # ``"input"``, ``"constant"``, ``"read"`` of a tensor, or what is computed
+    operands: tuple[int, ...]  # numbers of earlier operations
     type: Type
-    value: str | float | bool | None = None
+    value: str | float | bool | None = None  # the name of an input or of a tensor, or a constant
 
 
 class Expression(NamedTuple):
@@ -98,7 +87,6 @@ class Expression(NamedTuple):
         """Return the result, as a value or as text.
 
         Args:
-            inputs: by name.
             read: returns a tensor's entry at indices.
             constant: returns a number of a type.
             compute: returns the result of an operation of a name, and its type.

@@ -38,19 +38,12 @@ _COMPUTED: dict[str, Callable[..., Tensor]] = {
 
 
 class PlainRow(NamedTuple):
-    """One row's queries, and all of its keys.
+    """One row's queries, and all of its keys."""
 
-    Attributes:
-        number: of the row in the batch.
-        tokens: of its queries in the batch, its last ones.
-        length: L.
-        pages: ``[n]``, page numbers.
-    """
-
-    number: int
-    tokens: slice
+    number: int  # of the row in the batch
+    tokens: slice  # of its queries in the batch, its last ones
     length: int
-    pages: Tensor
+    pages: Tensor  # ``[n]``, page numbers
 
 
 def attend(

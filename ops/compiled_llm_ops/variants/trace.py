@@ -110,10 +110,8 @@ def traced(
     """Return what a function computes.
 
     Args:
-        variant: its name, for errors.
         argument: ``"logits"`` or ``"visible"``, which has no ``logit``.
         function: of the inputs by position, and the tensors by name.
-        tensors: that it may read.
         returns: the type of its result.
 
     Raises:

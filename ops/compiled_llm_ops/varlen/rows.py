@@ -37,17 +37,11 @@ PAGE_TOKENS = 256
 
 
 class BlockTables(NamedTuple):
-    """The rows of a packed page table as lines.
+    """The rows of a packed page table as lines."""
 
-    Attributes:
-        lengths: ``[B]`` int32, tokens of each row.
-        starts: ``[B + 1]`` int32, tokens of all rows before each.
-        table: ``[B, N]`` int32, page numbers; what comes after a row's own is not written.
-    """
-
-    lengths: Tensor
-    starts: Tensor
-    table: Tensor
+    lengths: Tensor  # ``[B]`` int32, tokens of each row
+    starts: Tensor  # ``[B + 1]`` int32, tokens of all rows before each
+    table: Tensor  # ``[B, N]`` int32, page numbers; what comes after a row's own is not written
 
     @classmethod
     def of(cls, args: PagedAttention) -> BlockTables:
@@ -82,32 +76,22 @@ def _write_block_tables(
 
 
 class PackedRows(NamedTuple):
-    """What the packages' functions take.
+    """What the packages' functions take."""
 
-    Attributes:
-        query: ``[T, H, D]``, contiguous.
-        keys: ``[P, S, K, D]``, a view of our pages. Kernels take its strides, and ask for contiguous columns alone:
-            ``set_params_fprop`` and ``k.stride(-1) == 1`` in flash-attn's ``flash_api.cpp``; so do flash-attn 3's.
-        values: like ``keys``.
-        query_starts: ``[B + 1]`` int32, where each row's queries begin.
-        keys_of: the rows' keys.
-        most_queries: new tokens that a row has at most.
-        scale: factor on the logits before the softmax.
-        window: tokens that a query sees to its left, -1 for all, and to its right: none. Were that -1, flash-attn 2
-            would take it of a longest row with one new token that all rows have one (``seqlenq_ngroups_swapped``), and
-            those of a captured batch may have none.
-        soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
-    """
-
-    query: Tensor
+    query: Tensor  # ``[T, H, D]``, contiguous
+    # ``[P, S, K, D]``, a view of our pages. Kernels take its strides, and ask for contiguous columns alone:
+    # ``set_params_fprop`` and ``k.stride(-1) == 1`` in flash-attn's ``flash_api.cpp``; so do flash-attn 3's
     keys: Tensor
     values: Tensor
-    query_starts: Tensor
+    query_starts: Tensor  # ``[B + 1]`` int32, where each row's queries begin
     keys_of: BlockTables
-    most_queries: int
+    most_queries: int  # new tokens that a row has at most
     scale: float
+    # tokens that a query sees to its left, -1 for all, and to its right: none. Were that -1, flash-attn 2 would take it
+    # of a longest row with one new token that all rows have one (``seqlenq_ngroups_swapped``), and those of a captured
+    # batch may have none
     window: tuple[int, int]
-    soft_cap: float
+    soft_cap: float  # ``cap * tanh(logits / cap)`` after scaling; 0.0 for none
 
     @classmethod
     def of(cls, args: PagedAttention, most_queries: int) -> PackedRows:

@@ -130,23 +130,14 @@ def rows_of_a_tile(heads: int, kv_heads: int) -> int:
 
 
 class _Items(NamedTuple):
-    """Tiles of members, or pieces of these tiles' keys, as columns.
+    """Tiles of members, or pieces of these tiles' keys, as columns."""
 
-    Attributes:
-        entries: where the first page stands in ``indices``.
-        firsts: the first page within the rows.
-        pages: how many.
-        members: the first member.
-        counts: how many members.
-        parts: the first part.
-    """
-
-    entries: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    pages: NDArray[np.int64]
-    members: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    parts: NDArray[np.int64]
+    entries: NDArray[np.int64]  # where the first page stands in ``indices``
+    firsts: NDArray[np.int64]  # the first page within the rows
+    pages: NDArray[np.int64]  # how many
+    members: NDArray[np.int64]  # the first member
+    counts: NDArray[np.int64]  # how many members
+    parts: NDArray[np.int64]  # the first part
 
 
 def _members_that_fit(
@@ -198,21 +189,15 @@ def _pieces_of(tiles: _Items, splits: NDArray[np.int64], piece: int) -> _Items:
 
 
 class _Members(NamedTuple):
-    """Runs as columns: the members of all, and of each run how many it has, its first page and its pages.
-
-    Attributes:
-        levels: of each member, how many runs its row is in before.
-        by_row: rows of all runs, with the runs of a row in order.
-        ends: of these, the page at which the run ends.
-    """
+    """Runs as columns: the members of all, and of each run how many it has, its first page and its pages."""
 
     members: NDArray[np.int64]
     sizes: NDArray[np.int64]
     firsts: NDArray[np.int64]
     pages: NDArray[np.int64]
-    levels: NDArray[np.int64] | int
-    by_row: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    levels: NDArray[np.int64] | int  # of each member, how many runs its row is in before
+    by_row: NDArray[np.int64]  # rows of all runs, with the runs of a row in order
+    ends: NDArray[np.int64]  # of these, the page at which the run ends
 
 
 def _checked(runs: Sequence[SharedRun], rows: int) -> _Members:

@@ -74,8 +74,6 @@ def attend(
         query: ``[Q, H, R + E]``.
         cached: ``[L, R + E]``.
         positions: ``[Q]``: each query sees the keys up to this one.
-        rank: R.
-        scale: factor on the logits.
         chosen: ``[Q, n]``: and only those at these positions; None for all.
 
     Returns:

@@ -61,7 +61,6 @@ def write_block_tables(
         indptr: ``[B + 1]``, where each row's pages begin in ``indices``.
         indices: ``[N]``, page numbers.
         last_page_len: ``[B]``, tokens in each row's last page.
-        page_size: S.
         lengths: ``[B]``, written: tokens of each row; 0 for a row without pages.
         starts: ``[B + 1]``, written: tokens of all rows before each.
         table: ``[B, W]``, W at least the pages of any row; as many of each line as its row has are written.

@@ -32,16 +32,9 @@ _RESERVED = 8192
 
 
 class CascadeTiling(NamedTuple):
-    """How work items are read.
+    """How work items are read."""
 
-    Attributes:
-        programs: for each kv head; they take items in turn.
-        block: keys read at a time.
-        stages: of the pipeline.
-        warps: in a program.
-    """
-
-    programs: int
+    programs: int  # for each kv head; they take items in turn
     block: int
     stages: int
     warps: int
@@ -53,10 +46,7 @@ def choose_cascade_tiling(
     """Return the tiling by constant properties: not by the items that are used, since a captured launch is replayed.
 
     Args:
-        kv_heads: K.
-        head_dim: D'.
         items: W, the used and the unused ones.
-        processors: multiprocessors of the device.
         shared_memory: of each of them, in bytes.
     """
     programs = max(1, min(items, PROGRAMS * processors // kv_heads))

@@ -6,17 +6,11 @@ from typing import NamedTuple
 
 
 class Division(NamedTuple):
-    """How the slots of rows are divided.
+    """How the slots of rows are divided."""
 
-    Attributes:
-        slots: that a program looks at in one go.
-        programs: of all rows together, at least, if they are long enough.
-        splits: programs of one row, at most.
-    """
-
-    slots: int
-    programs: int
-    splits: int
+    slots: int  # that a program looks at in one go
+    programs: int  # of all rows together, at least, if they are long enough
+    splits: int  # programs of one row, at most
 
 
 DIVISION = Division(256, 256, 64)

@@ -435,7 +435,6 @@ def prepare_decode(
             contiguous, with D' a power of two from 64 on; each row has a page at least.
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
         tiling: block times D' is a power of two.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
         shared_lengths: ``[B]`` int32, contiguous: so many of each row's first keys are not attended to; multiples of
             S, and fewer than the row has before its new ones. None if all are. With ``pdl`` the kernel that is
             launched just before must have waited before it let this one begin.
@@ -446,10 +445,6 @@ def prepare_decode(
 
     Raises:
         ValueError: the query's dtype has no kernel, or the pages are not contiguous.
-
-    Source:
-        Flash-Decoding (https://pytorch.org/blog/flash-decoding/), with its second launch folded into the first;
-        results and log-sum-exp as of FlashInfer's decode kernels (https://arxiv.org/abs/2501.01005).
     """
     if args.query.dtype not in DTYPES:
         raise ValueError(

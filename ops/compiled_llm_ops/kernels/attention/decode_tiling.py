@@ -81,27 +81,17 @@ MAX_GQA = 16
 
 
 class AttentionTiling(NamedTuple):
-    """How programs share the keys of rows, and how each of them reads its own.
+    """How programs share the keys of rows, and how each of them reads its own."""
 
-    Attributes:
-        row_tile: rows that share programs, next to each other: 1 or up to MAX_ROWS.
-        programs: for each kv head of these rows; one for each row at least.
-        unsplit: blocks up to which one program reads all keys of a row.
-        min_share: the fewest blocks of a share; rows are cut evenly into as few as are no larger.
-        block: keys read at a time.
-        stages: of the pipeline, DEEP or SHALLOW.
-        warps: in a program.
-        share_equal: whether rows of about equal lengths are shared as well; if not, rows are shared only so that all
-            end at the same time.
-    """
-
-    row_tile: int
-    programs: int
-    unsplit: int
-    min_share: int
+    row_tile: int  # rows that share programs, next to each other: 1 or up to MAX_ROWS
+    programs: int  # for each kv head of these rows; one for each row at least
+    unsplit: int  # blocks up to which one program reads all keys of a row
+    min_share: int  # the fewest blocks of a share; rows are cut evenly into as few as are no larger
     block: int
-    stages: int
+    stages: int  # of the pipeline, DEEP or SHALLOW
     warps: int
+    # whether rows of about equal lengths are shared as well; if not, rows are shared only so that all end at the same
+    # time
     share_equal: bool = True
 
 
@@ -124,12 +114,8 @@ def choose_attention_tiling(
     can be long, each has one program.
 
     Args:
-        rows: B.
-        kv_heads: K.
         gqa: G, times the new tokens of a row.
-        head_dim: D'.
         max_keys: a bound on the keys that a query can see.
-        processors: multiprocessors of the device.
         shared_memory: bytes of a multiprocessor.
         number_bytes: bytes of a number in the pages; 1 for fp8.
         query_bytes: of a number of the queries; 4 for float32.

@@ -33,36 +33,24 @@ from compiled_llm_ops.kernels.variant import KernelVariant, transformed
 
 
 class PackedQueries(NamedTuple):
-    """Queries of rows, and where the rows' tokens lie.
+    """Queries of rows, and where the rows' tokens lie."""
 
-    Attributes:
-        query: ``[T, H, D]`` float16, bfloat16 or float32, any strides.
-        pages: ``[P, 2, K, S, D']``, contiguous, with D' a power of two from 16 on.
-        qo_indptr: ``[B + 1]`` int32, row b's queries are tokens ``qo_indptr[b]:qo_indptr[b + 1]``, its last ones. None
-            if rows have equally many.
-        starts: ``[B]`` or longer, int32, where each row's pages begin in ``indices``; ``[B + 1]`` without ``lengths``.
-        lengths: ``[B]`` int32, tokens of each row, those of the queries included. None to go by ``last_page_len``.
-        indices: ``[N]`` int32, page numbers.
-        scale: factor on the logits.
-        window_left: tokens visible to the left of each query; -1 for all.
-        logits_soft_cap: ``cap * tanh(logits / cap)``; 0.0 for none.
-        key_scale: ``[K]`` float32 for pages of fp8; None for 1.
-        value_scale: ``[K]`` float32, the same for values.
-        last_page_len: ``[B]`` int32, tokens in each row's last page; None if there are ``lengths``.
-    """
-
-    query: Tensor
-    pages: Tensor
+    query: Tensor  # ``[T, H, D]`` float16, bfloat16 or float32, any strides
+    pages: Tensor  # ``[P, 2, K, S, D']``, contiguous, with D' a power of two from 16 on
+    # ``[B + 1]`` int32, row b's queries are tokens ``qo_indptr[b]:qo_indptr[b + 1]``, its last ones. None if rows have
+    # equally many
     qo_indptr: Tensor | None
+    # ``[B]`` or longer, int32, where each row's pages begin in ``indices``; ``[B + 1]`` without ``lengths``
     starts: Tensor
+    # ``[B]`` int32, tokens of each row, those of the queries included. None to go by ``last_page_len``
     lengths: Tensor | None
-    indices: Tensor
+    indices: Tensor  # ``[N]`` int32, page numbers
     scale: float
-    window_left: int
-    logits_soft_cap: float
-    key_scale: Tensor | None
-    value_scale: Tensor | None
-    last_page_len: Tensor | None = None
+    window_left: int  # tokens visible to the left of each query; -1 for all
+    logits_soft_cap: float  # ``cap * tanh(logits / cap)``; 0.0 for none
+    key_scale: Tensor | None  # ``[K]`` float32 for pages of fp8; None for 1
+    value_scale: Tensor | None  # ``[K]`` float32, the same for values
+    last_page_len: Tensor | None = None  # ``[B]`` int32, tokens in each row's last page; None if there are ``lengths``
 
     @classmethod
     def of(cls, args: PagedAttention | PagedAttentionVariant, logits_soft_cap: float) -> PackedQueries:
@@ -263,10 +251,6 @@ def attend(
 
     Raises:
         ValueError: the query's dtype has no kernel, or the pages are not contiguous.
-
-    Source:
-        FlashAttention-2 (https://arxiv.org/abs/2307.08691); why a fixed order of sums:
-        https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
     """
     if args.query.dtype not in DTYPES:
         raise ValueError(

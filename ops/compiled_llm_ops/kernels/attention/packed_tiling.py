@@ -25,21 +25,13 @@ _RESERVED = 1024
 
 
 class PackedTiling(NamedTuple):
-    """Tiles of the kernel.
+    """Tiles of the kernel."""
 
-    Attributes:
-        queries: of a tile, G for each token; a power of two.
-        keys: of a tile; a power of two.
-        stages: of the pipeline: tiles of keys and values that are loaded or used at a time.
-        warps: in a program.
-        fuses: whether a product and a sum may be one instruction, which rounds once.
-    """
-
-    queries: int
-    keys: int
-    stages: int
+    queries: int  # of a tile, G for each token; a power of two
+    keys: int  # of a tile; a power of two
+    stages: int  # of the pipeline: tiles of keys and values that are loaded or used at a time
     warps: int
-    fuses: bool = True
+    fuses: bool = True  # whether a product and a sum may be one instruction, which rounds once
 
 
 _OF_16_BITS: dict[int, tuple[tuple[int, PackedTiling], ...]] = {

@@ -26,14 +26,9 @@ from compiled_llm_ops.kernels.attention.rotary import prepared
 
 
 class RopeAppendTiling(NamedTuple):
-    """The work of one program. It is one for all sizes, so that one kernel serves prefills of any length.
+    """The work of one program. It is one for all sizes, so that one kernel serves prefills of any length."""
 
-    Attributes:
-        numbers: of queries, or of keys and values, at most; heads are padded to a power of two.
-        warps: of a program.
-    """
-
-    numbers: int = 2048
+    numbers: int = 2048  # of queries, or of keys and values, at most; heads are padded to a power of two
     warps: int = 4
 
 
@@ -116,7 +111,6 @@ def rope_append(
     Args:
         args: of ``rope_append_paged_kv``, checked; query in one of DTYPES, of no heads if only keys and values
             are to be written; ``pages`` ``[P, 2, K, S, D']`` contiguous.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
         tiling: its numbers are powers of two.
         lengths: ``[B]`` int32, tokens of each row, in place of ``token_rows`` and ``token_positions``: of each row the
             newest tokens are written, equally many. None to go by those.

@@ -142,8 +142,6 @@ def attend_over_runs(args: CascadeAttention, *, tiling: CascadeTiling, pdl: bool
     Args:
         args: of ``cascade_attention``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
             contiguous, with D' a power of two from 16 on; the tables contiguous.
-        tiling: of the launch.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:
         The parts ``[max_parts, H, D]`` and their log-sum-exps in base 2 ``[max_parts, H]``, both float32; uninitialised
@@ -151,10 +149,6 @@ def attend_over_runs(args: CascadeAttention, *, tiling: CascadeTiling, pdl: bool
 
     Raises:
         ValueError: the query's dtype has no kernel, or the pages are not contiguous.
-
-    Source:
-        Hydragen (https://arxiv.org/abs/2402.05099), with the loop of FlashAttention-2
-        (https://arxiv.org/abs/2307.08691).
     """
     if args.query.dtype not in DTYPES:
         raise ValueError(

@@ -24,23 +24,14 @@ LEAST_PROGRAMS = 256
 
 
 class ExpertsTiling(NamedTuple):
-    """One way to cut a product up; a program multiplies a tile of rows with outputs of one expert, over all inputs.
+    """One way to cut a product up; a program multiplies a tile of rows with outputs of one expert, over all inputs."""
 
-    Attributes:
-        rows: of a tile; in a step, of a tile of experts that more than FEW rows chose.
-        outputs: outputs of a tile; those of a gate come on top.
-        inputs: inputs that a program multiplies at a time.
-        stages: blocks of inputs on their way at a time, in a step for experts that at most FEW rows chose.
-        warps: of a program.
-        chunk: pairs among which a program of a step looks for those of its expert at a time.
-    """
-
-    rows: int
-    outputs: int
-    inputs: int
-    stages: int
+    rows: int  # of a tile; in a step, of a tile of experts that more than FEW rows chose
+    outputs: int  # outputs of a tile; those of a gate come on top
+    inputs: int  # inputs that a program multiplies at a time
+    stages: int  # blocks of inputs on their way at a time, in a step for experts that at most FEW rows chose
     warps: int
-    chunk: int = CHUNK
+    chunk: int = CHUNK  # pairs among which a program of a step looks for those of its expert at a time
 
 
 def step_tiling(rows: int, places: int, outputs: int, inputs: int, itemsize: int, gated: bool) -> ExpertsTiling:

@@ -199,14 +199,10 @@ def _add_by_weight(answers, ids, weights, out, experts, size, CHOSEN: tl.constex
 
 
 class Epilogue(NamedTuple):
-    """What follows a product.
+    """What follows a product."""
 
-    Attributes:
-        activation: one of ``EXPERT_ACTIVATIONS``.
-        gated: whether the activation is that of a gate, the first half of the outputs, which multiplies the other.
-    """
-
-    activation: str = "none"
+    activation: str = "none"  # one of ``EXPERT_ACTIVATIONS``
+    # whether the activation is that of a gate, the first half of the outputs, which multiplies the other
     gated: bool = False
 
 
@@ -214,19 +210,12 @@ NO_EPILOGUE = Epilogue()
 
 
 class RoutedRows(NamedTuple):
-    """The experts that rows chose.
+    """The experts that rows chose."""
 
-    Attributes:
-        ids: ``[T, k]``, contiguous.
-        experts: E.
-        order: ``[P]`` int64, pairs by expert, those without one first or last; None in a step.
-        offsets: ``[E + 1]`` int32, where each expert's begin; None in a step.
-    """
-
-    ids: Tensor
+    ids: Tensor  # ``[T, k]``, contiguous
     experts: int
-    order: Tensor | None = None
-    offsets: Tensor | None = None
+    order: Tensor | None = None  # ``[P]`` int64, pairs by expert, those without one first or last; None in a step
+    offsets: Tensor | None = None  # ``[E + 1]`` int32, where each expert's begin; None in a step
 
 
 def routed(ids: Tensor, experts: int) -> RoutedRows:
@@ -248,11 +237,9 @@ def multiply(
 
     Args:
         rows: ``[T, I]`` or ``[P, I]``, contiguous.
-        routing: what they chose.
         weight: ``[E, O, I]``, of the rows' dtype, any strides; twice as many outputs if gated.
         bias: like the weight without I, or None.
         out: ``[P, O]``, contiguous, written where a pair has an expert.
-        gate: what follows.
     """
     (pairs, outputs), inputs, (activation, gated) = out.shape, rows.shape[1], gate
     count, sharing = routing.ids.shape[0], routing.ids.shape[1] if len(rows) == routing.ids.shape[0] else 1

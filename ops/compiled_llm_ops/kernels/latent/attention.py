@@ -93,15 +93,10 @@ def attend(args: LatentAttention, lse: Tensor | None) -> Tensor:
     """Launch attention of packed queries, on the current device, and return ``[T, H, R]``, contiguous.
 
     Args:
-        args: of ``latent_attention``, checked.
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
 
     Raises:
         ValueError: there is no kernel for these sizes or dtypes, or the pages are not contiguous.
-
-    Source:
-        FlashAttention-2 (https://arxiv.org/abs/2307.08691), with latents as keys and values as in DeepSeek-V2
-        (https://arxiv.org/abs/2405.04434).
     """
     check_kernel("latent_attention", args)
     query, query_rope = map(inner_contiguous, args[:2])

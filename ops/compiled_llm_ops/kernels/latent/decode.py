@@ -218,20 +218,13 @@ def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl:
     """Launch attention of one new token a row, and where programs share keys what merges them, on the current device.
 
     Args:
-        args: of ``latent_decode``, checked.
         lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-        tiling: how programs share keys.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:
         ``[B, H, R]``, contiguous.
 
     Raises:
         ValueError: there is no kernel for these sizes or dtypes, or the pages are not contiguous.
-
-    Source:
-        Flash-Decoding (https://pytorch.org/blog/flash-decoding/); latents as keys and values as in DeepSeek-V2
-        (https://arxiv.org/abs/2405.04434).
     """
     check_kernel("latent_decode", args)
     query, query_rope, latent, rope = map(inner_contiguous, args[:4])

@@ -64,17 +64,10 @@ def missing_kernel(rank: int, rope_size: int, dtype: torch.dtype) -> str | None:
 
 
 class QueryTile(NamedTuple):
-    """The queries of a program, and the keys that it loads at a time.
+    """The queries of a program, and the keys that it loads at a time."""
 
-    Attributes:
-        heads: query heads next to each other, a power of two.
-        tokens: packed tokens next to each other, each with all of these heads; 1 in decode.
-        block: keys read at a time.
-        warps: in a program.
-    """
-
-    heads: int
-    tokens: int
+    heads: int  # query heads next to each other, a power of two
+    tokens: int  # packed tokens next to each other, each with all of these heads; 1 in decode
     block: int
     warps: int
 
@@ -139,36 +132,22 @@ half as many take 9% longer."""
 
 
 class LatentTiling(NamedTuple):
-    """How programs share the keys of rows, and how each of them reads its own.
+    """How programs share the keys of rows, and how each of them reads its own."""
 
-    Attributes:
-        heads: query heads of a program, next to each other: a power of two, 16 at least.
-        row_tile: rows that share programs, next to each other: 1 or up to MAX_ROWS.
-        programs: for each tile of heads of these rows; one for each row at least.
-        min_share: the fewest blocks of a share, and blocks up to which one program reads all keys of a row; rows are
-            cut evenly into as few shares as are no larger.
-        few: programs up to which these rows are cut into shares of fewer blocks.
-        equal: programs that share a row at most if all have about as many keys.
-        block: keys read at a time.
-        stages: of the pipeline.
-        warps: in a program.
-        keys_first: whether keys are rows of the products (``step.attend_keys_first``).
-        by_hand: whether by the kernel that ``reads_by_hand`` is about.
-        merged: numbers of a head that one program merges if several have read its keys: R, or a part.
-    """
-
-    heads: int
-    row_tile: int
-    programs: int
+    heads: int  # query heads of a program, next to each other: a power of two, 16 at least
+    row_tile: int  # rows that share programs, next to each other: 1 or up to MAX_ROWS
+    programs: int  # for each tile of heads of these rows; one for each row at least
+    # the fewest blocks of a share, and blocks up to which one program reads all keys of a row; rows are cut evenly into
+    # as few shares as are no larger
     min_share: int
-    few: int
-    equal: int
+    few: int  # programs up to which these rows are cut into shares of fewer blocks
+    equal: int  # programs that share a row at most if all have about as many keys
     block: int
     stages: int
     warps: int
-    keys_first: bool
-    by_hand: bool
-    merged: int
+    keys_first: bool  # whether keys are rows of the products (``step.attend_keys_first``)
+    by_hand: bool  # whether by the kernel that ``reads_by_hand`` is about
+    merged: int  # numbers of a head that one program merges if several have read its keys: R, or a part
 
     @property
     def merged_parts(self) -> int:
@@ -203,11 +182,7 @@ def choose_decode_tiling(
     """Return how programs share the keys of rows, by constant properties as ``choose_attention_tiling`` does.
 
     Args:
-        rows: B.
-        heads: H.
-        rank: R.
         max_keys: a bound on the keys of a row.
-        processors: multiprocessors of the device.
         by_hand: whether ``reads_by_hand``.
     """
     tile = decode_tile(heads, rank, by_hand)
@@ -285,17 +260,10 @@ measures that again.
 
 
 class RaggedTiling(NamedTuple):
-    """Tiles of the kernel of ``ragged_attention``.
-
-    Attributes:
-        queries: of a program.
-        keys: of a block.
-        stages: of the pipeline.
-        warps: in a program.
-    """
+    """Tiles of the kernel of ``ragged_attention``."""
 
     queries: int
-    keys: int
+    keys: int  # of a block
     stages: int
     warps: int
 

@@ -126,13 +126,9 @@ def attend(
         query: as of ``ragged_attention``, like ``key``, ``value``, ``qo_indptr`` and ``scale``; checked.
         out: ``[T, H, E]``, contiguous, written.
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-        tiling: that of ``ragged_tiling`` if None.
 
     Raises:
         ValueError: there is no kernel for these sizes or dtypes.
-
-    Source:
-        FlashAttention-2 (https://arxiv.org/abs/2307.08691).
     """
     query, key, value = map(inner_contiguous, (query, key, value))
     (tokens, heads, head_dim), value_dim = query.shape, value.shape[2]

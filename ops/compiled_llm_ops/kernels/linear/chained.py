@@ -187,16 +187,11 @@ def _linear_of_scaled(
 
 
 class ScaledSum(NamedTuple):
-    """A residual sum, and what its norm needs.
+    """A residual sum, and what its norm needs."""
 
-    Attributes:
-        total: ``[M, N]``, the sum.
-        scaled: ``[M, N]``, multiplied with the norm's weight.
-        squares: ``[T, M']`` float32, for each row the sum of the squares of one tile's outputs; M' are whole tiles.
-    """
-
-    total: Tensor
-    scaled: Tensor
+    total: Tensor  # ``[M, N]``, the sum
+    scaled: Tensor  # ``[M, N]``, multiplied with the norm's weight
+    # ``[T, M']`` float32, for each row the sum of the squares of one tile's outputs; M' are whole tiles
     squares: Tensor
 
 
@@ -210,8 +205,6 @@ def multiply_and_add(
         weight: ``[N, K]``, likewise.
         states: ``[M, N]``, likewise.
         norm: ``[N]``, likewise: the norm's weight.
-        tiling: from ``choose_chained_tiling``.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
     (m, k), n, tile = rows.shape, weight.shape[0], tiling.first
     grid = (-(-m // tile.rows), n // tile.outputs)
@@ -237,12 +230,8 @@ def multiply_scaled(
     """Return the normed sum times ``weight.T``.
 
     Args:
-        given: from ``multiply_and_add``.
         weight: ``[N, K]``, contiguous, beginning at a multiple of 16 bytes.
-        epsilon: added to the mean square.
-        tiling: from ``choose_chained_tiling``.
         gated: return ``silu(first) * second`` of both halves of the outputs.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
     (m, k), n, tiles = given.scaled.shape, weight.shape[0] // (2 if gated else 1), len(given.squares)
     tile = tiling.second

@@ -30,19 +30,12 @@ WARPS = 4
 
 
 class MatmulTile(NamedTuple):
-    """The part of a matmul that one program computes.
+    """The part of a matmul that one program computes."""
 
-    Attributes:
-        rows: of the input.
-        outputs: as many of both halves if the product is gated.
-        inputs: at a time.
-        stages: blocks of inputs on their way at a time; 0 if a program asks for all its weights at once.
-    """
-
-    rows: int
-    outputs: int
-    inputs: int
-    stages: int
+    rows: int  # of the input
+    outputs: int  # as many of both halves if the product is gated
+    inputs: int  # at a time
+    stages: int  # blocks of inputs on their way at a time; 0 if a program asks for all its weights at once
 
 
 class ChainedTiling(NamedTuple):

@@ -73,10 +73,6 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tiling: Invarian
 
     Raises:
         ValueError: there is no kernel for the dtype.
-
-    Source:
-        Triton's tutorial on matmuls, with one tiling; why:
-        https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
     """
     if rows.dtype not in DTYPES:
         raise ValueError(

@@ -43,19 +43,11 @@ GROUPED = 8
 
 
 class InvariantLinearTiling(NamedTuple):
-    """Tiles of the matmul.
-
-    Attributes:
-        rows: of a tile.
-        outputs: of a tile.
-        inputs: multiplied at a time.
-        stages: of the pipeline.
-        warps: in a program.
-    """
+    """Tiles of the matmul."""
 
     rows: int
     outputs: int
-    inputs: int
+    inputs: int  # multiplied at a time
     stages: int
     warps: int
 
@@ -64,7 +56,6 @@ def invariant_linear_tiling(outputs: int, number_bytes: int, shared_memory: int)
     """Return the tiling for a weight.
 
     Args:
-        outputs: N.
         number_bytes: bytes of one of its numbers.
         shared_memory: of a multiprocessor, in bytes.
     """

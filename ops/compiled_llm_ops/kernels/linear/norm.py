@@ -47,8 +47,6 @@ def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float,
         states: ``[..., I]``.
         update: ``[..., I]``.
         weight: ``[I]``.
-        epsilon: added to the mean square.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:
         ``[..., I]``, the sum, and ``[..., I]``, the normed sum.
@@ -87,7 +85,6 @@ def silu_and_mul(product: Tensor, *, pdl: bool) -> Tensor:
 
     Args:
         product: ``[M, 2 N]``, contiguous, on the current device.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
 
     Returns:
         ``[M, N]``, contiguous.

@@ -193,19 +193,12 @@ def _skinny_linear_one_or_two_rows(
 
 
 class Normed(NamedTuple):
-    """How a row is normed before the product: ``update`` is added, and the sum is normed.
+    """How a row is normed before the product: ``update`` is added, and the sum is normed."""
 
-    Attributes:
-        update: ``[1, K]``.
-        weight: ``[K]``, multiplied with the normed sum.
-        epsilon: added to the mean square.
-        total: ``[1, K]``, written: the sum.
-    """
-
-    update: Tensor
-    weight: Tensor
+    update: Tensor  # ``[1, K]``
+    weight: Tensor  # ``[K]``, multiplied with the normed sum
     epsilon: float
-    total: Tensor
+    total: Tensor  # ``[1, K]``, written: the sum
 
 
 def multiply_few(
@@ -227,7 +220,6 @@ def multiply_few(
         normed: how one row is normed first.
         gated: return ``silu(first) * second`` of both halves of the outputs.
         trigger_first: let the next kernel begin before this one has waited for the previous.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
     (m, k), n = rows.shape, weight.shape[0] // (2 if gated else 1)
     outputs = tiling.outputs // (2 if gated else 1)
@@ -251,9 +243,7 @@ def multiply(rows: Tensor, weight: Tensor, tiling: LinearTiling, *, trigger_firs
     Args:
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
-        tiling: from ``choose_linear_tiling``.
         trigger_first: as in ``multiply_few``; of no effect with tensor cores.
-        pdl: begin before the previous kernel has ended; needs compute capability 9.0.
     """
     if tiling.rows <= 2:
         return multiply_few(rows, weight, tiling, trigger_first=trigger_first, pdl=pdl)

@@ -66,23 +66,15 @@ SHARED_MEMORY = 226 * 1024
 
 
 class LinearTiling(NamedTuple):
-    """One way to cut a matmul up; a program multiplies a tile of rows with a part of the weight, over all inputs.
+    """One way to cut a matmul up; a program multiplies a tile of rows with a part of the weight, over all inputs."""
 
-    Attributes:
-        rows: of a tile; 1 and 2 stand for the kernel without tensor cores.
-        outputs: outputs in a tile.
-        tiles: tiles of a program.
-        inputs: inputs that a program multiplies at a time.
-        stages: blocks of inputs on their way at a time, with tensor cores.
-        prefetched: blocks of weights that a program loads before the previous kernel has ended; 0 with tensor cores,
-            where the stages are filled.
-    """
-
-    rows: int
-    outputs: int
-    tiles: int
-    inputs: int
-    stages: int
+    rows: int  # of a tile; 1 and 2 stand for the kernel without tensor cores
+    outputs: int  # outputs in a tile
+    tiles: int  # tiles of a program
+    inputs: int  # inputs that a program multiplies at a time
+    stages: int  # blocks of inputs on their way at a time, with tensor cores
+    # blocks of weights that a program loads before the previous kernel has ended; 0 with tensor cores, where the stages
+    # are filled
     prefetched: int
 
 

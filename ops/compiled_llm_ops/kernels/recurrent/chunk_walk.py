@@ -31,52 +31,30 @@ class ChunkedTokens(NamedTuple):
 
     Products are of numbers in the type of ``attention``: bfloat16 if all that was given has it, and else float32, since
     float16 ends at 65504.
-
-    Attributes:
-        query: ``[T, K, D]``, any strides; or ``[C, H, L, D]``, contiguous.
-        key: likewise, as the query.
-        value: ``[T, H, V]``, any strides; or ``[C, H, L, V]``, contiguous, with ``w``.
-        w: ``[C, H, L, D]``, contiguous; None if nothing is corrected.
-        attention: ``[C, H, L, L]``, contiguous: how much of each value an output has.
-        on_query: ``[C, H, L]`` float32, contiguous; None for 1.
-        on_value: ``[C, H, L]`` float32, contiguous; None for 1.
-        kept: ``[C, H, 1 or D]`` float32, contiguous: what is left of a state after a chunk.
-        states: ``[E, H, D, V]`` float32, contiguous; ``[E, H, V, D]`` if ``transposed``.
-        transposed: whether states are.
-        qo_indptr: ``[B + 1]`` int32.
-        read: ``[B]`` int32, as of the ops.
-        write: ``[B]`` int32, as of the ops.
-        precision: of products of float32.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    w: Tensor | None
-    attention: Tensor
-    on_query: Tensor | None
-    on_value: Tensor | None
-    kept: Tensor
-    states: Tensor
-    transposed: bool
-    qo_indptr: Tensor
-    read: Tensor
-    write: Tensor
-    precision: str
+    query: Tensor  # ``[T, K, D]``, any strides; or ``[C, H, L, D]``, contiguous
+    key: Tensor  # likewise, as the query
+    value: Tensor  # ``[T, H, V]``, any strides; or ``[C, H, L, V]``, contiguous, with ``w``
+    w: Tensor | None  # ``[C, H, L, D]``, contiguous; None if nothing is corrected
+    attention: Tensor  # ``[C, H, L, L]``, contiguous: how much of each value an output has
+    on_query: Tensor | None  # ``[C, H, L]`` float32, contiguous; None for 1
+    on_value: Tensor | None  # ``[C, H, L]`` float32, contiguous; None for 1
+    kept: Tensor  # ``[C, H, 1 or D]`` float32, contiguous: what is left of a state after a chunk
+    states: Tensor  # ``[E, H, D, V]`` float32, contiguous; ``[E, H, V, D]`` if ``transposed``
+    transposed: bool  # whether states are
+    qo_indptr: Tensor  # ``[B + 1]`` int32
+    read: Tensor  # ``[B]`` int32, as of the ops
+    write: Tensor  # ``[B]`` int32, as of the ops
+    precision: str  # of products of float32
 
 
 class Chunks(NamedTuple):
-    """Room for what is computed of each chunk; not initialised where there is none.
+    """Room for what is computed of each chunk; not initialised where there is none."""
 
-    Attributes:
-        attention: ``[C, H, L, L]``.
-        on_query: ``[C, H, L]`` float32.
-        on_value: ``[C, H, L]`` float32.
-    """
-
-    attention: Tensor
-    on_query: Tensor
-    on_value: Tensor
+    attention: Tensor  # ``[C, H, L, L]``
+    on_query: Tensor  # ``[C, H, L]`` float32
+    on_value: Tensor  # ``[C, H, L]`` float32
 
     @classmethod
     def of(cls, given: Tensor, rows: int, heads: int, dtype: torch.dtype) -> Chunks:

@@ -36,8 +36,6 @@ def takes_chunks(count: int, rows: int, size: int) -> bool:
 
     Args:
         count: T, those of padding included.
-        rows: B.
-        size: D.
     """
     return size <= LARGEST_KEY and count > rows + FEW
 
@@ -48,16 +46,10 @@ def chunks_of(count: int, rows: int) -> int:
 
 
 class ChunkTiling(NamedTuple):
-    """Tiles of the kernel that walks over chunks.
+    """Tiles of the kernel that walks over chunks."""
 
-    Attributes:
-        columns: of the state that a program has; a power of two.
-        stages: of the pipeline: chunks that are loaded or used at a time.
-        warps: in a program.
-    """
-
-    columns: int
-    stages: int
+    columns: int  # of the state that a program has; a power of two
+    stages: int  # of the pipeline: chunks that are loaded or used at a time
     warps: int
 
 
@@ -68,7 +60,6 @@ def chunk_tiling(rows_and_heads: int, value_size: int, number_bytes: int) -> Chu
 
     Args:
         rows_and_heads: B times the heads of values.
-        value_size: V.
         number_bytes: of a number that is multiplied; 4 for float32.
     """
     columns, stages, warps = (64, 2, 4) if number_bytes == 2 else (32, 1, 8)

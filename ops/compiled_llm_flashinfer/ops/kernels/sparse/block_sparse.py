@@ -145,10 +145,6 @@ def attend(
     """Launch attention by work items, on the current device.
 
     Args:
-        op: whose arguments they are.
-        args: checked.
-        wants_lse: whether the log-sum-exp is wanted.
-        processors: multiprocessors of the device.
         tile: of as many queries as that of ``sparse_tile``, which is taken if None.
 
     Returns:
@@ -156,9 +152,6 @@ def attend(
 
     Raises:
         ValueError: there is no kernel for this head size or dtype, or partial results have no room.
-
-    Source:
-        FlashAttention-2 (https://arxiv.org/abs/2307.08691).
     """
     query, key, value = (
         states if states.stride(2) == 1 else states.contiguous() for states in (args.query, args.key, args.value)

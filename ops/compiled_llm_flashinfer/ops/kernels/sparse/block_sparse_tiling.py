@@ -40,18 +40,10 @@ and 64 with a program for each of 4,096 items and each head."""
 
 
 class SparseTile(NamedTuple):
-    """The queries of a program, and the keys that it loads at a time.
+    """The queries of a program, and the keys that it loads at a time."""
 
-    Attributes:
-        queries: of a row of blocks, next to each other, each with all query heads of a kv head.
-        padded: queries times G, as a power of two.
-        block: keys read at a time.
-        stages: of the pipeline.
-        warps: in a program.
-    """
-
-    queries: int
-    padded: int
+    queries: int  # of a row of blocks, next to each other, each with all query heads of a kv head
+    padded: int  # queries times G, as a power of two
     block: int
     stages: int
     warps: int
@@ -73,17 +65,11 @@ def sparse_tile(block_rows: int, gqa: int, head_dim: int, masked: bool = False) 
 
 
 class SparseMerge(NamedTuple):
-    """How the partial results of a row that several programs read are merged.
+    """How the partial results of a row that several programs read are merged."""
 
-    Attributes:
-        rows: queries and heads of a partial result, as a power of two.
-        columns: merged at a time.
-        chunk: partial results that are loaded at a time.
-    """
-
-    rows: int
-    columns: int
-    chunk: int
+    rows: int  # queries and heads of a partial result, as a power of two
+    columns: int  # merged at a time
+    chunk: int  # partial results that are loaded at a time
 
 
 def sparse_merge(queries: int, gqa: int, stored: int) -> SparseMerge:

@@ -203,7 +203,6 @@ def strided_tiling(args: StridedAttention, shared_memory: int) -> PackedTiling:
     How fast that is was not measured: sizes are those that ``ptxas`` gives registers to for Hopper.
 
     Args:
-        args: checked.
         shared_memory: of a multiprocessor, in bytes.
     """
     queries = args.query.shape[0] * (args.query.shape[1] // args.keys.shape[1]) / max(1, args.rows)
@@ -232,8 +231,6 @@ def attend(args: StridedAttention, tiling: PackedTiling | None = None, parts: in
     """Launch attention. All is on one device, the current one.
 
     Args:
-        args: checked.
-        tiling: None for the one of ``packed_tiling``.
         parts: programs that share the keys of a row. None for as many as the device has work for.
 
     Raises:

@@ -104,8 +104,6 @@ def attend(args: StridedLatentAttention, tile: QueryTile | None = None, parts: i
     """Launch attention. All is on one device, the current one.
 
     Args:
-        args: checked.
-        tile: None for the one of ``query_tile``.
         parts: programs that share the keys of a row. None for as many as the device has work for.
 
     Raises:
