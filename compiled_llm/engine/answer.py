@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from compiled_llm.engine.steps.outputs.logprobs import token_logprobs
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.engine.steps.request_emitted import RequestEmitted
+from compiled_llm.engine.steps.request_outputs import EmittedOutputs
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
 from compiled_llm.requests.pending_answer import PendingAnswer
@@ -38,7 +37,8 @@ class Answer(PendingAnswer):
         return self.request.tokens[count : self._searched.count]
 
     def logprobs_behind(self, count: int) -> Sequence[dict[int, Logprob]] | None:
-        return token_logprobs(self.request, self.tokens_behind(count), count)
+        scores = self.request.scores
+        return None if scores is None else scores.entries(self.tokens_behind(count), count)
 
     def completion(self) -> Completion:
         whole = super().completion()
@@ -57,7 +57,7 @@ class Answer(PendingAnswer):
         return None if (emitted := self._kept) is None else emitted.by_name(self._fed)
 
     @property
-    def _kept(self) -> RequestEmitted | None:
+    def _kept(self) -> EmittedOutputs | None:
         if self.request.emitted is not None and self.request.done:
             self.request.emitted.end()
         return self.request.emitted

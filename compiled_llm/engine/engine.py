@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
-from compiled_llm.engine.engine_options import check_can_mix, check_options, is_count
+from compiled_llm.engine.engine_options import LogprobsMode, check_can_mix, check_options, is_count
 from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
 from compiled_llm.engine.input_processing.input_processor import (
     QueueFullError as QueueFullError,
@@ -21,14 +21,13 @@ from compiled_llm.engine.input_processing.input_processor import (
 )
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
-from compiled_llm.engine.input_processing.wanted import wanted_of
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.steps.loop import LoopSettings, Mixed
-from compiled_llm.engine.steps.outputs.logprobs import LogprobsMode
-from compiled_llm.engine.steps.request_emitted import WantedEmitted
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.taps import tap_of
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
@@ -228,8 +227,12 @@ class Engine:
         self._add([handle])
         self._engine_thread.start_thread()
 
-    def _wanted(self, hidden_states: Sequence[int] | None, emitted: Sequence[str] | None) -> WantedEmitted | None:
-        return wanted_of(hidden_states, emitted, self._runtime.facts)
+    def _wanted(
+        self, hidden_states: Sequence[int] | None, emitted: Sequence[str] | None
+    ) -> Callable[[Request], None] | None:
+        if hidden_states is None and emitted is None:
+            return None
+        return tap_of("emitted").asked(hidden_states=hidden_states, emitted=emitted, facts=self._runtime.facts)
 
     def _add(self, handles: Sequence[RequestHandle]) -> None:
         self._engine_thread.add(handles, self._max_queue)
@@ -245,7 +248,7 @@ class Engine:
         model_runner: ModelRunner,
         prompt: Prompt,
         params: SamplingParams,
-        wanted: WantedEmitted | None = None,
+        enter: Callable[[Request], None] | None = None,
         request_samplings: RequestSamplings | None = None,
         **waiting: Any,
     ) -> RequestHandle:
@@ -256,7 +259,7 @@ class Engine:
             model_runner,
             self._tokenizer,
             max_model_len=self._max_model_len,
-            wanted=wanted,
+            enter=enter,
             request_samplings=request_samplings,
             **waiting,
         )

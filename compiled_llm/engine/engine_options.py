@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from compiled_llm.engine.steps.outputs.logprobs import LogprobsMode
 from compiled_llm.kinds.support import FoundKind, refusal
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
 
 
 def check_options(

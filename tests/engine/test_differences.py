@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm.compilation.sampling.logprobs import ScoredTokens, score_tokens
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.outputs.logprobs import logprobs_of
-from compiled_llm.engine.steps.scores import Scores
+from compiled_llm.engine.logprobs.entries import logprobs_of
+from compiled_llm.engine.logprobs.score_tokens import ScoredTokens, score_tokens
+from compiled_llm.engine.logprobs.scores import Scores
 from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams

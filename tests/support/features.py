@@ -77,18 +77,15 @@ FEATURES = {
     ),
     "emitted states": Feature(
         "emitted|hidden_states",
-        ("compiled_llm/execution/state/emitted_steps.py", "compiled_llm/engine/steps/outputs/emitted_reader.py"),
+        ("compiled_llm/execution/state/emitted_steps.py", "compiled_llm/engine/emitted.py"),
         ("engine/outputs/test_engine_emitted.py", "huggingface/inside/test_hidden_states.py"),
         lacks="programs, steps, the engine's loop and clients read them by name",
     ),
     "log-probabilities": Feature(
         "logprob",
-        (
-            *("compiled_llm/compilation/sampling/logprobs.py", "compiled_llm/engine/steps/outputs/logprobs.py"),
-            "ops/compiled_llm_ops/sampling/logprobs.py",
-        ),
+        ("compiled_llm/engine/logprobs",),  # the op stays, which others may call
         ("engine/outputs/test_logprobs.py",),
-        lacks="the engine's loop and requests import it",
+        'compiled_llm/engine/steps/taps.py: "logprobs": "compiled_llm',
     ),
     "structured outputs": Feature(
         "structured_output|grammar",

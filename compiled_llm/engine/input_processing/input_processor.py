@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from compiled_llm.engine.input_processing.constraints import check_tokenizer, co
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.steps.request_emitted import RequestEmitted, WantedEmitted
+from compiled_llm.engine.steps.taps import tap_of
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
@@ -66,7 +66,7 @@ def requests_for(
     priority: int = 0,
     timeout: float | None = None,
     salt: Hashable = None,
-    wanted: WantedEmitted | None = None,
+    enter: Callable[[Request], None] | None = None,
     request_samplings: RequestSamplings | None = None,
 ) -> list[Request]:
     """Return the answers that a prompt asks for.
@@ -81,7 +81,7 @@ def requests_for(
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
-        wanted: what the answers have of their tokens besides logits; None for nothing.
+        enter: lets a request have what is emitted of its tokens; None if nothing is wanted.
         request_samplings: of the other requests of the call.
 
     Raises:
@@ -98,6 +98,8 @@ def requests_for(
     stops, eos, width = frozenset(params.stop_token_ids or ()), model.eos_token_ids, model.logits
     ends = stops if params.ignore_eos else stops | eos
     constraints = constraints_for(params, eos, width, tokenizer)
+    scored = params.logprobs is not None or params.prompt_logprobs is not None
+    scores = tap_of("logprobs").asked(params=params) if scored else None
     requests: list[Request] = []
     request_sampling = (request_samplings or RequestSamplings()).of(params, stops | eos, width, tokenizer)
     for index, sampling in enumerate(request_sampling.samplings(ids)):
@@ -115,13 +117,11 @@ def requests_for(
             salt=salt,
             constraint=constraint,
             index=index,
-            logprobs=params.logprobs,
-            prompt_logprobs=None if index else params.prompt_logprobs,
-            scored_from=params.scored_from,
-            emitted=None if wanted is None else RequestEmitted(wanted),
-            leader=requests[0] if requests and wanted is None else None,
+            leader=requests[0] if requests and enter is None else None,
             submitted=now,
         )
+        for lets_have in filter(None, (enter, scores)):
+            lets_have(request)
         requests.append(request)
     return requests
 

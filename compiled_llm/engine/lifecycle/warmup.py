@@ -6,7 +6,7 @@ from typing import Any
 
 from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.engine.input_processing.input_processor import TokenFacts, check_grammars
-from compiled_llm.engine.steps.outputs.logprobs import prepare_logprobs
+from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report, Wanted
@@ -27,5 +27,6 @@ def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: Wanted, struc
     with engine_thread.paused():
         runtime.warming.prepare(wanted, report)
         model_runner = engine_thread.check.look()
-        prepare_logprobs(model_runner)
+        for tap in engine_taps().values():
+            tap.prepare(model_runner)
         model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())

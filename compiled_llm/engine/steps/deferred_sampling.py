@@ -11,9 +11,9 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.steps.constraint import Constraint, MaskWriter, accept
-from compiled_llm.engine.steps.outputs.logprobs import Arriving, ArrivingPrompt, Watch
 from compiled_llm.engine.steps.processors import processed_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
+from compiled_llm.engine.steps.taps import Arriving, PlanTap
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
@@ -80,15 +80,15 @@ class LateSampling:
         failed: errors that end single requests; their tokens are not read.
     """
 
-    def __init__(self, requests: Constrained, watch: Watch) -> None:
+    def __init__(self, requests: Constrained, taps: Sequence[PlanTap]) -> None:
         self._requests = requests
-        self._watch = watch
+        self._taps = taps
         self._readback: Readback | None = None
         self._masks: Masks | None = None
         self._tokens: Tensor | None = None  # on the device
         self._processed: dict[Request, Tensor] | None = None  # logits
         self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
-        self._logprobs: list[Arriving | ArrivingPrompt] = []
+        self._arriving: list[Arriving] = []
         self.failed: dict[Request, RequestError] = {}
 
     def sample(self, model_runner: ModelRunner, persistent: PersistentBatch, writer: MaskWriter) -> None:
@@ -114,7 +114,7 @@ class LateSampling:
         if processed:
             nan = torch.stack([own.isnan().any() for own in processed.values()])
             self._nan = model_runner.readbacks.start(nan.long())
-        self._logprobs += self._watch.taken()
+        self._arriving += (each for tap in self._taps for each in tap.taken())
         self._readback = model_runner.readbacks.start(self._tokens)
 
     def _edit(
@@ -133,14 +133,14 @@ class LateSampling:
                 self.failed[each.request] = error
         return processed
 
-    def read(self, tokens: list[int]) -> list[Arriving | ArrivingPrompt]:
-        """Write late tokens among a step's, advance the grammars, and return the log-probabilities."""
+    def read(self, tokens: list[int]) -> list[Arriving]:
+        """Write late tokens among a step's, advance the grammars, and return what taps have of them."""
         if self._readback is None:
             return []
         for each, token in zip(self._requests.members, self._readback.result(), strict=True):
             tokens[each.place] = token
         self._advance(tokens)
-        return self._logprobs
+        return self._arriving
 
     def _advance(self, tokens: Sequence[int]) -> None:
         requests = self._requests.present()

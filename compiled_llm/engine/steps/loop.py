@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections import deque
@@ -14,15 +13,13 @@ import numpy as np
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.engine.engine_options import LogprobsMode
 from compiled_llm.engine.steps.constraint import MaskWriter
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
-from compiled_llm.engine.steps.outputs.emitted_reader import ArrivingEmitted, EmittedReader
-from compiled_llm.engine.steps.outputs.logprobs import Arriving, ArrivingPrompt, LogprobsMode, Watch
-from compiled_llm.engine.steps.outputs.scored_prompts import run_scored
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.engine.steps.request_emitted import RequestEmitted
 from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.engine.steps.taps import Arriving, PlanTap, engine_taps
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
@@ -36,10 +33,6 @@ logger = logging.getLogger("compiled_llm.engine")
 
 Mixed = Literal["auto"] | bool
 
-_EMITTED_ON_DEVICE = 256 << 20
-"""Bytes that steps emit of requests' tokens before all of it is copied to the host. Each such copy is put together with
-those before when the request has ended, so few should be needed."""
-
 
 class _Launched(NamedTuple):
     """A step whose tokens have not been read, and the requests that they are for."""
@@ -48,8 +41,7 @@ class _Launched(NamedTuple):
     sampled: list[Request]
     readbacks: list[Readback]
     timer: DeviceTimer | None
-    logprobs: list[Arriving | ArrivingPrompt]
-    emitted: list[ArrivingEmitted]
+    arriving: list[Arriving]
     late: LateSampling | None
     mixed: bool
 
@@ -60,14 +52,13 @@ class _Launched(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A plan's batch, and what belongs to it: scored chunks, who sees logits, who reads more, who is sampled late."""
+    """A plan's batch, and what belongs to it: chunks that run apart, who watches, who is sampled late."""
 
     plan: StepPlan
     sampled: list[Request]
     batch: Batch
-    scored: list[Chunk]
-    watch: Watch
-    reader: EmittedReader | None
+    apart: list[Chunk]
+    taps: list[PlanTap]
     constrained: Constrained | None
 
 
@@ -115,14 +106,13 @@ class Loop:
         self.scheduler = scheduler
         self.prefixes = prefixes
         self._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks)
-        self._logprobs_mode: LogprobsMode = logprobs_mode
+        self._taps = [tap(model_runner, scheduler, logprobs_mode) for tap in engine_taps().values()]
         self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
         self._mixed: Mixed = mixed
         self.steps = self.mixed_steps = 0
         self.ran_prompts = False
-        self._bytes_on_device = 0  # that steps have emitted since all was last copied to the host
         self.stuck = False
 
     @classmethod
@@ -270,35 +260,32 @@ class Loop:
 
     @staticmethod
     def _unread(prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None = None) -> _Launched:
-        plan, sampled, batch, _, watch, reader, constrained = prepared
-        late = None if constrained is None else LateSampling(constrained, watch)
-        logprobs = watch.taken() if watch.arriving else []
-        emitted = [] if reader is None else reader.taken()
-        return _Launched(plan, sampled, readbacks, timer, logprobs, emitted, late, batch.mixed)
+        plan, sampled, batch, _, taps, constrained = prepared
+        late = None if constrained is None else LateSampling(constrained, taps)
+        arriving = [each for tap in taps for each in tap.taken()]
+        return _Launched(plan, sampled, readbacks, timer, arriving, late, batch.mixed)
 
     def _run(self, prepared: _Prepared) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
-        _, _, batch, scored, watch, _, _ = prepared
+        batch = prepared.batch
         if batch.decode or batch.extend:
             self.mixed_steps += batch.mixed
             yield self.model_runner.run(batch, self._persistent).tokens
-        for chunk in scored:
-            yield run_scored(self.model_runner, self._persistent, chunk, watch, batch.taps)
+        for chunk in prepared.apart:
+            assert chunk.request.scores is not None, "it runs apart for them"
+            yield chunk.request.scores.run(self.model_runner, self._persistent, chunk.extension, prepared.taps)
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
         if self._prepared is None or self._prepared.plan is not plan:
-            plain = [chunk for chunk in plan.extend if not chunk.scored]
-            scored = [chunk for chunk in plan.extend if chunk.scored]
             rows = [request.running_row for request in plan.decode]
-            extend = [chunk.extension for chunk in plain]
+            extend = [chunk.extension for chunk in plan.extend if not chunk.apart]
+            apart = [chunk for chunk in plan.extend if chunk.apart]
             mixed = self._mixes(rows, extend)
-            watch = Watch(self.model_runner, _launches(plan.decode, plain, scored, mixed), self._logprobs_mode)
-            reader = EmittedReader.of(self.model_runner, plan.requests)
-            taps = [*([watch] if watch else []), *([] if reader is None else [reader])]
+            taps = [own for tap in self._taps if (own := tap.of_plan(plan)) is not None]
             batch = Batch(rows, extend, mixed=mixed, taps=taps)
             constrained = Constrained.among(plan.sampled)
-            self._prepared = _Prepared(plan, plan.sampled, batch, scored, watch, reader, constrained)
+            self._prepared = _Prepared(plan, plan.sampled, batch, apart, taps, constrained)
         return self._prepared
 
     def _mixes(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
@@ -339,58 +326,26 @@ class Loop:
         tokens = [token for readback in step.readbacks for token in readback.result()]
         tokens = tokens or [NOT_A_TOKEN] * len(step.sampled)
         late = [] if step.late is None else step.late.read(tokens)
-        for arriving in (*step.logprobs, *late):
-            arriving.hand_out()  # before the tokens: a reader of one finds what belongs to it
-            if isinstance(arriving, ArrivingPrompt):
-                self.scheduler.scored(arriving.request)
         failed: dict[Request, RequestError] = {} if step.late is None else dict(step.late.failed)
-        for emitted in step.emitted:
-            failed.update(emitted.hand_out())
+        arrived = [*step.arriving, *late]
+        for arriving in arrived:
+            failed.update(arriving.hand_out())  # before the tokens: a reader of one finds what belongs to it
         if step.timer is not None:
             prompts = sum(len(chunk.ids) for chunk in step.plan.extend)
             self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)
         ended = self._end(failed)
         changed = self.scheduler.read(step.sampled, tokens, time.monotonic()) + ended
-        if step.emitted:
-            self._leave_device(step.emitted, [request for request in changed if request.done])
+        if arrived:
+            done = [request for request in changed if request.done]
+            for tap in self._taps:
+                tap.read(arrived, done)
         return changed
-
-    def _leave_device(self, arrived: Sequence[ArrivingEmitted], ended: Sequence[Request]) -> None:
-        """Start to copy what steps have emitted to the host: of requests that have ended; of all if it is much."""
-        self._bytes_on_device += sum(launch.nbytes for launch in arrived)
-        is_much = self._bytes_on_device > _EMITTED_ON_DEVICE
-        for request in ended:
-            if request.emitted is not None:
-                request.emitted.end()
-        if is_much:
-            self._bytes_on_device = 0
-            for emitted in self._wanting():
-                emitted.copy()
-        elif ended and next(self._wanting(), None) is None:  # all that was on the device has left it
-            self._bytes_on_device = 0
-        if (is_much or ended) and self._prepared is not None and self._prepared.reader is not None:
-            self._prepared.reader.begin_again()
-
-    def _wanting(self) -> Iterator[RequestEmitted]:
-        """Yield what is kept for requests that have not ended, of those that run first."""
-        requests = itertools.chain(self.scheduler.running, self.scheduler.waiting)
-        return (request.emitted for request in requests if request.emitted is not None)
 
     def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
         """End requests alone, and return them."""
         for request, error in failed.items():
             self.scheduler.end(request, "error", error)
         return list(failed)
-
-
-def _launches(
-    decode: Sequence[Request], plain: Sequence[Chunk], scored: Sequence[Chunk], mixed: bool
-) -> list[list[Request]]:
-    """Return the requests that each launch of a plan samples tokens for."""
-    ending, *others = [
-        [chunk.request for chunk in chunks if chunk.is_last] for chunks in (plain, *([each] for each in scored))
-    ]
-    return [[*decode, *ending], *others] if mixed else [[*decode], ending, *others]
 
 
 def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:

@@ -17,13 +17,13 @@ class Chunk(NamedTuple):
     Attributes:
         ids: ``[Q]`` int64.
         is_last: a token is sampled after them.
-        scored: log-probabilities of the prompt are computed with them, in a launch of their own.
+        apart: they are computed with all logits, in a launch of their own (``RequestScores.run``).
     """
 
     request: Request
     ids: NDArray[np.int64]
     is_last: bool
-    scored: bool = False
+    apart: bool = False
 
     @property
     def extension(self) -> Extension:
@@ -35,7 +35,7 @@ class StepPlan(NamedTuple):
 
     Attributes:
         decode: requests that go on by a token.
-        extend: chunks of others' prompts; those that are scored come last.
+        extend: chunks of others' prompts; those that run apart come last.
     """
 
     decode: list[Request]

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.steps.constraint import Constraint
-from compiled_llm.engine.steps.request_emitted import RequestEmitted
-from compiled_llm.engine.steps.scores import Scores
+from compiled_llm.engine.steps.request_outputs import EmittedOutputs, RequestScores
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import FinishReason
 
@@ -42,17 +41,12 @@ class Request:
         salt: requests with equal ones may read each other's cached pages.
         constraint: says on the host which tokens it may have next; None if nothing does.
         index: which of its prompt's answers it is.
-        logprobs: the number of most likely tokens that it wants log-probabilities of, besides the sampled ones; None
-            for none at all.
-        prompt_logprobs: the same of its prompt's tokens.
-        scored_from: the first of its prompt's tokens that it wants them of, not the very first.
+        scores: its log-probabilities; None if it wants none.
         emitted: what steps emit of its tokens besides logits; None if it wants nothing.
         leader: the answer whose prompt this one shares, and waits for; None for the first.
         arrival: counts requests as they come.
         row: its pages while it runs.
         tokens: sampled and read.
-        scored: the log-probabilities of each token; those of one may be there before it.
-        prompt_scored: the same of its prompt's tokens from ``scored_from`` on.
         generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
         cached: how many of its prompt's tokens came from the prefix cache when it first ran.
         submitted, admitted, first_token, finished: when it came, first ran, got a token and ended, on
@@ -72,17 +66,13 @@ class Request:
     salt: Hashable = None
     constraint: Constraint | None = None
     index: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    scored_from: int = 1
-    emitted: RequestEmitted | None = None
+    scores: RequestScores | None = None
+    emitted: EmittedOutputs | None = None
     leader: Request | None = None
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)
     row: Row | None = None
     tokens: list[int] = field(default_factory=list)
-    scored: Scores = field(default_factory=Scores)
-    prompt_scored: Scores = field(default_factory=Scores)
     generation: int = 0
     cached: int | None = None
     finish_reason: FinishReason | None = None
@@ -150,18 +140,14 @@ class Request:
         cuts = (cut for cut in self.cuts_ahead if cut < len(text))
         return max((cut for cut in cuts if np.array_equal(self.known[:cut], text[:cut])), default=0)
 
-    def unscored(self, start: int) -> int | None:
-        """Return the first of its prompt's tokens, from ``start`` on, that log-probabilities follow from.
-
-        None if it wants none, or has all of them.
-        """
-        at = max(start, self.scored_from - 1 + len(self.prompt_scored))
-        return at if self.prompt_logprobs is not None and at < len(self.prompt) - 1 else None
+    def unseen(self, start: int) -> int | None:
+        """Return the first token, from ``start`` on, that is computed with all logits; None if none is."""
+        return None if self.scores is None else self.scores.unseen(start)
 
     @property
     def beginning(self) -> NDArray[np.int64]:
         """Its text, or the part up to the first token that has to be computed, whatever the prefix cache has of it."""
-        places = (self.unscored(0), None if self.emitted is None else self.emitted.tokens)
+        places = (self.unseen(0), None if self.emitted is None else self.emitted.tokens)
         first = min((at for at in places if at is not None), default=None)
         return self.text if first is None else self.text[: first + 1]
 

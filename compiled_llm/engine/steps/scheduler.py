@@ -16,12 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
-from compiled_llm.engine.steps.kept_scores import keep_scores, recall_scores
 from compiled_llm.engine.steps.latencies import Latencies
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.engine.steps.scores import Scores
 from compiled_llm.kvcache.errors import OutOfPagesError, OutOfStatesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -35,8 +33,8 @@ _FIRST_GUESS = 256
 """How long answers are taken to be until some have ended, in tokens."""
 _MORE = 64
 """Tokens that a row is promised pages for at a time, once its answer has become longer than is likely."""
-_SCORED = 256
-"""Tokens of a prompt that are scored at a time: of each there are as many logits as the vocabulary is large."""
+_APART = 256
+"""Tokens of a prompt that run apart at a time: of each there are as many logits as the vocabulary is large."""
 _LOOKED_AT = 16
 """Of the requests that wait, those that may make another's prompt end a launch where theirs part."""
 _WEIGHT = 1 / 16
@@ -171,7 +169,7 @@ class Scheduler:
                 room = self._add_chunk(extend, request, room)
         while room > 0 and self.preemptions == before and (admitted := self._admit()) is not None:
             room = self._add_chunk(extend, admitted, room)
-        extend.sort(key=lambda chunk: chunk.scored)
+        extend.sort(key=lambda chunk: chunk.apart)
         self._plan, self._same = StepPlan(decode, extend), 0
         return self._plan
 
@@ -201,13 +199,13 @@ class Scheduler:
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
         """Add as much of a prompt as there is room for, and return the room that is left."""
         start = request.running_row.length
-        unscored = request.unscored(start)
-        scored = unscored == start
-        end = start + (min(room, _SCORED) if scored else room)
-        if unscored is not None and not scored:
-            end = min(end, unscored)
+        unseen = request.unseen(start)
+        apart = unseen == start
+        end = start + (min(room, _APART) if apart else room)
+        if unseen is not None and not apart:
+            end = min(end, unseen)
         ids = request.known[start : request.cut_after(start, end)]
-        extend.append(Chunk(request, ids, start + len(ids) == len(request.known), scored))
+        extend.append(Chunk(request, ids, start + len(ids) == len(request.known), apart))
         return room - len(ids)
 
     def _admit(self) -> Request | None:
@@ -258,9 +256,8 @@ class Scheduler:
         return row
 
     def _begin_with_known(self, request: Request, row: Row, known: NDArray[np.int64], prefixes: PrefixTree) -> None:
-        if request.generation != self.generation:
-            request.prompt_scored = Scores()  # of pages that are no longer known: the model may have changed
-        recall_scores(prefixes, request)  # first: what is known need not be computed for them
+        if request.scores is not None:  # first: what is known need not be computed for them
+            request.scores.recall(prefixes, again=request.generation != self.generation)  # the model may have changed
         match = prefixes.match(request.beginning, request.salt)
         try:
             row.begin_from(match.pages, match.state, match.tokens)
@@ -444,11 +441,6 @@ class Scheduler:
         """Keep the pages of a request's text, and the state after it."""
         if self._prefixes is not None and request.generation == self._prefixes.generation:
             self._prefixes.insert(ids, request.running_row.pages, request.salt, state())
-
-    def scored(self, request: Request) -> None:
-        """Keep what has been read of the log-probabilities of a request's prompt, whose pages may be kept already."""
-        if self._prefixes is not None and request.generation == self._prefixes.generation:
-            keep_scores(self._prefixes, request)
 
     def _last_state(self, request: Request, ids: NDArray[np.int64]) -> int:
         """Return the entry of the state after a text that ends: a chat goes on from there.

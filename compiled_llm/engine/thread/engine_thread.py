@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import device_lost, restarted
 from compiled_llm.engine.input_processing.input_processor import check_queue
-from compiled_llm.engine.input_processing.wanted import check_room
 from compiled_llm.engine.metrics import EngineStats
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.steps.loop import Loop, LoopSettings
 from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.gc_thresholds import gc_thresholds
 from compiled_llm.engine.thread.handle import RequestHandle
@@ -80,7 +80,8 @@ class EngineThread:
         with self._changed:
             self.check.check_awake()
             check_queue(self.waiting, len(requests), max_waiting)
-            check_room(requests, list(self.request_table))
+            for tap in engine_taps().values():
+                tap.check_room(requests, list(self.request_table))
             self.request_table.paused_requests.arrive([request for request in requests if request.ready])
             self.request_table.update(requests)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from compiled_llm.engine.answer import Answer
-from compiled_llm.engine.steps.outputs.logprobs import prompt_logprobs
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.thread.output_processor import OutputProcessor
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
@@ -68,7 +67,7 @@ class RequestHandle(PendingAnswers[Answer]):
         return RequestOutput(
             prompt_token_ids=first.prompt.tolist(),
             outputs=[answer.completion() for answer in self.answers],
-            prompt_logprobs=prompt_logprobs(first),
+            prompt_logprobs=None if first.scores is None else first.scores.entries_of_prompt(),
             **self.figures(),
         )
 

@@ -65,13 +65,9 @@ class RunnerTap:
         return 0
 
     def went_back(self, slots: Tensor, tokens: Tensor, counts: Tensor, lengths: Tensor) -> None:
-        """Let rows forget the last tokens of a step that has run, on the device.
+        """Let rows forget all but ``counts`` of the ``tokens`` ``[B, q]`` of a step, on the device.
 
-        Args:
-            slots: ``[B]`` int64.
-            tokens: ``[B, q]``, which they have fed in.
-            counts: ``[B]`` int64, how many of them count.
-            lengths: ``[B]`` int32, with the next tokens and none forgotten.
+        ``lengths`` ``[B]`` are with the next tokens and none forgotten.
         """
 
     def copied(self, source: Tensor, target: Tensor) -> None:

@@ -100,7 +100,10 @@ def _brought_up(state: RequestState, request: Request) -> bool:
     if not (ended or (state.streaming and count > len(state.generated_tokens))):
         return False
     state.generated_tokens = request.tokens[:count]
-    state.logprobs.extend(scores.sampled for scores in request.scored.between(len(state.logprobs), count))
+    if request.scores is not None:
+        known = len(state.logprobs)
+        entries = request.scores.entries(request.tokens[known:count], known)
+        state.logprobs.extend(next(iter(own.values())).logprob for own in entries or ())
     if state.status == RequestStatus.PENDING and request.admitted is not None:
         state.status = RequestStatus.DECODING
         state.lifespan = (time.perf_counter() - (time.monotonic() - request.admitted), -1)

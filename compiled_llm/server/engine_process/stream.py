@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.device_loss import DeviceLostError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import QueueFullError
-from compiled_llm.engine.steps.outputs.logprobs import Logprobs, scored_of, token_logprobs
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.protocol.messages import (
@@ -92,12 +91,12 @@ class Stream:
     def __init__(self, number: int, handle: RequestHandle) -> None:
         first = handle.requests[0]
         self.handle = handle
-        self._scores_tokens = first.logprobs is not None or first.prompt_logprobs is not None
+        self._scores_tokens = first.scores is not None
         # whether what is sent keeps others waiting: log-probabilities and what was emitted do
         self.takes_long = self._scores_tokens or first.emitted is not None
         self._number = number
         self._open = tuple(_Sent(answer) for answer in handle.answers)
-        self._scores: Logprobs | None = None
+        self._scores: Sequence[dict[int, Logprob]] | None = None
         self._scored = 0  # how many of them were sent
         self._pieces = self._emitted_pieces()
 
@@ -128,7 +127,8 @@ class Stream:
         return Update(self._number, answer.request.index, tokens, entries, _ended(answer))
 
     def _entries(self, sent: _Sent, tokens: list[int]) -> list[list[Entry]] | None:
-        logprobs = token_logprobs(sent.answer.request, tokens, sent.tokens)
+        scores = sent.answer.request.scores
+        logprobs = None if scores is None else scores.entries(tokens, sent.tokens)
         return None if logprobs is None else list(map(_entries, logprobs))
 
     def summary(self) -> Summary:
@@ -151,12 +151,11 @@ class Stream:
     def _prompt_scores(self) -> PromptScores | None:
         """Return the next log-probabilities of the prompt's tokens, which are all there with the first token."""
         request = self.handle.requests[0]
-        if request.prompt_logprobs is None or not (request.tokens or request.done):
+        if request.scores is None or not (request.tokens or request.done):
             return None
-        if self._scores is None:
-            self._scores = scored_of(request)
-            assert self._scores is not None, "it wants some"
-        elif self._scored >= len(self._scores):
+        if self._scores is None and (scores := request.scores.scored_entries()) is not None:
+            self._scores = scores
+        elif self._scores is None or self._scored >= len(self._scores):
             return None
         start, self._scored = self._scored, self._scored + _SCORES_AT_ONCE
         return PromptScores(self._number, list(map(_entries, self._scores[start : self._scored])))

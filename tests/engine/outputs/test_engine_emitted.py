@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.engine import emitted as wanted
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.input_processing import wanted
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from engine.test_engine import some_prompts

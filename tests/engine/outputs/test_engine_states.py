@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation import steps
+from compiled_llm.engine.emitted import KeptSteps, RequestEmitted
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps.request_emitted import KeptSteps, RequestEmitted
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from engine.test_engine import some_prompts
@@ -105,7 +105,7 @@ def test_steps_of_the_same_rows_are_one_part_also_after_these_got_more_pages(pla
 def test_many_leave_the_device_while_their_requests_run(plain, monkeypatch, nbytes, seed):
     """After each step, or every few, also of requests that wait with what they had when they lost their pages."""
     monkeypatch.setattr("compiled_llm.engine.steps.scheduler._FIRST_GUESS", 1)
-    monkeypatch.setattr("compiled_llm.engine.steps.loop._EMITTED_ON_DEVICE", nbytes)
+    monkeypatch.setattr("compiled_llm.engine.emitted._EMITTED_ON_DEVICE", nbytes)
     parts = note_calls(monkeypatch, RequestEmitted, "_copy", lambda states: len(states._parts))
     with Engine(wrapped(160, layers(), prefill_tokens=16)) as engine:
         both = zip(some_prompts(4, seed, longest=40), [[1, -1], None, ALL, [0]], strict=True)

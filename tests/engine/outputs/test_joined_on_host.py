@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_llm.engine.steps.request_emitted import joined_on_host
+from compiled_llm.engine.emitted import joined_on_host
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,)])

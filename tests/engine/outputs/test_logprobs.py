@@ -21,10 +21,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from compiled_llm.compilation.sampling.logprobs import SampledDraws, processed, score_tokens
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import end_tokens
+from compiled_llm.engine.logprobs.score_tokens import SampledDraws, processed, score_tokens
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread.handle import RequestHandle
@@ -175,7 +175,7 @@ def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
     given = arguments(logits, torch.randint(2**62, (len(EDITED),)), EDITED)
     tokens, draws = sample_tokens(*given), draws_of(given) if drawn else None
     whole = score_tokens(logits, tokens, 3, draws)
-    for module in ("compiled_llm.compilation.sampling.logprobs", "compiled_llm_ops.sampling.logprobs"):
+    for module in ("compiled_llm.engine.logprobs.score_tokens", "compiled_llm_ops.sampling.logprobs"):
         monkeypatch.setattr(f"{module}._AT_ONCE", 1000)
     assert torch.equal(score_tokens(logits, tokens, 3, draws), whole)
 
@@ -275,7 +275,7 @@ def check_prompt(plain: PreTrainedModel, output: RequestOutput, most: int) -> No
 
 
 def test_answers_and_prompts_are_scored_in_chunks(plain, engine, seed, monkeypatch):
-    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._SCORED", 20)
+    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._APART", 20)
     prompts = [*some_prompts(11, seed, longest=150), [9]]  # chunks inside prompts, page boundaries
     wants = [((None, 0, 3, 20)[n % 4], (None, 0, 5)[n % 3]) for n in range(12)]
     params = [SamplingParams(**GREEDY, max_tokens=16, logprobs=most, prompt_logprobs=first) for most, first in wants]
@@ -305,7 +305,7 @@ def test_prompts_that_lose_their_pages_while_they_are_scored(plain, model, seed,
             scheduler.preempt()
         return decoding(scheduler)
 
-    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._SCORED", 16)
+    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._APART", 16)
     monkeypatch.setattr(Scheduler, "_decoding_within_pages", out_of_pages)
     prompts = [prompt * 3 for prompt in some_prompts(3, seed, longest=60)]
     with Engine(model) as engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
@@ -72,10 +72,6 @@ class Scores:
         num_logprobs = self.num_logprobs
         sampled, rank, *rest = _form(num_logprobs).unpack_from(self._numbers, index * self._size)
         return TokenScores(sampled, rank, tuple(rest[:num_logprobs]), tuple(rest[num_logprobs:]))
-
-    def between(self, start: int, end: int) -> Iterator[TokenScores]:
-        """Yield those of some tokens, as far as they are known."""
-        return map(self.__getitem__, range(start, min(end, len(self))))
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,131 @@
+"""Log-probabilities of tokens, computed next to a step and read with its tokens."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.engine.logprobs.request_logprobs import RequestLogprobs
+from compiled_llm.engine.logprobs.score_tokens import SampledDraws, ScoredTokens, score_tokens
+from compiled_llm.engine.steps.plan import StepPlan
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.taps import EngineTap, PlanTap
+from compiled_llm.execution.batch import StepOutput
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.state.staging import Readback
+from compiled_llm.kvcache.row import Row
+
+
+class LogprobsTap(EngineTap):
+    """The log-probabilities of a loop's requests."""
+
+    @staticmethod
+    def asked(**asked: Any) -> Callable[[Request], None]:
+        """``params`` say of how many tokens."""
+
+        def enter(request: Request) -> None:
+            request.scores = RequestLogprobs(request, asked["params"])
+
+        return enter
+
+    @staticmethod
+    def prepare(model_runner: ModelRunner) -> None:
+        """Compile the kernels that compute them; no CUDA graph has these."""
+        model_runner.thread.call(_score_nothing, model_runner)
+
+    def of_plan(self, plan: StepPlan) -> PlanTap | None:
+        wanting = [request for request in plan.sampled if request.scores is not None and _of(request).most is not None]
+        if not (wanting or any(chunk.apart for chunk in plan.extend)):
+            return None
+        return Watch(self.model_runner, wanting, self.logprobs_mode == "processed_logprobs")
+
+
+TAP = LogprobsTap
+
+
+def _of(request: Request) -> RequestLogprobs:
+    return cast(RequestLogprobs, request.scores)
+
+
+def _score_nothing(model_runner: ModelRunner) -> None:
+    state = model_runner.state
+    logits = torch.zeros_like(state.slots.tables.counts[:1], dtype=state.dtype)
+    score_tokens(logits, torch.zeros(1, dtype=torch.int64, device=logits.device), 1)
+
+
+class ArrivingLogprobs(NamedTuple):
+    """Log-probabilities of requests on their way to the host."""
+
+    requests: Sequence[Request]
+    readback: Readback
+
+    def hand_out(self) -> Mapping[Request, RequestError]:
+        """Give them to requests that have not ended; a token for one that has is dropped, too."""
+        scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests))
+        packed = {most: scored.packed(most) for most in {_of(request).most or 0 for request in self.requests}}
+        for row, request in enumerate(self.requests):
+            if request.finish_reason is None:
+                _of(request).scored.append(packed[_of(request).most or 0][row])
+        return {}
+
+
+class Watch(PlanTap):
+    """A tap that has log-probabilities computed in each step of one plan."""
+
+    def __init__(self, model_runner: ModelRunner, requests: Iterable[Request], processed: bool) -> None:
+        """``requests`` want them, of what tokens are sampled from if ``processed``."""
+        super().__init__()
+        self._model_runner, self._processed = model_runner, processed
+        self._requests = {request.running_row: request for request in requests}
+        self._groups: dict[Row, _Group] = {}  # by the first row of a launch
+
+    def sampled(self, step: StepOutput) -> None:
+        rows, group = step.rows, self._groups.get(step.rows[0])
+        if group is None or group.rows != rows:
+            group = self._groups[rows[0]] = _Group(rows, self._requests, self._processed)
+        if group.requests and step.logits is not None:
+            numbers = group.compute(self._model_runner, step)
+            self._arriving.append(ArrivingLogprobs(group.requests, self._model_runner.readbacks.start(numbers)))
+
+
+class _Group:
+    """The requests of one launch that want log-probabilities."""
+
+    def __init__(self, rows: Sequence[Row], wanting: Mapping[Row, Request], processed: bool) -> None:
+        self.rows = rows
+        self.requests = [wanting[row] for row in rows if row in wanting]
+        self._most = max((_of(request).most or 0 for request in self.requests), default=0)
+        at = [place for place, row in enumerate(rows) if row in wanting]
+        self._at = None if len(at) == len(rows) else np.array(at, dtype=np.int64)
+        self._kinds = _kinds(self.requests) if processed else None
+        self._there: Tensor | None = None  # where on the device, once that has been uploaded
+
+    def compute(self, model_runner: ModelRunner, step: StepOutput) -> Tensor:
+        logits, tokens = step.logits if self._kinds is None or step.processed is None else step.processed, step.tokens
+        assert logits is not None, "a step of one launch"
+        if self._at is not None:
+            if self._there is None:
+                (self._there,) = model_runner.state.staging.to_device([self._at])
+            logits, tokens = logits.index_select(0, self._there), tokens.index_select(0, self._there)
+        draws = None if self._kinds is None else self._draws(model_runner, step.rows, self._kinds)
+        return score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
+
+    def _draws(self, model_runner: ModelRunner, all_rows: Sequence[Row], kinds: int) -> SampledDraws:
+        """Return how the rows were sampled: of each step, since slots and positions change."""
+        state = model_runner.state
+        rows = all_rows if self._at is None else [all_rows[place] for place in self._at]
+        positions = np.array([row.position for row in rows], dtype=np.int64)
+        slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
+        return SampledDraws(slots, at, state.slots.tables, kinds)
+
+
+def _kinds(requests: Iterable[Request]) -> int | None:
+    """Return the logit adjustments of all requests, or-ed together; None if all are greedy."""
+    settings = [request.sampling for request in requests if request.sampling is not None]
+    return functools.reduce(operator.or_, [sampling.adjustments for sampling in settings]) if settings else None

@@ -1,0 +1,80 @@
+"""What gives requests something of their tokens besides them: one part each, and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol
+
+from compiled_llm.engine.steps.plan import StepPlan
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.execution.batch import Tap
+from compiled_llm.execution.model_runner import ModelRunner
+
+TAPS = {
+    "logprobs": "compiled_llm.engine.logprobs.tap",
+    "emitted": "compiled_llm.engine.emitted",
+}
+"""The modules that have one, as ``TAP``, by the option of requests that asks for it."""
+
+
+class Arriving(Protocol):
+    """What a launch has given, whose tokens have not been read."""
+
+    def hand_out(self) -> Mapping[Request, RequestError]:
+        """Give it to requests that have not ended, before their tokens; return those that end, and why."""
+
+
+class PlanTap(Tap):
+    """A watcher of the steps of one plan."""
+
+    def __init__(self) -> None:
+        self._arriving: list[Arriving] = []
+
+    def add(self, arriving: Arriving) -> None:
+        self._arriving.append(arriving)
+
+    def taken(self) -> list[Arriving]:
+        """Return what was computed since the last call."""
+        arriving, self._arriving = self._arriving, []
+        return arriving
+
+
+class EngineTap:
+    """A watcher of one loop."""
+
+    def __init__(self, model_runner: ModelRunner, scheduler: Scheduler, logprobs_mode: str) -> None:
+        self.model_runner, self.scheduler, self.logprobs_mode = model_runner, scheduler, logprobs_mode
+
+    @staticmethod
+    def asked(**asked: Any) -> Callable[[Request], None]:
+        """Check what a user asks for, and return what lets a request have it; ValueError if it cannot be had."""
+        raise NotImplementedError
+
+    @staticmethod
+    def check_room(asked: Iterable[Request], unfinished: Iterable[Request]) -> None:
+        """Raise ValueError if memory lacks for what requests are to get."""
+
+    @staticmethod
+    def prepare(model_runner: ModelRunner) -> None:
+        """Compile what no program has."""
+
+    def of_plan(self, plan: StepPlan) -> PlanTap | None:
+        """Return a watcher of a plan; None if nobody wants anything."""
+
+    def read(self, arrived: Sequence[Arriving], ended: Sequence[Request]) -> None:
+        """Note what has been handed out, and the requests that have ended with it."""
+
+
+@cache
+def engine_taps() -> dict[str, type[EngineTap]]:
+    return {option: import_module(module).TAP for option, module in TAPS.items()}
+
+
+def tap_of(option: str) -> type[EngineTap]:
+    """Return the one that an option asks for; ValueError if it is not there."""
+    if option not in TAPS:
+        raise ValueError(f"{option}: this installation gives none; leave it out")
+    return engine_taps()[option]
