@@ -34,11 +34,7 @@ _FEWEST_REGIONS = 4
 
 
 class Inductor:
-    """Compiles a graph as Dynamo has made it, of a model or of its outline.
-
-    Attributes:
-        layers_in_region: how many layers each region has, of which equal ones are compiled once; 0 if none are cut.
-    """
+    """Compiles a graph as Dynamo has made it, of a model or of its outline."""
 
     def __init__(
         self,
@@ -63,6 +59,7 @@ class Inductor:
         self._passes = passes
         self._attentions = (*PLANNED, *LATENT, *VARIANTS, *decode_ops)
         self._compile_graph = compile_graph
+        # how many layers each region has, of which equal ones are compiled once; 0 if none are cut
         self.layers_in_region = layers_in_region
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:

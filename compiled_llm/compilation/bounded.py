@@ -28,12 +28,7 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 
 class Bounded:
-    """A program that is compiled until torch's limit is reached, and runs uncompiled from then on.
-
-    Attributes:
-        full: whether torch's limit is reached.
-        uncompiled: how many calls have run uncompiled since.
-    """
+    """A program that is compiled until torch's limit is reached, and runs uncompiled from then on."""
 
     def __init__(self, function: Callable[..., Any], backend: Inductor, falls_back: bool = True) -> None:
         """Compile at the first call; ``own_copy`` made the function, and it is called with positional arguments.
@@ -43,8 +38,8 @@ class Bounded:
         self._function = function
         self._falls_back = falls_back
         self._compiled = compile_whole(function, backend)
-        self.full = False
-        self.uncompiled = 0
+        self.full = False  # whether torch's limit is reached
+        self.uncompiled = 0  # how many calls have run uncompiled since
 
     def __call__(self, *arguments: Any) -> Any:
         """Run a graph that fits, a new one if torch makes it, else the function itself.

@@ -31,23 +31,15 @@ ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
 
 
 class Program(NamedTuple):
-    """One compiled function of a model.
+    """One compiled function of a model."""
 
-    Attributes:
-        name: its name in reports.
-        serves: whether it runs a step with these inputs; of several programs, the first in ``PROGRAMS`` does.
-        step: the function that is traced.
-        options: Inductor's options for it.
-        decodes: whether each row has one new token, or as many as the others.
-        on_demand: whether it is compiled only for calls that need it, so that reports leave it out before.
-    """
-
-    name: str
+    name: str  # its name in reports
+    # whether it runs a step with these inputs; of several programs, the first in ``PROGRAMS`` does
     serves: Callable[[ProgramInputs], bool]
-    step: Callable[..., Any]
-    options: Callable[[WrapConfig, torch.device], dict[str, Any]]
-    decodes: bool = False
-    on_demand: bool = False
+    step: Callable[..., Any]  # the function that is traced
+    options: Callable[[WrapConfig, torch.device], dict[str, Any]]  # Inductor's options for it
+    decodes: bool = False  # whether each row has one new token, or as many as the others
+    on_demand: bool = False  # whether it is compiled only for calls that need it, so that reports leave it out before
 
 
 def _reads_embeddings(inputs: ProgramInputs) -> bool:

@@ -62,17 +62,12 @@ _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 class Region(NamedTuple):
-    """A part of a graph.
+    """A part of a graph."""
 
-    Attributes:
-        graph: computes ``outputs`` from ``inputs``.
-        inputs: nodes of the whole graph that are read here: its own inputs, or computed by an earlier region.
-        outputs: nodes of the whole graph that are computed here, and read by a later region or returned.
-    """
-
-    graph: fx.Graph
+    graph: fx.Graph  # computes ``outputs`` from ``inputs``
+    # nodes of the whole graph that are read here: its own inputs, or computed by an earlier region
     inputs: list[fx.Node]
-    outputs: list[fx.Node]
+    outputs: list[fx.Node]  # nodes of the whole graph that are computed here, and read by a later region or returned
 
     def describe(self, examples: Sequence[Any]) -> str:
         """Return all that decides the region's results for ``examples``; names of nodes make no difference."""

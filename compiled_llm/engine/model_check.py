@@ -23,16 +23,11 @@ _SECONDS = 0.1
 
 
 class ModelCheck:
-    """Looks at the model when a request is submitted and while the loop runs; the loop does not look again at once.
-
-    Attributes:
-        lost: why the device runs nothing more in this process; None while it does.
-        tokens: the model's token facts at the last look.
-    """
+    """Looks at the model when a request is submitted and while the loop runs; the loop does not look again at once."""
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, watching: bool = True) -> None:
-        self.lost: DeviceLostError | None = None
-        self.tokens = TokenFacts.of(model)
+        self.lost: DeviceLostError | None = None  # why the device runs nothing more in this process; None while it does
+        self.tokens = TokenFacts.of(model)  # the model's token facts at the last look
         self._watching = watching
         self._seen: weakref.ref[ModelRunner] | None = None
         self._model = model

@@ -20,22 +20,14 @@ from compiled_llm_ops.contracts.recurrent import NO_ENTRY
 
 
 class Extension(NamedTuple):
-    """New tokens of one row: a prompt, or a chunk of one.
+    """New tokens of one row: a prompt, or a chunk of one."""
 
-    Attributes:
-        row: not yet grown by them in a ``Batch``; grown while they are packed.
-        ids: ``[Q]`` int64; a negative one is the next token of the slot ``-1 - id``.
-        positions: ``[Q]`` int64, rotary positions.
-        is_last: whether a token is sampled after them; not after a chunk that others follow.
-        place: while they are packed, the row's in ``Slots.places``, if taps ask; -1 is padding's.
-        states: while they are packed, the entries that hold the row's state before them and after.
-    """
-
-    row: Stored
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    is_last: bool = True
-    place: int = -1
+    row: Stored  # not yet grown by them in a ``Batch``; grown while they are packed
+    ids: NDArray[np.int64]  # ``[Q]`` int64; a negative one is the next token of the slot ``-1 - id``
+    positions: NDArray[np.int64]  # ``[Q]`` int64, rotary positions
+    is_last: bool = True  # whether a token is sampled after them; not after a chunk that others follow
+    place: int = -1  # while they are packed, the row's in ``Slots.places``, if taps ask; -1 is padding's
+    # while they are packed, the entries that hold the row's state before them and after
     states: tuple[int, int] = NO_ENTRY, NO_ENTRY
 
     @classmethod
@@ -69,13 +61,9 @@ def last_tokens(rows: Sequence[Row], size: int = 1) -> list[TokenSpan]:
 
 
 class Tap:
-    """A watcher of steps, called in the model's executor; nothing that it overrides may wait for the device.
+    """A watcher of steps, called in the model's executor; nothing that it overrides may wait for the device."""
 
-    Attributes:
-        wants: outputs of the model that steps give it besides logits, by HuggingFace's names.
-    """
-
-    wants: tuple[str, ...] = ()
+    wants: tuple[str, ...] = ()  # outputs of the model that steps give it besides logits, by HuggingFace's names
 
     def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
         """Copy what a launch has emitted.
@@ -99,24 +87,17 @@ def outputs_of(taps: Sequence[Tap]) -> tuple[str, ...]:
 
 
 class Batch(NamedTuple):
-    """The rows of one step, no row twice. Either part may be empty; if neither is, the step is two launches, or mixed.
+    """The rows of one step, no row twice. Either part may be empty; if neither is, it is two launches, or mixed."""
 
-    Attributes:
-        decode: rows that feed in one token each, or as many known ones.
-        extend: new tokens of other rows.
-        tokens: ``[len(decode)]`` or ``[len(decode), q]`` integers on the device, the tokens that the rows of ``decode``
-            feed in; None for those that were sampled for them.
-        promise: pages that the rows may take together, besides those promised to each.
-        mixed: run both parts in one launch, ``decode`` as rows of the prefill; ``ModelRunner.can_mix`` says whether.
-        taps: who watches its launches.
-    """
-
-    decode: Sequence[Row] = ()
-    extend: Sequence[Extension] = ()
+    decode: Sequence[Row] = ()  # rows that feed in one token each, or as many known ones
+    extend: Sequence[Extension] = ()  # new tokens of other rows
+    # ``[len(decode)]`` or ``[len(decode), q]`` integers on the device, the tokens that the rows of ``decode`` feed in;
+    # None for those that were sampled for them
     tokens: Tensor | None = None
-    promise: Promise | None = None
+    promise: Promise | None = None  # pages that the rows may take together, besides those promised to each
+    # run both parts in one launch, ``decode`` as rows of the prefill; ``ModelRunner.can_mix`` says whether
     mixed: bool = False
-    taps: Sequence[Tap] = ()
+    taps: Sequence[Tap] = ()  # who watches its launches
 
     @property
     def wants(self) -> tuple[str, ...]:
@@ -130,16 +111,10 @@ class Batch(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The result of a batch, on the device; the next decode step overwrites that of the last one.
+    """The result of a batch, on the device; the next decode step overwrites that of the last one."""
 
-    Attributes:
-        rows: the rows that a token was sampled for: those of ``decode``, then those of ``extend`` that end.
-        logits: ``[N, V]`` in the model's dtype; None if the step was two launches, whose logits lie apart.
-        tokens: ``[N]`` int64, the next tokens.
-        processed: ``[N, V]``, the logits that they were sampled from, if the host has replaced some; else None.
-    """
-
-    rows: Sequence[Row]
-    logits: Tensor | None
-    tokens: Tensor
+    rows: Sequence[Row]  # the rows that a token was sampled for: those of ``decode``, then those of ``extend`` that end
+    logits: Tensor | None  # ``[N, V]`` in the model's dtype; None if the step was two launches, whose logits lie apart
+    tokens: Tensor  # ``[N]`` int64, the next tokens
+    # ``[N, V]``, the logits that they were sampled from, if the host has replaced some; else None
     processed: Tensor | None = None

@@ -49,13 +49,10 @@ def paged_attention_in(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class AttentionSwitch:
-    """A model's attention, and its experts, in this thread.
-
-    Attributes:
-        experts: how many layers have experts that our ops compute, and others, by the reason; as ``experts_of``.
-    """
+    """A model's attention, and its experts, in this thread."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        # how many layers have experts that our ops compute, and others, by the reason; as ``experts_of``
         self.experts: Mapping[str, int] = {}
         self.find_configs(model)
         self._weights = WeightsLock()

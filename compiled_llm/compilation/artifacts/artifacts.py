@@ -33,17 +33,13 @@ class NotInArtifactsError(RuntimeError):
 
 
 class Artifacts:
-    """Compiled code in a folder of this process alone.
-
-    Attributes:
-        rows: how many rows the programs have room for.
-        profile: which steps to prepare; None if none was given when they were written.
-    """
+    """Compiled code in a folder of this process alone."""
 
     def __init__(self, source: Path, manifest: Manifest, folder: Path, installation: Installation) -> None:
         """``folder`` is a checked copy, removed with this object."""
         self.source = source
-        self.rows = manifest.rows
+        self.rows = manifest.rows  # how many rows the programs have room for
+        # which steps to prepare; None if none was given when they were written
         self.profile = Profile.read(folder / PROFILE) if PROFILE in manifest.files else None
         self._folder = folder
         self._variables = stand_in_compiler.variables(folder)

@@ -28,17 +28,11 @@ class ManifestEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of a folder of artifacts.
+    """The manifest of a folder of artifacts."""
 
-    Attributes:
-        made_for: the requirements, equal wherever it is read.
-        rows: how many rows its programs have room for.
-        files: all but the manifest, by their paths in the folder.
-    """
-
-    made_for: MadeFor
-    rows: int
-    files: Mapping[str, ManifestEntry]
+    made_for: MadeFor  # the requirements, equal wherever it is read
+    rows: int  # how many rows its programs have room for
+    files: Mapping[str, ManifestEntry]  # all but the manifest, by their paths in the folder
 
     def encoded(self) -> bytes:
         files = {path: list(entry) for path, entry in self.files.items()}

@@ -24,17 +24,11 @@ _NUMBERS = ("tokens", "rows", "variant", "uses")
 
 @dataclass(frozen=True)
 class Profile:
-    """The steps that requests have used.
+    """The steps that requests have used."""
 
-    Attributes:
-        made_for: the model and all else that decides the sizes.
-        uses: how often each step was used.
-        embeddings: how many prefills began from embeddings.
-    """
-
-    made_for: MadeFor
-    uses: Mapping[StepKey, int]
-    embeddings: int = 0
+    made_for: MadeFor  # the model and all else that decides the sizes
+    uses: Mapping[StepKey, int]  # how often each step was used
+    embeddings: int = 0  # how many prefills began from embeddings
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Profile:

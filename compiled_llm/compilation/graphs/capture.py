@@ -33,20 +33,15 @@ Outputs = TypeVar("Outputs")
 
 
 class CapturedGraph(Generic[Outputs]):
-    """Captured launches.
-
-    Attributes:
-        cost: of their capture.
-        launch: launches the graph; of one that was captured whole, torch's own method.
-        outputs: the tensors that it writes.
-    """
+    """Captured launches."""
 
     def __init__(self, graph: Graph, outputs: Outputs, cost: Cost, give_back: Callable[[], None]) -> None:
         """``outputs`` are the tensors that the graph writes; ``give_back`` is called when it is released."""
-        self.cost = cost
+        self.cost = cost  # of their capture
+        # launches the graph; of one that was captured whole, torch's own method
         self.launch: Callable[[], object] = graph.replay
         self._graph = graph
-        self.outputs: Outputs | None = outputs
+        self.outputs: Outputs | None = outputs  # the tensors that it writes
         self._give_back = give_back
 
     def replay(self) -> Outputs:
@@ -60,16 +55,12 @@ class CapturedGraph(Generic[Outputs]):
 
 
 class _Place(NamedTuple):
-    """The stream and thread of a capturer's captures.
+    """The stream and thread of a capturer's captures."""
 
-    Attributes:
-        stream: only captures run on it: cuBLAS's workspace for it is allocated in a capture, from our pool, and
-            stays valid for as long as the process lives.
-        thread: captures there.
-    """
-
+    # only captures run on it: cuBLAS's workspace for it is allocated in a capture, from our pool, and stays valid for
+    # as long as the process lives
     stream: torch.cuda.Stream
-    thread: SlicedThread
+    thread: SlicedThread  # captures there
 
 
 _idle: defaultdict[torch.device, list[_Place]] = defaultdict(list)

@@ -37,33 +37,20 @@ Begin = Callable[[], "Begin | None"]
 
 
 class Filled(NamedTuple):
-    """The input of a captured step.
+    """The input of a captured step."""
 
-    Attributes:
-        tensor: to be filled before each replay.
-        nbytes: size of this and all else that was allocated for the step alone.
-    """
-
-    tensor: Tensor
-    nbytes: int
+    tensor: Tensor  # to be filled before each replay
+    nbytes: int  # size of this and all else that was allocated for the step alone
 
 
 class StepToCapture(NamedTuple):
-    """A step to capture.
+    """A step to capture."""
 
-    Attributes:
-        check: finds ``guards``, and raises if ``launch`` would compile; any thread may call both.
-        launch: runs it.
-        like: its outputs; None if it has not run since the last eviction.
-        guards: of the compiled program in it.
-        filled: its input, if that is filled before each replay.
-    """
-
-    check: Callable[[], None]
-    launch: Callable[[], StepOutputs]
-    like: StepOutputs | None
-    guards: Guards
-    filled: Filled | None = None
+    check: Callable[[], None]  # finds ``guards``, and raises if ``launch`` would compile; any thread may call both
+    launch: Callable[[], StepOutputs]  # runs it
+    like: StepOutputs | None  # its outputs; None if it has not run since the last eviction
+    guards: Guards  # of the compiled program in it
+    filled: Filled | None = None  # its input, if that is filled before each replay
 
 
 class _Underway(NamedTuple):
@@ -76,26 +63,17 @@ class _Underway(NamedTuple):
 
 
 class CudaGraphs:
-    """The CUDA graphs of a model's steps: ours, or those of cudagraph trees, which are only counted here.
-
-    Attributes:
-        ours: whether steps are captured here.
-        replay: whether decode steps are replayed, by us or by cudagraph trees.
-        table: holds these steps, and those of sampling.
-        skips: how often Inductor did not capture a graph that it should have.
-        reasons: its messages about that.
-        nbytes: device memory that compiling and capturing took for good.
-    """
+    """The CUDA graphs of a model's steps: ours, or those of cudagraph trees, which are only counted here."""
 
     def __init__(self, model: PreTrainedModel, config: WrapConfig, device: torch.device, table: StepTable) -> None:
         """Only a weak reference to the model is kept. ``table`` has all steps of the model."""
-        self.table = table
-        self.ours = config.captures_on(device.type)
+        self.table = table  # holds these steps, and those of sampling
+        self.ours = config.captures_on(device.type)  # whether steps are captured here
         self._in_trees = config.uses_trees_on(device.type)
-        self.replay = self.ours or self._in_trees
-        self.skips = 0
-        self.reasons: list[str] = []
-        self.nbytes = 0
+        self.replay = self.ours or self._in_trees  # whether decode steps are replayed, by us or by cudagraph trees
+        self.skips = 0  # how often Inductor did not capture a graph that it should have
+        self.reasons: list[str] = []  # its messages about that
+        self.nbytes = 0  # device memory that compiling and capturing took for good
         self._model = weakref.ref(model)
         self._device = device
         self._capturer = GraphCapture(device, in_pieces=config.leaves_attention_out) if self.ours else None

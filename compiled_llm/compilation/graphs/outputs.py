@@ -16,17 +16,11 @@ what traced hooks emit, by name."""
 
 
 class StepOutputs(NamedTuple):
-    """The results of a step.
+    """The results of a step."""
 
-    Attributes:
-        logits: ``[L, V]`` in the model's dtype.
-        tokens: int64, sampled from them.
-        emitted: empty if no call asked for hidden states, and no hook emits anything.
-    """
-
-    logits: Tensor
-    tokens: Tensor
-    emitted: Emitted
+    logits: Tensor  # ``[L, V]`` in the model's dtype
+    tokens: Tensor  # int64, sampled from them
+    emitted: Emitted  # empty if no call asked for hidden states, and no hook emits anything
 
 
 class SharedOutputs:

@@ -12,23 +12,17 @@ STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")
 
 
 class StepKey(NamedTuple):
-    """A phase and a padded size; steps of one key can be replays of one CUDA graph.
+    """A phase and a padded size; steps of one key can be replays of one CUDA graph."""
 
-    Attributes:
-        phase: prefill, decode, and so on.
-        tokens: how many it computes, padding included; of a decode step, equally many in each row.
-        rows: how many of them sample a token, or could, padding included. A prefill has one row more, whose tokens, if
-            any are missing, fill up ``tokens``.
-        variant: of a prefill how the backend divides it among thread blocks, which only the backend understands; of a
-            sampling 1 if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0.
-        wants: outputs of the model that it gives besides logits, by HuggingFace's names.
-    """
-
-    phase: Phase
-    tokens: int
+    phase: Phase  # prefill, decode, and so on
+    tokens: int  # how many it computes, padding included; of a decode step, equally many in each row
+    # how many of them sample a token, or could, padding included. A prefill has one row more, whose tokens, if any are
+    # missing, fill up ``tokens``
     rows: int
+    # of a prefill how the backend divides it among thread blocks, which only the backend understands; of a sampling 1
+    # if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0
     variant: int = 0
-    wants: tuple[str, ...] = ()
+    wants: tuple[str, ...] = ()  # outputs of the model that it gives besides logits, by HuggingFace's names
 
     @classmethod
     def decode(cls, rows: int, new_tokens: int = 1, shares: bool = False) -> StepKey:

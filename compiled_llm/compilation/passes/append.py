@@ -29,15 +29,12 @@ class PreparedInAppend:
     """Moves norm and rotary embedding of queries and keys into the op that writes keys and values into pages.
 
     The queries are its result. It runs on the graph as Dynamo made it, like ``PreparedInAttention``.
-
-    Attributes:
-        matches: how many layers matched; None until a graph was searched.
     """
 
     pattern = "rotary in prefill"
 
     def __init__(self) -> None:
-        self.matches: int | None = None
+        self.matches: int | None = None  # how many layers matched; None until a graph was searched
 
     def __call__(self, graph: fx.Graph) -> None:
         angles = FlatAngles(graph, ALL_ROWS)

@@ -35,16 +35,13 @@ class PreparedInAttention:
 
     It also lets decode attention, to latents as well, begin before the previous kernel has ended, if that is safe. It
     runs on the graph as Dynamo made it, before any other pass: the examples of its nodes are still true.
-
-    Attributes:
-        matches: how many layers matched; None until a graph was searched.
     """
 
     pattern = "rotary"
 
     def __init__(self, ops: DecodeOps) -> None:
         """``ops`` are those of a backend that can."""
-        self.matches: int | None = None
+        self.matches: int | None = None  # how many layers matched; None until a graph was searched
         self._contracts: dict[Any, type[_Contract]] = {
             **dict.fromkeys(_LATENT, LatentDecode),
             **dict.fromkeys(_VARIANTS, DecodeAttentionVariant),

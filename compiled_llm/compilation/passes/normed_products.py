@@ -45,27 +45,16 @@ class NormedProducts:
 
 
 class _Reader(NamedTuple):
-    """The only matmul that reads a normed sum.
+    """The only matmul that reads a normed sum."""
 
-    Attributes:
-        sums: the node of the sum and its norm.
-        total: its first result, the sum.
-        normed: its second one.
-        product: the matmul.
-        weight: its weight.
-        example: of the weight.
-        bias: none or one.
-        gate: ``silu(first) * second`` of its halves, if nothing else reads them.
-    """
-
-    sums: fx.Node
-    total: fx.Node
-    normed: fx.Node
-    product: fx.Node
-    weight: Any
-    example: Tensor
-    bias: list[Any]
-    gate: fx.Node | None
+    sums: fx.Node  # the node of the sum and its norm
+    total: fx.Node  # its first result, the sum
+    normed: fx.Node  # its second one
+    product: fx.Node  # the matmul
+    weight: Any  # its weight
+    example: Tensor  # of the weight
+    bias: list[Any]  # none or one
+    gate: fx.Node | None  # ``silu(first) * second`` of its halves, if nothing else reads them
 
 
 def _is_one_row(sums: fx.Node) -> bool:

@@ -18,15 +18,12 @@ class NormedSums:
     """Makes one op of a sum and its norm, which stand between the matmuls of a layer.
 
     It runs on the graph as Dynamo made it, like ``PreparedInAttention``.
-
-    Attributes:
-        matches: how many there were; None until a graph was searched.
     """
 
     pattern = "norm"
 
     def __init__(self) -> None:
-        self.matches: int | None = None
+        self.matches: int | None = None  # how many there were; None until a graph was searched
 
     def __call__(self, graph: fx.Graph) -> None:
         self.matches = self.matches or 0

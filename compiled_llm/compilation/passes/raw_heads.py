@@ -15,23 +15,14 @@ EACH_ROW, ALL_ROWS = 1, 0
 
 
 class RawHeads(NamedTuple):
-    """Queries or keys before they are normed and rotated.
+    """Queries or keys before they are normed and rotated."""
 
-    Attributes:
-        states: ``[B, 1, heads, D]`` or ``[1, T, heads, D]``.
-        cos: ``[B, 1, D]`` or ``[1, T, D]``.
-        sin: likewise.
-        norm: ``[D]``, the weight of their norm; None without one.
-        epsilon: what the norm adds; 0.0 without one.
-        nodes: those that norm and rotate them, inputs first.
-    """
-
-    states: fx.Node
-    cos: fx.Node
-    sin: fx.Node
-    norm: fx.Node | None
-    epsilon: float
-    nodes: list[fx.Node]
+    states: fx.Node  # ``[B, 1, heads, D]`` or ``[1, T, heads, D]``
+    cos: fx.Node  # ``[B, 1, D]`` or ``[1, T, D]``
+    sin: fx.Node  # likewise
+    norm: fx.Node | None  # ``[D]``, the weight of their norm; None without one
+    epsilon: float  # what the norm adds; 0.0 without one
+    nodes: list[fx.Node]  # those that norm and rotate them, inputs first
 
     def goes_with(self, other: RawHeads) -> bool:
         """Whether both are rotated by the same angles, and normed with the same epsilon if both are normed."""

@@ -24,19 +24,13 @@ NO_BIASES: NDArray[np.int32] = np.zeros((4, 0), dtype=np.int32)
 
 
 class Bias(NamedTuple):
-    """A value added to a token's logit.
-
-    Attributes:
-        first: the first step of the answer with it; step 0 samples the first token.
-        end: the first step without it.
-        after: the tokens that have to precede it, at most ``MAX_FOLLOWED``.
-    """
+    """A value added to a token's logit."""
 
     token: int
     value: float
-    first: int = 0
-    end: int = ALWAYS
-    after: tuple[int, ...] = ()
+    first: int = 0  # the first step of the answer with it; step 0 samples the first token
+    end: int = ALWAYS  # the first step without it
+    after: tuple[int, ...] = ()  # the tokens that have to precede it, at most ``MAX_FOLLOWED``
 
 
 def packed(biases: Iterable[Bias]) -> NDArray[np.int32]:

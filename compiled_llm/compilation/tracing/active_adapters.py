@@ -83,15 +83,11 @@ class ActiveAdapters:
 
 
 class _AdapterMemory:
-    """Memory for the tensors of adapters, one after the other.
-
-    Attributes:
-        own: the tensors that are read.
-    """
+    """Memory for the tensors of adapters, one after the other."""
 
     def __init__(self, earlier: Sequence[Tensor] = ()) -> None:
         """Take over ``earlier`` ones that fit."""
-        self.own: list[Tensor] = []
+        self.own: list[Tensor] = []  # the tensors that are read
         self._earlier, self._sources = [*earlier], list[Tensor]()
 
     def place(self, tensor: Tensor) -> Tensor:

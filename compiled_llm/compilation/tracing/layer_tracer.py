@@ -37,15 +37,10 @@ def traced_class(kind: Any) -> Any:
 
 
 class _TracedCall(NamedTuple):
-    """A function call of a layer.
+    """A function call of a layer."""
 
-    Attributes:
-        line: the function and its arguments, described.
-        result: reused if another layer makes the same call: plain, or new tensors.
-    """
-
-    line: Hashable
-    result: Any
+    line: Hashable  # the function and its arguments, described
+    result: Any  # reused if another layer makes the same call: plain, or new tensors
 
 
 _UNKNOWN = object()
@@ -53,11 +48,7 @@ _UNKNOWN = object()
 
 
 class LayerTracer(TorchFunctionMode):
-    """Notes the calls of a model's layers in one run.
-
-    Attributes:
-        beside: what each layer returns in a tuple with its output, each entry None; None if it returns that alone.
-    """
+    """Notes the calls of a model's layers in one run."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], similar: Sequence[int], fakes: Fakes) -> None:
         super().__init__()
@@ -66,6 +57,7 @@ class LayerTracer(TorchFunctionMode):
         self._called: list[list[_TracedCall]] = []  # by the layers so far; at the end of each, what it gave
         self._kept: list[object] = [tensors]  # so that no id is used twice
         self._names: dict[int, tuple[int | None, str, tuple[int, ...]]] = {}  # by id: layer, role, number
+        # what each layer returns in a tuple with its output, each entry None; None if it returns that alone
         self.beside: list[tuple[None, ...] | None] = []
         self._layer: int | None = None
         self._lines: list[_TracedCall] = []

@@ -33,21 +33,14 @@ _LONG = 0.5
 
 @dataclass(eq=False)
 class _GrammarJob:
-    """A grammar to compile.
+    """A grammar to compile."""
 
-    Attributes:
-        constraint: of one of the requests; those of the others have the same source.
-        waiting: the requests, and until when each waits, on ``time.monotonic``'s clock.
-        started: when a thread has begun to compile it.
-        long: it takes so long that another thread has taken its thread's place.
-        heavy: it has taken long, and was put off: it waits until fewer others take long.
-    """
-
-    constraint: Constraint
+    constraint: Constraint  # of one of the requests; those of the others have the same source
+    # the requests, and until when each waits, on ``time.monotonic``'s clock
     waiting: dict[Request, float] = field(default_factory=dict)
-    started: float | None = None
-    long: bool = False
-    heavy: bool = False
+    started: float | None = None  # when a thread has begun to compile it
+    long: bool = False  # it takes so long that another thread has taken its thread's place
+    heavy: bool = False  # it has taken long, and was put off: it waits until fewer others take long
 
     @property
     def wanted(self) -> bool:

@@ -39,17 +39,12 @@ _WARMING = GrammarSource("json", '{"type": "object"}')
 
 
 class _Fork(NamedTuple):
-    """A process that compiles one grammar.
-
-    Attributes:
-        answer: where the answer goes; the worker says there if the process has died.
-        alive: a pipe whose other end that process alone has.
-    """
+    """A process that compiles one grammar."""
 
     process: int
     asked: Compile
-    answer: socket.socket
-    alive: int
+    answer: socket.socket  # where the answer goes; the worker says there if the process has died
+    alive: int  # a pipe whose other end that process alone has
 
 
 class Worker:

@@ -22,31 +22,20 @@ _AT_ONCE = 2**20
 
 
 class WorkerVocabulary(Struct, tag="vocabulary", frozen=True):
-    """Tokens that grammars are compiled for.
+    """Tokens that grammars are compiled for."""
 
-    Attributes:
-        number: their place; they replace those that had it.
-        info: a ``TokenizerInfo``, serialised.
-        threads: how many compile one grammar.
-    """
-
-    number: int
-    info: str
-    threads: int
+    number: int  # their place; they replace those that had it
+    info: str  # a ``TokenizerInfo``, serialised
+    threads: int  # how many compile one grammar
 
 
 class Compile(Struct, tag="compile", frozen=True):
-    """A grammar to compile, for the vocabulary of that number.
-
-    Attributes:
-        seconds: of processor time that it may take.
-        memory: bytes that it may take, besides those of the worker.
-    """
+    """A grammar to compile, for the vocabulary of that number."""
 
     vocabulary: int
     source: GrammarSource
-    seconds: int
-    memory: int
+    seconds: int  # of processor time that it may take
+    memory: int  # bytes that it may take, besides those of the worker
 
 
 class Learned(Struct, tag="learned", frozen=True):
@@ -64,13 +53,10 @@ class Vetted(Struct, tag="vetted", frozen=True):
 
 
 class Failed(Struct, tag="failed", frozen=True):
-    """There is no grammar.
+    """There is no grammar."""
 
-    Attributes:
-        kind: ``"invalid"``, by xgrammar; ``"limit"`` or ``"crash"``, which would happen again; ``"lost"``, its process
-            was ended by something else.
-    """
-
+    # ``"invalid"``, by xgrammar; ``"limit"`` or ``"crash"``, which would happen again; ``"lost"``, its process was
+    # ended by something else
     kind: Literal["invalid", "limit", "crash", "lost"]
     message: str
 

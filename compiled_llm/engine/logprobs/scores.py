@@ -9,17 +9,11 @@ from typing import NamedTuple
 
 
 class TokenScores(NamedTuple):
-    """The scores of one token.
+    """The scores of one token."""
 
-    Attributes:
-        sampled: its log-probability.
-        rank: 1 plus the number of more likely tokens.
-        values: log-probabilities of the most likely ``tokens``, in descending order.
-    """
-
-    sampled: float
-    rank: int
-    values: tuple[float, ...]
+    sampled: float  # its log-probability
+    rank: int  # 1 plus the number of more likely tokens
+    values: tuple[float, ...]  # log-probabilities of the most likely ``tokens``, in descending order
     tokens: tuple[int, ...]
 
 

@@ -24,16 +24,12 @@ if TYPE_CHECKING:
 
 
 class Processor(NamedTuple):
-    """A logits processor of the user's own.
+    """A logits processor of the user's own."""
 
-    Attributes:
-        function: takes the answer's tokens so far and its logits ``[V]`` float32, and returns others.
-        takes_prompt: whether it takes the prompt's tokens before those.
-    """
-
+    # takes the answer's tokens so far and its logits ``[V]`` float32, and returns others
     function: Callable[..., Tensor]
     name: str
-    takes_prompt: bool
+    takes_prompt: bool  # whether it takes the prompt's tokens before those
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> Processor:
@@ -57,23 +53,16 @@ _THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2 if hasattr(os, "sched
 
 @dataclass(eq=False, kw_only=True)
 class Constraint:
-    """The constraints on one answer.
-
-    Attributes:
-        stops: the tokens that end an answer whose grammar has come to its end.
-        stop_token_ids: must not come before ``least`` others, as far as the grammar goes on without them.
-        vocabulary: how many logits a token has.
-        mask: ``[words]`` int32, the tokens that the request allows besides; None for all.
-        processors: called one after the other.
-    """
+    """The constraints on one answer."""
 
     source: GrammarSource | None = None
-    stops: frozenset[int] = frozenset()
+    stops: frozenset[int] = frozenset()  # the tokens that end an answer whose grammar has come to its end
+    # must not come before ``least`` others, as far as the grammar goes on without them
     stop_token_ids: frozenset[int] = frozenset()
     least: int = 0
-    vocabulary: int = 0
-    mask: NDArray[np.int32] | None = None
-    processors: tuple[Processor, ...] = ()
+    vocabulary: int = 0  # how many logits a token has
+    mask: NDArray[np.int32] | None = None  # ``[words]`` int32, the tokens that the request allows besides; None for all
+    processors: tuple[Processor, ...] = ()  # called one after the other
     matcher: xgrammar.GrammarMatcher | None = None
 
     @property

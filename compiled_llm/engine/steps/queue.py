@@ -9,14 +9,10 @@ from compiled_llm.engine.steps.request import Request
 
 
 class Queue:
-    """Requests without a row.
-
-    Attributes:
-        ready: those that may run, the next one first.
-    """
+    """Requests without a row."""
 
     def __init__(self) -> None:
-        self.ready: list[Request] = []
+        self.ready: list[Request] = []  # those that may run, the next one first
         self._followers: dict[Request, list[Request]] = {}  # by whose prompt they wait for
 
     def __bool__(self) -> bool:

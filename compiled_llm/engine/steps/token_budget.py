@@ -33,9 +33,6 @@ class TokenBudget:
 
     Decode steps are told apart by their rows, and chunks by their tokens, both rounded up to a power of two. A chunk
     twice as large as any that was seen is taken to last twice as long, so chunks grow step by step.
-
-    Attributes:
-        bounded: whether steps have to be timed.
     """
 
     def __init__(self, max_step_ms: float | None, max_tokens: int, mixed: bool = False) -> None:
@@ -44,7 +41,7 @@ class TokenBudget:
         If all steps with prompts are ``mixed``, chunks leave room for the token of each running row.
         """
         self._limit = math.inf if max_step_ms is None else max_step_ms / 1000
-        self.bounded = max_step_ms is not None
+        self.bounded = max_step_ms is not None  # whether steps have to be timed
         self._max_tokens = max_tokens
         self._mixed = mixed
         self._decode: dict[int, float] = {}

@@ -24,14 +24,10 @@ _PATIENCE = 10
 
 
 class PromptRequests(Protocol):
-    """The part of a handle that the processor uses.
-
-    Attributes:
-        has_text: listeners hear of it once its text is made.
-    """
+    """The part of a handle that the processor uses."""
 
     listeners: Listeners
-    has_text: bool
+    has_text: bool  # listeners hear of it once its text is made
 
     @property
     def done(self) -> bool: ...

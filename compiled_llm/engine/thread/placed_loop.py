@@ -9,17 +9,14 @@ from compiled_llm.engine.steps.request import Request
 
 
 class PlacedLoop:
-    """Makes one loop after the other, in the thread that runs the loop.
-
-    Attributes:
-        loop: runs steps on the model as it is placed now; None before the first request, and asleep.
-    """
+    """Makes one loop after the other, in the thread that runs the loop."""
 
     def __init__(self, check: ModelCheck, settings: LoopSettings) -> None:
         self._check = check
         self._settings = settings
         self._past = EngineStats()
         self._parked: list[Request] = []  # that go on in the next loop
+        # runs steps on the model as it is placed now; None before the first request, and asleep
         self.loop: Loop | None = None
 
     @property

@@ -15,17 +15,13 @@ from compiled_llm.requests.outputs import FinishReason
 
 
 class RequestTable(dict[Request, RequestHandle]):
-    """The handles of requests that have not ended.
-
-    Attributes:
-        output: makes the text of those that are read as text.
-        paused_requests: keeps requests from the scheduler while weights are about to change.
-    """
+    """The handles of requests that have not ended."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__()
         self._arrivals = arrivals
-        self.output = OutputProcessor(arrivals)
+        self.output = OutputProcessor(arrivals)  # makes the text of those that are read as text
+        # keeps requests from the scheduler while weights are about to change
         self.paused_requests = PausedRequests(arrivals, self)
 
     def end(

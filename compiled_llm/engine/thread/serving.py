@@ -20,15 +20,11 @@ class ServedLoop(Protocol):
 
 
 class ServingThread:
-    """Serves whenever there are messages, and ends with the engine; a failure there ends requests, not the thread.
-
-    Attributes:
-        thread: None before the first start.
-    """
+    """Serves whenever there are messages, and ends with the engine; a failure there ends requests, not the thread."""
 
     def __init__(self, served: ServedLoop, arrivals: Arrivals) -> None:
         self._arguments = weakref.ref(served), arrivals
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # None before the first start
 
     @property
     def here(self) -> bool:

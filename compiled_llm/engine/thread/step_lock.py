@@ -14,18 +14,13 @@ _PATIENCE = 0.2
 
 
 class StepLock:
-    """Held by the thread that runs the loop, or has paused it.
-
-    Attributes:
-        pausing: how many threads wait to pause it; the one that runs it lets go soon.
-        resting: no thread may run it until it is allowed again; it can be paused.
-    """
+    """Held by the thread that runs the loop, or has paused it."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._runner: threading.Thread | None = None
-        self.pausing = 0
-        self.resting = False
+        self.pausing = 0  # how many threads wait to pause it; the one that runs it lets go soon
+        self.resting = False  # no thread may run it until it is allowed again; it can be paused
 
     @property
     def here(self) -> bool:

@@ -23,9 +23,6 @@ class CapturedShapes:
 
     The device takes longer over more tokens than the host takes to launch them. Nor are more tokens captured than the
     rows can have.
-
-    Attributes:
-        spare: tokens that the device computes in half the time that the host takes to launch a prefill.
     """
 
     def __init__(self, max_rows: int, weights: int, max_row_tokens: int, max_tokens: int) -> None:
@@ -39,6 +36,7 @@ class CapturedShapes:
         """
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in _CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
+        # tokens that the device computes in half the time that the host takes to launch a prefill
         self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
         self._by_rows: dict[int, list[StepKey]] = {}
         for rows in sorted({2, min(8, most), most}):

@@ -15,30 +15,20 @@ from compiled_llm.model.weights.fused_weights import FusedWeights
 
 @dataclass(frozen=True)
 class Kept:
-    """Host facts and compiled code; none of it takes device memory.
+    """Host facts and compiled code; none of it takes device memory."""
 
-    Attributes:
-        made_for: where the model was, of which type, with which hooks.
-        tokens: that fill all pages.
-        states: entries for those of recurrent layers.
-        programs: the compiled functions; None if their CUDA graphs are part of them, and had to go with them.
-        decodes: steps that were ready.
-        embedded: whether prefill from embeddings was ready.
-        shapes: captured prefills, smallest first.
-        samplings: the numbers of rows whose deferred sampling was captured.
-    """
-
-    made_for: tuple[Hashable, ...]
+    made_for: tuple[Hashable, ...]  # where the model was, of which type, with which hooks
     rows: int
     positions: int
-    tokens: int
-    states: int
+    tokens: int  # that fill all pages
+    states: int  # entries for those of recurrent layers
+    # the compiled functions; None if their CUDA graphs are part of them, and had to go with them
     programs: Programs | None
     weights: FusedWeights
-    decodes: tuple[StepKey, ...]
-    embedded: bool
-    shapes: tuple[StepKey, ...]
-    samplings: tuple[int, ...]
+    decodes: tuple[StepKey, ...]  # steps that were ready
+    embedded: bool  # whether prefill from embeddings was ready
+    shapes: tuple[StepKey, ...]  # captured prefills, smallest first
+    samplings: tuple[int, ...]  # the numbers of rows whose deferred sampling was captured
 
     @staticmethod
     def of(model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> Kept:

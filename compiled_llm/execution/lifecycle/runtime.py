@@ -37,18 +37,7 @@ class RunningEngine(Holder, Protocol):
 
 
 class Runtime:
-    """The compiled side of a wrapped model.
-
-    Attributes:
-        config: the options given to ``wrap``.
-        home: the process that wrapped the model; each use checks that it runs there.
-        calls: of ``generate`` in progress.
-        counters: read through ``stats``.
-        events: of the model runner; read through ``explain``.
-        artifacts: compiled programs, in place of compiling; None without.
-        engine: returns the thread that runs the loop of an engine on this model; None if there is none.
-        engines: all engines on this model.
-    """
+    """The compiled side of a wrapped model."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
         """Remember the model; nothing big is allocated before the first use or ``warmup``.
@@ -56,15 +45,16 @@ class Runtime:
         Raises:
             ValueError: the artifacts cannot be used.
         """
-        self.config = config
-        self.home = HomeProcess()
-        self.counters = Counters()
-        self.events = Events()
+        self.config = config  # the options given to ``wrap``
+        self.home = HomeProcess()  # the process that wrapped the model; each use checks that it runs there
+        self.counters = Counters()  # read through ``stats``
+        self.events = Events()  # of the model runner; read through ``explain``
         self.loop_lock = LoopLock()
-        self.calls = Calls()
+        self.calls = Calls()  # of ``generate`` in progress
+        # returns the thread that runs the loop of an engine on this model; None if there is none
         self.engine: Callable[[], object | None] = _no_engine
-        self.engines: weakref.WeakSet[RunningEngine] = weakref.WeakSet()
-        self.artifacts = _artifacts_for(facts, config)
+        self.engines: weakref.WeakSet[RunningEngine] = weakref.WeakSet()  # all engines on this model
+        self.artifacts = _artifacts_for(facts, config)  # compiled programs, in place of compiling; None without
         self.runner_lifecycle = ModelRunnerLifecycle(facts, config, self.events, self.engines, self.artifacts)
         self.warming = Warmup(facts, config, self.runner_lifecycle, self.events, self.artifacts)
         _runtimes.add(self)

@@ -25,19 +25,12 @@ TOKENS_A_READ = 200
 
 
 class MixedStep(NamedTuple):
-    """The sizes that decide between one launch and two.
+    """The sizes that decide between one launch and two."""
 
-    Attributes:
-        weights: the bytes of the layers' matrices, which the second launch would read again.
-        alone: the tokens that the prompts' launch computes, padding included.
-        together: those of a launch of prompts and running rows.
-        kept: the bytes of the running rows' keys and values; layers with windows count whole.
-    """
-
-    weights: int
-    alone: int
-    together: int
-    kept: int
+    weights: int  # the bytes of the layers' matrices, which the second launch would read again
+    alone: int  # the tokens that the prompts' launch computes, padding included
+    together: int  # those of a launch of prompts and running rows
+    kept: int  # the bytes of the running rows' keys and values; layers with windows count whole
 
     @property
     def pays(self) -> bool:

@@ -23,42 +23,28 @@ ColdCause = Literal["warmup_not_called", "size_not_named", "prepared_and_lost", 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """A step that was compiled or captured while a call waited for it.
+    """A step that was compiled or captured while a call waited for it."""
 
-    Attributes:
-        what: which program and bucket.
-        rows: how many rows the call had.
-        seconds: how long it waited.
-        warmed: whether ``warmup`` had been called before and could have prepared it.
-    """
-
-    what: str
-    rows: int
-    seconds: float
+    what: str  # which program and bucket
+    rows: int  # how many rows the call had
+    seconds: float  # how long it waited
     cause: ColdCause
-    warmed: bool
+    warmed: bool  # whether ``warmup`` had been called before and could have prepared it
 
 
 @dataclass
 class Events:
-    """Events of a wrapped model; they survive ``model.to()``.
+    """Events of a wrapped model; they survive ``model.to()``."""
 
-    Attributes:
-        used: how often calls have used each step, and under its name the prefill from embeddings.
-        uploads: page tables written into the decode buffers, by cause.
-        cascade_steps: decode steps that read pages which rows share once.
-        kv_saturated: numbers that were clamped on their way into pages of fp8, of model runners that are gone.
-        generating: runs while our loops do, and nothing is compiled.
-        preparing: runs while something is compiled or captured.
-    """
-
+    # how often calls have used each step, and under its name the prefill from embeddings
     used: Counter[StepKey | str] = field(default_factory=Counter)
+    # page tables written into the decode buffers, by cause
     uploads: Counter[UploadCause] = field(default_factory=Counter)
     cold_starts: list[ColdStart] = field(default_factory=list)
-    cascade_steps: int = 0
-    kv_saturated: int = 0
-    generating: Stopwatch = field(default_factory=Stopwatch)
-    preparing: Stopwatch = field(default_factory=Stopwatch)
+    cascade_steps: int = 0  # decode steps that read pages which rows share once
+    kv_saturated: int = 0  # numbers that were clamped on their way into pages of fp8, of model runners that are gone
+    generating: Stopwatch = field(default_factory=Stopwatch)  # runs while our loops do, and nothing is compiled
+    preparing: Stopwatch = field(default_factory=Stopwatch)  # runs while something is compiled or captured
     _warmed: bool = False
 
     _lost: bool = False

@@ -29,9 +29,6 @@ class Arena:
 
     Writes are collected on the host until ``flush``. Programs may write into the columns, too; their numbers stay where
     the host writes none.
-
-    Attributes:
-        written: the places of the writes that are due.
     """
 
     def __init__(self, columns: Mapping[str, tuple[int, torch.dtype]], device: torch.device, staging: Staging) -> None:
@@ -41,7 +38,7 @@ class Arena:
         total = sum(sizes.values())
         self._memory = torch.zeros(total, dtype=torch.int32, device=device)
         self._host = np.zeros(total, dtype=np.int32)
-        self.written: list[NDArray[np.int64]] = []
+        self.written: list[NDArray[np.int64]] = []  # the places of the writes that are due
         self._columns: dict[str, _Column] = {}
         start = 0
         for name, (count, dtype) in columns.items():

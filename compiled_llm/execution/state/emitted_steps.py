@@ -79,16 +79,11 @@ class EmittedSteps:
 
 
 class _Alike:
-    """The tensors of one dtype and width.
-
-    Attributes:
-        names: N of them.
-        blocks: ``[S, N, R, *W]`` each.
-    """
+    """The tensors of one dtype and width."""
 
     def __init__(self, names: tuple[int | str, ...]) -> None:
-        self.names = names
-        self.blocks: list[Tensor] = []
+        self.names = names  # N of them
+        self.blocks: list[Tensor] = []  # ``[S, N, R, *W]`` each
         self._places: list[Tensor] = []  # of the last block, the next one last
 
     def next_place(self, tensors: Sequence[Tensor], steps: int) -> Tensor:

@@ -40,19 +40,12 @@ _LAUNCHES_BETWEEN_LOOKS = 16
 
 
 class PageTags(NamedTuple):
-    """The tensors by which a step checks that rows read their own pages, the arguments of ``check_pages``.
+    """The tensors by which a step checks that rows read their own pages, the arguments of ``check_pages``."""
 
-    Attributes:
-        tags: ``[P, S, 2]`` int32.
-        chains: ``[X]`` int64, that of the row in each of X places.
-        row_numbers: ``[X]`` int32.
-        faults: ``[2]`` int64.
-    """
-
-    tags: Tensor
-    chains: Tensor
-    row_numbers: Tensor
-    faults: Tensor
+    tags: Tensor  # ``[P, S, 2]`` int32
+    chains: Tensor  # ``[X]`` int64, that of the row in each of X places
+    row_numbers: Tensor  # ``[X]`` int32
+    faults: Tensor  # ``[2]`` int64
 
     def prefilled(self, inputs: PrefillInputs, ids: Tensor) -> None:
         """Check the rows of a prefill; see ``StepTap``."""
@@ -80,14 +73,11 @@ class PageTags(NamedTuple):
 
 
 class RowChain(RowWatch):
-    """The chain of a row's tokens.
-
-    Attributes:
-        chain: ``CHAIN_KNOWN`` and it, see ``check_pages`` of the ops; ``CHAIN_ADOPTED`` if only the row's last tag says
-            it, None if the device has it, in the row's slot or where the row waits for one.
-    """
+    """The chain of a row's tokens."""
 
     def __init__(self, chain: int | None = CHAIN_KNOWN + CHAIN_ORIGIN) -> None:
+        # ``CHAIN_KNOWN`` and it, see ``check_pages`` of the ops; ``CHAIN_ADOPTED`` if only the row's last tag says it,
+        # None if the device has it, in the row's slot or where the row waits for one
         self.chain = chain
 
     def begins(self, ids: NDArray[np.int64]) -> None:
@@ -106,11 +96,7 @@ class RowChain(RowWatch):
 
 
 class PageCheck(RunnerTap):
-    """A tap that has steps check pages, and looks at what they find.
-
-    Attributes:
-        found: how many tags have been found wrong.
-    """
+    """A tap that has steps check pages, and looks at what they find."""
 
     inputs: PageTags
     row = RowChain
@@ -132,7 +118,7 @@ class PageCheck(RunnerTap):
         faults = mark_static(self._none.clone())
         self.inputs = PageTags(tags, arena["chain"], arena["row_number"], faults)
         self.carried, self.nbytes = [arena["chain"]], tags.nbytes
-        self.found = 0
+        self.found = 0  # how many tags have been found wrong
         self._logged = False
         self._rows: weakref.WeakValueDictionary[int, Row] = weakref.WeakValueDictionary()
         self._entered: dict[int, int] = {}  # numbers of rows, by their places

@@ -31,19 +31,15 @@ class LoopLock:
     """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself.
 
     Loops that take pages begin in the order in which they came: many small ones starve no large one.
-
-    Attributes:
-        waiters: the loops that wait for the lock.
-        claims: since when owners keep pages from loops that come later.
     """
 
     def __init__(self) -> None:
         self._home = HomeProcess()
         self._condition = Condition()
         self._holder: object | None = None
-        self.waiters: list[_Waiter] = []
+        self.waiters: list[_Waiter] = []  # the loops that wait for the lock
         self._loops: dict[object, int] = {}  # each with its thread
-        self.claims: dict[object, float] = {}
+        self.claims: dict[object, float] = {}  # since when owners keep pages from loops that come later
         self._moved = 0.0  # the time of the last step
         self._local = threading.local()
 

@@ -69,21 +69,13 @@ def causal_mask(tokens: int, device: torch.device) -> Tensor:
 
 
 class IndexScores(NamedTuple):
-    """How much memory choosing takes in a layer: most of it are scores of each query, index head and key, in float32.
+    """How much memory choosing takes in a layer: most are scores of each query, index head and key, in float32."""
 
-    Attributes:
-        heads: of the indexer.
-        chosen: how many tokens it chooses for a query.
-        size: I.
-        dtype: of the model.
-        block_size: tokens that it chooses together; 1 for single ones.
-    """
-
-    heads: int
-    chosen: int
-    size: int
-    dtype: torch.dtype
-    block_size: int = 1
+    heads: int  # of the indexer
+    chosen: int  # how many tokens it chooses for a query
+    size: int  # I
+    dtype: torch.dtype  # of the model
+    block_size: int = 1  # tokens that it chooses together; 1 for single ones
 
     @property
     def of_one_row(self) -> bool:
@@ -106,29 +98,20 @@ class IndexScores(NamedTuple):
 
 
 class IndexedRows(NamedTuple):
-    """Where the index keys of a batch lie.
+    """Where the index keys of a batch lie."""
 
-    Attributes:
-        token_rows: ``[T]`` int32, the row of each new token.
-        token_positions: ``[T]`` int32, its index in its row.
-        starts: ``[B]`` or ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        page_size: S.
-        row_pages: pages that each of B rows may have, for ``[B, q]`` new tokens; 0 for packed tokens, which all score
-            the keys of all rows.
-        padding: at least so many keys follow all others, of null pages, that no query may see. An indexer chooses as
-            many for each query, and takes these where a row has fewer tokens.
-        block_size: keys are a multiple of so many tokens, which an indexer chooses together; 1 for single ones.
-    """
-
-    token_rows: Tensor
-    token_positions: Tensor
-    starts: Tensor
-    indices: Tensor
-    page_size: int
+    token_rows: Tensor  # ``[T]`` int32, the row of each new token
+    token_positions: Tensor  # ``[T]`` int32, its index in its row
+    starts: Tensor  # ``[B]`` or ``[B + 1]`` int32, where each row's pages begin in ``indices``
+    indices: Tensor  # ``[N]`` int32, page numbers
+    page_size: int  # S
+    # pages that each of B rows may have, for ``[B, q]`` new tokens; 0 for packed tokens, which all score the keys of
+    # all rows
     row_pages: int
+    # at least so many keys follow all others, of null pages, that no query may see. An indexer chooses as many for each
+    # query, and takes these where a row has fewer tokens
     padding: int
-    block_size: int = 1
+    block_size: int = 1  # keys are a multiple of so many tokens, which an indexer chooses together; 1 for single ones
 
     def extended(self, keys: Tensor, memory: Tensor) -> Tensor:
         """Write the keys ``[1, T, I]`` or ``[B, q, I]`` of new tokens to pages ``[P, S, I]``.
@@ -191,16 +174,12 @@ class IndexedRows(NamedTuple):
 
 
 class BlockChoices:
-    """In place of HuggingFace's cache while a forward runs whose layers keep keys and values, and some index keys.
-
-    Attributes:
-        rows: where these lie.
-        layers: take them, one for each layer.
-    """
+    """In place of HuggingFace's cache while a forward runs whose layers keep keys and values, and some index keys."""
 
     def __init__(self, rows: IndexedRows, layers: int, index_pages: Mapping[int, Tensor]) -> None:
         """Make it for a forward; ``index_pages`` are the pages ``[P, S, I]`` of each layer that has an indexer."""
-        self.rows = rows
+        self.rows = rows  # where these lie
+        # take them, one for each layer
         self.layers = [_KeptIndex(rows, index_pages.get(layer)) for layer in range(layers)]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -36,9 +36,6 @@ class Contents:
 
     PEFT keeps the scales of adapters in such containers. And how often each tensor was written to: parameters, buffers,
     and those in attributes and containers.
-
-    Attributes:
-        tensors: those that were found, each once.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class Contents:
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Collection[Any]] = []
         self._calls: list[Callable[[], Any]] = []
-        self.tensors = self._find(values, parts_of, outside)
+        self.tensors = self._find(values, parts_of, outside)  # those that were found, each once
         self._counting = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self._known, self._versions = self._now(), self._versions_now()
 

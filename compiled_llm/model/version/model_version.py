@@ -57,12 +57,7 @@ class Placement(NamedTuple):
 
 
 class ModelVersion:
-    """Compares a model with what it was; it keeps no model alive.
-
-    Attributes:
-        looks: how many have begun.
-        expected: an object of its own for each time that code of the user's may have changed the model.
-    """
+    """Compares a model with what it was; it keeps no model alive."""
 
     def __init__(
         self,
@@ -80,7 +75,8 @@ class ModelVersion:
             code: returns functions of the user's that its programs run besides its modules; the same sequence until
                 they are others.
         """
-        self.looks = 0
+        self.looks = 0  # how many have begun
+        # an object of its own for each time that code of the user's may have changed the model
         self.expected = object()
         self._known = known = _Remembered()
         self._model = weakref.ref(model, lambda _: known.forget())

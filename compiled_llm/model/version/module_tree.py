@@ -23,43 +23,35 @@ Hooks = frozenset[tuple[int, int]]
 
 
 class Obstacles(NamedTuple):
-    """Parts of a model that cannot take packed tokens and padded batches.
+    """Parts of a model that cannot take packed tokens and padded batches."""
 
-    Attributes:
-        hooked: where forward hooks are, and whose the first one is; those on all modules of the process count, too.
-        mixing: a kind of module that makes tokens depend on all others of a call, padding and later ones included.
-        training: a module in training mode that acts otherwise there.
-    """
-
+    # where forward hooks are, and whose the first one is; those on all modules of the process count, too
     hooked: str | None
+    # a kind of module that makes tokens depend on all others of a call, padding and later ones included
     mixing: str | None
-    training: Difference | None
+    training: Difference | None  # a module in training mode that acts otherwise there
 
 
 class ModuleTree:
-    """The modules of a model at one moment.
-
-    Attributes:
-        list_of_layers: with its name; None if there is none.
-        layers: the list and all modules in it.
-        others: those that are not, without the model itself, which nothing here keeps alive.
-        adapted: whether there are layers of PEFT's LoRA.
-    """
+    """The modules of a model at one moment."""
 
     def __init__(self, model: nn.Module, layers: int) -> None:
         """Walk over the model; ``layers`` is how many its list of layers has."""
         named = [*model.named_modules()]
         lists = ((name, module) for name, module in named if type(module) is nn.ModuleList)
+        # with its name; None if there is none
         self.list_of_layers = next((found for found in lists if len(found[1]) == layers), None)
+        # the list and all modules in it
         self.layers = [] if self.list_of_layers is None else [*self.list_of_layers[1].modules()]
         modules, in_layers = [module for _, module in named], {*self.layers}
         self._flags, self._named = [vars(module) for module in modules], named[1:]
         self._embeddings = [(name.split("."), module) for name, module in self._named if _embeds(module)]
+        # those that are not, without the model itself, which nothing here keeps alive
         self.others = [module for module in modules if module is not model and module not in in_layers]
         self._children = [module._modules for module in modules if module._modules]
         self._known = self._now()
         self._inside = [vars(module) for module in (*self.layers, *self.others)]
-        self.adapted = any(map(is_lora_layer, modules))
+        self.adapted = any(map(is_lora_layer, modules))  # whether there are layers of PEFT's LoRA
         self._mixing = next(filter(None, map(_kind_that_mixes, modules)), None)
 
     def parameters(self) -> Iterator[Tensor]:

@@ -40,15 +40,10 @@ _TOLD = frozenset({*(f"{name} is None" for name in RECURRENT_NAMES), "self.confi
 
 
 class Read(NamedTuple):
-    """A place where a class's code reads ``training``.
+    """A place where a class's code reads ``training``."""
 
-    Attributes:
-        depends_on: the attribute that it stands beside, such as ``"attention_dropout"``; empty if there is none.
-        idle: whether the flag does nothing there for a module.
-    """
-
-    depends_on: str
-    idle: Callable[[nn.Module], bool]
+    depends_on: str  # the attribute that it stands beside, such as ``"attention_dropout"``; empty if there is none
+    idle: Callable[[nn.Module], bool]  # whether the flag does nothing there for a module
 
 
 class Difference(NamedTuple):

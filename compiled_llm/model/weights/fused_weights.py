@@ -28,15 +28,10 @@ _ALIGNMENT = 16
 
 
 class FusedGroup(NamedTuple):
-    """Linear layers that read one input.
+    """Linear layers that read one input."""
 
-    Attributes:
-        weights: names of their weights, ``[O, I]`` each, in the order in which they are used.
-        biases: names of their biases, ``[O]`` each; empty if they have none.
-    """
-
-    weights: tuple[str, ...]
-    biases: tuple[str, ...]
+    weights: tuple[str, ...]  # names of their weights, ``[O, I]`` each, in the order in which they are used
+    biases: tuple[str, ...]  # names of their biases, ``[O]`` each; empty if they have none
 
 
 _MATMULS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum", "mv", "bilinear"})
@@ -50,16 +45,13 @@ def _is_outer(arguments: Sequence[Any]) -> bool:
 
 
 class LinearRecorder(TorchFunctionMode):
-    """Records the linear layers of a forward, and tells which of them read one input.
-
-    Attributes:
-        other_matmuls: names of functions that multiply matrices, which are no linear layers with plain weights.
-    """
+    """Records the linear layers of a forward, and tells which of them read one input."""
 
     def __init__(self) -> None:
         super().__init__()
         # The inputs are kept, so that no id is used twice; a new version is another input.
         self._calls: list[tuple[Tensor, int, Tensor, Tensor | None]] = []
+        # names of functions that multiply matrices, which are no linear layers with plain weights
         self.other_matmuls: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,18 +89,15 @@ class LinearRecorder(TorchFunctionMode):
 
 
 class FusedWeights:
-    """Groups of weights, each in one storage.
-
-    Attributes:
-        groups: those in one storage. One that no longer can be leaves for good: a model whose weights are swapped back
-            and forth is compiled once more, not at each swap.
-    """
+    """Groups of weights, each in one storage."""
 
     def __init__(self, model: nn.Module, groups: Sequence[FusedGroup]) -> None:
         """Lay the groups out, one after the other, so that at most one is in memory twice.
 
         Only a weak reference to the model is kept. Groups that share memory with other tensors are left alone.
         """
+        # those in one storage. One that no longer can be leaves for good: a model whose weights are swapped back and
+        # forth is compiled once more, not at each swap
         self.groups = list(groups)
         self._model = weakref.ref(model)
         self.restore()

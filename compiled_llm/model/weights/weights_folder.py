@@ -19,15 +19,11 @@ _ADAPTER = "adapter_model.safetensors"
 
 
 class StoredTensor:
-    """A tensor in a file, read by ``stored[...]`` into memory of its own: the file may be written again.
-
-    Attributes:
-        dtype: as the file names it: ``BF16``, ``F32``.
-    """
+    """A tensor in a file, read by ``stored[...]`` into memory of its own: the file may be written again."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._slice = file.get_slice(name)
-        self.dtype: str = self._slice.get_dtype()
+        self.dtype: str = self._slice.get_dtype()  # as the file names it: ``BF16``, ``F32``
 
     def __getitem__(self, index: Any) -> Tensor:
         read: Tensor = self._slice[index]
