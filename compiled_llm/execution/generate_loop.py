@@ -21,7 +21,8 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.decode.verification import Verification, make_exact
+from compiled_llm.execution.decode.verification import Verification
+from compiled_llm.execution.growth import make_exact
 from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback, Readbacks
@@ -130,7 +131,7 @@ class GenerateLoop:
         if last is not None and forced is None and not (fed or self._pending):
             arriving = last.run_in(self._thread, self._every_row, self._persistent.lose)
         if arriving is None:
-            self._thread.call(self._launch, forced, fed, self._next_masks())
+            self._thread.call(self._launch, forced, fed, self._next_masks() if self._masks is not None else None)
         else:
             self.steps += 1
             self._unread.steps.append(arriving)
@@ -389,7 +390,8 @@ class GenerateLoop:
     ) -> None:
         if not self.rows:
             raise RuntimeError("step: there are no rows; admit a prompt first")
-        if self._persistent.deferred:
+        late = self._persistent.deferred
+        if late.unsampled:
             self._sample(masks)
         if fed:
             self.model_runner.state.slots.feed(fed)
@@ -397,7 +399,7 @@ class GenerateLoop:
         self._pending.clear()
         self._computed = None
         self.steps += 1
-        self._unread.launched(step, unsampled=len(self._persistent.deferred.rows))
+        self._unread.launched(step, unsampled=len(late.rows) if late.unsampled else 0)
         self.model_runner.go_on()
 
     def _run(self, forced: Tensor | None) -> StepOutput:

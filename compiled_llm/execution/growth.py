@@ -1,8 +1,11 @@
-"""Rows grow by the tokens of a step before it is launched; if it fails, they are as before."""
+"""Rows grow by the tokens of a step before it is launched; if it fails, they are as before.
+
+Where the device decides how many of them count, lengths are upper bounds until ``make_exact``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from compiled_llm.execution.threads.interrupts import deferred
@@ -44,3 +47,13 @@ def grown(
 
 def _taking_from(promise: Promise | None) -> AbstractContextManager[None]:
     return nullcontext() if promise is None else promise.drawn_on()
+
+
+def make_exact(rows: Iterable[Row]) -> None:
+    """Make lengths and positions of rows exact; Ctrl-C comes while it waits for steps, or afterwards."""
+    if bounded := [row for row in rows if row.unread]:
+        for count in [count for row in bounded for count in row.unread]:
+            count.uncounted()
+        with deferred():
+            for row in bounded:
+                row.learn()

@@ -28,11 +28,10 @@ from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.decode.steps import Steps
-from compiled_llm.execution.decode.verification import make_exact
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
-from compiled_llm.execution.growth import grown
+from compiled_llm.execution.growth import grown, make_exact
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.mixed_steps import LEAST_WEIGHTS, MixedStep
 from compiled_llm.execution.prefill.prefill import Prefill
@@ -156,10 +155,10 @@ class ModelRunner:
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
         simplest, table = self._planner.variants[0], self.state.step_table
-        dispatcher = Dispatcher(table, config.max_batch_size, simplest, shapes.spare)
-        self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, dispatcher)
+        dispatcher = Dispatcher(table, simplest, shapes.spare)
         self.decode = Decode(self.state, self.graph_manager, self._planner)
         self.steps = Steps(self.state, self.graph_manager, self._planner, dispatcher, self.decode)
+        self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, self.steps)
         self.unpaged = Unpaged(self.state, self.graph_manager)
         self._values: int | None = None  # of the model that computed ``prefixes``; None before the first look
 
@@ -197,30 +196,31 @@ class ModelRunner:
             OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
             ValueError: a row would have more tokens than the model has positions; nothing has changed.
         """
-        self.graph_manager.adopt()
+        if self.state.step_table.pending:
+            self.graph_manager.adopt()
         if batch.extend:
             return self._extend(batch, persistent)
         step = persistent.step
         one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made
         if one_each and step is not None and step.is_valid_for(batch):
             return step.launch(batch, persistent.lose)
-        return persistent.deferred.keep(self._decode(batch, persistent), batch.taps)
+        return self._decode(batch, persistent)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
-        rows, decode, new = batch.decode, self.decode, batch.new_tokens
+        rows, new = batch.decode, 1 if batch.tokens is None else batch.new_tokens
         self.state.slots.ensure(rows)
         if batch.tokens is None:
             _check_next(rows)
         counts = [new] * len(rows)
         self._check_positions(rows, counts)  # first: to prepare a step, padding feeds in as many tokens
-        wanted = persistent.step_for(rows, new, batch.wants)
+        wanted = persistent.step_for(rows, new, batch.wants if batch.taps else ())
         launch = self.steps.ready(wanted, waiting=len(rows), exact=persistent.exact)
         period = self.state.validity.period
         with grown(rows, counts, batch.promise, self.state.copy_pages) as copied:
             try:
-                placed = persistent.place(rows, launch.key, copied)
+                persistent.place(rows, launch, copied)
                 if batch.tokens is not None:
-                    decode.feed(len(rows), launch.key, batch.tokens)
+                    self.decode.feed(len(rows), launch.key, batch.tokens)
                 self.state.arena.flush()
                 outputs = launch()
             except BaseException:  # the decode buffers may have advanced
@@ -230,9 +230,10 @@ class ModelRunner:
             spans = last_tokens(rows, new)
             for tap in batch.taps:
                 tap.launched(spans, outputs.emitted)
-        for row in rows:
-            row.position += new
-        return persistent.has_run(rows, launch, placed, period)
+        output = persistent.has_run(rows, launch, period)
+        if batch.taps or persistent.deferred.deferring:
+            persistent.deferred.keep(output, batch.taps)
+        return output
 
     def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
         """Return whether one launch can run ``decode`` and ``extend``, whose rows are not yet grown."""
@@ -263,8 +264,6 @@ class ModelRunner:
         persistent.leave(rows)
         with self._grown_by(batch.extend, batch.promise):
             decoded = self._decode(batch, persistent) if batch.decode else None
-            if decoded is not None:
-                persistent.deferred.keep(decoded, batch.taps)
             # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
             sampled = None if decoded is None else decoded.tokens.clone()
             self.state.slots.ensure(rows)
@@ -346,7 +345,7 @@ class ModelRunner:
     ) -> StepOutput:
         """Sample for the rows whose sampling is deferred, as ``DeferredSampling.run``, and wait for nothing."""
         if not processed and (rows := len(persistent.deferred.rows)):
-            self.events.used[StepKey.sampling(self.steps.dispatcher.decode_of(rows).rows, masks is not None)] += 1
+            self.events.used[StepKey.sampling(self.steps.decode_of(rows).rows, masks is not None)] += 1
         return persistent.deferred.run(masks, processed)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:
@@ -370,10 +369,10 @@ class ModelRunner:
             row.position = int(extension.positions[-1]) + 1
 
     def _check_positions(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        max_row_tokens = max(row.length + count for row, count in zip(rows, counts, strict=True))
+        max_row_tokens = max([row.length + count for row, count in zip(rows, counts, strict=True)])
         if max_row_tokens > self.max_positions and any(row.unread for row in rows):
             make_exact(rows)
-            max_row_tokens = max(row.length + count for row, count in zip(rows, counts, strict=True))
+            max_row_tokens = max([row.length + count for row, count in zip(rows, counts, strict=True)])
         if max_row_tokens > self.max_positions:
             raise ValueError(
                 f"a row cannot grow to {max_row_tokens} tokens: the model has {self.max_positions} positions; "
@@ -439,7 +438,8 @@ class ModelRunner:
 
     def go_on(self) -> None:
         """Run one time slice of pending captures: a step was launched, and its host would wait for the device."""
-        self.graph_manager.go_on()
+        if self.state.step_table.pending:
+            self.graph_manager.go_on()
 
     def catch_up(self, wanted: Callable[[], object]) -> None:
         """Run pending captures while no step is to run, until something is ``wanted``."""
@@ -483,8 +483,9 @@ class ModelRunner:
 
 
 def _check_next(rows: Sequence[Row]) -> None:
-    if not all(row.has_next for row in rows):
-        raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
+    for row in rows:
+        if not row.has_next:
+            raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
 
 
 def _rows(extensions: Sequence[Extension]) -> list[Row]:

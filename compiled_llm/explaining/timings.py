@@ -70,7 +70,7 @@ def measure(
     _check_positions(model_runner, prompts)
     display, steps = (
         ProgressDisplay(progress),
-        sorted({model_runner.steps.dispatcher.decode_of(size) for size in batches}),
+        sorted({model_runner.steps.decode_of(size) for size in batches}),
     )
     for step in steps:
         model_runner.thread.call(model_runner.steps.ready, step)

@@ -10,12 +10,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.config import Mode
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
+from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
-from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.mixed_steps import MixedStep
 from compiled_llm.requests.outputs import RequestOutput
@@ -182,16 +183,16 @@ def test_a_launch_that_finds_the_model_changed_runs_again_with_what_it_was_fed(
     let_a_cpu_capture(monkeypatch)
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))
     asked, outputs, found = requests(seed, 30), [], list[StepKey]()
-    is_valid = GraphManager.is_valid
+    is_valid = Steps.is_valid
 
-    def sometimes(self: GraphManager, key: StepKey) -> bool:
-        found.append(key)
-        return is_valid(self, key) and not (key.phase == "prefill" and len(found) % 2)
+    def sometimes(self: Steps, entry: StepEntry[Any]) -> bool:
+        found.append(entry.key)
+        return is_valid(self, entry) and not (entry.key.phase == "prefill" and len(found) % 2)
 
     for mixed in (False, True):
         with engine_of(mixed) as engine:
             outputs.append(answers(engine, asked, seed))
-        monkeypatch.setattr(GraphManager, "is_valid", sometimes)
+        monkeypatch.setattr(Steps, "is_valid", sometimes)
     assert any(key.phase == "prefill" for key in found[::2])
     for output, expected in zip(*outputs, strict=True):
         assert_same(output, expected)

@@ -23,7 +23,7 @@ from compiled_llm import Engine, SamplingParams
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.batch import Batch
-from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
+from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.execution.threads.interrupts import _State
@@ -280,7 +280,7 @@ def test_ctrl_c_arrives_before_the_next_replay(model, monkeypatch, in_an_engine)
 
 STEP = (
     *(GenerateLoop.step, DecodeStep.run_in, DecodeStep._run, DecodeStep.is_valid_for, DecodeStep.launch),
-    *(PlacedRows.advance, CallingThread.call_briefly),
+    *(DecodeStep._advance, CallingThread.call_briefly),
 )
 """The functions that a repeated step of ``generate`` runs in."""
 

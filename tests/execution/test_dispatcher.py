@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import settings, strategies as st
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, Budget, Cost, StepTable
+from compiled_llm.execution.decode import steps as execution
 from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 
 MOST, SIMPLEST, PADDING = 16, 0, 60
@@ -36,7 +38,7 @@ class Steps(RuleBasedStateMachine):
         super().__init__()
         ticks = itertools.count()
         self.table = StepTable(self.budget, clock=lambda: float(next(ticks)))
-        self.dispatcher = Dispatcher(self.table, MOST, SIMPLEST, PADDING)
+        self.dispatcher = Dispatcher(self.table, SIMPLEST, PADDING)
         self.ready: set[StepKey] = set()
         self.failed: set[StepKey] = set()
         self.failed_in_turn: Counter[StepKey] = Counter()
@@ -162,7 +164,7 @@ TestSome = machine(Budget(max_graphs=6))
 @pytest.mark.parametrize("captures", [False, True])
 def test_what_is_compiled_runs_where_nothing_is_captured(captures: bool) -> None:
     table = StepTable(captures=captures)
-    dispatcher, step = Dispatcher(table, MOST), StepKey.decode(4)
+    dispatcher, step = Dispatcher(table), StepKey.decode(4)
     assert dispatcher.dispatch(step, exact=False) == Dispatch(step, "compile")
     table.compiled(step)
     assert dispatcher.dispatch(step, exact=False) == Dispatch(step, "launch" if captures else "run")
@@ -182,10 +184,12 @@ def test_rows_that_are_left_go_on_in_a_step_that_nothing_has_to_be_prepared_for(
             table.begin(step)
             table.add(step, graph(), Cost(), "steps")
     most = MOST + 4  # the buckets of 16 and 20 rows are less than half apart
-    dispatcher = Dispatcher(table, most)
+    config, dispatcher = SimpleNamespace(max_batch_size=most), Dispatcher(table)
+    state, anything = cast(Any, SimpleNamespace(step_table=table, config=config)), cast(Any, MagicMock())
+    steps = execution.Steps(state, anything, anything, dispatcher, anything)
     for before, rows, exact in itertools.product(range(1, most + 1), range(1, most + 1), (False, True)):
-        previous, smallest = dispatcher.decode_of(before), dispatcher.decode_of(rows)
-        step = dispatcher.decode_of(rows, previous, exact)
+        previous, smallest = steps.decode_of(before), steps.decode_of(rows)
+        step = steps.decode_of(rows, previous, exact)
         assert step.rows >= rows
         if smallest >= previous:
             assert step == smallest

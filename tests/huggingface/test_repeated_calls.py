@@ -65,7 +65,7 @@ def test_a_call_runs_in_the_same_shapes_whatever_is_recorded(
             greedy(model, mixed_prompts(lengths, 128, seed=1), 8)
             shapes = known.setdefault(number, [*ran])
             assert ran == shapes, lengths
-            assert shapes[1:] == [model.compiled.model_runner().steps.dispatcher.decode_of(len(lengths)).rows] * 7
+            assert shapes[1:] == [model.compiled.model_runner().steps.decode_of(len(lengths)).rows] * 7
     table = model.compiled.cuda_graphs
     print(table)
     assert table.padded == 0

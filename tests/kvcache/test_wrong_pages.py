@@ -17,7 +17,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Pre
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrongPageError
-from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
+from compiled_llm.execution.decode.decode_step import DecodeStep
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.slots import Slots
@@ -144,7 +145,7 @@ def length_too_long(scene: Scene) -> Planted:
 
 def rewound_on_the_host_alone(scene: Scene) -> Planted:
     """The device goes on after tokens that the row has forgotten."""
-    scene.patch.setattr(PlacedRows, "are", lambda *_: True)
+    scene.patch.setattr(PersistentBatch, "_has", lambda *_: True)
     last = scene.first.length - 1
     page = scene.first.pages[last // SIZE]
     scene.first.rewind(scene.first.length - 1)

@@ -159,7 +159,7 @@ class StepTable:
         shared: device memory that graphs of one pool share, by capturer.
         anchors: of each phase, those in which all others can run, the most important first; they go last. Of decode,
             those of one new token a row; of several, steps of as many rows are anchors, too.
-        changed: called when a graph comes or goes, and when a capture is wanted or has ended.
+        pending: whether a graph may be to capture or to release between steps; who has looked says that none is.
         when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of
             graphs goes back with the last reference, not at the next garbage collection.
     """
@@ -180,7 +180,7 @@ class StepTable:
             wait: waits until all launched work has ended.
             clock: the time in seconds.
             mark: returns a function that tells whether all work launched by now has ended.
-            changed: as the attribute.
+            changed: called when a graph comes or goes, and when a capture is wanted or has ended.
             captures: whether steps are captured at all.
         """
         self.budget = budget
@@ -189,10 +189,15 @@ class StepTable:
         self.shared: Counter[str] = Counter()
         self.anchors: dict[Phase, list[StepKey]] = {"decode": [], "prefill": []}
         self.when_dropped: list[Callable[[StepKey], None]] = []
-        self.changed = changed
+        self.pending, self._changed = False, changed
         self.entries: dict[StepKey, StepEntry[Any]] = {}
         self._wait, self._clock, self._mark = wait, clock, mark
         self._leaving: list[_Leaving] = []
+
+    def changed(self) -> None:
+        """Note that a graph has come or gone, or that a capture is wanted or has ended."""
+        self.pending = True
+        self._changed()
 
     # ---- which state has a step?
 

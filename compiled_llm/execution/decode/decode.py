@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from compiled_llm.compat.torch.profiler import is_profiling
@@ -39,6 +40,7 @@ class Decode:
 
     Attributes:
         follows_tokens: whether steps are planned, again for each token.
+        follows_pages: whether they are planned, again whenever a row enters a page.
     """
 
     def __init__(self, state: RunnerState, graph_manager: GraphManager, planner: Planner) -> None:
@@ -50,17 +52,15 @@ class Decode:
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._sharing = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
-        self.follows_tokens = planner.follows_tokens
+        self.follows_tokens, self.follows_pages = planner.follows_tokens, planner.decodes
 
-    def claim(self, owner: BatchOwner | None) -> None:
-        """Hand the decode buffers to ``owner``, and displace the previous one."""
+    def claim(self, owner: BatchOwner | None) -> bool:
+        """Hand the decode buffers to ``owner``, and displace the previous one; return whether it had them already."""
         previous = self._owner() if self._owner is not None else None
         if previous is not None and previous is not owner:
             previous.displace()
         self._owner = None if owner is None else weakref.ref(owner)
-
-    def owned_by(self, owner: BatchOwner) -> bool:
-        return self._owner is not None and self._owner() is owner
+        return previous is owner
 
     @property
     def table_bytes(self) -> int:
@@ -68,18 +68,22 @@ class Decode:
         tables = (self._planned, self._sharing)
         return sum(table.nbytes for table in tables if table is not None)
 
-    @property
-    def follows_pages(self) -> bool:
-        """Whether steps are planned, again whenever a row enters a page."""
-        return self._planned is not None
-
     def place(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs = ()) -> None:
         """Put rows, already grown by the tokens that they are about to feed in, in the decode buffers.
 
         Their slots have their page numbers; the rest of the bucket becomes padding. ``runs`` are the pages that they
         share, of a step that reads these once.
         """
-        self._state.decode_buffers.place(rows, step)
+        bucket, slots = step.rows, self._state.slots
+        numbers = slots.of(rows, bucket)
+        positions, lengths = np.zeros(bucket, dtype=np.int64), np.full(bucket, step.tokens // bucket, dtype=np.int32)
+        positions[: len(rows)] = [row.position for row in rows]
+        lengths[: len(rows)] = [row.length for row in rows]
+        write, batch_indices = self._state.arena.write, np.arange(bucket)
+        write("decode_slot", batch_indices, numbers)
+        write("decode_position", batch_indices, positions)
+        write("decode_length", batch_indices, lengths)
+        write("decode_start", batch_indices, (numbers * slots.pages_each).astype(np.int32))
         self._written(rows, step, cause, runs)
 
     def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs, regrouped: bool) -> None:
@@ -87,7 +91,10 @@ class Decode:
 
         ``regrouped`` says whether ``runs`` are others than those of the step before.
         """
-        self._state.decode_buffers.place_padding(len(rows), step)
+        if padding := step.rows - len(rows):  # each step makes it longer
+            write, batch_indices = self._state.arena.write, np.arange(len(rows), step.rows)
+            write("decode_position", batch_indices, np.zeros(padding, dtype=np.int64))
+            write("decode_length", batch_indices, np.full(padding, step.new_tokens_per_row, dtype=np.int32))
         self._written(rows, step, cause, runs, regrouped)
 
     def _written(
@@ -95,7 +102,7 @@ class Decode:
     ) -> None:
         if self._planned is not None:
             self._planned.lay_out(rows, step)
-        elif step.shares and regrouped:
+        elif step.variant and regrouped:
             assert self._sharing is not None, "only with its tables are there such steps"
             self._sharing.lay_out(runs, rows, step)
         self._graph_manager.events.uploads[cause] += 1

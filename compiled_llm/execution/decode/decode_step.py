@@ -25,70 +25,21 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.step_validity import StepValidity
 
 
-class PlacedRows:
-    """The rows in the decode buffers, each with its slot, length and position when it was placed.
-
-    Attributes:
-        rows: in the order of their batch indices.
-        step: of B rows.
-        advanced: how many tokens they have grown by since they were placed.
-    """
-
-    def __init__(self, rows: Sequence[Row], step: StepKey, page_size: int) -> None:
-        """Note rows that have grown by the tokens that they are about to feed in, and whose step has run."""
-        self.rows = list(rows)
-        self.step = step
-        self.advanced = 0
-        self._page_size = page_size
-        self._placed = [(row.slot, row.length + row.uncounted, row.position + row.uncounted) for row in rows]
-        # The rows that enter a page when ``advanced``, modulo the page size, is the key; found when they first advance.
-        self._entering: dict[int, list[Row]] | None = None
-
-    def are(self, rows: Sequence[Row], step: StepKey) -> bool:
-        """Whether the decode buffers describe these rows, grown by the tokens that they are about to feed in.
-
-        The buffers have gone back by the tokens that do not count, whether or not the host knows how many those are.
-        """
-        if self.step != step or self.rows != rows:
-            return False
-        advanced, new = self.advanced, step.new_tokens_per_row
-        before = [(row, row.uncounted - advanced) for row in rows]
-        return self._placed == [(row.slot, row.length - new + by, row.position + by) for row, by in before]
-
-    def advance(self) -> None:
-        """Count one more token in each row; all have its page listed."""
-        if self._entering is None:
-            self._entering = self._find_entering()
-        for row in self._entering.get(self.advanced % self._page_size, ()):
-            row.enter_page()
-        for row in self.rows:
-            row.position += 1
-            row.length += 1
-        self.advanced += 1
-
-    def has_advanced(self) -> None:
-        """Count the tokens by which the rows have grown already."""
-        self.advanced += self.step.new_tokens_per_row
-
-    def _find_entering(self) -> dict[int, list[Row]]:
-        entering: dict[int, list[Row]] = {}
-        for row in self.rows:
-            entering.setdefault((self.advanced - row.length) % self._page_size, []).append(row)
-        return entering
-
-
 class DecodeStep:
     """The next steps of rows that sit in the decode buffers.
 
     Attributes:
+        rows: in the order of their batch indices.
         output: of its last run, after the last new token of each row.
+        repeats: how often it has run again.
     """
 
     def __init__(
         self,
-        placed: PlacedRows,
+        rows: list[Row],
         launch: Launch,
         limit: int,
+        page_size: int,
         feed: Callable[[Tensor], None],
         arena: Arena,
         validity: StepValidity,
@@ -99,9 +50,10 @@ class DecodeStep:
         """Note a step that has just run.
 
         Args:
-            placed: its rows.
+            rows: grown by the tokens that they have fed in.
             launch: has run it, and runs it again.
             limit: how often it can run until a row lacks a page number or a position.
+            page_size: tokens of a page.
             feed: replaces the tokens that the rows feed in.
             arena: what is due in it is uploaded first.
             validity: tells whether something has changed.
@@ -109,18 +61,23 @@ class DecodeStep:
             deferred_sampling: of the same loop.
             readbacks: copy tokens to the host.
         """
-        self.placed = placed
+        self.rows, self.repeats, self._page_size = rows, 0, page_size
+        # The rows that enter a page when ``repeats``, modulo the page size, is the key; found in the first repeat.
+        self._entering: dict[int, list[Row]] | None = None
         self._launch, self._limit = launch, limit if launch.repeats else 0
         self._feed, self._arena = feed, arena
         self._validity, self._period = validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
-        self._defers = deferred_sampling.defers(placed.rows)
+        self._defers = bool(deferred_sampling.deferring) and deferred_sampling.defers(rows)
         self._spans: list[TokenSpan] = []  # for taps, of the first run that one watches
-        self._read_at = 0  # its ``advanced``
-        rows, step = len(placed.rows), placed.step
-        new = step.new_tokens_per_row
-        self._last = slice(new - 1, rows * new, new) if new > 1 else slice(rows) if rows < step.rows else None
+        self._read_at = 0  # its ``repeats``
+        count, new = len(rows), launch.new_tokens
+        self._last = slice(new - 1, count * new, new) if new > 1 else slice(count) if count < launch.key.rows else None
         self.output = self._last_of_rows(launch.outputs)
+
+    @property
+    def key(self) -> StepKey:
+        return self._launch.key
 
     @property
     def outputs(self) -> StepOutputs:
@@ -131,7 +88,7 @@ class DecodeStep:
         logits, tokens, _ = outputs
         if self._last is not None:
             logits, tokens = logits[self._last], tokens[self._last]
-        return StepOutput(self.placed.rows, logits, tokens)
+        return StepOutput(self.rows, logits, tokens)
 
     def end(self) -> None:
         """Let the next step be made anew, from the rows that sit in the decode buffers; it keeps no model alive."""
@@ -154,8 +111,7 @@ class DecodeStep:
         Returns:
             The rows and their tokens on the way to the host; an empty list if all are sampled later.
         """
-        call = executor.call_briefly if self._launch.replays else executor.call
-        return call(self._run, batch, lose)
+        return executor.call_briefly(self._run, batch, lose)
 
     def _run(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
         if not (self._launch.alone and self.is_valid_for(batch)):
@@ -169,8 +125,8 @@ class DecodeStep:
         return (
             self._period is self._validity.period
             and self._limit > 0
-            and self.placed.rows == batch.decode
-            and self.placed.step.wants == (batch.wants if batch.taps else ())
+            and self.rows == batch.decode
+            and self._launch.key.wants == (batch.wants if batch.taps else ())
             and not self._deferred_sampling.unsampled
         )
 
@@ -191,19 +147,32 @@ class DecodeStep:
             if not launch.replays:
                 self.output = self._last_of_rows(outputs)
             with deferred():
-                self.placed.advance()
-                self._limit -= 1
+                self._advance()
             if batch.taps:
                 self._show(batch.taps)
         except BaseException:
-            lose(self.placed.rows)
+            lose(self.rows)
             raise
         if self._defers or batch.taps:
             self._deferred_sampling.keep(self.output, batch.taps)
         return self.output
 
+    def _advance(self) -> None:
+        """Count one more token in each row; all have its page listed."""
+        if self._entering is None:
+            self._entering = {}
+            for row in self.rows:
+                self._entering.setdefault((self.repeats - row.length) % self._page_size, []).append(row)
+        for row in self._entering.get(self.repeats % self._page_size, ()):
+            row.enter_page()
+        for row in self.rows:
+            row.position += 1
+            row.length += 1
+        self.repeats += 1
+        self._limit -= 1
+
     def _show(self, taps: Sequence[Tap]) -> None:
         if not self._spans:
-            self._spans, self._read_at = last_tokens(self.placed.rows), self.placed.advanced
+            self._spans, self._read_at = last_tokens(self.rows), self.repeats
         for tap in taps:
-            tap.launched(self._spans, self.outputs.emitted, self.placed.advanced - self._read_at)
+            tap.launched(self._spans, self.outputs.emitted, self.repeats - self._read_at)

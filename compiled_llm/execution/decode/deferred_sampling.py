@@ -62,12 +62,13 @@ class DeferredSampling:
 
     Attributes:
         unsampled: these rows, by launch.
+        deferring: the slots of rows whose sampling is deferred, of any loop.
     """
 
     def __init__(self, state: RunnerState) -> None:
         self._state = state
         self.unsampled: list[_Unsampled] = []
-        self._deferring = state.slots.deferring
+        self.deferring = state.slots.deferring
         self._last = _Division((), [], [], None)  # the next launch mostly has the same rows
         self._kept = 0  # rows whose logits lie where a graph reads them
 
@@ -92,7 +93,7 @@ class DeferredSampling:
 
     def defers(self, rows: Sequence[Row]) -> bool:
         """Whether one of the rows is sampled later than it is launched."""
-        return bool(self._deferring) and any(row.slot in self._deferring for row in rows)
+        return bool(self.deferring) and any(row.slot in self.deferring for row in rows)
 
     def forget(self) -> None:
         self.unsampled = []
@@ -107,7 +108,7 @@ class DeferredSampling:
 
     def keep(self, step: StepOutput, taps: Sequence[Tap]) -> StepOutput:
         """Keep the logits of rows that are sampled later, show the others to the taps, and return the step."""
-        if not self._deferring:
+        if not self.deferring:
             return _shown(step, taps)
         division = self._division(step.rows)
         if not division.deferred:
@@ -137,7 +138,7 @@ class DeferredSampling:
 
     def _division(self, rows: Sequence[Row]) -> _Division:
         if self._last.all_rows is not rows:
-            kinds = [row.slot in self._deferring for row in rows]
+            kinds = [row.slot in self.deferring for row in rows]
             deferred, plain = ([row for row, kind in zip(rows, kinds, strict=True) if kind == own] for own in (1, 0))
             places = None
             if deferred and plain:

@@ -15,6 +15,7 @@ from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.compilation.programs import PreparedCall
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.runner_tap import RunnerTap
+from compiled_llm.execution.threads.interrupts import allowed
 
 
 class BoundProgram:
@@ -74,6 +75,7 @@ class Launch:
     Attributes:
         wanted: the step that runs if all are ready.
         key: the step that runs, of B rows.
+        new_tokens: of each row.
         replays: whether it replays a CUDA graph, so that to launch it takes no time.
         repeats: whether it can be launched again as it is; a missing graph would not be captured then.
         alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
@@ -87,26 +89,28 @@ class Launch:
         wanted: StepKey,
         key: StepKey,
         entry: StepEntry[Any] | None,
-        program: BoundProgram,
+        program: BoundProgram | None,
         events: Events,
         missed: Callable[[StepKey, bool], None] | None,
         taps: Sequence[RunnerTap],
         capture: Callable[[StepOutputs], None] | None,
         alone: bool,
     ) -> None:
-        """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or if that is None, by the program.
+        """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or if that is None, by the ``program``.
 
         ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured.
         """
         self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
-        self.repeats = key.new_tokens_per_row == 1 and capture is None
+        self.new_tokens = key.tokens // key.rows
+        self.repeats = self.new_tokens == 1 and capture is None
         self._entry, self._program = entry, program
-        self._used, self._cascaded = events.used, events.cascaded if key.shares else None
+        self._used, self._cascaded = events.used, events.cascaded if key.variant else None
         self._missed, self._taps, self._capture = missed, taps, capture
 
     def release(self) -> None:
         """Let go of the model: the step is not repeated any more."""
-        self._program.release()
+        if self._program is not None:
+            self._program.release()
 
     def __call__(self) -> StepOutputs:
         """Count it and run it."""
@@ -116,7 +120,9 @@ class Launch:
         if self._cascaded is not None:
             self._cascaded()
         if (entry := self._entry) is None:
-            self.outputs = self._program()
+            assert self._program is not None, "there is no graph"
+            with allowed():  # it may take long
+                self.outputs = self._program()
         else:
             entry.replays += 1
             entry.used = entry.clock()

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import StepOutput
-from compiled_llm.execution.decode.decode_step import DecodeStep, PlacedRows
+from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.decode.steps import Steps
-from compiled_llm.execution.decode.verification import Verification, make_exact
+from compiled_llm.execution.decode.verification import Verification
+from compiled_llm.execution.growth import make_exact
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.sharing import Runs
@@ -33,18 +34,19 @@ class PersistentBatch:
             rows give the same bits each time; if not, one whose CUDA graph is missing is padded to a larger one.
         bucket: how many rows the last decode step had, padding included; 0 if there was none.
         step: the last decode step, to be run again; None if its rows are no longer in the decode buffers.
+        deferred: its rows whose tokens are not sampled yet.
     """
 
     def __init__(self, state: RunnerState, steps: Steps, readbacks: Readbacks, exact: bool = False) -> None:
         self.exact = exact
         self._steps, self._decode = steps, steps.decode
-        self._validity, self._slots, self._readbacks = state.validity, state.slots, readbacks
-        self._arena = state.arena
-        self._taps = state.taps
+        self._state, self._slots, self._readbacks = state, state.slots, readbacks
         self._page_size, self._longest = state.config.page_size, state.max_positions
         self.bucket = 0
         self._wanted: StepKey | None = None
         self.step: DecodeStep | None = None
+        self._placed: list[tuple[int | None, int, int]] = []  # slot, length and position of each row, before it feeds
+        self._advanced = 0  # by how many tokens, until ``step`` ran first
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state)
         self._shared_pages = None if state.sharing is None else state.sharing.of_loop()
@@ -58,80 +60,107 @@ class PersistentBatch:
 
     # ---- a step is made
 
-    def place(self, rows: Sequence[Row], step: StepKey, copied: bool) -> PlacedRows | None:
-        """Put rows, grown by the tokens that they are about to feed in, in the decode buffers of a bucket.
+    def step_for(self, rows: Sequence[Row], new_tokens: int = 1, wants: tuple[str, ...] = ()) -> StepKey:
+        """Return the decode step of rows, not yet grown, after the last one of the same rows and others.
+
+        With several new tokens a row, it is the smallest. ``wants`` are outputs besides logits.
+        """
+        if new_tokens > 1:
+            return self._steps.step_of_several(len(rows), new_tokens)._replace(wants=wants)
+        step = self._steps.decode_of(len(rows), self._wanted, self.exact)
+        if self._shared_pages is not None:
+            self._runs = self._shared_pages.runs(rows)
+        return (StepKey.decode(step.rows, shares=True) if self._runs else step)._replace(wants=wants)
+
+    def place(self, rows: Sequence[Row], launch: Launch, copied: bool) -> None:
+        """Put rows, grown by the tokens that they are about to feed in, in the decode buffers, if they are not there.
 
         Args:
             rows: in the order of the step.
-            step: of B rows.
+            launch: of B rows.
             copied: whether a row left a page that it shares, to write into a copy.
-
-        Returns:
-            The placed rows if they were there before.
         """
-        if self._decode.follows_pages:  # whose plan needs exact lengths
+        decode, key, new = self._decode, launch.key, launch.new_tokens
+        if decode.follows_pages:  # whose plan needs exact lengths
             make_exact(rows)
         listed = self._slots.list_pages(rows)
-        self._slots.list_states(rows)
-        for tap in self._taps:
-            tap.placed(rows, self._slots.numbers(rows), [step.new_tokens_per_row] * len(rows))
+        if self._slots.states is not None:
+            self._slots.list_states(rows)
+        for tap in self._state.taps:
+            tap.placed(rows, self._slots.numbers(rows), [new] * len(rows))
             tap.stored(rows)
-        placed = None if self.step is None else self.step.placed
-        if placed is not None and placed.are(rows, step):
-            entered = self._decode.follows_pages and self._enters_page(rows, step)
-            regrouped = step.shares and self._runs != self._placed_runs
+        if self.step is not None and self._has(self.step, rows, launch):
+            self._advanced += self.step.repeats
+            entered = decode.follows_pages and self._enters_page(rows, new)
+            regrouped = key.variant > 0 and self._runs != self._placed_runs
             if copied or listed or entered or regrouped:
                 cause: UploadCause = "page_copied" if copied else "new_page"
-                self._decode.stay(rows, step, cause, self._runs, regrouped)
-                self._placed_runs = self._runs
-            return placed
-        cause = "rows_changed" if self._decode.owned_by(self) else "call_moved_in"
-        self._decode.claim(self)
-        make_exact(rows)
-        self._decode.place(rows, step, cause, self._runs)
+                decode.stay(rows, key, cause, self._runs, regrouped)
+        else:
+            if self.step is not None:
+                self.invalidate()
+            cause = "rows_changed" if decode.claim(self) else "call_moved_in"
+            make_exact(rows)
+            before = [(row, row.uncounted) for row in rows]
+            self._placed = [(row.slot, row.length - new + by, row.position + by) for row, by in before]
+            self._advanced = 0
+            decode.place(rows, key, cause, self._runs)
         self._placed_runs = self._runs
-        return None
 
-    def _enters_page(self, rows: Sequence[Row], step: StepKey) -> bool:
+    def _has(self, step: DecodeStep, rows: Sequence[Row], launch: Launch) -> bool:
+        """Whether the decode buffers, after ``step``, describe rows that have grown by what they are about to feed in.
+
+        The buffers have gone back by the tokens that do not count, whether or not the host knows how many those are.
+        """
+        if step.key != launch.key or step.rows != rows:
+            return False
+        advanced, new = self._advanced + step.repeats, launch.new_tokens
+        before = [(row, row.uncounted - advanced) for row in rows]
+        return self._placed == [(row.slot, row.length - new + by, row.position + by) for row, by in before]
+
+    def _enters_page(self, rows: Sequence[Row], new_tokens: int) -> bool:
         """Whether a row has just entered a page; padding, which has one page, may have with several new tokens.
 
         So may any row as far as plans are concerned that hold exact lengths.
         """
         return (
             self._decode.follows_tokens
-            or step.new_tokens_per_row > 1
+            or new_tokens > 1
             or any((row.length - 1) % self._page_size == 0 for row in rows)
         )
 
-    def has_run(
-        self,
-        rows: Sequence[Row],
-        launch: Launch,
-        placed: PlacedRows | None,
-        period: object,
-    ) -> StepOutput:
+    def has_run(self, rows: Sequence[Row], launch: Launch, period: object) -> StepOutput:
         """Make the step that has just run, so that it can be run again.
 
         Args:
-            rows: grown by the tokens that they fed in.
-            launch: of B rows, has run.
-            placed: the rows if they were in the decode buffers before it.
+            rows: in the decode buffers, grown by the tokens that they fed in.
+            launch: has run.
             period: of ``StepValidity``, before the rows grew.
         """
-        if launch.key.new_tokens_per_row == 1:
-            self._wanted, self.bucket = launch.wanted, launch.key.rows
-        if placed is None:
-            placed = PlacedRows(rows, launch.key, self._page_size)
-        else:
-            placed.has_advanced()
+        rows = list(rows) if self.step is None else self.step.rows
         for row in rows:
+            row.position += launch.new_tokens
             row.has_next = True
-        limit = min(min(self._room(row), self._longest - row.length) for row in rows)
+        if launch.new_tokens == 1:
+            self._wanted, self.bucket = launch.wanted, launch.key.rows
+        self._advanced += launch.new_tokens
         feed = functools.partial(self._decode.feed, len(rows), launch.key)
-        of_loop = self._validity, period, self.deferred, self._readbacks
-        self.step = DecodeStep(placed, launch, limit, feed, self._arena, *of_loop)
+        of_loop = self._state.validity, period, self.deferred, self._readbacks
+        self.step = DecodeStep(rows, launch, self._room(rows), self._page_size, feed, self._state.arena, *of_loop)
         self._logits = None
         return self.step.output
+
+    def _room(self, rows: Sequence[Row]) -> int:
+        """Return the tokens that rows can grow by before anything has to be written."""
+        if self._decode.follows_tokens:
+            return 0
+        if self._slots.states is not None and not all(row.states is None or row.states.alternates for row in rows):
+            return 0
+        if self._decode.follows_pages:
+            room = min([row.room for row in rows])
+        else:
+            room = min([row.listed * self._page_size - row.length for row in rows])
+        return min(room, self._longest - max([row.length for row in rows]))
 
     def verified(self, accept: Callable[[Tensor], Tensor]) -> Verification:
         """Let the device decide how many of the new tokens count in the step that has just run.
@@ -139,7 +168,7 @@ class PersistentBatch:
         ``accept`` is that of ``GenerateLoop.verify``.
         """
         assert self.step is not None, "a step has run"
-        rows, key = self.step.placed.rows, self.step.placed.step
+        rows, key = self.step.rows, self.step.key
         try:
             sampled = self.step.outputs.tokens[: len(rows) * key.new_tokens_per_row]
             counts, next_tokens = self._decode.go_back(key, sampled.view(len(rows), -1), accept)
@@ -150,28 +179,7 @@ class PersistentBatch:
             self.lose(rows)
             raise
 
-    def _room(self, row: Row) -> int:
-        """Tokens that a row can grow by before anything has to be written."""
-        if self._decode.follows_tokens or (row.states is not None and not row.states.alternates):
-            return 0
-        return row.room if self._decode.follows_pages else row.listed * self._page_size - row.length
-
     # ---- rows come and go
-
-    def step_for(self, rows: Sequence[Row], new_tokens: int = 1, wants: tuple[str, ...] = ()) -> StepKey:
-        """Return the decode step of rows, not yet grown, after the last one of the same rows and others.
-
-        With several new tokens a row, it is the smallest. ``wants`` are outputs besides logits.
-        """
-        return self._step_for(rows, new_tokens)._replace(wants=wants)
-
-    def _step_for(self, rows: Sequence[Row], new_tokens: int) -> StepKey:
-        if new_tokens > 1:
-            return self._steps.step_of_several(len(rows), new_tokens)
-        step = self._steps.dispatcher.decode_of(len(rows), self._wanted, self.exact)
-        if self._shared_pages is not None:
-            self._runs = self._shared_pages.runs(rows)
-        return StepKey.decode(step.rows, shares=True) if self._runs else step
 
     def chose(self, step: StepOutput) -> None:
         """Note tokens that were sampled outside of the decode buffers."""
@@ -183,7 +191,7 @@ class PersistentBatch:
 
     def leave(self, rows: Sequence[Row]) -> None:
         """Note that rows are about to change outside of the decode buffers."""
-        if self.step is not None and any(row in self.step.placed.rows for row in rows):
+        if self.step is not None and any(row in self.step.rows for row in rows):
             self.invalidate()
 
     def displace(self) -> None:

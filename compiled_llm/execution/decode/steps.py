@@ -1,4 +1,4 @@
-"""Which decode step is ready to run, and what is compiled and captured so that one is.
+"""Which step is ready to run, and what is compiled and captured so that a decode step is.
 
 Shapes: B rows of a bucket, q new tokens of each, T = B * q.
 """
@@ -6,10 +6,13 @@ Shapes: B rows of a bucket, q new tokens of each, T = B * q.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from compiled_llm.compat.torch.dynamo import graph_count
+from compiled_llm.compilation.graphs.cuda_graphs import Begin
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.compilation.program_list import program_for, with_outputs
 from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.launch import BoundProgram, Launch
@@ -17,8 +20,10 @@ from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.progress import TaskNumber
+from compiled_llm.execution.state.decode_buffers import bucket_for
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kinds.support import refusal
+from compiled_llm.kvcache.memory import wait_for
 
 # Cudagraph trees run a new shape once as it is, capture it on the second call and replay it from the third.
 _CALLS_TO_CAPTURE = 3
@@ -29,11 +34,11 @@ _ROWS_TO_COMPILE = 64
 
 
 class Steps:
-    """The decode steps of one model.
+    """The steps of one model.
 
     Attributes:
         dispatcher: picks the step that runs.
-        decode: the buffers that they read.
+        decode: the buffers that decode steps read.
     """
 
     def __init__(
@@ -44,11 +49,13 @@ class Steps:
         dispatcher: Dispatcher,
         decode: Decode,
     ) -> None:
-        """Run steps over the buffers of ``decode``."""
+        """Run decode steps over the buffers of ``decode``."""
         self._state, self._graph_manager, self.decode = state, graph_manager, decode
         self.dispatcher = dispatcher
         self._table, self._cuda_graphs = state.step_table, graph_manager.cuda_graphs
-        self._largest = dispatcher.decode_of(state.config.max_batch_size)
+        most = state.config.max_batch_size
+        self._decodes = [StepKey.decode(bucket_for(rows, most)) for rows in range(most + 1)]
+        self._largest = self._decodes[most]
         self._table.anchors["decode"] = [self._largest]
         self._max_planned = planner.max_tokens
 
@@ -73,17 +80,17 @@ class Steps:
                 run.
             exact: run in no other step; if others have to make room for its CUDA graph, capture it now.
         """
-        manager, table = self._graph_manager, self._table
-        looked = manager.look_if_due()
+        table, looked = self._table, self.look_if_due()
         if (entry := table.entries.get(wanted)) is not None:
             entry.spare = False
-            if entry.state == table.at_best and entry.looked == table.look:
+            if entry.state == table.at_best and self.is_valid(entry):
                 return self._launch_of(wanted, wanted)
-        if manager.eager:
+        if self._graph_manager.eager:
             table.compiled(wanted)
             return self._launch_of(wanted, wanted)
         if (dispatch := self._dispatch(wanted, waiting > 0, looked, exact)) is not None:
-            manager.want_padded(wanted, dispatch, functools.partial(self._begin_capture, wanted))
+            if dispatch.step != wanted:
+                self.want(wanted, functools.partial(self._begin_capture, wanted))
             return self._launch_of(wanted, dispatch.step)
         self.decode.claim(None)
         first = self._is_first(wanted)
@@ -94,6 +101,35 @@ class Steps:
                 return self._launch_of(wanted, self._largest)
         return self._launch_of(wanted, wanted)
 
+    def look_if_due(self) -> bool:
+        """Look at the model if it may have changed since the last look; return whether it was looked at."""
+        if due := self._graph_manager.looked_for is not self._state.facts.version.expected:
+            self._graph_manager.check_model()
+        return due
+
+    def is_valid(self, entry: StepEntry[Any]) -> bool:
+        """Return whether a step may still be run as its state says; if not, all CUDA graphs are forgotten.
+
+        What was found in this look at the model still holds.
+        """
+        if entry.looked == (look := self._table.look):
+            return True
+        if entry.guards is not None:
+            with self._state.facts.attention.paged():
+                valid = entry.guards.valid()
+            if not valid:
+                wait_for(self._state.device)  # a replay that found this out late may be running
+                self._graph_manager.forget_graphs()
+                self._graph_manager.programs.drop_tensors()
+                return False
+        entry.looked = look
+        return True
+
+    def want(self, step: StepKey, begin: Begin) -> None:
+        """Let ``begin`` begin the capture of a step that runs in a larger one, while steps go on."""
+        if self._cuda_graphs.can_begin(step):
+            self._cuda_graphs.want(step, begin)
+
     def is_ready(self, step: StepKey) -> bool:
         """Return whether a step is compiled, and on CUDA captured."""
         return self._table.state(step) == self._table.at_best
@@ -103,9 +139,28 @@ class Steps:
         """The ready buckets without the one in which only smaller ones have run."""
         return [step.rows for step in self._table.at_once("decode") if not self._table.entries[step].spare]
 
+    def decode_of(self, rows: int, previous: StepKey | None = None, exact: bool = False) -> StepKey:
+        """Return the smallest decode step that holds so many rows; if there were more, the smallest that is ready.
+
+        So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
+        half the rows, ready or not: no step waits for its CUDA graph. One row stays in the program of several.
+
+        Args:
+            rows: how many.
+            previous: the step that was wanted before for the same rows and others.
+            exact: as in ``ready``.
+        """
+        smallest = self._decodes[rows]
+        if previous is None or smallest.rows >= previous.rows:
+            return smallest
+        if exact and self.dispatcher.captures:
+            return self._decodes[max(rows, 2) if 2 * smallest.rows <= previous.rows else previous.rows]
+        between = (step for step in self._table.at_once("decode") if smallest.rows <= step.rows <= previous.rows)
+        return next(between, smallest)
+
     def step_of_several(self, rows: int, new_tokens: int) -> StepKey:
         """Return the smallest step of several new tokens a row; ValueError if the backend has none."""
-        step, ops = self.dispatcher.decode_of(rows, new_tokens_per_row=new_tokens), self._state.decode_buffers.ops
+        step, ops = StepKey.decode(self._decodes[rows].rows, new_tokens), self._state.decode_buffers.ops
         if ops is not None and not ops.several:
             raise ValueError(
                 f"backend={self._state.config.backend!r} decodes one new token of each row at a time, not "
@@ -139,28 +194,39 @@ class Steps:
                 if not looked and self._table.state(step) in ("missing", "stale"):
                     manager.check_model()
                     looked = True
-                if not (waits and self.dispatcher.captures and manager.can_launch(step, self.decode.inputs(step))):
+                if not (waits and self.dispatcher.captures and self._can_launch(step)):
                     return None
             elif dispatch.how == "capture" or not (waits or self.is_ready(step)):
                 return None
-            elif dispatch.how == "launch" or manager.is_valid(dispatch.step):
+            elif dispatch.how == "launch" or self.is_valid(self._table.entries[dispatch.step]):
                 return dispatch
+
+    def _can_launch(self, step: StepKey) -> bool:
+        """Return, and note, whether a step can be launched without compiling; ``check_model`` has been called."""
+        manager, inputs = self._graph_manager, self.decode.inputs(step)
+        with manager.paged():
+            compiled = manager.programs.full(inputs) or manager.programs.compiled_for(manager.arguments(inputs))
+        if compiled:
+            self._table.compiled(step)
+        return compiled
 
     def _launch_of(self, wanted: StepKey, key: StepKey) -> Launch:
         """Return the launch of ``key``, which is valid, in place of ``wanted``."""
-        graphs, entry = self._cuda_graphs, self._table.get(key)
+        graphs, entry = self._cuda_graphs, self._table.entries.get(key)
+        if entry is not None and entry.cuda_graph is None:
+            entry = None
         captures = graphs.ours and entry is None
         missed = self._table.missed if captures or key != wanted else None
         return Launch(
             wanted,
             key,
             entry,
-            self._program(key),
+            self._program(key) if entry is None else None,
             self._graph_manager.events,
             missed,
             self._state.taps,
             functools.partial(self._want_capture, key) if captures else None,
-            alone=not graphs.background_captures,
+            alone=not (self._table.pending and graphs.background_captures),
         )
 
     def _want_capture(self, step: StepKey, outputs: StepOutputs) -> None:
@@ -180,7 +246,7 @@ class Steps:
         """Compile a decode step, if its program is not yet compiled; its CUDA graph is captured once it is wanted."""
         manager = self._graph_manager
         manager.check_model()
-        if not manager.eager and not manager.can_launch(step, self.decode.inputs(step)):
+        if not (manager.eager or self._can_launch(step)):
             self.decode.claim(None)
             self._prepare(step, 0, None, self._is_first(step), captures=False)
 
@@ -204,7 +270,7 @@ class Steps:
         program = program_for(self.decode.inputs(step)).name
         shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{several}"
         with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
-            suiting = self.dispatcher.decode_of(min(_ROWS_TO_COMPILE, self._largest.rows))
+            suiting = self._decodes[min(_ROWS_TO_COMPILE, self._largest.rows)]
             if first and step.rows < suiting.rows:
                 self._launch_padding(StepKey.decode(suiting.rows, shares=step.shares)._replace(wants=step.wants))
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):

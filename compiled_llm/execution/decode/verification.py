@@ -5,7 +5,7 @@ Shapes: B rows, q new tokens of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,16 +15,6 @@ from torch import Tensor
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
-
-
-def make_exact(rows: Iterable[Row]) -> None:
-    """Make lengths and positions of rows exact; Ctrl-C comes while it waits for steps, or afterwards."""
-    if bounded := [row for row in rows if row.unread]:
-        for count in [count for row in bounded for count in row.unread]:
-            count.uncounted()
-        with deferred():
-            for row in bounded:
-                row.learn()
 
 
 class Verification:

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepTable
-from compiled_llm.execution.state.decode_buffers import bucket_for
 
 How = Literal["run", "launch", "capture", "compile"]
 """How a step runs.
@@ -38,18 +37,16 @@ class Dispatcher:
         captures: whether steps are captured while others run, so that calls wait for no more than compiling.
     """
 
-    def __init__(self, table: StepTable, max_rows: int, simplest: int = 0, padding: int = 0) -> None:
+    def __init__(self, table: StepTable, simplest: int = 0, padding: int = 0) -> None:
         """Pick steps from a table.
 
         Args:
             table: their states.
-            max_rows: of a decode step.
             simplest: the variant of prefills that can run any batch.
             padding: most tokens by which a prefill is padded to another one.
         """
         self._table = table
         self._simplest, self._padding = simplest, padding
-        self._decodes = [StepKey.decode(bucket_for(rows, max_rows)) for rows in range(max_rows + 1)]
 
     @property
     def captures(self) -> bool:
@@ -58,7 +55,7 @@ class Dispatcher:
     def dispatch(self, step: StepKey, exact: bool) -> Dispatch:
         """Return what runs for a step.
 
-        Whether the model is still the one that was captured is not known here: ``GraphManager.is_valid`` says so.
+        Whether the model is still the one that was captured is not known here: ``Steps.is_valid`` says so.
 
         Args:
             step: the one that is wanted.
@@ -90,28 +87,3 @@ class Dispatcher:
             and (step.is_prefill or step.new_tokens_per_row == other.new_tokens_per_row)
         ]
         return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != step.variant), default=None)
-
-    def decode_of(
-        self, rows: int, previous: StepKey | None = None, exact: bool = False, new_tokens_per_row: int = 1
-    ) -> StepKey:
-        """Return the smallest decode step that holds so many rows; if there were more, the smallest that is ready.
-
-        So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
-        half the rows, ready or not: no step waits for its CUDA graph. One row stays in the program of several.
-
-        Args:
-            rows: how many.
-            previous: the step that was wanted before for the same rows and others.
-            exact: as in ``dispatch``.
-            new_tokens_per_row: with several, it is the smallest.
-        """
-        smallest = self._decodes[rows]
-        if new_tokens_per_row > 1:
-            return StepKey.decode(smallest.rows, new_tokens_per_row)
-        if previous is not None and (previous.shares or previous.wants):
-            previous = StepKey.decode(previous.rows)
-        if previous is None or smallest >= previous:
-            return smallest
-        if exact and self.captures:
-            return self._decodes[max(rows, 2)] if 2 * smallest.rows <= previous.rows else previous
-        return next((step for step in self._table.at_once("decode") if smallest <= step <= previous), smallest)

@@ -13,19 +13,17 @@ from functools import partial
 
 from compiled_llm.compat.torch.stages import compiling_stage
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
-from compiled_llm.compilation.graphs.cuda_graphs import Begin, CudaGraphs, Filled, StepInputs, StepToCapture
+from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Filled, StepInputs, StepToCapture
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.validity import Guards
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, UNPAGED, ProgramInputs
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
-from compiled_llm.execution.graphs.dispatcher import Dispatch
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.kvcache.memory import wait_for
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
 _NOT_PREPARED = (PREFILL_EMBEDDED, UNPAGED)
@@ -44,6 +42,7 @@ class GraphManager:
         table: the steps of the model, each with its state.
         prefills: the programs of prefill that are compiled.
         has_pages: whether pages have memory: not while the model sleeps, nor after ``release``.
+        looked_for: the changes that the last look has been for, as ``ModelVersion.expected`` names them.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class GraphManager:
         self.has_pages = True
         self._captures = False  # whether a step was captured since graphs were last forgotten
         self._version = state.facts.version
-        self._looked_for: object = None  # the changes that the last look has been for
+        self.looked_for: object = None
         self._tensors = self._version.tensors if self._needs_tensors else 0
 
     @property
@@ -80,7 +79,7 @@ class GraphManager:
 
     def take_over(self, programs: Programs, steps: Sequence[StepKey]) -> None:
         """Run these programs from now on, of which prefill and decode ``steps`` are compiled; no row runs."""
-        self._forget_graphs()
+        self.forget_graphs()
         self.programs = programs
         self.prefills = {PREFILL}
         for step in steps:
@@ -124,18 +123,12 @@ class GraphManager:
             self._start_again()
         if self._needs_tensors and self._tensors != self._version.tensors:
             if self.cuda_graphs.ours:
-                self._forget_graphs()
+                self.forget_graphs()
             self._lay_weights_out()
             self._tensors = self._version.tensors
         if not self.programs.look(self._state.facts.model, self.cuda_graphs.replay) and self.cuda_graphs.ours:
-            self._forget_graphs()
-        self._looked_for = expected
-
-    def look_if_due(self) -> bool:
-        """Look at the model if it may have changed since the last look; return whether it was looked at."""
-        if due := self._looked_for is not self._version.expected:
-            self.check_model()
-        return due
+            self.forget_graphs()
+        self.looked_for = expected
 
     def check_pages(self) -> None:
         """Raise RuntimeError if the model was put to sleep, and lies over other pages by now."""
@@ -175,26 +168,8 @@ class GraphManager:
             self.events.started_again()
             self._start_again()
 
-    def is_valid(self, key: StepKey) -> bool:
-        """Return whether a step may still be run as its state says; if not, all CUDA graphs are forgotten.
-
-        What was found in this look at the model still holds.
-        """
-        entry, look = self.table.entry(key), self.table.look
-        if entry.looked == look:
-            return True
-        if entry.guards is not None:
-            with self.paged():
-                valid = entry.guards.valid()
-            if not valid:
-                wait_for(self._state.device)  # a replay that found this out late may be running
-                self._forget_graphs()
-                self.programs.drop_tensors()
-                return False
-        entry.looked = look
-        return True
-
-    def _forget_graphs(self) -> None:
+    def forget_graphs(self) -> None:
+        """Drop all CUDA graphs: what they were captured of has changed."""
         self._captures = False
         self.cuda_graphs.forget()
         self._state.validity.invalidate()  # also if there were none
@@ -202,13 +177,13 @@ class GraphManager:
     def release(self) -> None:
         """Drop all CUDA graphs, and let go of all tensors; compiled programs stay, for another manager."""
         self.has_pages = False
-        self._forget_graphs()
+        self.forget_graphs()
         self.prefills.clear()
         self._let_tensors_go()
 
     def _start_again(self) -> None:
         """Forget programs and CUDA graphs; rows and pages stay."""
-        self._forget_graphs()  # first: while one is captured, its program has to stay
+        self.forget_graphs()  # first: while one is captured, its program has to stay
         self.programs = self._new_programs()
         self.prefills.clear()
 
@@ -222,14 +197,6 @@ class GraphManager:
         """Return the arguments of programs for a step."""
         state = self._state
         return Arguments(state.facts.in_programs, inputs, state.slots.tables, state.memories, state.specs)
-
-    def can_launch(self, key: StepKey, inputs: StepInputs) -> bool:
-        """Return, and note, whether a step can be launched without compiling; ``check_model`` has been called."""
-        with self.paged():
-            compiled = self.programs.full(inputs) or self.programs.compiled_for(self.arguments(inputs))
-        if compiled:
-            self.table.compiled(key)
-        return compiled
 
     def capture(
         self,
@@ -268,14 +235,6 @@ class GraphManager:
         step = StepToCapture(check, partial(_launch, call, self.paged, first), like, guards, filled)
         (self.cuda_graphs.begin if background else self.cuda_graphs.capture)(key, step)
 
-    def want_padded(self, wanted: StepKey, dispatch: Dispatch, begin: Begin) -> None:
-        """If a step runs in a larger one, let ``begin`` begin its capture while steps go on.
-
-        One that is launched itself is captured by who launches it.
-        """
-        if dispatch.step != wanted and self.cuda_graphs.can_begin(wanted):
-            self.cuda_graphs.want(wanted, begin)
-
     def adopt(self) -> None:
         """Take over the CUDA graph that was captured while steps went on, if it is done."""
         self.cuda_graphs.adopt()
@@ -287,6 +246,7 @@ class GraphManager:
                 self.cuda_graphs.go_on()
             if not self.cuda_graphs.background_captures:
                 self._state.validity.invalidate()  # steps need leave no time any more
+        self.table.pending = self.cuda_graphs.background_captures
 
     @contextmanager
     def preparing(

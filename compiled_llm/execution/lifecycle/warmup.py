@@ -129,7 +129,7 @@ class Warmup:
     def _decodes(model_runner: ModelRunner, wanted: Wanted) -> list[StepKey]:
         if wanted.profile is not None:
             return sorted(step for step in wanted.profile.uses if step.phase == "decode")
-        steps = {model_runner.steps.dispatcher.decode_of(size) for size in wanted.sizes}
+        steps = {model_runner.steps.decode_of(size) for size in wanted.sizes}
         if (sharing := model_runner.state.sharing) is not None and sharing.always:
             steps |= {StepKey.decode(step.rows, shares=True) for step in steps if step.rows > 1}
         return sorted(steps)

@@ -22,8 +22,8 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, with_outputs
 from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of
+from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
-from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
@@ -61,11 +61,11 @@ class Prefill:
         graph_manager: GraphManager,
         planner: Planner,
         shapes: CapturedShapes,
-        dispatcher: Dispatcher,
+        steps: Steps,
     ) -> None:
         self._state = state
         self._table = state.step_table
-        self._dispatcher = dispatcher
+        self._steps = steps
         self._graph_manager = graph_manager
         self._cuda_graphs = graph_manager.cuda_graphs
         # Indexers score all pages of a launch. Its memory follows from their number, and a CUDA graph has but one.
@@ -112,7 +112,7 @@ class Prefill:
         """
         graph_manager = self._graph_manager
         program = with_outputs(PREFILL_EMBEDDED if embedded else PREFILL, wants)
-        looked = graph_manager.look_if_due()
+        looked = self._steps.look_if_due()
         if program in graph_manager.prefills or graph_manager.eager:
             return
         if not looked:
@@ -242,10 +242,11 @@ class Prefill:
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings, wants)
         if shape is not None:
             self._graph_manager.events.used[shape] += 1
-            dispatch = self._dispatcher.dispatch(shape, exact)
+            dispatch = self._steps.dispatcher.dispatch(shape, exact)
             if dispatch.step != shape or dispatch.how != "run":
                 self._table.missed(shape, padded=dispatch.step != shape)
-            self._graph_manager.want_padded(shape, dispatch, functools.partial(self._begin_capture, shape))
+            if dispatch.step != shape:
+                self._steps.want(shape, functools.partial(self._begin_capture, shape))
             background = dispatch.how != "capture" if sampled == wanted else not self._pays(shape)
             logits, tokens, emitted = self._run_shape(dispatch.step, chunk, keep, slots, background)
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
@@ -432,14 +433,14 @@ class Prefill:
         entry = self._table.get(shape)
         running = [cast(Row, extension.row) for extension in chunk if extension.is_next]
         forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
-        if entry is not None and (forgettable or self._graph_manager.is_valid(shape)):
+        if entry is not None and (forgettable or self._steps.is_valid(entry)):
             assert entry.filled is not None
             fed = state.slots.fed() if running or self._taps else None  # the replay overwrites what it feeds in
             self._upload(packed, table, shape, entry.filled)
             result: StepOutputs = entry.replay()
             # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
             # something else now, all it writes is written again.
-            if not forgettable or self._graph_manager.is_valid(shape):
+            if not forgettable or self._steps.is_valid(entry):
                 return result
             state.slots.restore(packed.slots, fed)
         inputs, filled = self._in_new_tensors(shape, packed)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from compiled_llm.compilation.inputs import DecodeInputs, StepTap
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.kvcache.memory import mark_static
-from compiled_llm.kvcache.row import Row
 from compiled_llm_ops.protocol import DecodeOps
 
 
@@ -37,8 +35,6 @@ class DecodeBuffers:
     def __init__(self, arena: Arena, slots: Slots, ops: DecodeOps | None, taps: tuple[StepTap, ...] = ()) -> None:
         """``ops`` are those by which decode steps attend; None if they are planned. ``taps`` watch the steps."""
         self.ops = ops
-        self._arena = arena
-        self._slots = slots
         self._max_rows = len(arena["decode_slot"])
         columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
         self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states, taps=taps)
@@ -81,29 +77,6 @@ class DecodeBuffers:
     def nbytes(self) -> int:
         """Bytes outside the arena."""
         return sum(fed.nbytes for fed in self._fed.values())
-
-    def place(self, rows: Sequence[Row], step: StepKey) -> None:
-        """Write rows, each grown by the tokens that it is about to feed in, and padding after them."""
-        bucket = step.rows
-        slots = self._slots.of(rows, bucket)
-        positions, lengths = np.zeros(bucket, dtype=np.int64), np.full(bucket, step.new_tokens_per_row, dtype=np.int32)
-        positions[: len(rows)] = [row.position for row in rows]
-        lengths[: len(rows)] = [row.length for row in rows]
-        batch_indices = np.arange(bucket)
-        self._arena.write("decode_slot", batch_indices, slots)
-        self._arena.write("decode_position", batch_indices, positions)
-        self._arena.write("decode_length", batch_indices, lengths)
-        self._arena.write("decode_start", batch_indices, (slots * self._slots.pages_each).astype(np.int32))
-
-    def place_padding(self, rows: int, step: StepKey) -> None:
-        """Write the padding after ``rows`` again: each step makes it longer."""
-        if padding := step.rows - rows:
-            batch_indices, lengths = (
-                np.arange(rows, step.rows),
-                np.full(padding, step.new_tokens_per_row, dtype=np.int32),
-            )
-            self._arena.write("decode_position", batch_indices, np.zeros(padding, dtype=np.int64))
-            self._arena.write("decode_length", batch_indices, lengths)
 
 
 def mark_columns(columns: Sequence[Tensor], rows: int) -> None:

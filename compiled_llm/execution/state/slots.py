@@ -265,7 +265,7 @@ class Slots:
 
     def list_pages(self, rows: Sequence[Row]) -> bool:
         """Write page numbers that the slots of rows lack, and some ahead; return whether any was lacking."""
-        if all(row.listed >= len(row.pages) for row in rows):
+        if not [row for row in rows if row.listed < len(row.pages)]:
             return False
         with deferred():  # pages that a row takes as listed are written
             where, pages = [], []
@@ -280,8 +280,6 @@ class Slots:
 
     def list_states(self, rows: Sequence[Row]) -> None:
         """Write the entries of rows' states that are others than those in their slots."""
-        if self.states is None:
-            return
         new = [row for row in rows if row.states is not None and row.states_listed is not row.states.period]
         if new:
             with deferred():
