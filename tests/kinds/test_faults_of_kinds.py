@@ -64,8 +64,8 @@ CAPTURED: dict[str, Fault] = {
     ),
     "a step that is repeated counts no positions": Fault(
         "test_captured_steps_give_the_same_tokens[variant]",
-        "            row.position += 1\n            row.length += 1\n        self.advanced += 1",
-        "            row.length += 1\n        self.advanced += 1",
+        "            row.position += 1\n            row.length += 1\n        self.repeats += 1",
+        "            row.length += 1\n        self.repeats += 1",
     ),
 }
 COMPILED: dict[str, Fault] = {
