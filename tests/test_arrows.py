@@ -50,6 +50,7 @@ SIDE_BY_SIDE = [
 
 MAY_IMPORT = {
     f"{OPS}.kernels": {f"{OPS}.kernels", f"{OPS}.contracts"},
+    f"{OPS}.attention.cascade.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.attention"},
     f"{FLASHINFER}.ops.kernels": {f"{FLASHINFER}.ops.contracts", f"{OPS}.kernels", f"{OPS}.contracts"},
     f"{OPS}.flashinfer": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.variants"},
     f"{OPS}.triton": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.kernels"},
@@ -57,7 +58,7 @@ MAY_IMPORT = {
     f"{OPS}.varlen": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.kernels"},
 }
 # They import Triton and FlashInfer, which a CPU need not have.
-LAZILY = {f"{OPS}.kernels", f"{OPS}.flashinfer", f"{FLASHINFER}.ops.kernels"}
+LAZILY = {f"{OPS}.kernels", f"{OPS}.attention.cascade.kernels", f"{OPS}.flashinfer", f"{FLASHINFER}.ops.kernels"}
 BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.triton", f"{OPS}.varlen", f"{OPS}.reference")
 DOORS = {folder: {f"{OPS}.backends"} for folder in BACKENDS}  # a backend, and the one module outside that imports it
 DOORS[f"{OPS}.triton"].add(f"{OPS}.attention.invariant")  # an op for decode, with the same plain attention
@@ -82,7 +83,10 @@ def room_of(module: str) -> str:
 
 
 def folder_of(module: str) -> str:
-    """`compiled_llm_ops.kernels` for `compiled_llm_ops.kernels.linear.norm`; those of FlashInfer's API lie deeper."""
+    """`compiled_llm_ops.kernels` for `compiled_llm_ops.kernels.linear.norm`; those of a part lie deeper."""
+    before, kernels, _ = module.partition(".kernels")
+    if kernels:
+        return before + kernels
     return ".".join(module.split(".")[: 3 if room_of(module) == FLASHINFER else 2])
 
 

@@ -69,7 +69,7 @@ def why_none(feature: Feature, parted: Parted) -> str:
         return "the rest imports what went:\n" + "\n".join(found)
     if not is_part(feature):
         return "it is more than a folder, or three files, in a package"
-    smoke = python(parted, "-m", "support.smoke_tests", str(parted.folder))
+    smoke = python(parted, "-m", "support.smoke_tests", str(parted.folder), feature.asks)
     return smoke.stdout + smoke.stderr if smoke.returncode else ""
 
 

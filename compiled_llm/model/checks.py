@@ -29,8 +29,7 @@ from compiled_llm.model.version.training import training_difference
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.attention.variants import missing_kernel as missing_variant
 from compiled_llm_ops.backends import BACKENDS, ChosenBackend, backend_for, backend_named
-from compiled_llm_ops.contracts import FP8, FP8_CAPABILITY
-from compiled_llm_ops.contracts.cascade import CASCADE_QUERIES
+from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
 from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel as missing_latents
 
 ROOT = 0

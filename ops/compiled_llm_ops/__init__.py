@@ -6,11 +6,7 @@ fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kerne
 
 from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.cascade.attention import cascade_attention, cascade_attention_lse
-from compiled_llm_ops.attention.cascade.tables import (
-    CascadeTables,
-    SharedRun,
-    cascade_tables,
-)
+from compiled_llm_ops.attention.cascade.tables import CascadeTables, SharedRun, cascade_tables
 from compiled_llm_ops.attention.check_pages import check_pages
 from compiled_llm_ops.attention.decode import decode_attention, decode_attention_lse
 from compiled_llm_ops.attention.invariant import invariant_attention, invariant_attention_lse

@@ -21,8 +21,8 @@ from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import Pattern
 from compiled_llm.compilation.passes.products import OuterProducts
 from compiled_llm_ops import cascade_attention, cascade_attention_lse, decode_attention, decode_attention_lse
+from compiled_llm_ops.attention.cascade.contract import CascadeAttention
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.contracts.cascade import CascadeAttention
 from compiled_llm_ops.contracts.linear import ChainedLinear
 from compiled_llm_ops.protocol import own_decode_ops
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import CascadeTables
-from compiled_llm_ops.contracts.cascade import CascadeAttention
-from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling, choose_cascade_tiling
+from compiled_llm_ops.attention.cascade.contract import CascadeAttention
+from compiled_llm_ops.attention.cascade.kernels.tiling import CascadeTiling, choose_cascade_tiling
 from compiled_llm_ops.kernels.attention.decode_tiling import AttentionTiling
 from support.ops.cascade_rows import CascadeRows, turned
 from support.ops.compiling import compiled, in_order, resources_of
@@ -33,9 +33,9 @@ def launch(
     rows: CascadeRows, programs: int = 3, block: int = 64, tables: CascadeTables | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three launches, and the pages that they have written."""
+    from compiled_llm_ops.attention.cascade.kernels.merge import merge_parts
+    from compiled_llm_ops.attention.cascade.kernels.shared_prefix import attend_over_runs
     from compiled_llm_ops.kernels.attention.decode import prepare_decode
-    from compiled_llm_ops.kernels.attention.merge import merge_parts
-    from compiled_llm_ops.kernels.attention.shared_prefix import attend_over_runs
 
     args = CascadeAttention(*rows.arguments(tables), **options)
     lse = torch.full(args.query.shape[:2], torch.nan)
@@ -170,7 +170,7 @@ def test_rows_without_runs_are_left_as_they_are(seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_whose_keys_nobody_sees_are_not_used(dtype, seed):
     """Parts of FlashInfer's kernels are of 16 bits."""
-    from compiled_llm_ops.kernels.attention.merge import merge_parts
+    from compiled_llm_ops.attention.cascade.kernels.merge import merge_parts
 
     v, s = torch.randn(2, 3, 8), torch.randn(2, 3)
     parts, lses = torch.randn(5, 3, 8).to(dtype), torch.randn(5, 3)
@@ -218,7 +218,7 @@ def test_queries_may_have_any_strides(seed):
 @interpreted
 @pytest.mark.parametrize("change", ["dtype", "pages"])
 def test_what_the_kernel_cannot_read_raises(change, seed):
-    from compiled_llm_ops.kernels.attention.shared_prefix import attend_over_runs
+    from compiled_llm_ops.attention.cascade.kernels.shared_prefix import attend_over_runs
 
     args = CascadeAttention(*rows_of(TREE, TAILS, seed).arguments())
     changed = {"query": args.query.float()} if change == "dtype" else {"pages": args.pages.transpose(1, 2)}
@@ -257,7 +257,7 @@ TABLES = ("lengths", "indices", "members", "work_items")
 @pytest.mark.parametrize("head_dim", [64, 128, 256], ids="D={}".format)
 @pytest.mark.parametrize("options", [{}, {"WINDOWED": True, "CAPPED": True}], ids=str)
 def test_registers_and_shared_memory_suffice(head_dim, options, tmp_path):
-    from compiled_llm_ops.kernels.attention import shared_prefix
+    from compiled_llm_ops.attention.cascade.kernels import shared_prefix
 
     kernel = shared_prefix._shared_prefix_attention
     tiling = choose_cascade_tiling(8, head_dim, 512, *H100)
@@ -291,7 +291,7 @@ def test_registers_and_shared_memory_suffice(head_dim, options, tmp_path):
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_runs_of_fp8_are_read_as_they_are_and_converted_once(dtype, tmp_path):
-    from compiled_llm_ops.kernels.attention import shared_prefix
+    from compiled_llm_ops.attention.cascade.kernels import shared_prefix
 
     kernel = shared_prefix._shared_prefix_attention
     constants = {
@@ -354,7 +354,7 @@ def test_tails_wait_for_nothing_but_at_their_end(tmp_path):
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_merge_reads_nothing_but_its_table_before_it_waits(dtype, tmp_path):
-    from compiled_llm_ops.kernels.attention import merge
+    from compiled_llm_ops.attention.cascade.kernels import merge
 
     constants = {"LEVELS": 3, "DIM": 128, "BLOCK": 128, "CHUNK": merge.PARTS_AT_ONCE, "PDL": True}
     types = {"v": "*bf16", "parts": f"*{dtype}", **dict.fromkeys(("s", "lses"), "*fp32"), "merge_parts": "*i32"}

@@ -22,6 +22,8 @@ class Feature(NamedTuple):
     files: tuple[str, ...]
     tests: tuple[str, ...]  # folders and files with its own tests, all of which fail without it
     line: str = ""  # its registration, ``FILE: TEXT``; the one line of that file that has the text goes with its files
+    exports: str = ""  # its public names, which the ops export, ``FILE: PATTERN``; all lines that have it go
+    asks: str = ""  # who asks for it, as Python: an error of one sentence
     lacks: str = ""  # why the rest does not run without it yet; nothing if it does
 
 
@@ -67,7 +69,8 @@ FEATURES = {
         ("compiled_llm/execution/cascade", "ops/compiled_llm_ops/attention/cascade"),
         ("engine/test_cascade_steps.py", "kvcache/test_shared_pages.py", "kvcache/test_shared_runs.py", "ops/cascade"),
         line='compiled_llm/features.py: "cascade": ',
-        lacks="the ops' `__init__` imports it, and its kernels lie among others",
+        exports='ops/compiled_llm_ops/__init__.py: cascade|"SharedRun"',
+        asks="wrapped(cascade=True)",
     ),
     "page checks": Feature(
         "check_pages|page_check|page_?watch",
@@ -111,14 +114,20 @@ def taken_out(feature: Feature, folder: Path) -> Parted:
     for file in feature.files:
         path = folder / file.removeprefix("ops/")
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if feature.line:
-        file, text = feature.line.split(": ", 1)
-        path = folder / file.removeprefix("ops/")
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if text not in line]
-        assert len(kept) == len(lines) - 1, f"one line of {file} has {text!r}"
-        path.write_text("".join(kept))
+    for lines, most in ((feature.line, 1), (feature.exports, None)):
+        if lines:
+            leave_out(folder, lines, most)
     return Parted(folder, before - files_in(folder))
+
+
+def leave_out(folder: Path, lines: str, most: int | None) -> None:
+    """Take the lines of a file that match a pattern out of a copy: one at least, and ``most``."""
+    file, pattern = lines.split(": ", 1)
+    path = folder / file.removeprefix("ops/")
+    before = path.read_text().splitlines(keepends=True)
+    kept = [line for line in before if not re.search(pattern, line, re.IGNORECASE)]
+    assert 1 <= len(before) - len(kept) <= (most or len(before)), f"{file} has lines with {pattern}"
+    path.write_text("".join(kept))
 
 
 def files_in(folder: Path) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Twenty things that a model does without any of the features that can be taken out, each in a moment.
 
-``python -m support.smoke_tests FOLDER``, in ``tests/``, runs them over the packages of that folder, which Python has to
-find first, and prints a traceback for each that fails.
+``python -m support.smoke_tests FOLDER ASKS``, in ``tests/``, runs them over the packages of that folder, which Python
+has to find first, and prints a traceback for each that fails. ``ASKS`` asks for what is not there.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ SMOKE: tuple[Callable[[], None], ...] = (
 )
 
 
-def main(folder: str) -> int:
+def main(folder: str, asks: str) -> int:
     assert Path(compiled_llm.__file__).is_relative_to(folder), "another copy was imported"
     torch.set_num_threads(1)
     failed = 0
@@ -250,8 +250,11 @@ def main(folder: str) -> int:
         except Exception:
             failed += 1
             print(f"---- {smoke.__name__}\n{traceback.format_exc()}")
+    if asks:
+        with pytest.raises(ValueError, match=r"^[^\n]+$"):
+            eval(asks)
     return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Pages that rows share, read once: `kernels/attention/cascade_tiling.py` and `attention/cascade/rule.py`."""
+"""Pages that rows share, read once: `attention/cascade/kernels/tiling.py` and `attention/cascade/rule.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.attention.cascade.contract import CascadeAttention
+from compiled_llm_ops.attention.cascade.kernels.tiling import CascadeTiling, choose_cascade_tiling
 from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
 from compiled_llm_ops.attention.cascade.tables import SharedRun, cascade_tables
-from compiled_llm_ops.contracts.cascade import CascadeAttention
-from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling, choose_cascade_tiling
 from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, case_of, pages_of, random
 from fitting.measuring import captured
 

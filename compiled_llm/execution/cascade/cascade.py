@@ -17,7 +17,7 @@ from compiled_llm.kvcache.specs import KVCacheSpec
 from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
 from compiled_llm_ops.attention.cascade.tables import SharedRun
-from compiled_llm_ops.contracts.cascade import CASCADE_QUERIES
+from compiled_llm_ops.contracts import CASCADE_QUERIES
 from compiled_llm_ops.protocol import DecodeOps
 
 

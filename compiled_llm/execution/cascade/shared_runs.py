@@ -16,8 +16,8 @@ from operator import is_not, itemgetter, le
 from typing import NamedTuple, Protocol
 
 from compiled_llm.kvcache.table import Stored
+from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS
 from compiled_llm_ops.attention.cascade.tables import SharedRun
-from compiled_llm_ops.contracts.cascade import CASCADE_LEVELS
 
 _BY_PAGE = itemgetter(1, 0)  # the first page of a run, then its rows
 

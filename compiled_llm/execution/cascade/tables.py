@@ -18,9 +18,9 @@ from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import cascade_attention, cascade_attention_lse, decode_attention, decode_attention_lse
+from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS
 from compiled_llm_ops.attention.cascade.tables import SharedRun, cascade_tables
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.contracts.cascade import CASCADE_LEVELS
 
 LEAST_KEYS = 64
 """Keys of a run below which it is not worth a work item: about those that a program reads at a time."""

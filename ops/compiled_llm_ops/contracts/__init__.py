@@ -294,6 +294,10 @@ def newest_pages(new_tokens: int, page_size: int) -> int:
     return (new_tokens + page_size - 2) // page_size + 1
 
 
+CASCADE_QUERIES = 64
+"""Queries that read the keys of a work item of ``cascade_attention`` together, at most: a tile of a tensor core."""
+
+
 COUNTED = 1
 """Part of a row's logit adjustments, of ``sample_tokens``: penalties by what it has counted."""
 

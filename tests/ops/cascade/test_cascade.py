@@ -224,7 +224,7 @@ WRONG: list[tuple[dict[str, Callable[[Any], Any]], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_what_does_not_fit_is_refused_before_anything_is_written(changes, message, seed):
-    from compiled_llm_ops.contracts.cascade import CascadeAttention
+    from compiled_llm_ops.attention.cascade.contract import CascadeAttention
 
     args = CascadeAttention(*CascadeRows(TREE, TAILS, seed=seed).arguments())
     pages = args.pages.clone()

@@ -14,18 +14,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS, CascadeAttention
 from compiled_llm_ops.attention.decode import attend_on_cpu, check as check_decode, device_of, prepare_on_cuda
 from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.merge import merged
 from compiled_llm_ops.attention.preparation import prepared
-from compiled_llm_ops.contracts import check_capability, check_even_heads, check_int32, value_size
-from compiled_llm_ops.contracts.cascade import CASCADE_LEVELS, CASCADE_QUERIES, CascadeAttention
+from compiled_llm_ops.contracts import (
+    CASCADE_QUERIES,
+    check_capability,
+    check_even_heads,
+    check_int32,
+    value_size,
+)
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import attend_lse, gather
 from compiled_llm_ops.protocol import JOINT
 
 if TYPE_CHECKING:
-    from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
+    from compiled_llm_ops.attention.cascade.kernels.tiling import CascadeTiling
 
 
 @define_op(CascadeAttention, writes=("pages", "saturated"))
@@ -165,7 +171,7 @@ def _merge_on_cpu(out: Tensor, lse: Tensor, parts: Tensor, lses: Tensor, table: 
 
 @kernel_of_both(cascade_attention, "CUDA")
 def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    from compiled_llm_ops.kernels.attention.cascade_tiling import choose_cascade_tiling
+    from compiled_llm_ops.attention.cascade.kernels.tiling import choose_cascade_tiling
 
     _check(args)
     check_even_heads("cascade_attention", args.pages)
@@ -183,8 +189,8 @@ def attend_by_kernels(args: CascadeAttention, tiling: CascadeTiling) -> tuple[Te
 
     Arguments are not checked; queries, keys, values and tables are contiguous.
     """
-    from compiled_llm_ops.kernels.attention.merge import merge_parts
-    from compiled_llm_ops.kernels.attention.shared_prefix import attend_over_runs
+    from compiled_llm_ops.attention.cascade.kernels.merge import merge_parts
+    from compiled_llm_ops.attention.cascade.kernels.shared_prefix import attend_over_runs
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     device = args.query.device

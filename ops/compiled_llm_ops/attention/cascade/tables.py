@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm_ops.contracts.cascade import CASCADE_LEVELS, CASCADE_QUERIES
+from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS
+from compiled_llm_ops.contracts import CASCADE_QUERIES
 
 PIECE_KEYS = 128
 """Keys that a run is cut into multiples of: fewer are read no faster, and each piece has results to be merged."""

@@ -1,4 +1,4 @@
-"""What the ops and kernels of cascade attention take."""
+"""The arguments of ``cascade_attention``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention
-
-CASCADE_QUERIES = 64
-"""Queries that read the keys of a work item of ``cascade_attention`` together, at most: a tile of a tensor core."""
 
 CASCADE_LEVELS = 3
 """Shared runs of pages that a row of ``cascade_attention`` may begin with, at most."""

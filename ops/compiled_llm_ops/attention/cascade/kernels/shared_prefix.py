@@ -24,8 +24,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_llm_ops.contracts.cascade import CASCADE_QUERIES, CascadeAttention
-from compiled_llm_ops.kernels.attention.cascade_tiling import CascadeTiling
+from compiled_llm_ops.attention.cascade.contract import CascadeAttention
+from compiled_llm_ops.attention.cascade.kernels.tiling import CascadeTiling
+from compiled_llm_ops.contracts import CASCADE_QUERIES
 from compiled_llm_ops.kernels.attention.decode import capped
 from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.rotary import prepared

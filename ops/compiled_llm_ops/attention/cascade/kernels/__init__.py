@@ -1,0 +1,1 @@
+"""Its Triton kernels, and how their work is divided."""
