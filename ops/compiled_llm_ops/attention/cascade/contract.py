@@ -13,6 +13,8 @@ CASCADE_LEVELS = 3
 
 
 class CascadeAttention(NamedTuple):
+    """Those of ``decode_attention``, with tables of shared runs."""
+
     query: Tensor
     key: Tensor
     value: Tensor
