@@ -31,7 +31,7 @@ Cell = Works | No
 FEATURES = (
     *("kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "backend", "page_size"),
     *("window", "soft_cap", "captured_prefills", "drafts", "several_tokens"),
-    *("prefix_cache", "crop", "dynamic_cache", "static_cache"),
+    *("left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache"),
 )
 """Columns: options of `wrap` and `Engine`, then what layers, steps and caches have or do."""
 
@@ -64,7 +64,8 @@ def _all(cell: Cell, *features: str) -> dict[str, Cell]:
 
 _PLAIN = {
     **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size", "crop"),
-    **_all(YES, "captured_prefills", "drafts", "several_tokens", "prefix_cache", "dynamic_cache", "static_cache"),
+    **_all(YES, "captured_prefills", "drafts", "several_tokens", "left_padding", "prefix_cache"),
+    **_all(YES, "dynamic_cache", "static_cache"),
     **_all(ASKED, "backend", "window", "soft_cap"),
 }
 FULL = Support("full attention", "attention layer {number} reads all keys", _PLAIN)
@@ -77,7 +78,7 @@ UNEVEN = Support(
         "kv_dtype": No("and pages of fp8 need one size"),
         "batch_invariant": _NO_KERNEL,
         **_all(YES, "cascade", "mixed", "check_pages", "variants", "page_size", "crop", "captured_prefills", "drafts"),
-        **_all(YES, "several_tokens", "prefix_cache", "dynamic_cache", "static_cache"),
+        **_all(YES, "several_tokens", "left_padding", "prefix_cache", "dynamic_cache", "static_cache"),
         **_all(ASKED, "backend", "window", "soft_cap"),
     },
 )
@@ -89,7 +90,7 @@ LATENT = Support(
         **_all(_UNWRAPPED, "window", "soft_cap"),
         "variants": No("which variants do not read", "leave it out"),
         **_all(YES, "mixed", "check_pages", "page_size", "captured_prefills", "drafts", "several_tokens", "crop"),
-        **_all(YES, "prefix_cache", "dynamic_cache", "static_cache"),
+        **_all(YES, "left_padding", "prefix_cache", "dynamic_cache", "static_cache"),
         "backend": ASKED,
     },
 )
@@ -110,7 +111,7 @@ BLOCKS = Support(
         **_all(YES, "kv_dtype", "cascade", "check_pages", "drafts", "prefix_cache", "crop", "dynamic_cache"),
         **_all(ASKED, "window", "soft_cap"),
         "captured_prefills": UNCAPTURED,
-        "static_cache": ORIGINAL,
+        **_all(ORIGINAL, "left_padding", "static_cache"),
     },
 )
 VARIANT = Support(
@@ -120,7 +121,7 @@ VARIANT = Support(
         **_all(No("and there are no such kernels for variants"), "batch_invariant", "cascade"),
         "soft_cap": No("which has no cap beside its own function", "write the cap into that"),
         **_all(YES, "kv_dtype", "mixed", "check_pages", "variants", "page_size", "captured_prefills", "drafts"),
-        **_all(YES, "several_tokens", "prefix_cache", "crop", "dynamic_cache", "static_cache"),
+        **_all(YES, "several_tokens", "left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache"),
         **_all(ASKED, "backend", "window"),
     },
 )
@@ -135,7 +136,7 @@ RECURRENT = Support(
             "go on with a copy of the cache (copy.deepcopy) that was made there, or compute the text again",
         ),
         **_all(YES, "kv_dtype", "cascade", "mixed", "check_pages", "variants", "page_size", "captured_prefills"),
-        **_all(YES, "backend", "window", "soft_cap", "prefix_cache"),
+        **_all(YES, "backend", "window", "soft_cap", "left_padding", "prefix_cache"),
         **_all(ORIGINAL, "drafts", "dynamic_cache", "static_cache"),
     },
 )

@@ -179,6 +179,23 @@ def test_logits_are_huggingfaces(kind: Kind, seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@each(*KINDS)
+@torch.no_grad()
+def test_logits_of_padded_rows_without_position_ids(kind: Kind, seed: int) -> None:
+    """Rows see what they see alone; if a kind counts the padding as HuggingFace does, its own forward runs."""
+    model, plain, prompts = kind.wrapped(seed), kind.plain(seed), prompts_of([48, 28], seed)
+    inputs = left_padded(prompts)
+    given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    original = kind("left_padding") is ORIGINAL
+    found, padded = model(**given).logits, plain(**given).logits
+    for row, prompt in enumerate(prompts):
+        wanted = padded[row, -len(prompt) :] if original else plain(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(found[row, -len(prompt) :], wanted, **CLOSE)
+    stats = model.compiled.stats()
+    assert stats.forward_calls == {"original" if original else "compiled": 1}
+    assert_account_is_empty(model)
+
+
 CLOSE: dict[str, float] = {"rtol": 1e-3, "atol": 1e-3}
 
 

@@ -47,6 +47,7 @@ SlowPath = Literal[
     "overrides",
     "own_forward",
     "packed_sequences",
+    "padded_blocks",
     "past_key_values",
     "position_ids",
     "position_ids_shape",
@@ -216,6 +217,10 @@ WORDINGS: dict[SlowPath, Wording] = {
     "packed_sequences": Wording(
         "position_ids pack several sequences into a row",
         "Give each sequence a row of its own.",
+    ),
+    "padded_blocks": Wording(
+        "position_ids do not count each row's own tokens, and an indexer chooses blocks of them",
+        "Give position_ids that count them: (attention_mask.cumsum(1) - 1).clamp(min=0).",
     ),
     "past_key_values": Wording("the cache is a {}", "Pass no cache, or one of model.compiled.new_cache()."),
     "position_ids": Wording(

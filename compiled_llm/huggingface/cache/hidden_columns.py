@@ -1,8 +1,8 @@
-"""Finds sliding windows that see other tokens because some between them are hidden.
+"""Finds attention that would see other tokens than HuggingFace's, because some of a row are hidden.
 
-HuggingFace's windows count columns, hidden ones too; pages hold only visible tokens, and ours count those.
+HuggingFace's windows and blocks count columns, hidden ones too; pages hold only visible tokens, and ours count those.
 
-Shapes: B rows, C columns.
+Shapes: B rows, C columns, Q columns of a call's tokens.
 """
 
 from __future__ import annotations
@@ -12,9 +12,40 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_llm.execution.reporting.slow_paths import SlowPath
+from compiled_llm.huggingface.cache.cache_columns import RowUpdate
 
-class HiddenInWindowError(ValueError):
+
+class SeesOthersError(ValueError):
+    """A row would see other tokens than in HuggingFace's forward, which can serve the call."""
+
+    reason: SlowPath
+
+
+class HiddenInWindowError(SeesOthersError):
     """A window would see other tokens than HuggingFace's."""
+
+    reason = "hidden_in_window"
+
+
+class PaddedBlocksError(SeesOthersError):
+    """Positions do not count a row's own tokens, by which the blocks of an indexer lie in pages."""
+
+    reason = "padded_blocks"
+
+
+def check_blocks(rows: Sequence[RowUpdate], first: int, positions: NDArray[np.int64]) -> None:
+    """Raise PaddedBlocksError unless the positions ``[B, Q]`` or ``[1, Q]`` of new tokens count those of their rows.
+
+    ``first`` is the column of the first new token.
+    """
+    for row, update in enumerate(rows):
+        given = positions[row % len(positions)][update.columns - first]
+        if not np.array_equal(given, np.arange(update.kept, update.length)):
+            raise PaddedBlocksError(
+                f"position_ids: those of row {row} do not count its own tokens, as blocks of tokens in pages do; give "
+                "position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0) of the new tokens"
+            )
 
 
 def check_windows(stored: NDArray[np.bool_], first: int, growth: int, windows: Sequence[int]) -> None:

@@ -32,9 +32,9 @@ from compiled_llm.huggingface.cache.cache_columns import (
     with_updates,
 )
 from compiled_llm.huggingface.cache.emitted_columns import NOTHING_WANTED, StepEmitted, WantedOutputs
-from compiled_llm.huggingface.cache.hidden_columns import check_windows
+from compiled_llm.huggingface.cache.hidden_columns import check_blocks, check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
-from compiled_llm.kinds.support import refusal
+from compiled_llm.kinds.support import refusal, runs_original
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
@@ -302,7 +302,7 @@ class PagedCache(Cache):
         Raises:
             ValueError: the cache has another number of rows, a token id does not exist, or the model has too few
                 positions.
-            HiddenInWindowError: a sliding window would see other tokens than HuggingFace's.
+            SeesOthersError: a row would see other tokens than in HuggingFace's forward.
             OutOfPagesError: the pages for the new tokens are not free; nothing was stored.
         """
         inputs = input_ids if embeddings is None else embeddings
@@ -323,6 +323,8 @@ class PagedCache(Cache):
                 if counts_unmasked
                 else torch.arange(first, first + new, device="cpu")[None]
             )
+        if runs_original(self.model_runner.state.facts.kinds, "left_padding"):
+            check_blocks(rows, first, on_host(position_ids))
         columns = kept_columns(logits_to_keep, new)
         decodes = new == 1 and first > 0 and embeddings is None and columns.tolist() == [0]
         if decodes and all(row.unchanged == first and row.kept and len(row.columns) for row in rows):

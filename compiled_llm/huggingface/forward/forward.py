@@ -26,7 +26,7 @@ from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.emitted_columns import StepEmitted, WantedOutputs
-from compiled_llm.huggingface.cache.hidden_columns import HiddenInWindowError
+from compiled_llm.huggingface.cache.hidden_columns import SeesOthersError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
@@ -77,8 +77,8 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
                 output = compiled(original, runtime, arguments)
             except OutOfPagesError:
                 reason = Reason("out_of_pages")  # other threads took them since
-            except HiddenInWindowError:
-                reason = Reason("hidden_in_window")
+            except SeesOthersError as error:
+                reason = Reason(error.reason)
             else:
                 count_forward(runtime, "compiled")
                 return output
@@ -188,7 +188,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
 
     Raises:
         ValueError: the arguments do not fit the cache or the model.
-        HiddenInWindowError: a sliding window would see other tokens than HuggingFace's; nothing was stored.
+        SeesOthersError: a row would see other tokens than in HuggingFace's forward; nothing was stored.
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
     model, argument = runtime.facts.model, runtime.facts.cache_argument

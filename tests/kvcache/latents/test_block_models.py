@@ -137,6 +137,25 @@ def test_other_lists_of_blocks_are_refused(overrides: dict[str, Any], seed: int)
         compiled_llm.wrap(block_model(seed, **overrides), mode="eager", **FEW_PAGES)
 
 
+@torch.no_grad()
+def test_pages_take_only_positions_that_count_a_row_s_tokens(seed: int) -> None:
+    model, ids = pair(seed)[1], torch.tensor([[0] * 20 + [*range(5, 33)]])
+    mask, cache = (ids > 0).long(), model.compiled.new_cache()
+    with pytest.raises(ValueError, match="position_ids: those of row 0 do not count its own tokens"):
+        model(ids, attention_mask=mask, past_key_values=cache)
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    text, last = ids[:, :-1], ids[:, -1:]
+    model(text, attention_mask=mask[:, :-1], position_ids=counted[:, :-1], past_key_values=cache)
+    with pytest.raises(ValueError, match="position_ids: those of row 0 do not count its own tokens"):
+        model(last, attention_mask=mask, past_key_values=cache)
+    found = model(last, attention_mask=mask, position_ids=counted[:, -1:], past_key_values=cache).logits
+    torch.testing.assert_close(found[0, -1], model(ids[:, 20:]).logits[0, -1], rtol=1e-4, atol=1e-4)
+    model(ids, attention_mask=mask)
+    assert model.compiled.stats().slow_paths == {"forward: padded_blocks": 1}
+    cache.close()
+    assert_account_is_empty(model)
+
+
 def test_a_pool_holds_what_a_query_reads(seed: int) -> None:
     _, model = pair(seed, kv_memory="20 tokens")
     with pytest.raises(ValueError, match="kv_memory: 5 pages hold 20 tokens, and a query reads 24 in blocks of 8"):
