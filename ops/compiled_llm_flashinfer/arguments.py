@@ -46,11 +46,7 @@ def refuse(**given: Any) -> None:
 
 
 def fp8_scales(args: tuple[Scale, ...]) -> tuple[Scale, Scale, Scale]:
-    """Return what ``run`` takes after the states: nothing, or the scales of queries, keys and values.
-
-    Raises:
-        TypeError: there are others, as for a variant of FlashInfer's.
-    """
+    """Return scales of queries, keys and values, which ``run`` takes after the states, or none; else TypeError."""
     if len(args) not in (0, 3):
         raise TypeError(f"run takes scale_q, scale_k and scale_v after the states, or none of them; got {len(args)}")
     return (None, None, None) if not args else (args[0], args[1], args[2])
@@ -73,11 +69,7 @@ class Positions(NamedTuple):
 def positions(
     pos_encoding_mode: str, heads: int, device: torch.device, rope_scale: float | None, rope_theta: float | None
 ) -> Positions:
-    """Return what a ``pos_encoding_mode`` means for so many query heads.
-
-    Raises:
-        KeyError: there is no such mode.
-    """
+    """Return what a ``pos_encoding_mode`` means for so many query heads; KeyError if there is no such mode."""
     if pos_encoding_mode not in MODES:
         raise KeyError(
             f"pos_encoding_mode={pos_encoding_mode!r} does not exist; use one of {', '.join(map(repr, MODES))}"
@@ -111,11 +103,7 @@ Scale = float | Tensor | None
 
 
 def by_query_head(name: str, scale: Tensor, heads: int) -> Tensor:
-    """Return a tensor of scales as ``[H]`` float32.
-
-    Raises:
-        ValueError: there are neither as many as query heads, nor as kv heads, nor one.
-    """
+    """Return scales as ``[H]`` float32; ValueError if they are neither of query heads, nor of kv heads, nor one."""
     own = scale.reshape(-1).to(torch.float32)
     if heads % own.shape[0]:
         raise ValueError(f"{name} must be a number, or one for each head; got {tuple(scale.shape)} for {heads} heads")
@@ -142,11 +130,7 @@ def product(heads: int, number: float, scales: dict[str, Scale]) -> Scales:
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a dtype by its name, or as it is.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Return a dtype by its name, or as it is; TypeError if it is neither."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or the name of one; got {dtype!r}")
@@ -177,11 +161,7 @@ def data_types(
 
 
 def result_like(name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return the tensor that results are written to: the given one, or a new one.
-
-    Raises:
-        ValueError: the given one has another shape, dtype or device.
-    """
+    """Return the tensor that results are written to, a new one if none is given; ValueError if it has another form."""
     if given is None:
         return torch.empty(shape, dtype=dtype, device=like.device)
     if given.shape != shape or given.dtype != dtype or given.device != like.device:

@@ -50,11 +50,7 @@ def logits(
     rope_theta: float | None,
     one_order: bool = False,
 ) -> Logits:
-    """Return how logits are made by FlashInfer's arguments.
-
-    Raises:
-        KeyError: there is no such ``pos_encoding_mode``.
-    """
+    """Return how logits are made by FlashInfer's arguments; KeyError if there is no such ``pos_encoding_mode``."""
     own = positions(pos_encoding_mode, heads, device, rope_scale, rope_theta)
     return Logits(causal, window_left, logits_soft_cap or 0.0, sm_scale, own, one_order)
 
@@ -71,18 +67,10 @@ def attend(
     logit_scales: dict[str, Scale],
     value_scales: dict[str, Scale],
 ) -> None:
-    """Attend into ``out`` ``[T, H, E]`` and ``lse`` ``[T, H]``.
+    """Attend with ``[T, H, D]`` to pages ``[P, K, S, D]`` and ``[P, K, S, E]``; write ``[T, H, E]`` and ``[T, H]``.
 
-    Args:
-        query: ``[T, H, D]``.
-        keys: ``[P, K, S, D]``.
-        values: ``[P, K, S, E]``.
-        lse: written; None to skip it.
-        logit_scales: factors on logits, by the names of their arguments.
-        value_scales: factors on results, likewise.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together; nothing is written.
+    Scales, by the names of their arguments, are factors on logits and on results. ValueError if shapes or dtypes do not
+    fit together; nothing is written then.
     """
     heads = query.shape[1]
     by_logit = product(heads, softmax_scale(how.sm_scale, query.shape[2]), logit_scales)

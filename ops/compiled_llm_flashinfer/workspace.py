@@ -42,11 +42,7 @@ class Planned:
         """Do nothing; FlashInfer has it for old code."""
 
     def _buffer(self, name: str, buffer: Tensor | None) -> Tensor | None:
-        """Return the user's buffer for a table, None without CUDA graphs.
-
-        Raises:
-            ValueError: CUDA graphs need one, and there is none.
-        """
+        """Return the user's buffer for a table, None without CUDA graphs; ValueError if these have none."""
         if not self._use_cuda_graph:
             return None
         if not isinstance(buffer, Tensor):
@@ -54,16 +50,10 @@ class Planned:
         return buffer
 
     def _place(self, non_blocking: bool, **tables: tuple[Tensor, Tensor | None]) -> list[Tensor]:
-        """Return tables as their buffers, into which they are written, or else on the device.
+        """Return tables as their buffers, into which they are written, or else on the device, by the buffers' names.
 
-        A table may be shorter than its buffer, which is returned whole.
-
-        Args:
-            non_blocking: whether copies may go on after the return.
-            tables: each with its buffer, by the buffer's name.
-
-        Raises:
-            ValueError: a buffer is too short for its table; nothing is written.
+        A table may be shorter than its buffer, which is returned whole; ValueError if one is longer, and nothing is
+        written.
         """
         for name, (table, buffer) in tables.items():
             if buffer is not None and len(table) > len(buffer):
@@ -113,22 +103,7 @@ class PlannedRun(Planned):
         k_scale: Scale,
         v_scale: Scale,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what ``run`` returns, written to ``out`` and ``lse`` where they are given.
-
-        Args:
-            q: ``[T, H, D]``.
-            keys: ``[P, K, S, D]``.
-            values: ``[P, K, S, E]``.
-            table: where rows lie.
-            out: as of ``run``, like ``lse``, ``return_lse``, ``args`` and the scales.
-            lse: as ``out``.
-            return_lse: as ``out``.
-            result: dtype of results.
-            args: as ``out``.
-            q_scale: as ``out``.
-            k_scale: as ``out``.
-            v_scale: as ``out``.
-        """
+        """Return what ``run`` returns, whose arguments the others are, in ``out`` and ``lse`` where they are given."""
         scale_q, scale_k, scale_v = fp8_scales(args)
         shape = (*q.shape[:2], values.shape[3])
         out = result_like("out", out, shape, result, q)
@@ -193,12 +168,7 @@ class PlannedPrefill(PlannedRun):
         self._heads, self._tokens, self._types, self._how = heads, int(qo_indptr[-1]), types, how
 
     def _checked(self, q: Tensor, window_left: int | None) -> BatchTable:
-        """Return where rows lie.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: there are other queries than planned, or another window.
-        """
+        """Return where rows lie; RuntimeError if nothing was planned, ValueError for other queries or windows."""
         if self._table is None:
             raise RuntimeError("call plan() before run()")
         if window_left is not None and window_left != self._how.window_left:

@@ -99,10 +99,7 @@ def chain_after(ids: NDArray[np.int64], first: int = 0, chain: int = CHAIN_ORIGI
 def chain_before(chains: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     """Return chains ``[B]`` without the last tokens ``[B, q]`` of each row; those that are not known stay as they are.
 
-    Args:
-        chains: ``[B]`` int64, as ``check_pages`` takes them.
-        tokens: ``[B, q]`` int64.
-        positions: ``[B, q]`` int64, their positions; -1 for tokens that stay.
+    ``positions`` ``[B, q]`` int64 are the tokens'; -1 for tokens that stay.
     """
     forgotten = torch.where(positions < 0, 0, _mixed(tokens, positions)).sum(1)
     return torch.where(chains < CHAIN_KNOWN, chains, CHAIN_KNOWN + ((chains - forgotten) & _LOW))

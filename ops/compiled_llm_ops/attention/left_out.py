@@ -19,10 +19,8 @@ class Divided(Protocol):
     def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
         """End here, begin again, and return the tensors that ``launch`` will write its results to.
 
-        Args:
-            launch: returns its results, in new tensors; not called now.
-            arguments: of the launch, a NamedTuple, with tensors that lie at the same addresses each time.
-            allocate: returns tensors like the results, uninitialised.
+        ``launch`` is not called now. ``arguments``, a NamedTuple, have tensors that lie at the same addresses each
+        time, and ``allocate`` returns tensors like the results.
         """
         ...
 

@@ -6,15 +6,13 @@ all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention import decode, prefill
 from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.attention.preparation import prepared
-from compiled_llm_ops.contracts import check_capability, check_even_heads, value_size
+from compiled_llm_ops.contracts import check_capability, check_even_heads
 from compiled_llm_ops.contracts.variants import DecodeAttentionVariant, PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.protocol import owner_of, plan_of
@@ -158,16 +156,6 @@ decode_attention_variant_lse = with_lse(decode_attention_variant)
 
 _Packed = PagedAttentionVariant | PlannedAttentionVariant
 _Arguments = _Packed | DecodeAttentionVariant
-
-
-def _checked_sizes(op: str) -> Callable[[_Arguments], tuple[int, int, int]]:
-    """Return what gives the shape of results, and refuses a variant that is not there, while a graph is traced."""
-
-    def sizes(args: _Arguments) -> tuple[int, int, int]:
-        variant_named(op, args.name)
-        return args.query.shape[0], args.query.shape[1], value_size(args.query, args.pages)
-
-    return sizes
 
 
 def _variant(op: str, args: _Arguments, rows: int, wants_lse: bool) -> Variant:

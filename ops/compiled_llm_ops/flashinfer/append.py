@@ -12,18 +12,9 @@ from compiled_llm_ops.flashinfer.versions import import_flashinfer
 def append(
     key: Tensor, value: Tensor, pages: Tensor, token_rows: Tensor, token_positions: Tensor, table: PageTable
 ) -> None:
-    """Launch the copy of new keys and values into the pages of their rows.
+    """Copy keys and values ``[T, K, D]`` into pages ``[P, 2, K, S, D]`` in their dtype; positions are not checked.
 
-    Args:
-        key: ``[T, K, D]``; strides that FlashInfer cannot read are copied first.
-        value: like ``key``.
-        pages: ``[P, 2, K, S, D]``, written; keys and values are converted to its dtype.
-        token_rows: ``[T]`` int32, the row of each token.
-        token_positions: ``[T]`` int32, each token's index in its row's cache; not checked against the row's pages.
-        table: on the device; ``qo_indptr`` is not read.
-
-    Source:
-        FlashInfer ``flashinfer.append_paged_kv_cache``, layout HND.
+    Strides that FlashInfer cannot read are copied first; ``qo_indptr`` of the table is not read.
     """
     check_even_heads("append_paged_kv", pages)
     if key.shape[0] == 0:

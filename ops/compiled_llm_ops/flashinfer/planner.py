@@ -93,18 +93,11 @@ def lengths_of(batch: PlannedBatch) -> list[int]:
 def decide(
     batch: PlannedBatch, plan: Tensor, columns: HostColumns, known: list[int] | None, workspace: FlashInferWorkspace
 ) -> list[int]:
-    """Plan a batch: queue the copy of the plan to ``plan`` and return the numbers that launches take on the host.
+    """Plan a batch: queue the copy of the plan to ``plan`` ``[bytes]`` and return the numbers that launches take.
 
-    Args:
-        batch: its columns are of exact sizes, and its variant is named.
-        plan: ``[bytes]`` uint8 on the device, written.
-        columns: of as many rows, written.
-        known: the numbers of this plan's last batch; None before the first.
-        workspace: of the plan.
-
-    Returns:
-        The values of ``PLAN_FIELDS``, or for ``fa3`` and for latents of their ``FIELDS``, filled up with zeros; errors
-        are those of ``FlashInferPlan.decide``.
+    They are the values of ``PLAN_FIELDS``, or for ``fa3`` and for latents of their ``FIELDS``, filled up with zeros;
+    ``known`` are those of this plan's last batch, None before the first. The batch has columns of exact sizes, as many
+    as ``columns``, which are written, and names its variant. Errors are those of ``FlashInferPlan.decide``.
     """
     captured, geometry, rows = batch.captured_tokens >= 0, batch.geometry, columns.rows
     tokens = tokens_of(batch)

@@ -27,11 +27,7 @@ _WARPS = 4
 
 
 def top_logprobs(args: TopLogprobs) -> Tensor:
-    """Launch the kernels; ``args`` are checked, with logits of at most 32 bits.
-
-    Returns:
-        ``[R, 2 + 2 * K]`` int32.
-    """
+    """Launch the kernels, and return ``[R, 2 + 2 * K]`` int32; ``args`` are checked, with logits of at most 32 bits."""
     logits = args.logits if args.logits.stride(1) == 1 else args.logits.contiguous()
     rows, vocabulary = logits.shape
     tiles, spans = triton.cdiv(vocabulary, _TILE.value), triton.cdiv(vocabulary, _SPAN.value)

@@ -78,11 +78,7 @@ _ROW_WARPS = 16
 
 
 def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
-    """Launch the kernels; ``args`` are checked, with logits of at most 32 bits.
-
-    Returns:
-        ``[B]`` int64, the sampled tokens.
-    """
+    """Launch the kernels, and return ``[B]`` int64; ``args`` are checked, with logits of at most 32 bits."""
     sampled = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
     for kernel, grid, arguments, options in _launches(args, sampled, not_a_token):
         kernel[grid](*arguments, **options)

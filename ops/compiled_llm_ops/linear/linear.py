@@ -46,12 +46,7 @@ def skinny_linear(args: SkinnyLinear) -> Tensor:
 
 
 def has_kernel(weight: Tensor, rows: int | None = None) -> bool:
-    """Whether ``skinny_linear`` is faster than ``torch.mm`` for this number of rows.
-
-    Args:
-        weight: ``[O, I]``, contiguous; may be a fake tensor.
-        rows: how many; any number if None.
-    """
+    """Whether ``skinny_linear`` is faster than ``torch.mm`` for so many rows, any if None; a fake weight will do."""
     if weight.device.type == "cpu":
         return weight.dtype is torch.float32 and mkl_is_slow()
     from compiled_llm_ops.kernels.linear.skinny_tiling import MAX_ROWS, tiling_for

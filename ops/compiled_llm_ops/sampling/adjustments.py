@@ -54,13 +54,7 @@ class Places(NamedTuple):
 
 
 def adjusted(logits: Tensor, places: Places, tables: AdjustmentTables, counts: Tensor, kinds: int) -> Tensor:
-    """Return ``[R, V]`` float32 logits, as the tables change them.
-
-    Args:
-        logits: ``[R, V]``.
-        counts: ``[R, V]`` int16, those of the rows before sampling.
-        kinds: the logit adjustments of all rows, or-ed together.
-    """
+    """Return logits ``[R, V]`` in float32, as the tables change them; ``kinds`` are all rows' adjustments, or-ed."""
     scores, adjustments = logits.float(), tables.adjustments[places.slots][:, None]
     if kinds >= BIASED:
         scores = _biased(scores, places, tables, adjustments, followed(kinds))

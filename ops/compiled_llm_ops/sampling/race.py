@@ -53,16 +53,10 @@ def exponentials(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -
 
 
 def winners(tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return the tokens that win among those of some tiles.
+    """Return ``[B]`` int64, the tokens that win among those of some tiles; any for scores that are NaN, or all -inf.
 
-    Args:
-        tiles: ``[B, C, TILE]`` float32, the tokens' scores; -inf for those that do not take part.
-        numbers: ``[B, C]`` int64, or ``[1, C]``, which tiles these are: the first has tokens 0 to ``TILE - 1``.
-        seeds: ``[B]`` int64.
-        positions: ``[B]`` int64.
-
-    Returns:
-        ``[B]`` int64; any of the tokens for a row whose scores are NaN, or all -inf.
+    ``tiles`` ``[B, C, TILE]`` float32 have the scores, -inf for who does not take part; ``numbers`` ``[B, C]`` or
+    ``[1, C]`` say which they are: the first has tokens 0 to ``TILE - 1``.
     """
     # Scores may be huge: beside them, random numbers would not count.
     tiles = tiles - tiles.amax(dim=(1, 2), keepdim=True)

@@ -278,14 +278,7 @@ def _candidates(tiles: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def smallest_kept(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return ``[B]`` float32, the score from which on a row's tokens are kept; -inf where all are.
-
-    Args:
-        scores: ``[B, V]`` float32, divided by the temperature.
-        top_k: ``[B]`` int32.
-        top_p: ``[B]`` float32.
-        min_p: ``[B]`` float32.
-    """
+    """Return ``[B]`` float32, the scores of ``[B, V]`` from which on a row's tokens are kept; -inf where all are."""
     smallest = scores.new_full(top_k.shape, -math.inf)
     limited, nucleus = (top_k > 0) & (top_k < scores.shape[1]), top_p < 1
     most = 0

@@ -107,16 +107,7 @@ _TORCH = torch.__path__[0]
 def traced(
     variant: str, argument: str, function: Callable[..., Any], tensors: Sequence[VariantTensor], returns: Type
 ) -> Expression:
-    """Return what a function computes.
-
-    Args:
-        argument: ``"logits"`` or ``"visible"``, which has no ``logit``.
-        function: of the inputs by position, and the tensors by name.
-        returns: the type of its result.
-
-    Raises:
-        ValueError: it computes what no kernel can; the message has the operation and its line.
-    """
+    """Return what a function computes of inputs by position and tensors by name; ValueError if no kernel can."""
     said = f"register_variant: {argument} of {variant!r}"
     graph = fx.Graph()
     tracer = _Tracer(graph)

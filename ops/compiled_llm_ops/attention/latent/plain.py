@@ -66,18 +66,11 @@ def store(latent: Tensor, rope: Tensor, pages: Tensor, numbers: Tensor, slots: T
 def attend(
     query: Tensor, cached: Tensor, positions: Tensor, rank: int, scale: float, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the queries of one row over what it has in its pages.
+    """Return ``[Q, H, R]`` and the log-sum-exps ``[Q, H]`` in base 2, of queries ``[Q, H, R + E]`` of one row.
 
-    Arithmetic is in float32 at least. A query that sees no key has zeros, and minus infinity.
-
-    Args:
-        query: ``[Q, H, R + E]``.
-        cached: ``[L, R + E]``.
-        positions: ``[Q]``: each query sees the keys up to this one.
-        chosen: ``[Q, n]``: and only those at these positions; None for all.
-
-    Returns:
-        ``[Q, H, R]`` and ``[Q, H]``, the log-sum-exp in base 2.
+    Arithmetic is in float32 at least. Each query sees the keys of ``cached`` ``[L, R + E]`` up to its position ``[Q]``,
+    of these only those at positions ``chosen`` ``[Q, n]`` if they are given; one that sees none has zeros, and minus
+    infinity.
     """
     dtype = torch.promote_types(cached.dtype, torch.float32)
     keys, seen = cached.to(dtype), torch.arange(len(cached), device=cached.device)

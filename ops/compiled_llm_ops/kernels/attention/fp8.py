@@ -69,11 +69,8 @@ def add_values(sums, weights, values, slot, mask, DIM: tl.constexpr):
     of 8 bits one by one (``ldmatrix`` transposes 16 bits). So fp8 is loaded as pairs of 16 bits, and what lies at even
     places is summed apart from what lies at odd ones: 764 instructions for 64 keys of size 128, not 1,343.
 
-    Args:
-        sums: of ``no_values``, or of earlier values, multiplied by what they fade by.
-        values: where a head's values lie in a page.
-        slot: ``[N]`` int64, where the values of each key lie from there, in numbers; multiples of D'.
-        mask: ``[N]``, the keys whose values are read; the others' weights are zeros. None to read all.
+    ``slot`` ``[N]`` int64 are multiples of D'; values outside of ``mask`` ``[N]``, whose weights are zeros, are not
+    read.
     """
     if values.dtype.element_ty == tl.float8e4nv:
         pairs_ptr = values.to(tl.pointer_type(tl.int16), bitcast=True)

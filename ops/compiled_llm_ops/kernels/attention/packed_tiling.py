@@ -53,14 +53,10 @@ _OF_FLOAT32 = {
 def packed_tiling(
     row_queries: float, head_dim: int, query_bytes: int, number_bytes: int, shared_memory: int
 ) -> PackedTiling:
-    """Return the tiling for a batch, smaller where a device has no room for it.
+    """Return the tiling for a batch, smaller where a device has no room for it; shared memory is a multiprocessor's.
 
-    Args:
-        row_queries: of a row on average, G for each token.
-        head_dim: D', a power of two from SMALLEST_HEAD to LARGEST_HEAD.
-        query_bytes: of a number of the queries; 4 for float32.
-        number_bytes: of a number in the pages.
-        shared_memory: of a multiprocessor, in bytes.
+    ``row_queries`` are those of a row on average, G for each token; ``head_dim`` is a power of two from SMALLEST_HEAD
+    to LARGEST_HEAD.
     """
     if query_bytes == 2:
         tiling = next(own for fewest, own in _OF_16_BITS[head_dim] if row_queries >= fewest)

@@ -179,12 +179,7 @@ def decode_tile(heads: int, rank: int, by_hand: bool = False) -> LatentTiling:
 def choose_decode_tiling(
     rows: int, heads: int, rank: int, max_keys: int, processors: int, by_hand: bool = False
 ) -> LatentTiling:
-    """Return how programs share the keys of rows, by constant properties as ``choose_attention_tiling`` does.
-
-    Args:
-        max_keys: a bound on the keys of a row.
-        by_hand: whether ``reads_by_hand``.
-    """
+    """Return how programs share the keys of rows, by constant properties as ``choose_attention_tiling`` does."""
     tile = decode_tile(heads, rank, by_hand)
     head_tiles = -(-heads // tile.heads)
     items = rows * head_tiles
@@ -284,11 +279,8 @@ def missing_expanded(head_dim: int, value_dim: int) -> str | None:
 def worth_expanding(queries: Sequence[int], lengths: Sequence[int]) -> bool:
     """Return whether a prefill is faster if it expands keys and values of its tokens, and attends to these.
 
-    That takes rows without cached tokens: what is cached is never expanded.
-
-    Args:
-        queries: ``[B]``, new tokens of each row.
-        lengths: ``[B]``, all its tokens.
+    That takes rows without cached tokens: what is cached is never expanded. Each row ``[B]`` has so many new tokens,
+    and so many in all.
     """
     cached = any(count and length > count for count, length in zip(queries, lengths, strict=True))
     return not cached and max(queries, default=0) >= EXPANDED_FROM

@@ -200,11 +200,7 @@ def multiply_and_add(
 ) -> ScaledSum:
     """Return ``states + rows @ weight.T`` and what its norm needs.
 
-    Args:
-        rows: ``[M, K]``, contiguous, bfloat16.
-        weight: ``[N, K]``, likewise.
-        states: ``[M, N]``, likewise.
-        norm: ``[N]``, likewise: the norm's weight.
+    All is contiguous and bfloat16: rows ``[M, K]``, weight ``[N, K]``, states ``[M, N]``, the norm's weight ``[N]``.
     """
     (m, k), n, tile = rows.shape, weight.shape[0], tiling.first
     grid = (-(-m // tile.rows), n // tile.outputs)
@@ -227,12 +223,7 @@ def multiply_and_add(
 def multiply_scaled(
     given: ScaledSum, weight: Tensor, epsilon: float, tiling: ChainedTiling, *, gated: bool, pdl: bool
 ) -> Tensor:
-    """Return the normed sum times ``weight.T``.
-
-    Args:
-        weight: ``[N, K]``, contiguous, beginning at a multiple of 16 bytes.
-        gated: return ``silu(first) * second`` of both halves of the outputs.
-    """
+    """Return the normed sum times ``weight.T``, which begins at a multiple of 16 bytes; gated as ``multiply_few``."""
     (m, k), n, tiles = given.scaled.shape, weight.shape[0] // (2 if gated else 1), len(given.squares)
     tile = tiling.second
     y = given.scaled.new_empty(m, n)

@@ -53,12 +53,7 @@ class InvariantLinearTiling(NamedTuple):
 
 
 def invariant_linear_tiling(outputs: int, number_bytes: int, shared_memory: int) -> InvariantLinearTiling:
-    """Return the tiling for a weight.
-
-    Args:
-        number_bytes: bytes of one of its numbers.
-        shared_memory: of a multiprocessor, in bytes.
-    """
+    """Return the tiling for a weight of numbers of so many bytes; shared memory is in bytes, too."""
     width = NARROW if outputs <= FEW_OUTPUTS or number_bytes > 2 else WIDEST
     while width > NARROWEST and outputs <= width // 2:
         width //= 2

@@ -41,16 +41,7 @@ def _add_rms_norm(
 
 
 def add_rms_norm(states: Tensor, update: Tensor, weight: Tensor, epsilon: float, *, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Launch the kernel. All is contiguous, of one dtype, and on one device, the current one.
-
-    Args:
-        states: ``[..., I]``.
-        update: ``[..., I]``.
-        weight: ``[I]``.
-
-    Returns:
-        ``[..., I]``, the sum, and ``[..., I]``, the normed sum.
-    """
+    """Return the sum ``[..., I]``, and it normed; all is contiguous, of one dtype, and on the current device."""
     total, normed = torch.empty_like(states), torch.empty_like(states)
     inputs = states.shape[-1]
     rows, block = states.numel() // inputs, triton.next_power_of_2(inputs)
@@ -81,14 +72,7 @@ def _silu_and_mul(product, gated, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def silu_and_mul(product: Tensor, *, pdl: bool) -> Tensor:
-    """Return ``silu(first) * second`` of both halves of ``product``.
-
-    Args:
-        product: ``[M, 2 N]``, contiguous, on the current device.
-
-    Returns:
-        ``[M, N]``, contiguous.
-    """
+    """Return ``silu(first) * second`` of both halves of ``product`` ``[M, 2 N]``, contiguous, on the current device."""
     rows, outputs = product.shape[0], product.shape[1] // 2
     gated = product.new_empty(rows, outputs)
     _silu_and_mul[(rows, -(-outputs // GATED_BLOCK))](

@@ -211,14 +211,12 @@ def multiply_few(
     trigger_first: bool = False,
     pdl: bool,
 ) -> Tensor:
-    """Return ``rows @ weight.T`` of one or two rows.
+    """Return ``rows @ weight.T`` of one or two rows; ``silu(first) * second`` of both halves of the outputs if gated.
 
     Args:
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise.
         tiling: for one or two rows, from ``choose_linear_tiling``; if rows are normed, all of K is prefetched.
-        normed: how one row is normed first.
-        gated: return ``silu(first) * second`` of both halves of the outputs.
         trigger_first: let the next kernel begin before this one has waited for the previous.
     """
     (m, k), n = rows.shape, weight.shape[0] // (2 if gated else 1)
@@ -238,12 +236,11 @@ def _options(pdl: bool) -> dict[str, Any]:
 
 
 def multiply(rows: Tensor, weight: Tensor, tiling: LinearTiling, *, trigger_first: bool = False, pdl: bool) -> Tensor:
-    """Return ``rows @ weight.T``.
+    """Return ``rows @ weight.T``; ``trigger_first`` is as of ``multiply_few``, and has no effect with tensor cores.
 
     Args:
         rows: ``[M, K]``, contiguous, float16 or bfloat16.
         weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
-        trigger_first: as in ``multiply_few``; of no effect with tensor cores.
     """
     if tiling.rows <= 2:
         return multiply_few(rows, weight, tiling, trigger_first=trigger_first, pdl=pdl)

@@ -164,13 +164,9 @@ def write_zeros(
 
 
 def walk(args: ChunkedTokens, out: Tensor, tiling: ChunkTiling, sizes: tuple[int, int, int]) -> None:
-    """Launch it on the current device.
+    """Launch it on the current device, into ``out`` ``[T, H, V]``, contiguous, but for padding.
 
-    Args:
-        args: of one device, checked.
-        out: ``[T, H, V]``, contiguous, written, but for padding.
-        tiling: bits do not depend on it.
-        sizes: K, D and V.
+    ``args`` are checked; bits do not depend on ``tiling``; ``sizes`` are K, D and V.
     """
     key_heads, size, value_size = sizes
     heads = out.shape[1]

@@ -102,12 +102,9 @@ def _prepare_delta_rule(
 
 
 def apply_in_chunks(args: GatedDeltaRule, out: Tensor, tiling: ChunkTiling | None = None) -> None:
-    """Launch both on the current device.
+    """Launch both on the current device, into ``out`` ``[T, H, V]``, contiguous; bits do not depend on ``tiling``.
 
-    Args:
-        args: as of ``gated_delta_rule``, checked, with a decay of each head and D of ``LARGEST_KEY`` at most.
-        out: ``[T, H, V]``, contiguous, written.
-        tiling: of the walk; None for the one of ``chunk_tiling``. Bits do not depend on it.
+    ``args`` are checked, with a decay of each head and D of ``LARGEST_KEY`` at most.
     """
     (_, key_heads, size), (count, heads, value_size), rows = args.query.shape, args.value.shape, len(args.read)
     if not rows or not count:

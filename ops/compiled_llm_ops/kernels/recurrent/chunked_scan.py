@@ -70,15 +70,9 @@ def _prepare_scan(
 
 
 def scan_in_chunks(args: SelectiveScan, out: Tensor, tiling: ChunkTiling | None = None) -> None:
-    """Launch both on the current device.
+    """Launch both on the current device, into ``out`` ``[T, H, P]``, contiguous; bits do not depend on ``tiling``.
 
-    Args:
-        args: as of ``selective_scan``, checked, with a decay of each head and N of ``LARGEST_KEY`` at most.
-        out: ``[T, H, P]``, contiguous, written.
-        tiling: of the walk; None for the one of ``chunk_tiling``. Bits do not depend on it.
-
-    Raises:
-        ValueError: there is a decay of each number of the state.
+    ``args`` are checked, with N of ``LARGEST_KEY`` at most; ValueError if there is a decay of each number of the state.
     """
     if args.a.dim() != 1:
         raise ValueError("selective_scan: with a decay of each number of the state, [H, N], there are no chunks")

@@ -32,10 +32,7 @@ def takes_chunks(count: int, rows: int, size: int) -> bool:
     """Whether kernels that compute chunks are faster than one that walks from token to token.
 
     Shapes do not tell how many tokens the longest row has. That walk is short where rows have one each, and as long as
-    a prompt where one row has all others.
-
-    Args:
-        count: T, those of padding included.
+    a prompt where one row has all others. ``count`` is T, those of padding included.
     """
     return size <= LARGEST_KEY and count > rows + FEW
 
@@ -54,13 +51,9 @@ class ChunkTiling(NamedTuple):
 
 
 def chunk_tiling(rows_and_heads: int, value_size: int, number_bytes: int) -> ChunkTiling:
-    """Return the tiling of the delta rule's walk.
+    """Return the tiling of the delta rule's walk; numbers of so many bytes are multiplied, 4 for float32.
 
     Wide programs read keys and queries less often, narrow ones are more: a GPU that is not full takes narrow ones.
-
-    Args:
-        rows_and_heads: B times the heads of values.
-        number_bytes: of a number that is multiplied; 4 for float32.
     """
     columns, stages, warps = (64, 2, 4) if number_bytes == 2 else (32, 1, 8)
     while columns > 16 and (columns >= 2 * value_size or rows_and_heads * value_size < PROGRAMS // 2 * columns):
