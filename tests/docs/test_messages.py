@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+from compiled_llm.kinds.support import KINDS, No
 from support.docs.pages import DOCS
 from support.imports import sources
 
@@ -29,6 +30,16 @@ def strings_in(tree: ast.AST) -> list[list[str]]:
     return [pieces for pieces in found if pieces]
 
 
+def refusals() -> list[list[str]]:
+    """Those of the table of kinds, as `wrap` puts them together."""
+    return [
+        re.split(r"{\w+}", f"wrap: {name}=True: {kind.what}, {cell.why}; {cell.way_out.replace('{feature}', name)}")
+        for kind in KINDS
+        for name, cell in kind.cells.items()
+        if isinstance(cell, No)
+    ]
+
+
 def shows(listed: list[str], actual: list[str]) -> bool:
     """Whether each piece on the page is part of the message, in order."""
     rest = "\0".join(actual)
@@ -41,6 +52,7 @@ def shows(listed: list[str], actual: list[str]) -> bool:
 
 def test_every_message_on_the_troubleshooting_page_exists() -> None:
     actual = [pieces for file in sources().values() for pieces in strings_in(ast.parse(file.read_text()))]
+    actual += refusals()
     listed = messages_on_the_page()
     assert len(listed) > 20
     for message in listed:

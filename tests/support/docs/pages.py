@@ -82,5 +82,5 @@ def notebooks() -> ModuleType:
 def rendered(page: str) -> str:
     """A page of the reference, as mkdocs sees it."""
     markdown: str = hooks().on_page_markdown((DOCS / "reference" / page).read_text())
-    assert "<!-- table" not in markdown
+    assert "<!-- table:" not in markdown
     return markdown
