@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class AsyncClient(BaseClient):
-    """Talks to an engine process as ``Client`` does; whatever waits is awaited. ``submit`` and ``stream`` are the same.
+    """A client of an engine process as ``Client``; whatever waits is awaited. ``submit`` and ``stream`` are the same.
 
     The event loop that connects it reads what comes, so that no thread has to be woken for that; as long as it runs,
     others may use the client, too. ``submit`` and ``stream`` do not wait to connect again if the engine process was

@@ -35,7 +35,7 @@ RETURNS_WITHIN = 5.0
 
 
 class BaseClient(ABC):
-    """Sends requests over a connection, and makes another one once that is lost."""
+    """A client that sends requests over a connection, and makes another one once that is lost."""
 
     def __init__(self, path: str | Path, tokenizer: Given) -> None:
         self._path = Path(path).expanduser()

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Client(BaseClient):
-    """Talks to an engine process (``compiled-llm serve``) over its Unix socket, as one talks to an ``Engine``.
+    """A client of an engine process (``compiled-llm serve``) over its Unix socket, with the methods of an ``Engine``.
 
     Any thread may use it, and what ``submit`` returns works in any event loop. Closing it ends its requests. If the
     engine process is lost, requests under way raise ``EngineDeadError``, and the next one connects again.

@@ -10,11 +10,11 @@ class EngineProcessError(RuntimeError):
 
 
 class EngineBusyError(EngineProcessError):
-    """As many requests wait as may wait; try again later."""
+    """A refusal: as many requests wait as may; try again later."""
 
 
 class EngineDeadError(EngineProcessError):
-    """There is no engine process, or it has gone; requests that it had not ended are lost."""
+    """The loss of an engine process, or its absence; requests that it had not ended are lost."""
 
 
 def refusal(kind: Kind, message: str) -> Exception:

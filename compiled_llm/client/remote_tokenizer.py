@@ -12,7 +12,7 @@ from compiled_llm.protocol.messages import AskText, AskTokens, TextReply, Tokens
 
 
 class RemoteTokenizer:
-    """Has an engine process make tokens of texts and messages, and text of tokens, as its own tokenizer does.
+    """A tokenizer in an engine process, for texts, messages and tokens.
 
     Each call waits for an answer over a connection of its own, so that any thread may use it; for many requests at
     once, load the tokenizer.

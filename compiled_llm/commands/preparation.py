@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Preparation:
-    """Notes how long the block takes, and whether Inductor compiles anything in it."""
+    """The time that a block takes, and whether Inductor compiles anything in it."""
 
     def __init__(self) -> None:
         self._compiled_before = self._start = self._seconds = 0.0

@@ -9,7 +9,7 @@ from compiled_llm.compat.forks import lock
 
 
 class Condition(threading.Condition):
-    """Like that of ``threading``, whose ``with`` takes its lock in a method written in Python.
+    """A condition like that of ``threading``, whose ``with`` takes its lock in a method written in Python.
 
     KeyboardInterrupt may be raised in there once the lock is taken and before the block has begun; then it is never
     released, and all other threads wait for ever. ``with`` finds the lock's own methods here, which are written in C:

@@ -232,7 +232,7 @@ _readers_lock = lock()
 
 
 class implementations_read:  # noqa: N801
-    """For the block, configs name another implementation in this thread; other threads see no change."""
+    """A block in which configs name another implementation to this thread; other threads see no change."""
 
     def __init__(self, configs: Sequence[PretrainedConfig], name: str | None, experts: str | None = None) -> None:
         """``name``, and ``experts`` for these: what to read; None for what each config names itself."""

@@ -109,7 +109,7 @@ def packed_forward(layer: type[nn.Module]) -> tuple[str, Callable[..., Any]]:
 
 
 class _Caches(ast.NodeVisitor):
-    """Finds the arguments whose methods are given states."""
+    """The arguments whose methods are given states, in a syntax tree."""
 
     def __init__(self, *arguments: str) -> None:
         self._arguments = arguments
@@ -122,7 +122,7 @@ class _Caches(ast.NodeVisitor):
 
 
 class _Calls(ast.NodeTransformer):
-    """Puts methods of the cache in the place of functions."""
+    """A transformer that puts methods of the cache in the place of functions."""
 
     def __init__(self, argument: str) -> None:
         self._argument = argument

@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # imports msgspec, which only a server needs
 
 
 class Engine:
-    """Serves many requests at once on one wrapped model, while ``generate`` goes on working.
+    """An engine that serves many requests at once on one wrapped model, while ``generate`` goes on working.
 
     Examples:
         >>> engine = compiled_llm.Engine(model, tokenizer=tokenizer)  # doctest: +SKIP

@@ -121,7 +121,7 @@ Bound = Literal["max_num_seqs", "pages", "states"]
 
 @dataclass(frozen=True)
 class EngineDescription:
-    """Where an engine's device memory went, and how many requests fit.
+    """The use of an engine's device memory, and how many requests fit.
 
     Attributes:
         memory: bytes by what they are for: weights, pages, workspace, buffers and captured graphs.

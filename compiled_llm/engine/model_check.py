@@ -23,7 +23,7 @@ _SECONDS = 0.1
 
 
 class ModelCheck:
-    """Looks at the model when a request is submitted and while the loop runs; the loop does not look again at once."""
+    """A look at the model when a request is submitted and while the loop runs; the loop does not look again at once."""
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, watching: bool = True) -> None:
         self.lost: DeviceLostError | None = None  # why the device runs nothing more in this process; None while it does

@@ -76,7 +76,7 @@ class Trace:
 
 
 class MutationWatch(fx.Interpreter):
-    """Runs a graph and notes which nodes write to inputs that CUDA graphs would have to copy."""
+    """A run of a graph that notes which nodes write to inputs that CUDA graphs would have to copy."""
 
     def __init__(self, graph: fx.GraphModule, mutated: list[fx.Node]) -> None:
         super().__init__(graph)

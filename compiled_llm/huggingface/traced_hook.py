@@ -15,7 +15,7 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 
 class TracedHookHandle:
-    """Removes a traced hook: by ``remove``, or at the end of a ``with`` block."""
+    """The handle of a traced hook, which removes it: by ``remove``, or at the end of a ``with`` block."""
 
     def __init__(self, placed: list[tuple[CompiledModel, PlacedHook]]) -> None:
         self._placed = placed

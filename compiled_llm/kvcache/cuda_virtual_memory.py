@@ -107,7 +107,7 @@ class MappedMemory:
 
 
 class _Mapped:
-    """What is mapped to a range of addresses: all of it, or nothing."""
+    """The memory that is mapped to a range of addresses: all of it, or nothing."""
 
     def __init__(self, address: _Address, length: int) -> None:
         self._address, self._length = address, _Size(length)

@@ -2,11 +2,11 @@
 
 
 class OutOfPagesError(RuntimeError):
-    """There are not enough free pages; nothing was taken."""
+    """A lack of free pages; nothing was taken."""
 
 
 class OutOfStatesError(OutOfPagesError):
-    """There are not enough free entries for states of rows; nothing was taken."""
+    """A lack of free entries for states of rows; nothing was taken."""
 
 
 class WrongPageError(RuntimeError):

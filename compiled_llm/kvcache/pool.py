@@ -59,7 +59,7 @@ class RowWatch:
 
 
 class PagePool:
-    """Hands out pages, and promises them ahead of time so that an admitted row never runs out.
+    """A pool of pages, which are promised ahead of time so that an admitted row never runs out.
 
     A page may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
     tree; a page that only the tree owns is cached. It counts as available, and the tree gives it up once no free ones

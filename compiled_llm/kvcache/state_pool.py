@@ -40,7 +40,7 @@ class _TreeOfStates(Protocol):
 
 
 class StatePool:
-    """Hands out entries, and promises them ahead of time, so that a row that was admitted never runs out.
+    """A pool of entries, which are promised ahead of time, so that a row that was admitted never runs out.
 
     An entry may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
     tree; an entry that only the tree owns is cached. It counts as available, and the tree gives it up once none is

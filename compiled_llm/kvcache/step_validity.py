@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class StepValidity:
-    """Tells steps apart that were made before and after a change; safe to use from any thread."""
+    """The validity of steps: tells apart those made before and after a change; safe to use from any thread."""
 
     def __init__(self) -> None:
         # an object of its own between any two changes. A step that was made in another one is no longer valid

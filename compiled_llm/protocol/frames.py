@@ -35,7 +35,7 @@ def frame_of(message: msgspec.Struct, max_bytes: int = MAX_BYTES) -> bytearray:
 
 
 class Frames(Generic[T]):
-    """Turns bytes, however they are cut, into messages."""
+    """A reader that turns bytes, however they are cut, into messages."""
 
     def __init__(self, message: Any, max_bytes: int = MAX_BYTES) -> None:
         """``message``: the type of received messages, a union."""

@@ -44,27 +44,27 @@ class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
 
 
 class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
-    """End a request, or the answer of one index alone. One that has ended already is passed over."""
+    """The end of a request, or of the answer of one index alone. One that has ended already is passed over."""
 
     request: int
     index: int | None = None
 
 
 class AskStats(Struct, tag="ask stats", frozen=True):
-    """Ask for the engine's ``StatsReply``; ``number`` comes back with the answer."""
+    """A question for the engine's ``StatsReply``; ``number`` comes back with the answer."""
 
     number: int
 
 
 class AskTokens(Struct, tag="ask tokens", frozen=True):
-    """Ask for the ``TokensReply`` of a text or of a chat's messages, up to the beginning of an answer."""
+    """A question for the ``TokensReply`` of a text or of a chat's messages, up to the beginning of an answer."""
 
     number: int
     prompt: str | list[dict[str, Any]]
 
 
 class AskText(Struct, tag="ask text", frozen=True):
-    """Ask for the ``TextReply`` of tokens."""
+    """A question for the ``TextReply`` of tokens."""
 
     number: int
     tokens: list[int]
@@ -128,7 +128,7 @@ class Ready(Struct, tag="ready", frozen=True):
 
 
 class Ended(Struct, array_like=True, frozen=True, gc=False):
-    """How an answer has ended; with the finish reason ``"error"``, ``error`` is a sentence, and ``kind`` its kind."""
+    """The end of an answer; with the finish reason ``"error"``, ``error`` is a sentence, and ``kind`` its kind."""
 
     finish_reason: Literal["stop", "length", "cancelled", "timeout", "error"]
     stop_reason: int | str | None = None
@@ -172,7 +172,7 @@ class PromptScores(Struct, tag="prompt scores", frozen=True):
 
 
 class EmittedPiece(Struct, tag="emitted", frozen=True):
-    """What was emitted of some tokens of an answer, from the first on; several come, once all answers have ended."""
+    """A piece of what was emitted of an answer's tokens; several come, once all answers have ended."""
 
     request: int
     index: int
@@ -191,7 +191,7 @@ class Refused(Struct, tag="refused", frozen=True):
 
 
 class Percentiles(Struct, frozen=True):
-    """Half of some waits were at most ``p50`` seconds, 99 of 100 at most ``p99``."""
+    """Percentiles of some waits: half were at most ``p50`` seconds, 99 of 100 at most ``p99``."""
 
     p50: float
     p99: float
@@ -214,7 +214,7 @@ class PageCounts(Struct, frozen=True):
 
 
 class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
-    """How the engine process is doing; fields as of ``EngineStats``.
+    """The state of the engine process; fields as of ``EngineStats``.
 
     Attributes:
         number: that of the question.

@@ -20,7 +20,7 @@ class Written(Protocol):
 
 
 class TextFormat(NamedTuple):
-    """How a request's tokens become text."""
+    """The way in which a request's tokens become text."""
 
     decoding: TokenDecoder
     stop: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ class TokenDecoder:
 
 
 class Detokenizer:
-    """Turns the tokens of one answer into text; one thread at a time.
+    """A detokenizer of the tokens of one answer; one thread at a time.
 
     A token's text comes once its characters are complete. Joined, the pieces are ``tokenizer.decode`` of all tokens;
     only where byte tokens turn out to be no UTF-8 does it take back a character, which pieces cannot.
@@ -88,7 +88,7 @@ class Detokenizer:
 
 
 class _Stream:
-    """As ``_Window``, in ``tokenizers``: a third of the time."""
+    """A window as ``_Window``, in ``tokenizers``: a third of the time."""
 
     def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
         self._backend = backend
@@ -110,7 +110,7 @@ class _Stream:
 
 
 class _Window:
-    """Decodes the latest tokens together with those before them, since text depends on its left context."""
+    """A window of the latest tokens, decoded together with those before them: text depends on its left context."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode

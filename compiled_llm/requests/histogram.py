@@ -12,7 +12,7 @@ BUCKETS = (
 
 
 class Histogram(NamedTuple):
-    """How many waits of each length there were.
+    """A count of waits by their length.
 
     Attributes:
         counts: those up to each of ``BUCKETS`` and longer than the one before it; then those longer than all.

@@ -64,7 +64,7 @@ _MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are sampled, and how many; names and defaults are vLLM's, but for one.
+    """Settings of how a request's tokens are sampled; names and defaults are vLLM's, but for one.
 
     Logits are changed in this order: ``logits_processors``, ``logit_bias``, ``repetition_penalty``,
     ``frequency_penalty`` and ``presence_penalty``, ``structured_outputs``, ``allowed_token_ids`` and ``bad_words``,

@@ -63,7 +63,7 @@ class StopStrings:
 
 
 class StopReader:
-    """Reads one text as it comes."""
+    """A reader of one text as it comes."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._stops = _known(tuple(strings))

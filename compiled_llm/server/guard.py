@@ -38,7 +38,7 @@ _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 
 
 class Guard:
-    """Lets requests through that may come in, and answers the others."""
+    """A guard that lets requests through that may come in, and answers the others."""
 
     def __init__(self, app: ASGIApp, settings: ApiServerSettings, metrics: ApiServerMetrics) -> None:
         self._app = app

@@ -26,7 +26,7 @@ _KEEP_ALIVE_SECONDS = 30
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an API server by uvicorn, which reads and writes HTTP.
+    """The uvicorn server of an API server, which reads and writes HTTP.
 
     Args:
         path: of the engine process's socket.

@@ -9,7 +9,7 @@ _HOUR = 3600.0
 
 
 class Restarts:
-    """Counts the restarts of the last hour, of which there may be ``max_restarts``."""
+    """A count of the restarts of the last hour, of which there may be ``max_restarts``."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts

@@ -20,7 +20,7 @@ _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 
 @dataclass(frozen=True, kw_only=True)
 class ApiServerSettings:
-    """Where an API server listens, whom it serves, and how much one may ask for.
+    """The place where an API server listens, whom it serves, and how much one may ask for.
 
     Attributes:
         names: that requests call the model by; the first one is in answers.

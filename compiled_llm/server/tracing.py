@@ -39,7 +39,7 @@ def tracer_provider(endpoint: str) -> TracerProvider:
 
 
 class TracingMiddleware:
-    """Makes a span of each request to a model; the caller's ``traceparent`` is its parent."""
+    """A middleware that makes a span of each request to a model; the caller's ``traceparent`` is its parent."""
 
     def __init__(self, app: ASGIApp, provider: TracerProvider) -> None:
         self._app = app

@@ -45,7 +45,7 @@ class Line(Protocol):
 
 
 class ThreadConnection:
-    """Sends messages, and has those that come handled by a thread of its own; ``welcome`` is the first of them."""
+    """A connection whose messages are handled in a thread of its own; ``welcome`` is the first of them."""
 
     def __init__(self, path: str | Path) -> None:
         """Connect, and say hello.

@@ -15,7 +15,7 @@ from compiled_llm.requests.listeners import running_loop
 
 
 class LoopConnection(ThreadConnection):
-    """Has what comes handled in an event loop."""
+    """A connection whose messages are handled in an event loop."""
 
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop, busy_poll: float = 0.0) -> None:
         """``busy_poll``: seconds for which the loop does not sleep after each message, sent or received."""

@@ -13,7 +13,7 @@ _AT_ONCE = 2**16
 
 
 class SendQueue:
-    """Sends frames whole and in their order, in any thread and any event loop."""
+    """A queue of frames, sent whole and in their order, for any thread and any event loop."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection

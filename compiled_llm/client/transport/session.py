@@ -34,7 +34,7 @@ _PAUSE = 0.05
 
 
 class ClientSession:
-    """Brings what an engine process says to the threads and tasks that wait for it.
+    """A client's requests: brings what an engine process says to the threads and tasks that wait for it.
 
     Attributes:
         listeners: told when the engine process is ready, has answered a question, or is gone.

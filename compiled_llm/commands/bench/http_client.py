@@ -15,7 +15,7 @@ from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 
 
 class HttpClient:
-    """Asks the ``model`` of a server."""
+    """A client that asks the ``model`` of a server."""
 
     busy = 0.0
     """The largest share of a pass in which this process computed; near 1, the client limited the rate."""

@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
 
 class LoadAnswer(NamedTuple):
-    """When each piece of an answer came, how many tokens it has, and how many of the prompt were ``cached``, if known.
+    """The times at which pieces of an answer came, its tokens, and how many of the prompt were ``cached``, if known.
 
     Times are in seconds, by ``time.perf_counter`` or from the begin of a pass; ``begun`` is when it was to be sent.
     """

@@ -37,7 +37,7 @@ _ENDS = ("/exit", "/quit", "/bye")
 
 @dataclasses.dataclass
 class Chat:
-    """Reads questions and writes answers until there are no more questions; ``failed`` once one was not answered."""
+    """A chat on a terminal, until there are no more questions; ``failed`` once one was not answered."""
 
     _conversation: Conversation
     _given: dict[str, Any]

@@ -13,7 +13,7 @@ from compiled_llm.commands.printable import printable
 
 
 class AnswerStreamer(TextStreamer):
-    """Writes text to stdout unless ``silent``, on a terminal with control characters spelled out."""
+    """A streamer that writes to stdout unless ``silent``, on a terminal with control characters spelled out."""
 
     leaves_model_alone = True
 

@@ -20,7 +20,7 @@ _TOKENIZER_FILES = (
 
 
 class Source(NamedTuple):
-    """Where `from_pretrained` finds a model: a folder or hub id, and the GGUF file in it if it is one."""
+    """A model's place for `from_pretrained`: a folder or hub id, and the GGUF file in it if it is one."""
 
     name: str
     location: str

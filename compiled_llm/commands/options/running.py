@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningOptions:
-    """How a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures.
+    """Options of how a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures.
 
     With ``eager_first``, answers on a CPU do not wait for compiling, unless they are to be ``batch_invariant``.
     """

@@ -21,7 +21,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How to sample tokens; what is None the model decides, and whether to ``sample``, the other options."""
+    """Options of sampling; what is None the model decides, and whether to ``sample``, the other options."""
 
     sample: bool | None = None
     temperature: float | None = None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineAnswer:
-    """Wraps the handle that ``submit`` of an engine or of a client returns."""
+    """The handle that ``submit`` of an engine or of a client returns, as an answer."""
 
     def __init__(self, handle: RemoteHandle | RequestHandle) -> None:
         self._handle = handle

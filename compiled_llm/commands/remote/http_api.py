@@ -21,7 +21,7 @@ Prompt = str | list[int] | Sequence[dict[str, str]]
 
 
 class HttpApi:
-    """Sends requests to a server, each over a connection of its own."""
+    """A server's API; each request has a connection of its own."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         """Take a URL with or without ``/v1``; ValueError if it is none of a server."""

@@ -86,7 +86,7 @@ def _level(line: str) -> str:
 
 
 class _Text(logging.Formatter):
-    """Spells out control characters: a client may have sent them, as the id of a request through a proxy."""
+    """A formatter that spells out control characters: clients may have sent them, as a request's id through a proxy."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")

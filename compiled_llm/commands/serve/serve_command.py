@@ -24,7 +24,7 @@ _ALSO = {"model": ("same_model",)}
 
 
 class ServeCommand(TyperCommand):
-    """Takes options of the environment, too, and answers those of `vllm serve` with ours."""
+    """The command with options of the environment, too; options of `vllm serve` are answered with ours."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:  # a shell asks how the line may go on

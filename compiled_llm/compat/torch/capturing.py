@@ -91,7 +91,7 @@ def when_nothing_is_captured(wait: Callable[[], None]) -> None:
 
 
 class _CapturesUnderway:
-    """Counts the captures underway, and keeps the calls that are made when there are none."""
+    """A count of the captures underway, and the calls that wait until there are none."""
 
     def __init__(self) -> None:
         # Reentrant: the garbage collector may run in a thread that has the lock, and call ``call_later``.

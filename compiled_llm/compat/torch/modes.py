@@ -51,7 +51,7 @@ def _function_modes() -> list[str]:
 
 
 class OperationsNoted(TorchDispatchMode):
-    """Notes the operations of the block, each with the type of its result; casts are operations, too."""
+    """The operations of a block, each with the type of its result; casts are operations, too."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch import nn
 
 
 class _Noted:
-    """Calls a function, then the module. It keeps neither alive."""
+    """A forward that calls a function, then the module. It keeps neither alive."""
 
     def __init__(self, module: nn.Module, note: Callable[[], object]) -> None:
         self._module = weakref.ref(module)

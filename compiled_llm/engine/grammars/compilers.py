@@ -26,11 +26,11 @@ Key = tuple[int, frozenset[int], bool]
 
 
 class UnwantedError(Exception):
-    """No request waits for a grammar any more."""
+    """The end of a compilation for whose grammar no request waits any more."""
 
 
 class Compilers(Protocol):
-    """Compiles grammars; each method may be called from any thread."""
+    """A compiler of grammars; each method may be called from any thread."""
 
     def check(self, source: GrammarSource) -> None:
         """Raise ValueError if a form cannot be compiled, as far as that is known at once."""
@@ -50,7 +50,7 @@ class Compilers(Protocol):
 
 
 class CompilersHere:
-    """Compiles in the calling thread. Nothing can stop it, and a crash there crashes the process."""
+    """A compiler in the calling thread. Nothing can stop it, and a crash there crashes the process."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._compilers: Latest[xgrammar.GrammarCompiler] = Latest(lambda key, place: compiler(spelled(tokenizer, key)))

@@ -26,7 +26,7 @@ _MAX_FATAL = 4096
 
 
 class CompilersApart:
-    """Compiles in a worker process, where a form that crashes or takes too much fails its own requests alone."""
+    """A compiler in a worker process, where a form that crashes or takes too long fails its own requests alone."""
 
     def __init__(self, tokenizer: Any, process: WorkerProcess, timeout: float) -> None:
         self._process = process

@@ -49,7 +49,7 @@ class _GrammarJob:
 
 
 class Grammars:
-    """Compiles an engine's grammars, and keeps the latest ones.
+    """An engine's grammars: compiles them, and keeps the latest ones.
 
     A thread that compiles cannot be stopped. So one that takes long is no longer counted, and another is started.
     """

@@ -48,7 +48,7 @@ class _Fork(NamedTuple):
 
 
 class Worker:
-    """Forks for each grammar."""
+    """A worker that forks for each grammar."""
 
     def __init__(self) -> None:
         """Read what the engine says from the standard input, a socket."""

@@ -53,7 +53,7 @@ class Vetted(Struct, tag="vetted", frozen=True):
 
 
 class Failed(Struct, tag="failed", frozen=True):
-    """There is no grammar."""
+    """A failure to compile a grammar."""
 
     # ``"invalid"``, by xgrammar; ``"limit"`` or ``"crash"``, which would happen again; ``"lost"``, its process was
     # ended by something else

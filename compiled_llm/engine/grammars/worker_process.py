@@ -35,7 +35,7 @@ _LOST = Failed("lost", "the process that compiles grammars has ended")
 
 
 class WorkerProcess:
-    """Starts the worker, starts it again if it has died, and ends it; any thread may use it.
+    """The worker's process, started again if it has died; any thread may use it.
 
     The worker ends with this process, in whatever way: its standard input is a socket that only this process holds.
     """

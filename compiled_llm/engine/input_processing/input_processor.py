@@ -21,7 +21,7 @@ from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as may; nothing was taken."""
+    """A refusal: as many requests wait as may; nothing was taken."""
 
 
 class TokenFacts(NamedTuple):

@@ -63,7 +63,7 @@ class RequestSampling:
 
 
 class RequestSamplings:
-    """Those of one call, made once for all prompts with one ``SamplingParams``: the rows then share arrays."""
+    """The samplings of one call, made once for all prompts with one ``SamplingParams``: the rows then share arrays."""
 
     def __init__(self) -> None:
         # By identity, which the params themselves keep.

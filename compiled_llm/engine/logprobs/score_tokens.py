@@ -24,7 +24,7 @@ _AT_ONCE = 2**24
 
 
 class SampledDraws(NamedTuple):
-    """How rows have sampled their tokens.
+    """The draws by which rows have sampled their tokens.
 
     Attributes:
         slots: ``[R]`` int64.

@@ -112,7 +112,7 @@ def accept(matchers: Sequence[xgrammar.GrammarMatcher], tokens: Sequence[int]) -
 
 
 class MaskWriter:
-    """Fills the masks of many answers, in one thread or, if that takes long, in several."""
+    """A writer of the masks of many answers, in one thread or, if that takes long, in several."""
 
     def __init__(self) -> None:
         self._fillers: dict[int, xgrammar.BatchGrammarMatcher] = {}  # by how many threads they have

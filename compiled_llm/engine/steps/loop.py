@@ -82,7 +82,7 @@ class LoopSettings(NamedTuple):
 
 
 class Loop:
-    """Runs a scheduler's plans with a model runner; one thread at a time.
+    """An engine's loop: runs a scheduler's plans with a model runner; one thread at a time.
 
     Attributes:
         prefixes: keeps pages of texts that have been computed; None without a prefix cache.

@@ -42,7 +42,7 @@ _WEIGHT = 1 / 16
 
 
 class Scheduler:
-    """Decides what runs; one thread at a time.
+    """The scheduler of an engine's requests; one thread at a time.
 
     First come, first served within a priority. A request is admitted once there are a slot for it and pages for its
     prompt and for as much of an answer as is likely. If pages run out nevertheless, the request that has computed least

@@ -29,7 +29,7 @@ class _SmallStep(NamedTuple):
 
 
 class TokenBudget:
-    """Chooses chunks so that steps stay within a time.
+    """A budget of tokens for a step's chunks, so that steps stay within a time.
 
     Decode steps are told apart by their rows, and chunks by their tokens, both rounded up to a power of two. A chunk
     twice as large as any that was seen is taken to last twice as long, so chunks grow step by step.

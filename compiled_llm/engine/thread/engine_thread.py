@@ -42,7 +42,7 @@ logger = logging.getLogger("compiled_llm.engine")
 
 
 class EngineThread:
-    """Runs the loop of one engine.
+    """The thread that runs the loop of one engine.
 
     The loop's knowledge of rows and pages changes only under the model's loop lock, in the thread that runs it or in
     a call that lacks pages (``give_back``).

@@ -9,7 +9,7 @@ from compiled_llm.engine.thread.arrivals import Arrivals
 
 
 class PausedRequests:
-    """Hands requests over to the scheduler, or keeps them until earlier ones have ended."""
+    """Requests that are kept from the scheduler until earlier ones have ended, if it is paused."""
 
     def __init__(self, arrivals: Arrivals, known: Iterable[Request]) -> None:
         self._arrivals = arrivals

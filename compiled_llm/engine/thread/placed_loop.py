@@ -9,7 +9,7 @@ from compiled_llm.engine.steps.request import Request
 
 
 class PlacedLoop:
-    """Makes one loop after the other, in the thread that runs the loop."""
+    """The engine's present loop; makes one after the other, in the thread that runs it."""
 
     def __init__(self, check: ModelCheck, settings: LoopSettings) -> None:
         self._check = check

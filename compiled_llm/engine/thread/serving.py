@@ -20,7 +20,7 @@ class ServedLoop(Protocol):
 
 
 class ServingThread:
-    """Serves whenever there are messages, and ends with the engine; a failure there ends requests, not the thread."""
+    """A thread that serves whenever there are messages; a failure there ends requests, not the thread."""
 
     def __init__(self, served: ServedLoop, arrivals: Arrivals) -> None:
         self._arguments = weakref.ref(served), arrivals

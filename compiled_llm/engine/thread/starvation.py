@@ -18,7 +18,7 @@ _PATIENCE = 0.5
 
 
 class Starvation:
-    """How long nothing could run."""
+    """The time during which nothing could run."""
 
     def __init__(self) -> None:
         self._since: float | None = None

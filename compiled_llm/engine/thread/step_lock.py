@@ -14,7 +14,7 @@ _PATIENCE = 0.2
 
 
 class StepLock:
-    """Held by the thread that runs the loop, or has paused it."""
+    """A lock that the thread holds which runs the loop, or has paused it."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed

@@ -48,7 +48,7 @@ def new_folder(path: Path) -> Path:
 
 
 class Dump:
-    """Writes one dump into a folder that is empty; ``notes`` say what could not be written, and why."""
+    """A dump in a folder that is empty; ``notes`` say what could not be written, and why."""
 
     def __init__(self, root: Path) -> None:
         self.notes: list[str] = []

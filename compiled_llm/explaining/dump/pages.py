@@ -45,7 +45,7 @@ def link_to(page: Path, line: int = 0, *, seen_from: Path) -> str:
 
 
 class DumpPages:
-    """Writes the pages of a dump; ``index`` leads to all others, and each file is listed once."""
+    """The pages of a dump; ``index`` leads to all others, and each file is listed once."""
 
     def __init__(self, root: Path) -> None:
         self.index = root / "index.html"

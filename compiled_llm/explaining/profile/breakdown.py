@@ -32,7 +32,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of one step goes."""
+    """The time of one step by kinds of kernels."""
 
     measured: str  # ``kernels``, or on a CPU ``operators``
     step_us: float  # one step without the profiler, in microseconds: the median over the runs

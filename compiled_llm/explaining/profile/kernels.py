@@ -58,7 +58,7 @@ def busy_us(launches: Iterable[KernelLaunch]) -> float:
 
 
 class KernelProfiler:
-    """Records kernels between ``start`` and ``stop``, on any thread; ``launches`` has them after the block."""
+    """A recorder of kernels between ``start`` and ``stop``, on any thread; ``launches`` has them after the block."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -91,7 +91,7 @@ UNREAD = {
 
 @dataclasses.dataclass(frozen=True)
 class BatchSettings:
-    """How the requests of one manager are answered."""
+    """The settings by which the requests of one manager are answered."""
 
     generation: GenerationConfig  # the generation config, as HuggingFace's manager would have it
     batching: ContinuousBatchingConfig

@@ -24,7 +24,7 @@ from compiled_llm.model.traced_hooks import TracedHooks
 
 
 class WantedOutputs(NamedTuple):
-    """What a call asks of its steps besides logits."""
+    """The outputs that a call asks of its steps besides logits."""
 
     hidden_states: bool = False
     # hidden states, as HuggingFace counts them, from the end if negative; all if None
@@ -72,7 +72,7 @@ NOTHING_WANTED = WantedOutputs()
 
 
 class StepEmitted(NamedTuple):
-    """What a call's tokens have emitted."""
+    """The outputs that a call's tokens have emitted."""
 
     # ``[B, Q, ...]`` each
     tensors: dict[int | str, Tensor] = {}  # noqa: RUF012  # nobody writes to it
@@ -119,7 +119,7 @@ class RowColumns(NamedTuple):
 
 
 class EmittedColumns(Tap):
-    """Collects what launches emit of a call's new tokens, of which ``left`` have not been computed yet."""
+    """The outputs that launches emit of a call's new tokens, of which ``left`` have not been computed yet."""
 
     def __init__(
         self, wanted: WantedOutputs, staging: Staging, places: dict[Row, RowColumns], shape: tuple[int, int]

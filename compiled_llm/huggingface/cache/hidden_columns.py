@@ -29,7 +29,7 @@ class HiddenInWindowError(SeesOthersError):
 
 
 class PaddedBlocksError(SeesOthersError):
-    """Positions do not count a row's own tokens, by which the blocks of an indexer lie in pages."""
+    """Positions that do not count a row's own tokens, by which the blocks of an indexer lie in pages."""
 
     reason = "padded_blocks"
 

@@ -31,7 +31,7 @@ _PLACE = "_compiled_llm_place"
 
 
 class _InPages(NamedTuple):
-    """Where the tokens of a layer are, and the class of the layer in HuggingFace's code."""
+    """The place of a layer's tokens, and the class of the layer in HuggingFace's code."""
 
     cache: PagedCache
     layer: int

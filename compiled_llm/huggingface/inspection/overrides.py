@@ -20,7 +20,7 @@ _NAMES = frozenset(STOOD_IN_FOR)
 
 
 class Overrides:
-    """Finds the functions that our loops stand in for and the user has replaced."""
+    """The functions that our loops stand in for and the user has replaced."""
 
     def __init__(self) -> None:
         self._known: tuple[tuple[Any, ...], tuple[str, ...]] = (), ()

@@ -19,7 +19,7 @@ from compiled_llm.kvcache.row import Row
 
 
 class StepStates(Tap):
-    """Reads what each step emits: of the prompts together, and then of one token a row."""
+    """A reader of what each step emits: of the prompts together, and then of one token a row."""
 
     def __init__(self, call: PagedCall, wanted: WantedOutputs) -> None:
         self._call, self._wanted, self._first = call, wanted, 0

@@ -23,7 +23,7 @@ _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is fa
 
 
 class GrammarsMissingError(RuntimeError):
-    """No library is installed to compile grammars with."""
+    """The lack of a library that compiles grammars."""
 
 
 class GrammarSource(NamedTuple):

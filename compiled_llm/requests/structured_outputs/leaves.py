@@ -29,7 +29,7 @@ _MOST = 256
 
 
 class References:
-    """What references lead to, as far as it is needed to see what holds beside them."""
+    """A schema's references: what they lead to, as far as it is needed to see what holds beside them."""
 
     def __init__(self, leaves_of: Callable[[str], Leaves]) -> None:
         self._leaves_of = leaves_of

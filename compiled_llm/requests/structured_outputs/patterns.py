@@ -124,7 +124,7 @@ def parsed(pattern: str) -> Node:
 
 
 class _PatternReader:
-    """Reads a pattern from left to right."""
+    """A reader of a pattern from left to right."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern, self._at = pattern, 0

@@ -60,7 +60,7 @@ def rewritten(schema: Any, for_json: bool = True) -> Any:
 
 
 class _Rewriting:
-    """Rewrites one schema; what its references lead to is written once, as definitions."""
+    """A rewriting of one schema; what its references lead to is written once, as definitions."""
 
     def __init__(self, root: Any, for_json: bool) -> None:
         self._root, self._for_json = root, for_json

@@ -62,7 +62,7 @@ class Desk(Protocol):
 
 
 class ClientConnection:
-    """Talks to one client, in an event loop; ``wake`` may be called from any thread."""
+    """A connection to one client, in an event loop; ``wake`` may be called from any thread."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ _HOW_ANSWERS_RUN: dict[Uncompiled | None, str] = {
 
 
 class EngineServer:
-    """Takes requests from clients, gives them to an engine, and sends their tokens: one frame a step for each client.
+    """A server of clients: gives their requests to an engine, and sends one frame a step to each.
 
     It runs in an event loop; ``report``, ``open`` and ``wake`` may be called from any thread.
     """

@@ -18,7 +18,7 @@ PERIOD = 60.0
 
 
 class KeptProfile:
-    """Saves the profile of a model each ``period`` seconds, and at the end."""
+    """The profile of a model, saved each ``period`` seconds, and at the end."""
 
     def __init__(self, path: Path, period: float = PERIOD) -> None:
         self.path = path

@@ -60,7 +60,7 @@ class UpdateArguments(Struct, forbid_unknown_fields=True):
 
 
 class Operations:
-    """Serves the operator in threads of its own, and tells clients of the engine process that it sleeps."""
+    """The operator's requests, in threads of their own; clients of the engine process hear that it sleeps."""
 
     def __init__(self, server: EngineServer, path: Path, profile: KeptProfile | None = None) -> None:
         """Listen at a path; requests are answered once it runs.

@@ -21,7 +21,7 @@ _LAST_WORDS = 2.0
 
 
 class EngineProcess:
-    """Runs an engine process; one that dies is replaced, unless it has never been ready, or too many have died lately.
+    """An engine process; one that dies is replaced, unless it was never ready, or too many have died lately.
 
     Its standard input is a pipe that only this process holds: however this one ends, the engine process reads its end.
     """

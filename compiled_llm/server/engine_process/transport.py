@@ -12,7 +12,7 @@ _NOTHING = memoryview(b"")
 
 
 class Transport:
-    """Sends what is due in the thread that says so: to wake another one takes longer than to write a step's tokens.
+    """A transport in the thread that sends: to wake another one takes longer than to write a step's tokens.
 
     Nobody waits: not for the client to read, and not for a thread that is sending, which looks again when it has sent.
     """

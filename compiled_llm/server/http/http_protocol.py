@@ -52,7 +52,7 @@ class _HeadWithBody:
 
 
 class LimitedHttpTools(HttpToolsProtocol):
-    """Closes connections of clients that break its limits, which uvicorn and httptools would keep.
+    """A protocol that closes connections of clients that break its limits, which uvicorn and httptools would keep.
 
     The size of a head is bounded, and so is the time until it has come. So is the time of a body, which the guard
     waits for; once the guard has refused one, the rest of it is passed over for as long again. A client that takes

@@ -11,7 +11,7 @@ _SECONDS = 0.5
 
 
 class Memory:
-    """Gives free memory back to the system, now and then; only glibc can."""
+    """A timer that gives free memory back to the system, now and then; only glibc can."""
 
     def __init__(self) -> None:
         self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -23,7 +23,7 @@ CANNOT_SERVE = 78
 
 
 class Start(NamedTuple):
-    """First sent to an API server: settings (with API keys, so no arguments), the engine's socket, how to log."""
+    """The first message to an API server: settings (with API keys, so no arguments), the engine's socket, the log."""
 
     settings: ApiServerSettings
     path: Path

@@ -20,7 +20,7 @@ logger = logging.getLogger("compiled_llm.server")
 
 
 class GivenApiServer(HttpServer):
-    """Listens nowhere: it answers the connections that the server's process gives it, and ends when that has gone."""
+    """A server that listens nowhere: it answers the connections that it is given, and ends when nobody gives one."""
 
     def __init__(self, start: Start, given: socket.socket, words: int) -> None:
         """Connections come over ``given``; ``words`` is a pipe with room for more words than there are connections."""

@@ -23,7 +23,7 @@ _LAST_WORDS = 2.0
 
 
 class ApiServers:
-    """Accepts connections, and gives each to the API server that has fewest; an API server that dies is replaced.
+    """API servers' processes, each connection given to the one that has fewest; one that dies is replaced.
 
     Had each API server accepted for itself, one that wakes up would take all that wait (a shared socket), or chance
     would decide (``SO_REUSEPORT``), and connections that wait for an API server would die with it. Nor would the port

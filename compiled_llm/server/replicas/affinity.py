@@ -21,7 +21,7 @@ class Chosen(Generic[R]):
 
 
 class Affinity(Generic[R]):
-    """Remembers which replicas have answered prompts, by their leading pages, and chooses one for the next prompt.
+    """A memory of which replicas have answered prompts, by their leading pages; chooses one for the next prompt.
 
     Pages are forgotten in the order of their last use; of a prompt the last ones before those that lead to them, so
     that the known pages of a prompt are always its first ones.

@@ -41,7 +41,7 @@ operations on it."""
 
 
 class Routing(NamedTuple):
-    """How prompts are routed: the arguments of ``ray_app`` that the router gets."""
+    """The way prompts are routed: the arguments of ``ray_app`` that the router gets."""
 
     max_longer: int
     least_share: float

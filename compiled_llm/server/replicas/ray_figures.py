@@ -46,7 +46,7 @@ class ReplicaFigures:
 
 
 class RoutedFigure:
-    """How many prompts were routed by their leading pages, and how many by the length of queues."""
+    """A count of prompts routed by their leading pages, and of those routed by the length of queues."""
 
     def __init__(self) -> None:
         self._routed = Counter("compiled_llm_routed_total", "Prompts by why a replica was chosen", ("by",))

@@ -14,7 +14,7 @@ from compiled_llm.protocol.messages import Ready, Submit
 
 
 class ServeReplicas:
-    """Asks replicas by Ray Serve, whose router chooses one for each request."""
+    """Replicas of Ray Serve, whose router chooses one for each request."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle

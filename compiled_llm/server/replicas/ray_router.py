@@ -17,7 +17,7 @@ from compiled_llm.server.replicas.ray_figures import RoutedFigure
 
 
 class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not seen
-    """Sends prompts with the same leading pages and salt to the same replica, unless its queue is too long."""
+    """A router of prompts by leading pages and salt, to the same replica unless its queue is too long."""
 
     def initialize_state(
         self, max_longer: int, least_share: float, page_size: int, max_leading: int, max_pages: int

@@ -41,7 +41,7 @@ class _Request(NamedTuple):
 
 
 class Relay:
-    """Passes requests on under numbers of its own, since those of two API servers may be equal."""
+    """A relay of requests under numbers of its own, since those of two API servers may be equal."""
 
     def __init__(self, line: Line, lost: Callable[[EngineDeadError], None]) -> None:
         """Listen to an engine process from now on; made in the event loop that uses it.

@@ -11,7 +11,7 @@ from compiled_llm.server.replicas.replica_line import ReplicaLine, Replicas
 
 
 class ReplicaClient(AsyncClient):
-    """Sends each request to the replica that a router chooses."""
+    """A client that sends each request to the replica that a router chooses."""
 
     def __init__(self, replicas: Replicas, tokenizer: Any = None) -> None:
         super().__init__("replicas", tokenizer=tokenizer)

@@ -44,7 +44,7 @@ class Replicas(Protocol):
 
 
 class ReplicaLine:
-    """Brings messages to replicas and back, in an event loop; ``start``, ``send`` and ``close`` any thread may call."""
+    """A line of messages to replicas and back, in an event loop; any thread may ``start``, ``send`` and ``close``."""
 
     def __init__(self, replicas: Replicas, loop: asyncio.AbstractEventLoop, patience: float = PATIENCE) -> None:
         """``patience``: seconds after which the replicas are lost, if none answers."""

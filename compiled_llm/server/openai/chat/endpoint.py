@@ -70,7 +70,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
 
 
 class _ChatResponseWriter:
-    """Writes answers, whole or as they come."""
+    """A writer of answers, whole or as they come."""
 
     def __init__(
         self, body: ChatRequest, model: Model, name: str, answers: Answers, readings: Sequence[Reading]

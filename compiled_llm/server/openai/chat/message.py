@@ -97,7 +97,7 @@ class Message(Body):
 
 
 class ChatEnd(Body):
-    """How a chat ends, and what else its template reads."""
+    """The end of a chat, and what else its template reads."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

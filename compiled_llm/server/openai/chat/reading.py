@@ -12,7 +12,7 @@ from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 
 class Reading:
-    """Reads one answer, its thinking told or not, and keeps the facts that its end depends on."""
+    """A reader of one answer, its thinking told or not, with the facts that its end depends on."""
 
     def __init__(self, reader: ParsedReader | None, tells_thoughts: bool = True) -> None:
         self._reader = reader

@@ -15,7 +15,7 @@ from compiled_llm.server.openai.common.events import DONE, EventStream
 
 
 class ResponseWriter(Protocol):
-    """Writes answers in the form of an endpoint."""
+    """A writer of answers in the form of an endpoint."""
 
     def stream(self) -> AsyncIterator[Iterable[bytes]]:
         """Make ready, then yield groups of events, those together that came together."""

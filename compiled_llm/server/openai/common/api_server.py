@@ -30,7 +30,7 @@ REQUEST_ID, SUBMITTED = "compiled_llm.request_id", "compiled_llm.submitted"
 
 
 class Submitted(NamedTuple):
-    """What a request has begun; it ``came`` when the engine process was asked, in nanoseconds since 1970."""
+    """The requests of a call; it ``came`` when the engine process was asked, in nanoseconds since 1970."""
 
     model: str
     params: SamplingParams

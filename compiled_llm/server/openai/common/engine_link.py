@@ -38,7 +38,7 @@ class Model(NamedTuple):
 
 
 class EngineLink:
-    """Connects to an engine process, waits until it is ready, and begins again when it has gone.
+    """A connection to an engine process, made again when it has gone; waits until it is ready.
 
     An engine process that hangs is connected, and not ready. It is left alone: it may go on.
 

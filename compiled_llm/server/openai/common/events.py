@@ -24,7 +24,7 @@ _MARK = "\ue000\uf8ff\ue000"
 
 
 class EventStream(Response):
-    """Sends groups of events as they come, then ``end``; the answers, which watch the client, end with it."""
+    """A stream of groups of events as they come, then ``end``; the answers, which watch the client, end with it."""
 
     media_type = "text/event-stream"
 
@@ -66,7 +66,7 @@ def event(chunk: BaseModel) -> bytes:
 
 
 class TextEvent:
-    """Writes events that differ in a text alone, as most of an answer do: the rest is written once, by ``written``."""
+    """An event that differs from others in a text alone, as most of an answer do: ``written`` writes the rest once."""
 
     def __init__(self, written: Callable[[str], bytes]) -> None:
         self._before, self._after = written(_MARK).split(msgspec.json.encode(_MARK))

@@ -71,7 +71,7 @@ def _prompt(given: str | list[int], params: SamplingParams, model: Model, body: 
 
 
 class _CompletionResponseWriter:
-    """Writes answers, whole or as they come."""
+    """A writer of answers, whole or as they come."""
 
     def __init__(
         self, body: CompletionRequest, model: Model, name: str, answers: Answers, echoes: Sequence[str]

@@ -11,7 +11,7 @@ from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
 
 class CompletionScores:
-    """Writes log-probabilities of one answer, from its beginning on; text offsets go on from piece to piece."""
+    """A writer of log-probabilities of one answer; text offsets go on from piece to piece."""
 
     def __init__(self, names: TokenNames) -> None:
         self._names = names

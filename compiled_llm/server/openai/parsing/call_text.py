@@ -19,7 +19,7 @@ _END = regex.compile(r"\s*\}")
 
 
 class CallText(Protocol):
-    """Reads the text of one call; the function's ``name`` is None until it is certain that this is a call."""
+    """A reader of the text of one call; the function's ``name`` is None until it is certain that this is a call."""
 
     name: str | None
 

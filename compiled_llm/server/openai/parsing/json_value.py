@@ -9,7 +9,7 @@ _IN_STRING, _OUTSIDE = re.compile(r'["\\\x00-\x1f]'), re.compile(r'["{}\[\]]')
 
 
 class JsonValue:
-    """Finds the end of a value, and its strings, by quotes and brackets alone: other text is not looked at."""
+    """A finder of the end of a value, and its strings, by quotes and brackets alone: other text is not looked at."""
 
     def __init__(self) -> None:
         self.finished = False

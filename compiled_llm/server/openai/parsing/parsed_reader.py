@@ -24,7 +24,7 @@ BeginCall = Callable[[str, dict[str, str]], CallText]
 
 
 class ParsedReader:
-    """Reads an answer by HuggingFace's parser; text that it cannot read is content.
+    """A reader of an answer by HuggingFace's parser; text that it cannot read is content.
 
     Args:
         parser: of ``tokenizer.get_response_parser``, which has seen nothing.

@@ -16,7 +16,7 @@ _FIRST_SEAL = 0xFDD0
 
 
 class StringSeals:
-    """Seals strings of calls in a response template: a character of each call's end in them becomes one of no text."""
+    """Seals of strings of calls in a response template: a character of each call's end becomes one of no text."""
 
     def __init__(self, field: Mapping[str, Any]) -> None:
         marks = field.get("content_args", {}).get("string_delims", [])

@@ -6,7 +6,7 @@ import sys
 
 
 class UntoldText:
-    """Has the end of the prompt first, which is nothing to tell of, then the answer's.
+    """A text that begins with the end of the prompt, which is nothing to tell of, then the answer's.
 
     Attributes:
         num_fed: characters of it that the parser has seen.

@@ -30,7 +30,7 @@ _LONGEST_TAG = 1024
 
 @dataclass(frozen=True)
 class XmlTags:
-    """How an argument is written."""
+    """The tags of an argument."""
 
     begin: Any  # matches the text before a value, with its ``key``
     spaces_before: str  # are no part of a value if it begins with them
@@ -53,7 +53,7 @@ class XmlTags:
 
 
 class XmlArguments:
-    """Reads the arguments of one call: those that are texts piece by piece, others whole.
+    """A reader of the arguments of one call: those that are texts piece by piece, others whole.
 
     Args:
         properties: its parameters, as JSON schemas.

@@ -58,7 +58,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
 
 
 class _ResponsesWriter:
-    """Writes an answer, whole or as it comes."""
+    """A writer of an answer, whole or as it comes."""
 
     def __init__(
         self,

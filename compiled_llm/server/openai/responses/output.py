@@ -22,7 +22,7 @@ _Part = TypeVar("_Part", OutputText, ReasoningText)
 
 
 class Event(Protocol):
-    """Writes an event, by its kind and its other fields."""
+    """A writer of an event, by its kind and its other fields."""
 
     def __call__(self, kind: str, **others: object) -> bytes: ...
 

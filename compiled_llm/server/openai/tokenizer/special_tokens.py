@@ -12,7 +12,7 @@ _AT_ONCE = 1024
 
 
 class SpecialTokenBreaker:
-    """Breaks special tokens in clients' texts, so that a tokenizer does not see them, and tokenizes the rest.
+    """A tokenizer that does not see special tokens in clients' texts, since they are broken before.
 
     A chat template writes its own special tokens around these texts. So those of the texts get a mark inside before the
     template runs; its output is parted at the marks, and each piece is tokenized by itself. One of a single

@@ -14,7 +14,7 @@ _EACH = 2
 
 
 class TextLength:
-    """Finds texts of more than ``max_tokens``, the room of the model with the answer."""
+    """A check of texts for more than ``max_tokens``, the room of the model with the answer."""
 
     def __init__(self, tokenizer: Any, most: int) -> None:
         self._tokenizer = tokenizer

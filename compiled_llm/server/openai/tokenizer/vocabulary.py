@@ -53,7 +53,7 @@ def go_without_torch() -> None:
 
 
 class Vocabulary:
-    """Tokenizes the prompts of requests, and decodes tokens.
+    """A tokenizer of the prompts of requests, which decodes tokens, too.
 
     Args:
         model_type: of the model's configuration.
