@@ -129,7 +129,7 @@ class GenerateLoop:
             self._check_tokens(forced)
         last, arriving = self._persistent.step, None
         if last is not None and forced is None and not (fed or self._pending):
-            arriving = last.run_in(self._thread, self._every_row, self._persistent.lose)
+            arriving = self._thread.call_briefly(last.run, self._every_row, self._persistent.lose)
         if arriving is None:
             self._thread.call(self._launch, forced, fed, self._next_masks() if self._masks is not None else None)
         else:

@@ -197,7 +197,7 @@ class ModelRunner:
             ValueError: a row would have more tokens than the model has positions; nothing has changed.
         """
         if self.state.step_table.pending:
-            self.graph_manager.adopt()
+            self.graph_manager.cuda_graphs.adopt()
         if batch.extend:
             return self._extend(batch, persistent)
         step = persistent.step
@@ -301,7 +301,7 @@ class ModelRunner:
         Raises:
             OutOfPagesError: as ``run``.
         """
-        self.graph_manager.adopt()
+        self.graph_manager.cuda_graphs.adopt()
         self.expect_changes()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
@@ -445,7 +445,7 @@ class ModelRunner:
         """Run pending captures while no step is to run, until something is ``wanted``."""
         while self.graph_manager.cuda_graphs.background_captures and not wanted():
             self.thread.call(self.go_on)
-            self.thread.call(self.graph_manager.adopt)
+            self.thread.call(self.graph_manager.cuda_graphs.adopt)
 
     @deferred()
     def settle(self) -> None:

@@ -205,7 +205,7 @@ def admitted(model: Any, rows: int, exact: bool = False) -> GenerateLoop:
     while model_runner.graph_manager.cuda_graphs.background_captures:  # the prefill
         model_runner.thread.call(model_runner.go_on)
         finish_all()
-        model_runner.thread.call(model_runner.graph_manager.adopt)
+        model_runner.thread.call(model_runner.graph_manager.cuda_graphs.adopt)
     return generate_loop
 
 

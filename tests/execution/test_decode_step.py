@@ -279,7 +279,7 @@ def test_ctrl_c_arrives_before_the_next_replay(model, monkeypatch, in_an_engine)
 
 
 STEP = (
-    *(GenerateLoop.step, DecodeStep.run_in, DecodeStep._run, DecodeStep.is_valid_for, DecodeStep.launch),
+    *(GenerateLoop.step, DecodeStep.run, DecodeStep.is_valid_for, DecodeStep.launch),
     *(DecodeStep._advance, CallingThread.call_briefly),
 )
 """The functions that a repeated step of ``generate`` runs in."""

@@ -181,8 +181,7 @@ class Loop:
         prepared, step = self._prepared, self._persistent.step
         if step is None or prepared is None or prepared.plan is not plan or plan.extend or self._token_budget.bounded:
             return False
-        batch = prepared.batch
-        arriving = step.run_in(self.model_runner.thread, batch, self._persistent.lose)
+        arriving = self.model_runner.thread.call_briefly(step.run, prepared.batch, self._persistent.lose)
         if arriving is None:
             return False
         self._launched.append(self._unread(prepared, [readback for _, readback in arriving]))

@@ -68,45 +68,38 @@ class Decode:
         tables = (self._planned, self._sharing)
         return sum(table.nbytes for table in tables if table is not None)
 
-    def place(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs = ()) -> None:
+    def place(
+        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs | None = (), stay: bool = False
+    ) -> None:
         """Put rows, already grown by the tokens that they are about to feed in, in the decode buffers.
 
-        Their slots have their page numbers; the rest of the bucket becomes padding. ``runs`` are the pages that they
-        share, of a step that reads these once.
+        Args:
+            rows: whose slots have their page numbers; the rest of the bucket becomes padding.
+            step: of B rows.
+            cause: to be counted.
+            runs: the pages that they share, of a step that reads these once; None for those of the step before.
+            stay: the rows are there, and advanced; what has changed is their pages.
         """
-        bucket, slots = step.rows, self._state.slots
-        numbers = slots.of(rows, bucket)
-        positions, lengths = np.zeros(bucket, dtype=np.int64), np.full(bucket, step.tokens // bucket, dtype=np.int32)
-        positions[: len(rows)] = [row.position for row in rows]
-        lengths[: len(rows)] = [row.length for row in rows]
-        write, batch_indices = self._state.arena.write, np.arange(bucket)
-        write("decode_slot", batch_indices, numbers)
-        write("decode_position", batch_indices, positions)
-        write("decode_length", batch_indices, lengths)
-        write("decode_start", batch_indices, (numbers * slots.pages_each).astype(np.int32))
-        self._written(rows, step, cause, runs)
-
-    def stay(self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs, regrouped: bool) -> None:
-        """Keep rows at their batch indices although their pages have changed; otherwise as ``place``.
-
-        ``regrouped`` says whether ``runs`` are others than those of the step before.
-        """
-        if padding := step.rows - len(rows):  # each step makes it longer
-            write, batch_indices = self._state.arena.write, np.arange(len(rows), step.rows)
-            write("decode_position", batch_indices, np.zeros(padding, dtype=np.int64))
-            write("decode_length", batch_indices, np.full(padding, step.new_tokens_per_row, dtype=np.int32))
-        self._written(rows, step, cause, runs, regrouped)
-
-    def _written(
-        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs, regrouped: bool = True
-    ) -> None:
+        self._write(rows, step, len(rows) if stay else 0)
         if self._planned is not None:
             self._planned.lay_out(rows, step)
-        elif step.variant and regrouped:
-            assert self._sharing is not None, "only with its tables are there such steps"
+        elif self._sharing is not None and runs is not None and step.shares:
             self._sharing.lay_out(runs, rows, step)
         self._graph_manager.events.uploads[cause] += 1
         logger.debug("decode bucket %d: %d rows written: %s", step.rows, len(rows), cause)
+
+    def _write(self, rows: Sequence[Row], step: StepKey, first: int) -> None:
+        """Write rows and padding from the ``first`` batch index on: each step makes padding longer."""
+        slots, padding, written = self._state.slots, [0] * (step.rows - len(rows)), np.arange(first, step.rows)
+        if not len(written):
+            return
+        write, numbers, new = self._state.arena.write, slots.of(rows, step.rows), step.tokens // step.rows
+        positions = np.array([row.position for row in rows] + padding, dtype=np.int64)
+        lengths = np.array([row.length for row in rows] + [new for _ in padding], dtype=np.int32)
+        write("decode_slot", written, numbers[first:])
+        write("decode_position", written, positions[first:])
+        write("decode_length", written, lengths[first:])
+        write("decode_start", written, (numbers[first:] * slots.pages_each).astype(np.int32))
 
     def feed(self, rows: int, step: StepKey, tokens: Tensor) -> None:
         """Let the first rows in the decode buffers feed in ``tokens`` ``[rows]`` or ``[rows, q]``, on the device."""

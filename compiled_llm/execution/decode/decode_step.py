@@ -19,7 +19,6 @@ from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.staging import Readback, Readbacks
-from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.step_validity import StepValidity
@@ -95,25 +94,18 @@ class DecodeStep:
         self._limit = 0
         self._launch.release()
 
-    def run_in(
-        self,
-        executor: Executor,
-        batch: Batch,
-        lose: Callable[[Sequence[Row]], None],
-    ) -> list[tuple[Sequence[Row], Readback]] | None:
+    def run(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
         """Run it once more and start copying its tokens; None if something has changed, and nothing was run.
 
+        In the executor, briefly: its program alone may take long.
+
         Args:
-            executor: the model's.
             batch: of the step that is wanted, whose rows feed in one token each that was sampled for them.
             lose: called with its rows if the run fails, or is interrupted: the decode buffers may have advanced.
 
         Returns:
             The rows and their tokens on the way to the host; an empty list if all are sampled later.
         """
-        return executor.call_briefly(self._run, batch, lose)
-
-    def _run(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
         if not (self._launch.alone and self.is_valid_for(batch)):
             return None
         output = self.launch(batch, lose)
@@ -135,7 +127,7 @@ class DecodeStep:
 
         Args:
             batch: for which it is valid, whose rows feed in one token each.
-            lose: as in ``run_in``.
+            lose: as in ``run``.
         """
         launch = self._launch
         try:

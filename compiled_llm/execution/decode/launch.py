@@ -95,16 +95,18 @@ class Launch:
         taps: Sequence[RunnerTap],
         capture: Callable[[StepOutputs], None] | None,
         alone: bool,
+        shares: bool,
     ) -> None:
         """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or if that is None, by the ``program``.
 
-        ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured.
+        ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured;
+        ``shares`` says whether pages that rows share are read once.
         """
         self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
         self.new_tokens = key.tokens // key.rows
         self.repeats = self.new_tokens == 1 and capture is None
         self._entry, self._program = entry, program
-        self._used, self._cascaded = events.used, events.cascaded if key.variant else None
+        self._used, self._cascaded = events.used, events.cascaded if shares else None
         self._missed, self._taps, self._capture = missed, taps, capture
 
     def release(self) -> None:

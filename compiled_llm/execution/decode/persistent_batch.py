@@ -92,10 +92,10 @@ class PersistentBatch:
         if self.step is not None and self._has(self.step, rows, launch):
             self._advanced += self.step.repeats
             entered = decode.follows_pages and self._enters_page(rows, new)
-            regrouped = key.variant > 0 and self._runs != self._placed_runs
+            regrouped = self._runs != self._placed_runs
             if copied or listed or entered or regrouped:
                 cause: UploadCause = "page_copied" if copied else "new_page"
-                decode.stay(rows, key, cause, self._runs, regrouped)
+                decode.place(rows, key, cause, self._runs if regrouped else None, stay=True)
         else:
             if self.step is not None:
                 self.invalidate()

@@ -227,6 +227,7 @@ class Steps:
             self._state.taps,
             functools.partial(self._want_capture, key) if captures else None,
             alone=not (self._table.pending and graphs.background_captures),
+            shares=self._state.sharing is not None and key.shares,
         )
 
     def _want_capture(self, step: StepKey, outputs: StepOutputs) -> None:

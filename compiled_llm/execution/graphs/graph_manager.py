@@ -215,13 +215,13 @@ class GraphManager:
             like: its outputs; None if it may never have run.
             first: launches the kernels before the program; any thread may call it.
             filled: the tensor that is filled before each replay, if there is one.
-            background: capture it while steps go on; ``adopt`` takes it over then.
+            background: capture it while steps go on; ``CudaGraphs.adopt`` takes it over then.
         """
         if self.programs.full(inputs):
             return
         if not background:
             self.cuda_graphs.finish()
-            self.adopt()
+            self.cuda_graphs.adopt()
             if self.table.get(key) is not None:
                 return
         if not self._captures:
@@ -234,10 +234,6 @@ class GraphManager:
         check = partial(_find_guards, guards, call, self.paged)
         step = StepToCapture(check, partial(_launch, call, self.paged, first), like, guards, filled)
         (self.cuda_graphs.begin if background else self.cuda_graphs.capture)(key, step)
-
-    def adopt(self) -> None:
-        """Take over the CUDA graph that was captured while steps went on, if it is done."""
-        self.cuda_graphs.adopt()
 
     def go_on(self) -> None:
         """Run one time slice of pending captures."""
