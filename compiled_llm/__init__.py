@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from compiled_llm.huggingface.kv_scales import kv_scales
     from compiled_llm.huggingface.traced_hook import traced_hook
     from compiled_llm.huggingface.wrap import unwrap, wrap
+    from compiled_llm.kinds.refusals import UnsupportedModelError
     from compiled_llm.kvcache.errors import OutOfPagesError, WrongPageError
-    from compiled_llm.model.refusals import UnsupportedModelError
     from compiled_llm.requests.outputs import RequestOutput
     from compiled_llm.requests.sampling_params import SamplingParams
     from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
@@ -71,7 +71,7 @@ _HOMES = {
     "SamplingParams": "compiled_llm.requests.sampling_params",
     "Stats": "compiled_llm.execution.reporting.stats",
     "StructuredOutputsParams": "compiled_llm.requests.structured_outputs.params",
-    "UnsupportedModelError": "compiled_llm.model.refusals",
+    "UnsupportedModelError": "compiled_llm.kinds.refusals",
     "WrapConfig": "compiled_llm.config",
     "WrongPageError": "compiled_llm.kvcache.errors",
     "demo": "compiled_llm.demo_model.demo",

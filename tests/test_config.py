@@ -12,14 +12,15 @@ from hypothesis import given, settings, strategies as st
 
 from compiled_llm import WrapConfig
 from compiled_llm.config import KVMemory, parse_kv_memory
+from compiled_llm.kinds.full import Full
+from compiled_llm.kinds.kind import Layer
 from compiled_llm.kvcache import memory as kv_cache
 from compiled_llm.kvcache.memory import pages_to_allocate, states_to_allocate
 from compiled_llm.kvcache.specs import kv_cache_specs, page_bytes
-from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops.reference.backend import BACKEND
 
 CPU = torch.device("cpu")
-LAYERS = [Layer(4, 2, 16, -1, 0.0), Layer(4, 2, 16, 6, 0.0), Layer(8, 1, 32, -1, 0.0)]
+LAYERS = [Layer(4, 2, 16, -1, 0.0, Full()), Layer(4, 2, 16, 6, 0.0, Full()), Layer(8, 1, 32, -1, 0.0, Full())]
 
 
 @pytest.mark.parametrize(

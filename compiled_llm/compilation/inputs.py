@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from compiled_llm.model.attention import AttentionPlans, JointAttention
+from compiled_llm.kinds.rows import AttentionPlans, JointAttention
 from compiled_llm_ops.protocol import DecodeOps
 
 

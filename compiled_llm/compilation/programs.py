@@ -57,7 +57,8 @@ from compiled_llm.compilation.tracing.hooked_model import hooked_model
 from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.compilation.tracing.traced_code import TracedCodeWatch
 from compiled_llm.config import WrapConfig
-from compiled_llm.model.attention import LayerSpec
+from compiled_llm.kinds.kind import places_beside
+from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layers.recurrent import layers_of
 from compiled_llm.model.version.code import places_of
@@ -79,7 +80,7 @@ class Arguments(NamedTuple):
     inputs: ProgramInputs
     tables: SamplingTables
     pages: list[Tensor]
-    specs: tuple[LayerSpec, ...]
+    specs: tuple[KVCacheSpec, ...]
 
 
 class PreparedCall(NamedTuple):
@@ -157,7 +158,7 @@ class Programs:
         self._device = device
         self._decode_ops = config.backend_on(device.type).decode_ops
         self._layers = facts.layers
-        self._layers_with_states = layers_of(facts.states)
+        self._following = [*places_beside(facts.layers), *layers_of(facts.states)]
         self._outlines: dict[str, Outline] = {}
         self._adapters = ActiveAdapters(self._version)
         self._passes: list[Pass] = []
@@ -203,7 +204,7 @@ class Programs:
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
         if self.outlines_layers and not self._hooks and self._config.traces_layers_once_on(self._device.type):
-            self._outlines[program.name] = Outline(function, self._version, self._layers_with_states)
+            self._outlines[program.name] = Outline(function, self._version, self._following)
         return compiled(function, self._config, backend)
 
     def _layers_in_region(self) -> int:

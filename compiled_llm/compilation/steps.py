@@ -18,16 +18,11 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
-from compiled_llm.model.attention import (
-    BATCH_ARGUMENT,
-    LayerSpec,
-    NewestTokens,
-    PackedTokens,
-    PagedBatch,
-)
+from compiled_llm.kinds.rows import NewestTokens, PackedTokens, UnpagedRows
+from compiled_llm.kinds.spec import KVCacheSpec
+from compiled_llm.model.attention import BATCH_ARGUMENT, PagedBatch
 from compiled_llm.model.facts import Forward
 from compiled_llm.model.layers.recurrent import StateRows
-from compiled_llm.model.layers.unpaged import UnpagedRows
 from compiled_llm_ops.attention.decode import SharedPlaces
 
 
@@ -37,7 +32,7 @@ def prefill_step(
     inputs: PrefillInputs,
     tables: SamplingTables,
     pages: list[Tensor],
-    specs: tuple[LayerSpec, ...],
+    specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
     """Run packed tokens through the model, by ``forward`` of its class.
 
@@ -77,7 +72,7 @@ def unpaged_step(
     inputs: UnpagedInputs,
     tables: SamplingTables,
     pages: list[Tensor],
-    specs: tuple[LayerSpec, ...],
+    specs: tuple[KVCacheSpec, ...],
 ) -> Tensor:
     """Run the packed tokens of new rows through the model, by ``forward`` of its class, and sample nothing.
 
@@ -106,7 +101,7 @@ def decode_step(
     inputs: DecodeInputs,
     tables: SamplingTables,
     pages: list[Tensor],
-    specs: tuple[LayerSpec, ...],
+    specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
     """Run the new tokens of each row, sample the next after each, and advance the buffers of ``inputs`` in place.
 

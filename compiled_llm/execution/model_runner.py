@@ -43,7 +43,7 @@ from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.taps import taps_of
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.kvcache.page_scales import count_saturated, write_scales
+from compiled_llm.kinds.registry import count_saturated, write_scales
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
@@ -137,11 +137,11 @@ class ModelRunner:
         self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)
         self.readbacks = Readbacks()
-        by_function = config.backend_on(self.device.type).plans_functions
+        chosen = config.backend_on(self.device.type)
         geometries = attention_geometries(facts.layers, config.page_size, model.dtype)
         self._planner = Planner(
             [
-                spec.planned(geometry) if layer.variant is None or by_function else None
+                spec.planned(geometry) if layer.kind.has_plan(chosen) else None
                 for layer, spec, geometry in zip(facts.layers, self.state.specs, geometries, strict=False)
             ],
             config,
@@ -398,12 +398,12 @@ class ModelRunner:
 
     def saturated(self) -> int:
         """Return how many numbers were clamped on their way into pages of fp8; waits for the device."""
-        return count_saturated(self.state.page_scales)
+        return count_saturated(self.state.codecs)
 
     def set_kv_scales(self, scales: KVScales) -> None:
         """Have other scales of pages of fp8; no row has pages, and what engines keep of texts is forgotten."""
         self.settle()
-        write_scales(self.state.page_scales, scales)
+        write_scales(self.state.codecs, scales)
         self.prefixes.clear()
 
     def is_of(self, model: PreTrainedModel) -> bool:

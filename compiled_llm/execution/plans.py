@@ -14,9 +14,9 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.execution.state.prefill_room import PrefillRoom
+from compiled_llm.kinds.rows import AttentionPlans
 from compiled_llm.kvcache.memory import free, mark_static
 from compiled_llm.kvcache.table import HostTable
-from compiled_llm.model.attention import AttentionPlans
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import PlannedBatch

@@ -26,6 +26,7 @@ from compiled_llm.explaining.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Sandbox, Trace
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.checks import check_model, check_placement
@@ -35,7 +36,6 @@ from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers
 from compiled_llm.model.layers.recurrent import packing
 from compiled_llm.model.places import blame, stack_of
 from compiled_llm.model.probes.mask_probe import check_patterns
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.restore import restored
 from compiled_llm.model.weights.foreign_weights import changes_in_first_call, check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder

@@ -120,7 +120,7 @@ class CacheChoice:
     def stand_in(self) -> StandIn:
         """Return pages that stand in for HuggingFace's prepared cache; OutOfPagesError if too few are free."""
         # HuggingFace's own would forget what the windows of layers have left, and rows may be cropped later.
-        indexed = any(layer.chooses for layer in self.runtime.facts.layers)
+        indexed = any(layer.kind.own_cache_layers for layer in self.runtime.facts.layers)
         own = DynamicCache(config=self.model.config) if indexed else DynamicCache()
         original = self.inputs[self.runtime.facts.generate_argument] if self.returned else own
         cache = made(StandIn(self.runtime.model_runner(), original, self.returned, self.prefill))

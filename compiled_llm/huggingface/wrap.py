@@ -21,9 +21,9 @@ from compiled_llm.model.checks import check_attention, check_layers, check_model
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layers.experts import experts_of
 from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
+from compiled_llm.model.places import leading_to_explain
 from compiled_llm.model.probes.layers_of import layers_of
 from compiled_llm.model.probes.position_probe import default_positions
-from compiled_llm.model.refusals import leading_to_explain
 from compiled_llm.model.weights.foreign_weights import check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder
 from compiled_llm.model.weights.invariance import check_invariance

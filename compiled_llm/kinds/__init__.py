@@ -1,1 +1,4 @@
-"""Kinds of layers: what works with each, and the sentence of each refusal."""
+"""Kinds of layers: what each keeps of a token, how it attends, and what works with it.
+
+Nobody else names a kind: all ask ``layer.kind``.
+"""

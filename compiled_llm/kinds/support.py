@@ -73,7 +73,7 @@ WINDOWED = Support("a sliding window", "attention layer {number} has a window", 
 UNEVEN = Support(
     "values of another size than keys",
     "attention layer {number} has keys with heads of size {layer.head_dim}, and values with heads of size "
-    "{layer.value_head_dim}",
+    "{layer.kind.value_head_dim}",
     {
         "kv_dtype": No("and pages of fp8 need one size"),
         "batch_invariant": _NO_KERNEL,
@@ -101,12 +101,14 @@ CHOSEN_LATENTS = Support(
 )
 BLOCKS = Support(
     "chosen blocks (MiniMax-M3)",
-    "attention layer {number} reads blocks of {layer.block_size} tokens that an indexer chooses",
+    "attention layer {number} reads blocks of {layer.kind.together} tokens that an indexer chooses",
     {
         **_all(No("and there is no such kernel for that"), "batch_invariant", "backend"),
         "mixed": No("and takes new tokens of one request at a time", "leave mixed out"),
         "variants": No("and variants read all keys", "leave it out"),
-        "page_size": No("and pages must lie in one of them", "wrap with a page_size that divides {layer.block_size}"),
+        "page_size": No(
+            "and pages must lie in one of them", "wrap with a page_size that divides {layer.kind.together}"
+        ),
         "several_tokens": No("for the newest token alone", "feed them one by one"),
         **_all(YES, "kv_dtype", "cascade", "check_pages", "drafts", "prefix_cache", "crop", "dynamic_cache"),
         **_all(ASKED, "window", "soft_cap"),
@@ -145,6 +147,8 @@ NO_ATTENTION = Support(
     "the model has no attention",
     {**RECURRENT.cells, **_all(No("which that is for"), "kv_dtype", "cascade", "variants")},
 )
+BY_NAME = {"blocks": BLOCKS, "chosen": CHOSEN_LATENTS, "latent": LATENT, "variant": VARIANT, "uneven": UNEVEN}
+"""Rows by the names of kinds, the first of which says why something does not work."""
 KINDS = (FULL, WINDOWED, UNEVEN, LATENT, CHOSEN_LATENTS, BLOCKS, VARIANT, RECURRENT, NO_ATTENTION)
 
 

@@ -17,13 +17,14 @@ from transformers.generation.utils import GenerationMixin
 from compiled_llm.compat.torch.inductor import cpp_compilers, default_inductor_cache
 from compiled_llm.compat.torch.modes import cuda_is_lost
 from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
+from compiled_llm.kinds.kind import Layer
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.support import refusal
 from compiled_llm.model.attention_switch import attention_function_of_user
 from compiled_llm.model.inputs import in_training
 from compiled_llm.model.layer_kinds import kinds_of
-from compiled_llm.model.layer_probe import Layer, accepts_logits_to_keep
+from compiled_llm.model.layer_probe import accepts_logits_to_keep
 from compiled_llm.model.layers.recurrent import Place, StateSpec
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm.model.version.training import training_difference
 from compiled_llm_ops import Geometry
@@ -227,7 +228,7 @@ def check_layers(
             if (sentence := refusal([found], feature, f"wrap: {given}")) is not None:
                 raise UnsupportedModelError(sentence)
     for number, (layer, geometry) in enumerate(zip(layers, _geometries(model, layers, config), strict=True)):
-        if not layer.attends:
+        if not layer.kind.attends:
             continue
         if config.cascade is True and (group := geometry.query_heads // geometry.kv_heads) > CASCADE_QUERIES:
             raise UnsupportedModelError(
@@ -254,12 +255,12 @@ def _asked(config: WrapConfig, layer: Layer, planned: bool) -> Iterator[tuple[st
 
     ``planned`` says whether the backend plans decode.
     """
-    divides = layer.block_size is None or layer.block_size % config.page_size == 0
+    divides = layer.kind.together == 1 or layer.kind.together % config.page_size == 0
     for feature, given, asks in (
         ("batch_invariant", "batch_invariant=True", config.batch_invariant),
         ("cascade", "cascade=True", config.cascade is True),
         ("kv_dtype", f"kv_dtype={config.kv_dtype!r}", config.kv_dtype is not None),
-        ("variants", "variants", layer.variant is not None or (bool(config.variants) and not layer.attends)),
+        ("variants", "variants", bool(layer.kind.function) or (bool(config.variants) and not layer.kind.attends)),
         ("page_size", f"page_size={config.page_size}", not divides),
         ("backend", f"backend={config.backend!r}", planned),
         ("window", f"a window of {layer.window_left + 1} tokens", layer.window_left >= 0),
@@ -279,9 +280,10 @@ def on_fastest_backend(config: WrapConfig, layers: Sequence[Layer], model: PreTr
 
     That is FlashInfer if its kernels are faster than ours for so many heads, and else ``"auto"``.
     """
-    attending = [layer for layer in layers if layer.attends]
+    attending = [layer for layer in layers if layer.kind.attends]
     faster = all(
-        layer.expansion is not None and layer.query_heads > OWN_HEADS and not layer.chooses for layer in attending
+        "latent" in layer.kind.names and layer.query_heads > OWN_HEADS and "chosen" not in layer.kind.names
+        for layer in attending
     )
     if not (attending and faster) or model.device.type != "cuda" or config.attention_backend != "auto":
         return config
@@ -289,7 +291,7 @@ def on_fastest_backend(config: WrapConfig, layers: Sequence[Layer], model: PreTr
         return config
     other = replace(config, backend="flashinfer")
     chosen, both = other.backend_on("cuda"), zip(layers, _geometries(model, layers, config), strict=True)
-    known = all(_missing(chosen, layer, geometry, "cuda") is None for layer, geometry in both if layer.attends)
+    known = all(_missing(chosen, layer, geometry, "cuda") is None for layer, geometry in both if layer.kind.attends)
     return other if known else config
 
 
@@ -313,20 +315,20 @@ def check_scales(call: str, scales: KVScales, layers: Sequence[Layer]) -> None:
 def _missing(chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
     """Return why a backend has no kernels for a layer of these sizes; None if it has."""
     backend, planned = chosen.backend, device == "cuda" and not chosen.decodes_by_our_own
-    if layer.expansion is not None:
-        assert layer.value_head_dim is not None, "latents have a rotated part"
-        own = missing_latents(layer.head_dim, layer.value_head_dim, geometry.dtype) if device == "cuda" else None
+    if "latent" in layer.kind.names:
+        assert layer.kind.value_head_dim is not None, "latents have a rotated part"
+        own = missing_latents(layer.head_dim, layer.kind.value_head_dim, geometry.dtype) if device == "cuda" else None
         if own is not None or not planned:
             return own
         if not backend.latents:
             return "it has no kernels for latents (multi-head latent attention)"
-        return backend.missing_kernel(geometry._replace(rope_size=layer.value_head_dim))
-    if layer.variant is not None and device == "cuda":
+        return backend.missing_kernel(geometry._replace(rope_size=layer.kind.value_head_dim))
+    if layer.kind.function and device == "cuda":
         own = missing_variant(layer.head_dim) if not planned else None
         if own is not None or (planned and not chosen.plans_functions):
             return own or "it has no kernels for variants"
-    if layer.value_head_dim is not None and not backend.uneven_heads:
-        return f"its keys have heads of size {layer.head_dim}, and its values of size {layer.value_head_dim}"
+    if layer.kind.value_head_dim is not None and not backend.uneven_heads:
+        return f"its keys have heads of size {layer.head_dim}, and its values of size {layer.kind.value_head_dim}"
     return backend.missing_kernel(geometry)
 
 
@@ -335,7 +337,7 @@ def _others(name: str, layer: Layer, geometry: Geometry, device: str) -> str:
     able = [
         other
         for other in others
-        if _missing(other, layer, geometry, device) is None and (other.decodes_by_our_own or not layer.chooses)
+        if _missing(other, layer, geometry, device) is None and (other.decodes_by_our_own or not layer.kind.reads_mask)
     ]
     ways = [f"backend={other.name!r}" + ("" if other.backend.capturable else " with mode='eager'") for other in able]
     return f"{' or '.join(ways)} can" if ways else "no backend can"

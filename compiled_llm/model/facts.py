@@ -8,34 +8,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.compat.huggingface import keeps_all
+from compiled_llm.kinds.kind import Layer, ScoreSizes, VariantLayers
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.registry import forward_cache_for
 from compiled_llm.kinds.support import FoundKind, runs_original
-from compiled_llm.model.attention import NewestTokens, PackedTokens, PagedBatch
+from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
 from compiled_llm.model.layer_kinds import kinds_of
-from compiled_llm.model.layer_probe import Layer, index_places
-from compiled_llm.model.layers.indexers import BlockChoices, IndexedRows, IndexScores
-from compiled_llm.model.layers.latents import Latents
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
-from compiled_llm.model.layers.variants import VariantLayers
 from compiled_llm.model.probes.autocast_probe import AutocastProbe
 from compiled_llm.model.probes.cache_probe import hands_cache_back
 from compiled_llm.model.probes.layers_of import as_if_unwrapped, layers_of
 from compiled_llm.model.probes.position_probe import DefaultPositions, default_positions
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
-from compiled_llm.model.sizes import MaxPositions, max_positions_of
+from compiled_llm.model.sizes import MaxPositions
 from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
-from compiled_llm_ops.kernels.latent.latent_tiling import missing_expanded
 
 Forward = Callable[..., Any]
 """A model class's own ``forward``."""
@@ -147,39 +143,31 @@ class ModelFacts:
 
     @cached_property
     def expands(self) -> bool:
-        """Whether layers keep latents, and there is attention to the keys and values that they expand of new ones."""
-        kept = [(layer, layer.expansion) for layer in self.layers if layer.expansion is not None]
-        sizes = {(expansion.key + (layer.value_head_dim or 0), expansion.value) for layer, expansion in kept}
-        on_cpu = self.model.device.type == "cpu"
-        if any(layer.chooses for layer in self.layers):
-            return False  # a query reads chosen tokens alone
-        return bool(sizes) and (on_cpu or all(missing_expanded(*own) is None for own in sizes))
+        """Whether layers attend to keys and values that they expand of new tokens, where rows have no others."""
+        attending, on_cpu = [layer for layer in self.layers if layer.kind.attends], self.model.device.type == "cpu"
+        return bool(attending) and all(layer.kind.expands(layer, on_cpu) for layer in attending)
 
     @cached_property
-    def scores(self) -> IndexScores | None:
+    def scores(self) -> ScoreSizes | None:
         """The sizes that the memory of indexers' scores follows from; None if no layer has an indexer."""
-        sizes = [layer.index_size for layer in self.layers if layer.index_size is not None]
-        if not sizes:
-            return None
-        config = self.model.config.get_text_config(decoder=True)
-        chosen, block_size = _chosen(config, self.layers)
-        return IndexScores(config.index_n_heads, chosen, max(sizes), self.model.dtype, block_size)
+        config, dtype = self.model.config.get_text_config(decoder=True), self.model.dtype
+        found = [own for layer in self.layers if (own := layer.kind.scores(config, dtype)) is not None]
+        return max(found, key=lambda own: own.size, default=None)
 
     @property
     def forward(self) -> Forward:
         """The ``forward`` that the class defines now, taking pages, with the hooks that there are now."""
-        windowed = with_windows(self.model_class.forward, self.layers)
         argument = self.cache_argument
-        reading = with_blocks(with_latents(windowed, self.layers, argument), self.layers, argument)
-        recurring = with_states(with_variants(reading, self.layers), self.states, argument)
+        attending = with_kinds(self.model_class.forward, self.layers, argument)
+        recurring = with_states(attending, self.states, argument)
         return with_hooks(recurring, self.hooks)
 
     def replaced_attention(self) -> str | None:
         """Return the name of an attention function of the user's in whose place ours would run, or None.
 
-        With variants it is known what its user thinks of that.
+        With one of kinds it is known what its user thinks of that.
         """
-        return None if any(layer.variant for layer in self.layers) else self.attention.function_of_user()
+        return None if any(layer.kind.function for layer in self.layers) else self.attention.function_of_user()
 
     @cached_property
     def cache_argument(self) -> str:
@@ -202,7 +190,7 @@ class ModelFacts:
     @cached_property
     def fills_caches(self) -> bool:
         """Whether HuggingFace's caches hold what pages do, so that one can stand in for the other."""
-        attending = [layer.attends for layer in self.layers]
+        attending = [layer.kind.attends for layer in self.layers]
         return not runs_original(self.kinds, "dynamic_cache") and keeps_all(self.model.config, attending)
 
     def autocast_matters(self) -> bool:
@@ -239,49 +227,26 @@ def _without_hooks(module: nn.Module) -> nn.Module:
     return copied
 
 
-def with_windows(forward: Forward, layers: Sequence[Layer]) -> Forward:
-    """Return a ``forward`` with the windows that only HuggingFace's masks have; mostly ``forward`` itself."""
-    if not any(layer.window_in_mask for layer in layers):
-        return forward
-    windows = tuple(layer.window_left for layer in layers)
+def with_kinds(forward: Forward, layers: Sequence[Layer], argument: str) -> Forward:
+    """Return a ``forward`` whose layers attend as their kinds do, with what stands in for a cache as its ``argument``.
 
-    def windowed(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
-        return forward(model, paged_batch=paged_batch._replace(windows=windows), **inputs)
+    Windows that only HuggingFace's masks have are those of the layers.
+    """
+    kinds, forward_cache = tuple(layer.kind for layer in layers), forward_cache_for(layers)
+    in_masks = any(layer.window_in_mask for layer in layers)
+    windows = tuple(layer.window_left for layer in layers) if in_masks else ()
 
-    return windowed
+    def attending(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
+        batch = paged_batch._replace(kinds=kinds, windows=windows)
+        if forward_cache is None:
+            return forward(model, paged_batch=batch, **inputs)
+        cache, more = forward_cache(model, batch)
+        if isinstance(states := inputs.get(argument), RecurrentStates):
+            states.attending = cache
+            more = {**more, argument: states}
+        return forward(model, paged_batch=batch._replace(cache=cache), **{**inputs, argument: cache, **more})
 
-
-def with_variants(forward: Forward, layers: Sequence[Layer]) -> Forward:
-    """Return a ``forward`` some of whose layers attend by variants; mostly ``forward`` itself."""
-    if not any(layer.variant for layer in layers):
-        return forward
-    variants = tuple(layer.variant for layer in layers)
-
-    def varied(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
-        return forward(model, paged_batch=paged_batch._replace(variants=variants), **inputs)
-
-    return varied
-
-
-def with_latents(forward: Forward, layers: Sequence[Layer], argument: str) -> Forward:
-    """Return a ``forward`` whose layers hand over latents, in place of a cache; mostly ``forward`` itself."""
-    expansions = [layer.expansion for layer in layers]
-    if not any(expansions):
-        return forward
-    has_index = any(layer.index_size is not None for layer in layers)
-
-    def handing_over(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
-        if has_index:
-            rows, pages = _indexed(model, paged_batch, layers)
-            latents, inputs = Latents(expansions, rows, pages), {**inputs, "attention_mask": rows.mask()}
-        else:
-            latents = Latents(expansions)
-        if isinstance(states := inputs.pop(argument, None), RecurrentStates):
-            states.latents = latents
-        cache = latents if states is None else states
-        return forward(model, paged_batch=paged_batch._replace(latents=latents), **{argument: cache}, **inputs)
-
-    return handing_over
+    return attending
 
 
 def with_states(forward: Forward, specs: Mapping[Place, StateSpec], argument: str) -> Forward:
@@ -296,34 +261,3 @@ def with_states(forward: Forward, specs: Mapping[Place, StateSpec], argument: st
         return forward(model, paged_batch=paged_batch, **{argument: cache}, **inputs)
 
     return recurring
-
-
-def with_blocks(forward: Forward, layers: Sequence[Layer], argument: str) -> Forward:
-    """Return a ``forward`` whose layers keep index keys and choose blocks by them; mostly ``forward`` itself."""
-    if not any(layer.block_size is not None for layer in layers):
-        return forward
-
-    def choosing(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
-        rows, pages = _indexed(model, paged_batch, layers)
-        cache = BlockChoices(rows, len(layers), pages)
-        inputs["attention_mask"] = {"full_attention": None}  # or a mask would be made by the lengths of this cache
-        return forward(model, paged_batch=paged_batch._replace(indexed=rows), **{argument: cache}, **inputs)
-
-    return choosing
-
-
-def _indexed(
-    model: PreTrainedModel, batch: PagedBatch, layers: Sequence[Layer]
-) -> tuple[IndexedRows, dict[int, Tensor]]:
-    """Return where a batch's index keys lie, and the pages of each layer that has some."""
-    pages = {layer: batch.pages[place] for layer, place in index_places(layers).items()}
-    total, size, _ = next(iter(pages.values())).shape
-    most = cast(int, torch.sym_min(-(-max_positions_of(model) // size), total))
-    chosen, block_size = _chosen(model.config.get_text_config(decoder=True), layers)
-    return cast(PackedTokens | NewestTokens, batch.rows).indexed(size, most, chosen, block_size), pages
-
-
-def _chosen(config: Any, layers: Sequence[Layer]) -> tuple[int, int]:
-    """Return how many tokens indexers choose for a query, and how many of these together."""
-    blocks = next((layer.block_size for layer in layers if layer.block_size is not None), None)
-    return (config.index_topk, 1) if blocks is None else (config.index_topk_blocks * blocks, blocks)

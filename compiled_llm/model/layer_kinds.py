@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from compiled_llm.kinds import support
+from compiled_llm.kinds.kind import Layer
 from compiled_llm.kinds.support import FoundKind, Support
-from compiled_llm.model.layer_probe import Layer
 from compiled_llm.model.layers.recurrent import Place, StateSpec
 
 
@@ -15,19 +15,13 @@ def kinds_of(layers: Sequence[Layer], states: Mapping[Place, StateSpec]) -> Iter
     if states:
         first, _ = min(states)
         yield FoundKind(support.RECURRENT, first, layers[first])
-    if not any(layer.attends for layer in layers):
+    if not any(layer.kind.attends for layer in layers):
         yield FoundKind(support.NO_ATTENTION, 0, layers[0])
     for number, layer in enumerate(layers):
-        yield from (FoundKind(found, number, layer) for found in _of_layer(layer) if layer.attends)
+        yield from (FoundKind(found, number, layer) for found in _of_layer(layer) if layer.kind.attends)
 
 
 def _of_layer(layer: Layer) -> list[Support]:
-    kinds = {
-        support.BLOCKS: layer.block_size is not None,
-        support.CHOSEN_LATENTS: layer.expansion is not None and layer.chooses,
-        support.LATENT: layer.expansion is not None and not layer.chooses,
-        support.VARIANT: layer.variant is not None,
-        support.UNEVEN: layer.value_head_dim is not None and layer.expansion is None,
-        support.WINDOWED: layer.window_left >= 0,
-    }
-    return [kind for kind, is_one in kinds.items() if is_one] or [support.FULL]
+    names = layer.kind.names
+    windowed = [support.WINDOWED] if layer.window_left >= 0 else []
+    return [support.BY_NAME[name] for name in support.BY_NAME if name in names] + windowed or [support.FULL]

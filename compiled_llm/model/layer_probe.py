@@ -8,7 +8,7 @@ call that reaches our attention function is recorded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,8 +21,10 @@ from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation, state_beside_keys
 from compiled_llm.compat.recurrent_forwards import StatesNotFoundError
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
-from compiled_llm.model.layers.indexers import causal_mask, check_latents_are_cached, takes_masks
-from compiled_llm.model.layers.latents import Expansion
+from compiled_llm.kinds.kind import Layer, SeenCall, VariantLayers, attended_like
+from compiled_llm.kinds.no_keys import WITHOUT_ATTENTION
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.registry import check_kinds, kind_of, trial_inputs
 from compiled_llm.model.layers.recurrent import (
     Place,
     StateProbe,
@@ -31,63 +33,13 @@ from compiled_llm.model.layers.recurrent import (
     let_layers_compute_on_fakes,
     packing,
 )
-from compiled_llm.model.layers.variants import LayerVariant, VariantLayers, check_numbers, layer_variant, variant_of
 from compiled_llm.model.places import line_of_model, stack_of
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.restore import attributes_restored, data_restored, restored
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
-_CHOSEN = ("indices", "block_indices")
-"""Arguments that indexers have made."""
 _TOKENS = 4
 """How many a trial forward runs on."""
-
-
-class Layer(NamedTuple):
-    """One attention layer's geometry.
-
-    Attributes:
-        window_left: tokens visible to the left of a query; -1 for all.
-        logits_soft_cap: cap on the logits; 0.0 for none.
-        window_in_mask: only HuggingFace's mask has the window; attention is given another one, or none.
-        value_head_dim: head size of the values; None if it is that of the keys.
-        expansion: how it makes keys and values of the latents that it keeps, which have one head for all queries: R is
-            the head size of its keys then, and E, that of the rotated part, of its values. None if it keeps keys and
-            values.
-        chooses: whether a query reads the tokens that an indexer has chosen for it alone, of this layer or one before.
-        block_size: tokens that an indexer chooses together, for each kv head; None if it chooses single ones, or none.
-        index_size: size of the further key that its own indexer keeps of each token; None if it has none.
-        variant: how it attends in place of softmax attention; None if it does not.
-        attends: whether it has attention; of a recurrent layer, or one of neither kind, nothing else is said here.
-    """
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    window_left: int
-    logits_soft_cap: float
-    window_in_mask: bool = False
-    value_head_dim: int | None = None
-    expansion: Expansion | None = None
-    chooses: bool = False
-    index_size: int | None = None
-    block_size: int | None = None
-    variant: LayerVariant | None = None
-    attends: bool = True
-
-    def visible(self, positions: int) -> int:
-        """Return how many of ``positions`` tokens the last one sees, itself included."""
-        return positions if self.window_left < 0 else min(positions, self.window_left + 1)
-
-
-WITHOUT_ATTENTION = Layer(0, 0, 0, -1, 0.0, attends=False)
-
-
-def index_places(layers: Sequence[Layer]) -> dict[int, int]:
-    """Return the layers with an indexer, and the place of each one's index keys after the memories of all layers."""
-    indexed = [number for number, layer in enumerate(layers) if layer.index_size is not None]
-    return {number: len(layers) + place for place, number in enumerate(indexed)}
 
 
 class UnpagedCallError(RuntimeError):
@@ -118,9 +70,8 @@ class LayerProbe:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
             raise UnsupportedModelError(f"{name} has layer_idx={index!r}; each attention layer needs one of its own")
-        chooses = isinstance(others.get("indices"), Tensor)
-        block_size = _block_size(module, key.shape[1], others.get("block_indices"))
-        if attention_mask is not None and not chooses:  # its indexer has read it
+        kind = kind_of(SeenCall(module, index, query, key, value, others, sinks, self._variants))
+        if attention_mask is not None and not kind.reads_mask:
             raise UnsupportedModelError(f"{name} builds an attention mask of its own; paged attention cannot honour it")
         if key.shape[-1] != query.shape[-1]:
             raise UnsupportedModelError(
@@ -133,11 +84,8 @@ class LayerProbe:
             )
         if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{name} is not causal; only decoder-only causal LMs can be wrapped")
-        chosen = variant_of(self._variants, index)
-        variant = None if chosen is None else layer_variant(chosen, module, query, others, sinks)
-        used = set() if variant is None else {*dict(variant.tensors)}
         for argument, given in others.items():
-            if isinstance(given, Tensor) and argument not in (*_HARMLESS, *_CHOSEN, *used):
+            if isinstance(given, Tensor) and argument not in _HARMLESS | kind.arguments:
                 raise UnsupportedModelError(
                     f"{name} passes {argument!r} to its attention, which paged attention lacks; a variant can read "
                     "tensors by query, head and position (compiled_llm_ops.register_variant, wrap(variants=...))"
@@ -148,32 +96,9 @@ class LayerProbe:
             head_dim=query.shape[-1],
             window_left=-1 if sliding_window is None else int(sliding_window) - 1,
             logits_soft_cap=float(softcap or 0.0),
-            value_head_dim=None if value.shape[-1] == key.shape[-1] else value.shape[-1],
-            chooses=chooses or block_size is not None,
-            block_size=block_size,
-            variant=variant,
+            kind=kind,
         )
         return attended_like(query, value), None
-
-
-def _block_size(module: nn.Module, kv_heads: int, blocks: Tensor | None) -> int | None:
-    """Return how many tokens the blocks ``[B, K, T, n]`` have that a layer's indexer has chosen; None if it has not."""
-    if blocks is None:
-        return None
-    config: Any = module.config
-    if blocks.shape[1] != kv_heads or config.index_local_blocks < 1:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} chooses {blocks.shape[1]} lists of blocks for {kv_heads} kv heads, with "
-            f"index_local_blocks={config.index_local_blocks}; there must be a list for each kv head, with the block of "
-            "the query's own token"
-        )
-    return int(config.index_block_size)
-
-
-def attended_like(query: Tensor, value: Tensor) -> Tensor:
-    """Return zeros of the shape that attention has: ``[B, T, H, D]``, D that of the values."""
-    rows, heads, tokens, _ = query.shape
-    return query.new_zeros((rows, tokens, heads, value.shape[-1]))
 
 
 class Probed(NamedTuple):
@@ -203,14 +128,13 @@ def probe_layers(
         UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do; or a
             layer keeps states in a way that is not known.
     """
-    check_latents_are_cached(model)
+    check_kinds(model, variants)
     if not has_states(model):
         _check_states(model)
     probe = LayerProbe(variants)
     states = _watch(model, fake, batch_argument, probe)
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     layers = _in_order(type(model).__name__, probe.layers, {layer for layer, _ in states}, expected)
-    check_numbers(variants, expected)
     return Probed(layers, states)
 
 
@@ -295,8 +219,7 @@ def trial_forward(
         given = {"input_ids": ids, "position_ids": positions, "use_cache": False, **inputs, **made()}
         if accepts_logits_to_keep(model):  # as programs do: a class may slice what its last layers get by a number
             given.setdefault("logits_to_keep", ids.new_zeros(1))
-        if takes_masks(model):
-            given["attention_mask"] = causal_mask(given["input_ids"].shape[1], model.device)
+        given |= trial_inputs(model, given["input_ids"].shape[1])
         type(model).forward(model, **given)
 
 

@@ -8,7 +8,8 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import torch
 import transformers
 
 import compiled_llm_ops
+from compiled_llm.kinds.refusals import UnsupportedModelError
 
 
 class Place(NamedTuple):
@@ -113,3 +115,18 @@ def is_users(place: Place) -> bool:
 def _below_ours(stack: Sequence[Place]) -> list[Place]:
     last = max((index for index, place in enumerate(stack) if place.file.startswith(_OURS)), default=-1)
     return list(stack[last + 1 :]) or list(stack)
+
+
+@contextmanager
+def leading_to_explain() -> Iterator[None]:
+    """End refusals in the block with the line at fault, if it is the user's own, and a pointer to ``explain``.
+
+    The error of the model's forward is the refusal's ``cause``, and is not printed with it: its traceback goes through
+    dozens of lines of torch's.
+    """
+    try:
+        yield
+    except UnsupportedModelError as refusal:
+        at = at_users_line(stack_of((refusal.cause or refusal).__traceback__))
+        message = f"{refusal}{at}. compiled_llm.explain(model) says more, and what to do"
+        raise UnsupportedModelError(message, refusal.cause) from None

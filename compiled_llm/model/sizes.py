@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.torch.tensors import fake_tensors
-from compiled_llm.model.layer_probe import Layer
+from compiled_llm.kinds.kind import Layer
 from compiled_llm.model.restore import attributes_restored
 from compiled_llm_ops import Geometry
 
@@ -90,7 +90,7 @@ def attention_geometries(layers: Sequence[Layer], page_size: int, dtype: torch.d
             layer.logits_soft_cap,
             dtype,
             dtype,
-            function="" if layer.variant is None else layer.variant.key,
+            function=layer.kind.function,
         )
         for layer in layers
     ]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from compiled_llm.compat.forks import lock
-from compiled_llm.model.attention import PackedTokens, PagedBatch
+from compiled_llm.kinds.rows import PackedTokens
+from compiled_llm.model.attention import PagedBatch
 
 HookFunction = Callable[[nn.Module, tuple[Any, ...], Any, "StepTokens"], Any]
 

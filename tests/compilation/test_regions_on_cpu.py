@@ -7,7 +7,8 @@ from torch import fx
 
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.regions import layers_in_equal_regions
-from compiled_llm.model.layer_probe import Layer
+from compiled_llm.kinds.full import Full
+from compiled_llm.kinds.kind import Layer
 from support.compilation.traced import graphs_for_inductor
 from support.huggingface.recurrent_families import recurrent_model
 from support.parity import wrap_and_compare
@@ -15,7 +16,7 @@ from support.tiny_models import tiny_qwen3
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-FULL, WINDOW = Layer(4, 2, 16, -1, 0.0), Layer(4, 2, 16, 6, 0.0)
+FULL, WINDOW = Layer(4, 2, 16, -1, 0.0, Full()), Layer(4, 2, 16, 6, 0.0, Full())
 PREFILL_AND_DECODE = 2
 
 

@@ -30,10 +30,11 @@ from compiled_llm.config import OWN_BACKENDS
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import null_extension, pack, padded
 from compiled_llm.execution.state.prefill_room import PrefillRoom
+from compiled_llm.kinds.full import Full
+from compiled_llm.kinds.kind import Layer
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kvcache.table import Span, build_table
 from compiled_llm.model.checks import check_layers, check_placement
-from compiled_llm.model.layer_probe import Layer
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import Geometry, append_paged_kv, paged_attention_lse
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named, backend_names
 from compiled_llm_ops.contracts import AppendPagedKv, PagedAttention, PlannedBatch
@@ -48,7 +49,7 @@ from support.tiny_models import tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "800 tokens", "max_batch_size": 4, "progress": False}
 GEOMETRY = Geometry(4, 2, 16, 4, -1, 0.0, torch.float32, torch.float32)
-LAYER = Layer(query_heads=4, kv_heads=2, head_dim=64, window_left=-1, logits_soft_cap=0.0)
+LAYER = Layer(query_heads=4, kv_heads=2, head_dim=64, window_left=-1, logits_soft_cap=0.0, kind=Full())
 
 
 class Placed:

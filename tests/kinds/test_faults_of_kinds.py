@@ -93,8 +93,8 @@ LOGITS: dict[str, Fault] = {
     ),
     "queries of a chunk do not see their own tokens": Fault(
         "test_logits_are_huggingfaces[blocks]",
-        "starts, lengths = self.indptr[self.token_rows], self.token_positions + 1",
-        "starts, lengths = self.indptr[self.token_rows], self.token_positions.clamp(min=1)",
+        "starts, lengths = rows.indptr[rows.token_rows], rows.token_positions + 1",
+        "starts, lengths = rows.indptr[rows.token_rows], rows.token_positions.clamp(min=1)",
     ),
     "a query reads the bias of the one before": Fault(
         "test_logits_are_huggingfaces[variant]",
@@ -154,13 +154,13 @@ PREFIX_HITS: dict[str, Fault] = {
 REFUSALS: dict[str, Fault] = {
     "fp8 of values that have another size than keys": Fault(
         "test_what_a_kind_refuses_is_refused_by_its_sentence[uneven-kv_dtype]",
-        "support.UNEVEN: layer.value_head_dim is not None",
-        "support.UNEVEN: False",
+        '"variant": VARIANT, "uneven": UNEVEN}',
+        '"variant": VARIANT}',
     ),
     "pages that are larger than blocks": Fault(
         "test_what_a_kind_refuses_is_refused_by_its_sentence[blocks-page_size]",
-        "layer.block_size % config.page_size == 0",
-        "layer.block_size >= config.page_size // 2",
+        "layer.kind.together % config.page_size == 0",
+        "layer.kind.together >= config.page_size // 2",
     ),
     "recurrent layers with batch_invariant": Fault(
         "test_what_a_kind_refuses_is_refused_by_its_sentence[recurrent-batch_invariant]",

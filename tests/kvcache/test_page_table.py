@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from compiled_llm.execution.state.decode_buffers import bucket_for, buckets_up_to
+from compiled_llm.kinds.full import FullAttentionSpec
 from compiled_llm.kvcache.pool import NULL_PAGE, PagePool
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.specs import FullAttentionSpec, allocate_pages
+from compiled_llm.kvcache.specs import allocate_pages
 from compiled_llm.kvcache.table import Span, build_table
 
 pytestmark = pytest.mark.core

@@ -13,9 +13,9 @@ import compiled_llm
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.cascade.tables import CascadeTable
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.checks import check_device
-from compiled_llm.model.refusals import UnsupportedModelError
 from support.execution.alone import Alone
 from support.execution.schedule import Schedule, prompt_of
 from support.parity import assert_account_is_empty

@@ -10,27 +10,26 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
+from compiled_llm.kinds.full import Full, FullAttentionSpec
+from compiled_llm.kinds.kind import Layer
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.spec import KVCacheSpec, TokenPlaces
+from compiled_llm.kinds.uneven import Uneven, UnevenAttentionSpec
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    TokenPlaces,
-    UnevenAttentionSpec,
     allocate_pages,
     kv_cache_specs,
     page_bytes,
     page_size_bytes,
 )
 from compiled_llm.model.checks import check_layers
-from compiled_llm.model.layer_probe import Layer
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.reference.backend import Reference
 from support.parity import FEW_PAGES, greedy, mixed_prompts, wrap_and_compare
 from support.uneven_heads import VALUE_DIM, uneven_llama
 
 CPU = torch.device("cpu")
-UNEVEN = Layer(4, 4, 24, -1, 0.0, value_head_dim=16)
+UNEVEN = Layer(4, 4, 24, -1, 0.0, Uneven(16))
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -84,7 +83,7 @@ class TestSpec:
 
 
 def test_layers_of_one_model_may_have_different_specs() -> None:
-    layers = [Layer(4, 2, 16, -1, 0.0), UNEVEN]
+    layers = [Layer(4, 2, 16, -1, 0.0, Full()), UNEVEN]
     specs = kv_cache_specs(layers, 4, torch.float32, backend_named("reference"))
     assert [type(spec) for spec in specs] == [FullAttentionSpec, UnevenAttentionSpec]
     assert page_bytes(specs) == 4 * (2 * 2 * 16 + 4 * (24 + 16)) * 4
@@ -119,7 +118,7 @@ def test_a_backend_that_cannot_says_so_and_who_can() -> None:
         r"'flashinfer' cannot run attention layer 1: its keys have heads of size 24, and its values of size 16; "
         "backend='reference' with mode='eager' can"
     )
-    layers = [Layer(4, 2, 64, -1, 0.0), UNEVEN]
+    layers = [Layer(4, 2, 64, -1, 0.0, Full()), UNEVEN]
     for backend in ("auto", "flashinfer"):
         with pytest.raises(UnsupportedModelError, match=message):
             check_layers(model, layers, WrapConfig(backend=backend))

@@ -30,30 +30,30 @@ class Feature(NamedTuple):
 FEATURES = {
     "fp8 pages": Feature(
         "fp8",
-        ("compiled_llm/kvcache/page_scales.py", "ops/compiled_llm_ops/kernels/attention/fp8.py"),
+        ("compiled_llm/kinds/fp8.py", "ops/compiled_llm_ops/kernels/attention/fp8.py"),
         ("kvcache/test_fp8_engines.py", "kvcache/test_fp8_pages.py"),
-        lacks="the append and both attentions of all kernels convert numbers themselves; scales lie in RunnerState",
+        lacks="the append and both attentions of all kernels convert numbers themselves",
     ),
     "latents": Feature(
         "latent",
         (
-            *("compiled_llm/model/layers/latents.py", "compiled_llm/model/probes/latent_probe.py"),
+            *("compiled_llm/kinds/latent.py", "compiled_llm/kinds/latent_probe.py"),
             "ops/compiled_llm_ops/attention/latent",
         ),
         ("kvcache/latents/test_latent_pages.py", "kvcache/latents/test_latent_steps.py", "ops/latent"),
-        lacks="kinds are not registered: probes, specs and attention import them; kernels lie in one folder more",
+        lacks="layers without pages attend by an op of theirs; ops export them, and kernels lie in one folder more",
     ),
     "indexers": Feature(
         "indexe[rd]",
-        ("compiled_llm/model/layers/indexers.py",),
+        ("compiled_llm/kinds/indexers",),
         ("kvcache/latents/test_indexed_models.py", "kvcache/latents/test_index_scores.py"),
-        lacks="facts, probes, specs and attention of latents import it",
+        line='compiled_llm/kinds/registry.py: *import_module("compiled_llm.kinds.indexers")',
     ),
     "variants": Feature(
         "(?<!in)variant",  # "invariant" is another feature
-        ("compiled_llm/model/layers/variants.py", "ops/compiled_llm_ops/variants"),
+        ("compiled_llm/kinds/variant.py", "ops/compiled_llm_ops/variants"),
         ("huggingface/variants/test_variant_models.py", "ops/variants"),
-        lacks="specs, plans and every backend of the ops import it",
+        lacks="plans and every backend of the ops import it",
     ),
     "recurrent layers": Feature(
         "recurrent",

@@ -38,7 +38,6 @@ from compiled_llm.compilation.tracing.layer_description import (
 )
 from compiled_llm.compilation.tracing.layer_marks import listing_class, marked_class
 from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
-from compiled_llm.kvcache.specs import IndexKeysSpec
 from compiled_llm.model.restore import attributes_restored
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.version.model_version import ModelVersion
@@ -62,14 +61,14 @@ class Outline:
     Dynamo is given the model itself.
     """
 
-    def __init__(self, program: Callable[..., Any], version: ModelVersion, with_states: Sequence[int] = ()) -> None:
+    def __init__(self, program: Callable[..., Any], version: ModelVersion, following: Sequence[int] = ()) -> None:
         """``program`` will be traced; ``own_copy`` made it, with arguments ``model``, ``pages`` and ``specs``.
 
-        ``pages`` has the states of recurrent layers, too; ``with_states`` names the layer of each such tensor.
+        ``following`` names the layer of each of ``pages`` that follows those of all layers.
         """
         self._program = program
         self._version = version
-        self._with_states = with_states
+        self._following = following
         self._prepared = False
         self._layers: _Layers | None = None
         self._look = -1  # the one in which it was last prepared
@@ -90,7 +89,7 @@ class Outline:
         if first:
             self._layers = self._find_layers(arguments)
         if self._layers is not None:
-            self._layers.take_tensors(_own_tensors(arguments, self._with_states))
+            self._layers.take_tensors(_own_tensors(arguments, self._following))
         outline = self.of(arguments)
         code = compiled_code(self._program, {**arguments, "model": outline})
         if not (first or self._layers is None or code is not None):
@@ -101,7 +100,7 @@ class Outline:
     def refreshed(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
         """Return the result of the last ``prepare``, with the tensors that the layers have now."""
         if self._layers is not None and not self.is_current:
-            self._layers.take_tensors(_own_tensors(arguments, self._with_states))
+            self._layers.take_tensors(_own_tensors(arguments, self._following))
         return self.standing_for(arguments["model"])
 
     def of(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
@@ -129,7 +128,7 @@ class Outline:
 
     def _find_layers(self, arguments: Mapping[str, Any]) -> _Layers | None:
         try:
-            own = _own_tensors(arguments, self._with_states)
+            own = _own_tensors(arguments, self._following)
             layers = _compared_layers(self._program, arguments, own, self._version)
         except Exception as error:  # any: the model may be anything
             self._trace_all(f"{type(error).__name__}: {error}")
@@ -209,16 +208,13 @@ class _Layers:
         )
 
 
-def _own_tensors(arguments: Mapping[str, Any], with_states: Sequence[int]) -> list[list[Tensor]]:
+def _own_tensors(arguments: Mapping[str, Any], following: Sequence[int]) -> list[list[Tensor]]:
     """Return the arguments that belong to one layer, for each layer: its memories, and what its spec has."""
-    own: list[list[Tensor]] = []
     pages, specs = arguments["pages"], arguments["specs"]
-    for memory, spec in zip(pages[: len(specs)], specs, strict=True):
-        if isinstance(spec, IndexKeysSpec):  # they follow the memories of all layers
-            own[spec.layer].append(memory)
-        else:
-            own.append([memory, *spec.tensors])
-    for memory, layer in zip(pages[len(specs) :], with_states, strict=True):
+    count = len(pages) - len(following)
+    of_layers = zip(pages[:count], specs, strict=False)
+    own = [[memory, *(scale for scale in spec.scales if scale is not None)] for memory, spec in of_layers]
+    for memory, layer in zip(pages[count:], following, strict=True):
         own[layer].append(memory)
     return own
 

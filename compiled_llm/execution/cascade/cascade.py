@@ -12,9 +12,9 @@ from compiled_llm.execution.cascade.shared_runs import SharedRuns
 from compiled_llm.execution.cascade.tables import LEAST_KEYS, CascadeTable
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.sharing import Runs
+from compiled_llm.kinds.kind import Layer
+from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.specs import KVCacheSpec
-from compiled_llm.model.layer_probe import Layer
 from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
 from compiled_llm_ops.attention.cascade.tables import SharedRun
 from compiled_llm_ops.contracts import CASCADE_QUERIES
@@ -50,15 +50,12 @@ class Cascade:
         known = [
             CascadeLayer(layer.query_heads, layer.kv_heads, layer.head_dim, spec.dtype.itemsize, layer.window_left >= 0)
             for layer, spec in zip(layers, specs, strict=True)
-            if layer.attends and layer.variant is None  # that reads all pages of its rows
+            if layer.kind.reads_shared_pages
         ]
         if config.cascade == "auto":
             has_kernel = ops is not None and bool(ops.joint) and dtype.itemsize == 2
-            fits = all(
-                layer.expansion is None and layer.query_heads // layer.kv_heads <= CASCADE_QUERIES
-                for layer in layers
-                if layer.attends
-            )
+            attending = [layer for layer in layers if layer.kind.attends]
+            fits = all(layer.query_heads // layer.kv_heads <= CASCADE_QUERIES for layer in attending)
             wanted = device == "cuda" and has_kernel and fits and bool(known) and config.max_batch_size > 1
         else:
             wanted = config.cascade

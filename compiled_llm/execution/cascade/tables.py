@@ -63,7 +63,7 @@ class CascadeTable:
     def __init__(self, state: RunnerState) -> None:
         self._staging, self._slots = state.staging, state.slots
         self._page_size, max_rows = state.config.page_size, state.config.max_batch_size
-        attending = [layer for layer in state.facts.layers if layer.attends]
+        attending = [layer for layer in state.facts.layers if layer.kind.attends]
         geometries = attention_geometries(attending, self._page_size, state.dtype)
         self._kv_heads = min(geometry.kv_heads for geometry in geometries)
         self._heads = self._kv_heads * max(geometry.query_heads // geometry.kv_heads for geometry in geometries)

@@ -22,10 +22,10 @@ from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
 from compiled_llm.execution.threads.executor import executor_for
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kvcache.memory import reserved_bytes
 from compiled_llm.model.checks import check_layers, check_placement
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.version.model_version import Placement
 from compiled_llm.model.weights.host_weights import HostWeights
 

@@ -21,7 +21,6 @@ from compiled_llm.compilation.inputs import UnpagedInputs
 from compiled_llm.compilation.program_list import UNPAGED
 from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.state.runner_state import RunnerState
-from compiled_llm.kvcache.specs import FullAttentionSpec
 
 _COMPILED = np.ones((3, 2), dtype=np.bool_)
 """The columns that the program is compiled with, all of them shown: no two sizes are the same."""
@@ -71,8 +70,8 @@ class Unpaged:
             device.type == "cpu"  # on a GPU one kernel attends for all rows
             and not graph_manager.cuda_graphs.ours  # replays take no longer than what they save
             and not (config.batch_invariant or config.eager_first_on(device.type) or config.artifacts)
-            and not (facts.states or any(layer.logits_soft_cap or layer.variant for layer in facts.layers))
-            and all(isinstance(spec, FullAttentionSpec) for spec in state.specs)
+            and not (facts.states or state.codecs or any(layer.logits_soft_cap for layer in facts.layers))
+            and all(layer.kind.unpaged(layer, 1) is not None for layer in facts.layers)
         )
         self._longest = min(facts.windows, default=state.max_positions)
 
@@ -133,12 +132,8 @@ class Unpaged:
         packed, at, kept, begins = map(torch.from_numpy, (ids[None], positions[None], keep, ends))
         known = tuple(ends.tolist()) if graph_manager.programs.interpreted else ()
         inputs = UnpagedInputs(packed, at, kept, begins, known)
-        sizes = ((2, len(ids), spec.kv_heads, spec.head_dim) for spec in self._specs)
-        layers = [torch.empty(size, dtype=self._state.dtype, device=self._state.device) for size in sizes]
+        state, shapes = self._state, [layer.kind.unpaged(layer, len(ids)) for layer in self._state.facts.layers]
+        layers = [torch.empty(shape, dtype=state.dtype, device=state.device) for shape in shapes if shape is not None]
         arguments = graph_manager.arguments(inputs)._replace(pages=layers)
         with graph_manager.paged():
             return graph_manager.programs.unpaged(arguments), layers
-
-    @property
-    def _specs(self) -> list[FullAttentionSpec]:
-        return [spec for spec in self._state.specs if isinstance(spec, FullAttentionSpec)]

@@ -12,7 +12,7 @@ import torch
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
-from compiled_llm.model.layer_probe import Layer
+from compiled_llm.kinds.kind import Layer
 
 COMPILED_ROWS = 3
 """Rows that prefill is compiled with."""

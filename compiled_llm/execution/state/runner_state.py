@@ -25,6 +25,8 @@ from compiled_llm.execution.state.sharing import Sharing
 from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.features import feature
+from compiled_llm.kinds.registry import allocate_codecs
+from compiled_llm.kinds.spec import TokenPlaces
 from compiled_llm.kvcache.memory import (
     ended_marker,
     mark_for_any_room,
@@ -33,11 +35,10 @@ from compiled_llm.kvcache.memory import (
     states_to_allocate,
     wait_for,
 )
-from compiled_llm.kvcache.page_scales import allocate_scales
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import PageCopy, Row
-from compiled_llm.kvcache.specs import TokenPlaces, allocate_pages, kv_cache_specs, page_bytes
+from compiled_llm.kvcache.specs import allocate_pages, kv_cache_specs, page_bytes
 from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StatePool
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
@@ -60,7 +61,7 @@ class RunnerState:
         kv_memory: of ``pages``, their tags, and ``states``, which a model that sleeps gives back.
         sharing: when decode steps read shared pages once; None for never.
         pages: the memory of each layer.
-        page_scales: of each layer, if pages are of fp8; else empty.
+        codecs: of each layer's pages; empty if these are of the model's dtype.
         validity: of decode steps; whatever changes something that they are made from ends it.
         pool: which row has which page.
         arena: the columns of slots and decode buffers.
@@ -106,10 +107,10 @@ class RunnerState:
         )
         chosen = config.backend_on(self.device.type)
         with torch.inference_mode(False):
-            in_fp8 = config.kv_dtype is not None
-            self.page_scales = allocate_scales(facts.layers, config.kv_scales, self.device) if in_fp8 else ()
-        paging, plans_decode = (config.page_size, model.dtype), chosen.decode_ops is None
-        self.specs = kv_cache_specs(facts.layers, *paging, chosen.backend, self.page_scales, plans_decode)
+            self.codecs = allocate_codecs(config.kv_dtype, facts.layers, config.kv_scales, self.device)
+        self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend, self.codecs)
+        for tensor in [tensor for spec in self.specs for tensor in spec.scales if tensor is not None]:
+            mark_static(tensor)
         own_specs = self.specs[: len(facts.layers)]
         self.sharing: Sharing | None = None
         if (cascade := feature("cascade")) is not None:

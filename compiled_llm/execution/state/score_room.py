@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS
-from compiled_llm.model.layers.indexers import IndexScores
+from compiled_llm.kinds.kind import ScoreSizes
 
 SHARE = 8
 """Prefills may take this part of what the pages take, if decode steps do not take more anyway."""
@@ -25,14 +25,14 @@ class ScoreRoom(NamedTuple):
         limit: bytes.
     """
 
-    scores: IndexScores
+    scores: ScoreSizes
     page_size: int
     row_pages: int
     limit: int
 
     @classmethod
     def of(
-        cls, scores: IndexScores, config: WrapConfig, max_row_tokens: int, compiled: int, pages: int, nbytes: int
+        cls, scores: ScoreSizes, config: WrapConfig, max_row_tokens: int, compiled: int, pages: int, nbytes: int
     ) -> ScoreRoom:
         """Return the room beside a pool.
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.kinds.rows import JointAttention
 from compiled_llm.kvcache.row import Row
-from compiled_llm.model.attention import JointAttention
 
 Runs: TypeAlias = Sequence[Any]
 """Pages that rows share and read together, which the feature alone understands; the same object while they are."""

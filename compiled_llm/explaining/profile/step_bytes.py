@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.kinds.kind import Layer
 from compiled_llm.kvcache.specs import token_bytes
-from compiled_llm.model.layer_probe import Layer
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

@@ -34,11 +34,11 @@ from compiled_llm.huggingface.cache.cache_columns import (
 from compiled_llm.huggingface.cache.emitted_columns import NOTHING_WANTED, StepEmitted, WantedOutputs
 from compiled_llm.huggingface.cache.hidden_columns import check_blocks, check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
+from compiled_llm.kinds.kind import places_beside
 from compiled_llm.kinds.support import refusal, runs_original
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
-from compiled_llm.model.layer_probe import index_places
 from compiled_llm.model.layers.recurrent import Place, StateMemory
 
 
@@ -134,7 +134,7 @@ class PagedCache(Cache):
 
     def index_keys(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each layer with an indexer, and copies ``[B, C, I]`` of its keys; nothing while there are none."""
-        places = index_places(self.model_runner.state.facts.layers) if self.seen else {}
+        places = places_beside(self.model_runner.state.facts.layers) if self.seen else {}
         return ((layer, self.copied(place)[0][:, 0]) for layer, place in places.items())
 
     def states(self) -> dict[Place, StateMemory]:

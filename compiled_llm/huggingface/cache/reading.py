@@ -21,13 +21,13 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from compiled_llm.compat.huggingface import index_keys, indexed_layers
+from compiled_llm.compat.huggingface import index_keys
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.layer_in_pages import CLASSES, move_out, pages_of
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
-from compiled_llm.model.layer_probe import Layer, index_places
+from compiled_llm.kinds.kind import Layer, places_beside
 
 READABLE = (DynamicCache, StaticCache)
 _READABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -53,8 +53,8 @@ def read_into(cache: PagedCache, original: Cache, shown: NDArray[np.bool_], posi
     new = shown[:, cache.seen :]
     layers = cast("list[CacheLayerMixin]", original.layers)
     states = [_states(layer, shown.shape[1]) for layer in layers]
-    indexed = index_places(generate_loop.model_runner.state.facts.layers)
-    states += [_index_keys(layers[index], shown.shape[1]) for index in indexed]
+    beside = places_beside(generate_loop.model_runner.state.facts.layers)
+    states += [_index_keys(layers[index], shown.shape[1]) for index in beside]
     generate_loop.fill(new, states, positions)
     cache.stored = np.concatenate([cache.stored.reshape(len(shown), -1), new], axis=1)
 
@@ -83,7 +83,7 @@ def readable(cache: Cache, layers: Sequence[Layer], state: RunnerState, rows: in
     if cache.offloading:
         return False
     if not cache.layers:
-        return cache.layer_class_to_replicate is DynamicLayer and not any(like.chooses for like in layers)
+        return cache.layer_class_to_replicate is DynamicLayer and not any(like.kind.own_cache_layers for like in layers)
     if len(cache.layers) != len(layers) or not all(map(_is_readable, cache.layers, layers)):
         return False
     theirs = cast("list[CacheLayerMixin]", cache.layers)
@@ -96,15 +96,8 @@ def readable(cache: Cache, layers: Sequence[Layer], state: RunnerState, rows: in
 
 
 def _is_readable(layer: Any, like: Layer) -> bool:
-    """Whether a layer of a cache is of a known type, that of layers with indexers where there are some."""
-    if not like.chooses:
-        return type(layer) in _READABLE_LAYERS
-    if type(layer) not in indexed_layers():
-        return False
-    if like.index_size is None or layer.keys is None or not layer.keys.numel():
-        return True
-    kept = index_keys(layer)
-    return kept is not None and kept.shape[1] == layer.keys.shape[2]
+    """Whether a layer of a cache is of a known type, and holds all that ours keeps."""
+    return like.kind.is_whole_in(layer) if like.kind.own_cache_layers else type(layer) in _READABLE_LAYERS
 
 
 def _keeps(layer: CacheLayerMixin, like: Layer, most: int) -> bool:

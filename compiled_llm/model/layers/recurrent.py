@@ -30,7 +30,6 @@ from compiled_llm.compat.recurrent_forwards import (
     packed_forward,
     with_packed_rows,
 )
-from compiled_llm.model.layers.latents import Latents
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
 from compiled_llm_ops.contracts.recurrent import NO_ENTRY
 
@@ -95,19 +94,19 @@ class RecurrentStates:
 
     Attributes:
         rows: where they lie.
-        latents: take what layers of multi-head latent attention hand over; None if the others keep keys and values.
+        attending: takes what layers that attend hand over; None if they hand keys and values on.
     """
 
     def __init__(self, rows: StateRows, memory: Mapping[Place, StateMemory]) -> None:
         self.rows, self._memory = rows, memory
-        self.latents: Latents | None = None
+        self.attending: Any = None
         self._place: Place = -1, 0
 
     # ---- what HuggingFace's layers ask a cache
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return a layer's new keys and values: its attention function has pages."""
-        return (key, value) if self.latents is None else self.latents.update(key, value, layer_idx)
+        return (key, value) if self.attending is None else self.attending.update(key, value, layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return how many keys a mask is for, and where they begin: those of the new tokens."""

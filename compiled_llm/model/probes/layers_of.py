@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from transformers import PreTrainedModel
 
+from compiled_llm.kinds.kind import VariantLayers
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.layer_probe import Probed, probe_layers
 from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
-from compiled_llm.model.layers.variants import VariantLayers
 from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.shallow_copies import shallow_copy
 from compiled_llm.model.weights.foreign_weights import changes_in_first_call

@@ -7,34 +7,35 @@ probe reads them. Where masks differ, a forward on fake tensors tells which laye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from compiled_llm.compat.huggingface import indexed_layers, keeps_nothing, keeps_state
-from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
-from compiled_llm.model.probes.latent_probe import with_latents
+from compiled_llm.compat.cache_names import cache_argument
+from compiled_llm.compat.huggingface import keeps_nothing, keeps_state
+from compiled_llm.kinds.kind import Layer, attended_like
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.registry import compared
+from compiled_llm.model.layer_probe import trial_forward
 from compiled_llm.model.probes.mask_pattern import MaskFunction, PatternError, window_of
 from compiled_llm.model.probes.observing import observed
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm.model.sizes import max_positions_of
 
 
 def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers with the windows that only HuggingFace's masks have, and with the latents that they keep.
+    """Return the layers with the windows that only HuggingFace's masks have, and as kinds of what they keep.
 
     UnsupportedModelError if a layer sees something else than all tokens before it, or the last ones.
     """
-    found = _windows(model, len(layers), [number for number, layer in enumerate(layers) if layer.attends])
+    found = _windows(model, len(layers), [number for number, layer in enumerate(layers) if layer.kind.attends])
     positions = max_positions_of(model)
     windowed = [_seeing(layer, window, positions) for layer, window in zip(layers, found, strict=True)]
     _check_cache(model, windowed)
-    return with_latents(model, windowed)
+    return [*compared(_Trial(model), windowed)]
 
 
 _UNMASKED = -1
@@ -43,7 +44,7 @@ _UNMASKED = -1
 
 def _seeing(layer: Layer, window: int | None, positions: int) -> Layer:
     """Return a layer that sees the tokens its mask shows; mostly ``layer`` itself."""
-    if not layer.attends or window == _UNMASKED or (window or positions) == layer.visible(positions):
+    if not layer.kind.attends or window == _UNMASKED or (window or positions) == layer.visible(positions):
         return layer
     return layer._replace(window_left=-1 if window is None else window - 1, window_in_mask=True)
 
@@ -137,6 +138,27 @@ class _Handed:
         )
 
 
+class _Trial:
+    """Trial forwards that fill a cache, as kinds ask for them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def run(
+        self, cache: DynamicCache, attend: Callable[..., Tensor] | None = None, fake: bool = False, **inputs: Any
+    ) -> None:
+        argument = cache_argument(type(self.model).forward)
+        with nullcontext() if attend is None else observed(self.model, _Attending(attend)):
+            trial_forward(self.model, fake, lambda: {argument: cache}, use_cache=True, **inputs)
+
+
+class _Attending:
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        self.attend = attend
+
+    def mask(self, arguments: dict[str, Any]) -> None: ...
+
+
 class _Shared:
     """Finds the layers that attend over keys and values which an earlier layer has computed."""
 
@@ -164,14 +186,12 @@ def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
     """Raise UnsupportedModelError if HuggingFace's cache holds or drops other keys and values than the layers see."""
     name, positions = type(model).__name__, max_positions_of(model)
     kept = DynamicCache(config=model.config).layers
-    empty = {index for index, cached in enumerate(kept) if layers[index].attends and keeps_nothing(cached)}
+    empty = {index for index, cached in enumerate(kept) if layers[index].kind.attends and keeps_nothing(cached)}
     shared = _Shared.of(model) if empty else set()
     for index, (layer, cached) in enumerate(zip(layers, kept, strict=False)):
         if keeps_nothing(cached) and index in shared:
             continue
-        indexed = layer.chooses and isinstance(cached, indexed_layers())
-        recurrent = not layer.attends or keeps_state(cached)
-        if not (indexed or recurrent) and type(cached) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if not (layer.kind.is_cached_in(cached) or keeps_state(cached)):
             raise UnsupportedModelError(
                 f"{name}: attention layer {index} keeps a {type(cached).__name__} in HuggingFace's cache; pages hold "
                 "keys and values of tokens, so it stays usable unwrapped"

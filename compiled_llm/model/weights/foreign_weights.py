@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_llm.config import WrapConfig
-from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm.kinds.refusals import UnsupportedModelError
 
 
 def check_weights(model: PreTrainedModel, config: WrapConfig) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.model.weights.fused_weights import LinearRecorder
 
 _PLAIN = (torch.Tensor, nn.Parameter)

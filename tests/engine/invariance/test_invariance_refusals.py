@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from compiled_llm.config import WrapConfig
-from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from support.engine.invariant_answers import invariant
 from support.engine.random_requests import of_8_bits, of_16_bits
 from support.huggingface.families import FAMILIES, make

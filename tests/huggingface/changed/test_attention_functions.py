@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import compiled_llm
-from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm_ops import register_variant
 from support.huggingface import vision
 from support.huggingface.feature_calls import forward, generate, inputs

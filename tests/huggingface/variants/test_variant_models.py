@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
 from compiled_llm.compilation.artifacts.made_for import made_for
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.model import checks
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import register_variant
 from compiled_llm_ops.reference.backend import Reference, ReferencePlan
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
@@ -45,8 +45,7 @@ def test_programs_are_one_graph_each_and_traced_once(kind: str, seed: int) -> No
     model = with_attention(kind, seed, num_hidden_layers=1)
     wrap_and_compare(model, seed, mode="compile", **variants_for(kind))
     (layer,) = model.compiled.facts.layers
-    assert layer.variant is not None
-    assert layer.variant.key == registered(kind).key, "what compiled code is looked up by has the variant's meaning"
+    assert layer.kind.function == registered(kind).key, "what compiled code is looked up by has the variant's meaning"
 
 
 @pytest.mark.usefixtures("without_inductor")

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine
-from compiled_llm.model.attention import NewestTokens
-from compiled_llm.model.layers.indexers import IndexedRows
-from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm.kinds.indexers import blocks as kept_blocks
+from compiled_llm.kinds.indexers.blocks import Blocks, visible_pages
+from compiled_llm.kinds.indexers.index_keys import IndexedRows
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine import tiny_engines
@@ -87,9 +88,9 @@ def int32(*numbers: int) -> Tensor:
 def test_blocks_become_pages_of_the_row() -> None:
     rows = IndexedRows(int32(0, 0), int32(0, 1), int32(0, 1), int32(3), 4, 0, 16, block_size=8)
     blocks = torch.tensor([[[[0, -1], [1, 0]], [[2, 1], [-1, -1]]]])  # [1, K, T, n]
-    assert rows.visible(blocks).tolist() == [[[0, 1, -1, -1], [4, 5, 2, 3]], [[2, 3, 0, 1], [-1, -1, -1, -1]]]
-    of_rows = rows.visible(blocks.transpose(0, 2))  # [B, K, 1, n]
-    assert torch.equal(of_rows, rows.visible(blocks))
+    assert visible_pages(blocks, rows).tolist() == [[[0, 1, -1, -1], [4, 5, 2, 3]], [[2, 3, 0, 1], [-1, -1, -1, -1]]]
+    of_rows = visible_pages(blocks.transpose(0, 2), rows)  # [B, K, 1, n]
+    assert torch.equal(of_rows, visible_pages(blocks, rows))
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 6])
@@ -178,20 +179,20 @@ def test_other_lists_than_those_of_the_step_show(seed: int, monkeypatch: pytest.
     prompts = prompts_of([3 * READ, 3 * READ], seed)
     expected = [answer(plain_model(seed), own, 9) for own in prompts]
     assert faulty(seed, prompts) == expected
-    visible, last = IndexedRows.visible, dict[torch.Size, Tensor]()
+    last = dict[torch.Size, Tensor]()
 
-    def stale(self: IndexedRows, blocks: Tensor) -> Tensor:
-        own = visible(self, blocks)
+    def stale(blocks: Tensor, rows: IndexedRows) -> Tensor:
+        own = visible_pages(blocks, rows)
         before = last.get(own.shape, own)
         last[own.shape] = own
         return before
 
-    for fault in (stale, lambda self, blocks: visible(self, blocks).roll(1, 0)):
-        monkeypatch.setattr(IndexedRows, "visible", fault)
+    for fault in (stale, lambda blocks, rows: visible_pages(blocks, rows).roll(1, 0)):
+        monkeypatch.setattr(kept_blocks, "visible_pages", fault)
         assert faulty(seed, prompts) != expected
-    monkeypatch.setattr(IndexedRows, "visible", visible)
-    attend = NewestTokens.attend
+    monkeypatch.setattr(kept_blocks, "visible_pages", visible_pages)
+    attend = Blocks.attend
     monkeypatch.setattr(
-        NewestTokens, "attend", lambda self, *args: attend(self._replace(indices=self.indices.roll(1)), *args)
+        Blocks, "attend", lambda self, rows, *args: attend(self, rows._replace(indices=rows.indices.roll(1)), *args)
     )
     assert faulty(seed, prompts) != expected, "pages of another row"

@@ -23,11 +23,12 @@ from compiled_llm import Engine, WrapConfig
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.prefill.packing import chunks
 from compiled_llm.execution.state.score_room import SHARE, ScoreRoom
+from compiled_llm.kinds.indexers.blocks import BlockChoices
+from compiled_llm.kinds.indexers.chosen import IndexedCache
+from compiled_llm.kinds.indexers.index_keys import IndexScores
 from compiled_llm.kvcache import memory
 from compiled_llm.kvcache.memory import pages_to_allocate
 from compiled_llm.kvcache.table import Span
-from compiled_llm.model.layers.indexers import BlockChoices, IndexScores
-from compiled_llm.model.layers.latents import Latents
 from support.engine import tiny_engines
 from support.indexed_models import FAMILIES, block_model, indexed_model, needs_indexers
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
@@ -85,7 +86,7 @@ def choices(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Chosen
     forward, noted = kind.forward, list[Chosen]()
 
     def measured(self: Any, states: Tensor, *args: Any, **options: Any) -> Tensor:
-        given = (own for own in (*args, *options.values()) if isinstance(own, (Latents, BlockChoices)))
+        given = (own for own in (*args, *options.values()) if isinstance(own, (IndexedCache, BlockChoices)))
         rows = cache.rows if (cache := next(given, None)) else None
         if rows is None:  # a trial of wrap's
             return cast(Tensor, forward(self, states, *args, **options))

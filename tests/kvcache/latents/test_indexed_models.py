@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine
+from compiled_llm.kinds.indexers.chosen import INDEXED_BEFORE, positions_of
+from compiled_llm.kinds.indexers.index_keys import IndexedRows, IndexKeysSpec
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.spec import TokenPlaces
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
-from compiled_llm.kvcache.specs import IndexKeysSpec, TokenPlaces, allocate_pages
-from compiled_llm.model.layers.indexers import INDEXED_BEFORE, IndexedRows
-from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm.kvcache.specs import allocate_pages
 from compiled_llm_ops.reference.backend import Reference
 from support.engine import tiny_engines
 from support.indexed_models import (
@@ -74,7 +76,7 @@ def check_tokens(
 
 
 def test_index_keys_have_pages_of_their_own(seed: int) -> None:
-    spec = IndexKeysSpec(6, 4, torch.float32, 2)
+    spec = IndexKeysSpec(6, 4, torch.float32)
     (memory,) = allocate_pages([spec], 5, ReleasableMemory(torch.device("cpu")))
     assert memory.shape == (5, 4, 6)
     keys = torch.randn(2, 1, 7, 6)
@@ -107,12 +109,12 @@ def test_each_query_scores_its_own_rows_keys_alone(packed: bool, seed: int) -> N
         places = seen.nonzero()[:, 0].int()
         chosen = torch.stack([places[:3], places[:3]])
         chosen = chosen[None] if packed else chosen[:, None]
-        assert rows.chosen(chosen)[row].tolist() == [0, 1, 2]
+        assert positions_of(chosen, rows)[row].tolist() == [0, 1, 2]
     hidden = int32(*range(mask.shape[-1]))
     for row, length in enumerate((6, 3)):
         seen = mask[0, 0, row] if packed else mask[row, 0, 0]
         both = hidden.expand(1, 2, -1) if packed else hidden.expand(2, 1, -1)
-        positions = rows.chosen(both)[row][~seen]
+        positions = positions_of(both, rows)[row][~seen]
         assert bool(((positions < 0) | (positions >= length)).all()), "attention leaves these out"
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
 import compiled_llm
-from compiled_llm.model.attention import NewestTokens, PackedTokens
-from compiled_llm.model.layers.latents import Expansion, Latents
+from compiled_llm.kinds.latent import Latent, Latents
+from compiled_llm.kinds.latent_probe import Expansion
+from compiled_llm.kinds.rows import NewestTokens, PackedTokens
 from support.latent_models import RANK, latent_model, needs_latents
 from support.parity import FEW_PAGES, greedy, mixed_prompts
 
@@ -23,22 +24,24 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def pages_of_another_row(patch: pytest.MonkeyPatch) -> None:
     """Decode steps read the table of the row before."""
-    attend = NewestTokens.attend_to_latents
+    attend = Latent.attend
 
-    def other(self: NewestTokens, *args: Any, **options: Any) -> Any:
-        return attend(self._replace(starts=self.starts.roll(1)), *args, **options)
+    def other(self: Latent, rows: Any, *args: Any) -> Any:
+        changed = rows._replace(starts=rows.starts.roll(1)) if isinstance(rows, NewestTokens) else rows
+        return attend(self, changed, *args)
 
-    patch.setattr(NewestTokens, "attend_to_latents", other)
+    patch.setattr(Latent, "attend", other)
 
 
 def pages_of_another_row_in_chunks(patch: pytest.MonkeyPatch) -> None:
     """A chunk of a prompt reads its pages in another order."""
-    attend = PackedTokens.attend_to_latents
+    attend = Latent.attend
 
-    def other(self: PackedTokens, *args: Any, **options: Any) -> Any:
-        return attend(self._replace(indices=self.indices.roll(1)), *args, **options)
+    def other(self: Latent, rows: Any, *args: Any) -> Any:
+        changed = rows._replace(indices=rows.indices.roll(1)) if isinstance(rows, PackedTokens) else rows
+        return attend(self, changed, *args)
 
-    patch.setattr(PackedTokens, "attend_to_latents", other)
+    patch.setattr(Latent, "attend", other)
 
 
 def latents_without_their_norm(patch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,16 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, WrapConfig
+from compiled_llm.kinds.full import Full
+from compiled_llm.kinds.indexers.chosen import ChosenTokens
+from compiled_llm.kinds.kind import Layer
+from compiled_llm.kinds.latent import Latent, LatentAttentionSpec
+from compiled_llm.kinds.latent_probe import Expansion
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.spec import TokenPlaces
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
-from compiled_llm.kvcache.specs import LatentAttentionSpec, TokenPlaces, allocate_pages, page_size_bytes
+from compiled_llm.kvcache.specs import allocate_pages, page_size_bytes
 from compiled_llm.model.checks import check_layers, on_fastest_backend
-from compiled_llm.model.layer_probe import Layer
-from compiled_llm.model.layers.latents import Expansion
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine import tiny_engines
@@ -27,6 +31,8 @@ from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_pro
 pytestmark = needs_latents
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
+
+UP = Expansion("up", 128, 128)
 
 
 def pair(seed: int, mode: Any = "eager", family: str = "DeepseekV3", **config: Any) -> tuple[PreTrainedModel, Any]:
@@ -76,7 +82,8 @@ def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
 @pytest.mark.parametrize("family", ["AXK1", "DeepseekV2", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"])
 def test_families_keep_latents(family: str, seed: int) -> None:
     plain, model = pair(seed, family=family)
-    assert [layer.expansion for layer in model.compiled.facts.layers] == [Expansion("kv_b_proj", PLAIN, VALUE)] * 3
+    kept = Latent(Expansion("kv_b_proj", PLAIN, VALUE), ROPE)
+    assert [layer.kind for layer in model.compiled.facts.layers] == [kept] * 3
     check_tokens(plain, model, seed, [[5, 19, 11, 16]])
 
 
@@ -249,12 +256,12 @@ class Placed:
 
 def test_what_a_gpu_has_no_kernel_for_is_refused_by_its_numbers() -> None:
     model: Any = Placed()
-    latent = Layer(16, 1, 512, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128))
+    latent = Layer(16, 1, 512, -1, 0.0, Latent(UP, 64))
     for options in ({}, {"backend": "flashinfer"}):
         check_layers(model, [latent], WrapConfig(**options))
     for changes, options, message in (
         ({"head_dim": 96}, {}, "no kernel for R=96; there are some for powers of two, 16 to 512"),
-        ({"value_head_dim": 8}, {}, "no kernel for E=8"),
+        ({"kind": Latent(UP, 8)}, {}, "no kernel for E=8"),
         (
             {},
             {"backend": "reference"},
@@ -279,11 +286,11 @@ def test_auto_is_the_backend_that_is_faster_for_so_many_heads() -> None:
         (128, 256, "auto", "auto"),
         (128, 512, "reference", "reference"),
     ):
-        layer = Layer(heads, 1, size, -1, 0.0, value_head_dim=64, expansion=Expansion("up", 128, 128))
+        layer = Layer(heads, 1, size, -1, 0.0, Latent(UP, 64))
         assert on_fastest_backend(WrapConfig(backend=given), [layer] * 2, model).backend == expected
-    assert on_fastest_backend(WrapConfig(), [layer._replace(chooses=True)], model).backend == "auto", (
+    assert on_fastest_backend(WrapConfig(), [layer._replace(kind=ChosenTokens(layer.kind))], model).backend == "auto", (
         "it reads chosen tokens"
     )
-    plain = Layer(128, 128, 64, -1, 0.0)
+    plain = Layer(128, 128, 64, -1, 0.0, Full())
     assert on_fastest_backend(WrapConfig(), [plain], model).backend == "auto"
     assert on_fastest_backend(WrapConfig(), [layer], pair(0)[0]).backend == "auto", "on a CPU"

@@ -19,11 +19,15 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import WrapConfig
+from compiled_llm.kinds.full import Full
+from compiled_llm.kinds.indexers.blocks import Blocks
+from compiled_llm.kinds.kind import Layer
+from compiled_llm.kinds.latent import Latent
+from compiled_llm.kinds.latent_probe import Expansion
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.uneven import Uneven
+from compiled_llm.kinds.variant import LayerVariant, VariantAttention
 from compiled_llm.model.checks import check_layers, check_placement
-from compiled_llm.model.layer_probe import Layer
-from compiled_llm.model.layers.latents import Expansion
-from compiled_llm.model.layers.variants import LayerVariant
-from compiled_llm.model.refusals import UnsupportedModelError
 from compiled_llm_ops import paged_attention, paged_attention_lse
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
@@ -40,7 +44,7 @@ from support.tiny_models import tiny_qwen3
 LENGTHS, QUERIES = [1, 256, 257, 700, 300, 40, 5], [1, 256, 2, 300, 33, 0, 1]
 """One token, a full page, one more; whole rows and the ends of some, and a row without queries."""
 
-LAYER = Layer(query_heads=4, kv_heads=2, head_dim=64, window_left=-1, logits_soft_cap=0.0)
+LAYER = Layer(query_heads=4, kv_heads=2, head_dim=64, window_left=-1, logits_soft_cap=0.0, kind=Full())
 BOTH = pytest.mark.parametrize("backend", ["flash-attn", "torch"])
 
 
@@ -246,15 +250,19 @@ def test_what_fits_is_taken_in_any_mode(backend: str) -> None:
         ({"head_dim": 264}, {}, r"heads of size 264: the largest is 256; .*backend='triton' or backend='ref"),
         ({}, {"page_size": 16}, r"multiples of 256 tokens there, and page_size=16; backend='flashinfer' or"),
         ({"query_heads": 5}, {}, r"5 query heads are no multiple of 2 kv heads; "),
-        ({"value_head_dim": 32}, {}, r"its keys have heads of size 64, and its values of size 32; backend='reference'"),
+        ({"kind": Uneven(32)}, {}, r"its keys have heads of size 64, and its values of size 32; backend='reference'"),
         (
-            {"variant": LayerVariant("alibi", (), frozenset())},
+            {"kind": VariantAttention(Full(), LayerVariant("alibi", (), frozenset()))},
             {},
             r"backend='\S+' cannot run attention layer 1: it has no kernels for variants; backend='flashinfer' or",
         ),
-        ({"block_size": 256}, {}, r"backend='\S+': attention layer 1 reads blocks .* no such kernel.*without back"),
         (
-            {"expansion": Expansion("kv_b_proj", 16, 64), "value_head_dim": 64},
+            {"kind": Blocks(Full(), block_size=256)},
+            {},
+            r"backend='\S+': attention layer 1 reads blocks .* no such kernel.*without back",
+        ),
+        (
+            {"kind": Latent(Expansion("kv_b_proj", 16, 64), 64)},
             {},
             r"backend='\S+' cannot run attention layer 1: it has no kernels for latents .*; backend='triton' can",
         ),

@@ -9,80 +9,86 @@ latent size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, PreTrainedModel
 
-from compiled_llm.compat.cache_names import cache_argument
-from compiled_llm.compat.huggingface import index_keys
 from compiled_llm.compat.torch.tensors import fake_linear
-from compiled_llm.model.inputs import vocabulary_of
-from compiled_llm.model.layer_probe import Layer, attended_like, trial_forward
-from compiled_llm.model.layers.latents import Expansion
-from compiled_llm.model.probes.observing import observed
-from compiled_llm.model.refusals import UnsupportedModelError
+from compiled_llm.kinds.kind import Layer, LayerKind, Trial, attended_like
+from compiled_llm.kinds.refusals import UnsupportedModelError
 
 
-def with_latents(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
+class Expansion(NamedTuple):
+    """How a layer makes keys and values of latents.
+
+    Attributes:
+        projection: name of the linear layer in the attention module; its weight is ``[H * (N + V), R]``.
+        key: N.
+        value: V.
+    """
+
+    projection: str
+    key: int
+    value: int
+
+    def halves(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return views of the weight of an attention module: ``[H, N, R]`` and ``[H, V, R]``.
+
+        UnsupportedModelError if it is no plain linear layer any more.
+        """
+        projection = module.get_submodule(self.projection)
+        if type(projection) is not nn.Linear:
+            raise UnsupportedModelError(
+                f"{self.projection} of {type(module).__name__} has become a {type(projection).__name__}; keys and "
+                "values lie in pages as latents, so it must stay an nn.Linear: merge adapters into its weight, or "
+                "leave it out of them"
+            )
+        weight = projection.weight.unflatten(0, (-1, self.key + self.value))
+        key, value = weight.split([self.key, self.value], dim=1)
+        return key, value
+
+
+def with_latents(trial: Trial, layers: Sequence[Layer], kind: Callable[[Expansion, int], LayerKind]) -> Sequence[Layer]:
     """Return the layers as they are kept: those of multi-head latent attention with the sizes of their latents.
 
-    UnsupportedModelError if the cache keeps something that is neither keys and values nor such latents.
+    ``kind`` makes theirs, of an expansion and the size of the rotated part. UnsupportedModelError if the cache keeps
+    something that is neither keys and values nor such latents.
     """
     # Expanded latents are keys and values of all heads.
-    attending = [layer for layer in layers if layer.attends]
-    if all(layer.kv_heads < layer.query_heads and layer.value_head_dim is None for layer in attending):
-        return _with_choices(model, layers)
+    attending = [layer for layer in layers if layer.kind.attends]
+    if all(layer.kv_heads < layer.query_heads and layer.kind.value_head_dim is None for layer in attending):
+        return layers
     try:
-        found = _Expansions.of(model, layers, fake=True)
+        found = _Expansions.of(trial, layers, fake=True)
     except UnsupportedModelError:
         raise
     except Exception:  # a forward that looks at numbers does not take fake tensors
-        found = _Expansions.of(model, layers, fake=False)
-    latent = [number for number, layer in enumerate(found) if layer.expansion is not None]
-    if latent and len(latent) < len(attending):
+        found = _Expansions.of(trial, layers, fake=False)
+    if found and len(found) < len(attending):
         raise UnsupportedModelError(
-            f"{type(model).__name__}: attention layer {latent[0]} keeps latents in HuggingFace's cache, and others "
-            "keep keys and values; pages hold the same of all layers, so it stays usable unwrapped"
+            f"{type(trial.model).__name__}: attention layer {min(found)} keeps latents in HuggingFace's cache, and "
+            "others keep keys and values; pages hold the same of all layers, so it stays usable unwrapped"
         )
-    if latent:
-        _ExpansionCheck.check(model, found[latent[0]])
-    return _with_choices(model, found)
+    if found:
+        _ExpansionCheck.check(trial, found[min(found)].expansion)
+    kept = [*layers]
+    for number, (expansion, rank, size) in found.items():
+        own = layers[number].kind.keeping(kind(expansion, size))
+        kept[number] = layers[number]._replace(kv_heads=1, head_dim=rank, kind=own)
+    return kept
 
 
-def _with_choices(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers, those that choose blocks with the size of their index keys."""
-    blocks = [number for number, layer in enumerate(layers) if layer.block_size is not None]
-    for number, layer in enumerate(layers):
-        if layer.chooses and layer.expansion is None and layer.block_size is None:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: attention layer {number} reads tokens that an indexer chooses, and keeps "
-                "keys and values; that exists for latents alone (multi-head latent attention), so it stays usable "
-                "unwrapped"
-            )
-    if not blocks:
-        return [*layers]
-    cache = DynamicCache(config=model.config)
-    _forward_over(model, cache)
-    found = [*layers]
-    for number in blocks:
-        keys = index_keys(cache.layers[number])
-        if keys is None:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: attention layer {number} reads blocks of tokens, and HuggingFace's cache "
-                "keeps no keys by which they are chosen; it stays usable unwrapped"
-            )
-        found[number] = layers[number]._replace(index_size=keys.shape[-1])
-    return found
+class _Found(NamedTuple):
+    """What a layer keeps: how it is expanded, R, and E."""
 
-
-def _forward_over(model: PreTrainedModel, cache: DynamicCache, fake: bool = False, **inputs: Any) -> None:
-    """Run a trial forward that fills a cache."""
-    trial_forward(model, fake, lambda: {cache_argument(type(model).forward): cache}, use_cache=True, **inputs)
+    expansion: Expansion
+    rank: int
+    size: int
 
 
 class _WatchedCache(DynamicCache):
@@ -91,18 +97,12 @@ class _WatchedCache(DynamicCache):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(config=model.config)
         self.returned: dict[int, tuple[Tensor, Tensor]] = {}
-        self.index_sizes: dict[int, int] = {}
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         layer = kwargs["layer_idx"] if "layer_idx" in kwargs else args[2]
         keys, values = super().update(*args, **kwargs)
         self.returned[int(layer)] = keys, values
         return keys, values
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        self.index_sizes[layer_idx] = indexer_key_states.shape[-1]
-        states: Tensor = super().update_indexer(indexer_key_states, layer_idx)
-        return states
 
 
 class _Expansions(TorchFunctionMode):
@@ -114,14 +114,14 @@ class _Expansions(TorchFunctionMode):
         self._cache = _WatchedCache(model)
         self._layers = layers
         self._read: list[tuple[Tensor, Any]] = []
-        self.found = [*layers]
+        self._found: dict[int, _Found] = {}
 
     @classmethod
-    def of(cls, model: PreTrainedModel, layers: Sequence[Layer], fake: bool) -> list[Layer]:
-        watch = cls(model, layers)
-        with observed(model, watch), watch:
-            _forward_over(model, watch._cache, fake)
-        return watch.found
+    def of(cls, trial: Trial, layers: Sequence[Layer], fake: bool) -> dict[int, _Found]:
+        watch = cls(trial.model, layers)
+        with watch:
+            trial.run(watch._cache, watch.attend, fake)
+        return watch._found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -131,17 +131,17 @@ class _Expansions(TorchFunctionMode):
                 return made
         return func(*args, **given)
 
-    def mask(self, arguments: dict[str, Any]) -> None: ...
-
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         number = int(module.layer_idx)  # type: ignore[arg-type]
         kept = self._cache.returned.get(number)
         if kept is not None and _form(kept) != _form((key, value)):
-            self.found[number] = self._latent(module, number, kept, key, value)
+            self._found[number] = self._latent(module, number, kept, key, value)
         self._read.clear()
         return attended_like(query, value)
 
-    def _latent(self, module: nn.Module, number: int, kept: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> Layer:
+    def _latent(
+        self, module: nn.Module, number: int, kept: tuple[Tensor, Tensor], key: Tensor, value: Tensor
+    ) -> _Found:
         layer, (latent, rope) = self._layers[number], kept
         rank, size = latent.shape[-1], rope.shape[-1]
         expanded = key.shape[-1] - size + value.shape[-1]
@@ -168,10 +168,7 @@ class _Expansions(TorchFunctionMode):
                 "stays usable unwrapped (merge adapters, or leave this projection unquantised)"
             )
         expansion = Expansion(names[0].rpartition(".")[0], key.shape[-1] - size, value.shape[-1])
-        index_size = self._cache.index_sizes.get(number)
-        return layer._replace(
-            kv_heads=1, head_dim=rank, value_head_dim=size, expansion=expansion, index_size=index_size
-        )
+        return _Found(expansion, rank, size)
 
 
 def _form(states: tuple[Tensor, Tensor]) -> tuple[tuple[int, int], ...]:
@@ -186,23 +183,21 @@ class _Compared(Exception):  # noqa: N818
 class _ExpansionCheck:
     """Compares the first layer's keys and values with what its weight's halves make of the latents."""
 
-    def __init__(self, model: PreTrainedModel, layer: Layer) -> None:
-        self._name, self._layer, self.cache = type(model).__name__, layer, _WatchedCache(model)
+    def __init__(self, model: PreTrainedModel, expansion: Expansion) -> None:
+        self._name, self._expansion, self.cache = type(model).__name__, expansion, _WatchedCache(model)
 
     @classmethod
-    def check(cls, model: PreTrainedModel, layer: Layer) -> None:
+    def check(cls, trial: Trial, expansion: Expansion) -> None:
         """Raise UnsupportedModelError if they differ."""
-        checked = cls(model, layer)
-        with observed(model, checked), suppress(_Compared):
-            ids = torch.arange(2, 6, device=model.device)[None] % vocabulary_of(model)  # padding may be zeros
-            _forward_over(model, checked.cache, input_ids=ids)
-
-    def mask(self, arguments: dict[str, Any]) -> None: ...
+        checked = cls(trial.model, expansion)
+        config: Any = trial.model.config
+        ids = torch.arange(2, 6, device=trial.model.device)[None]  # padding may be zeros
+        with suppress(_Compared):
+            trial.run(checked.cache, checked.attend, input_ids=ids % config.get_text_config(decoder=True).vocab_size)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        expansion, (latent, rope) = self._layer.expansion, self.cache.returned[int(module.layer_idx)]  # type: ignore[arg-type]
-        assert expansion is not None
-        halves = expansion.halves(module)
+        latent, rope = self.cache.returned[int(module.layer_idx)]  # type: ignore[arg-type]
+        halves = self._expansion.halves(module)
         plain, values = (torch.matmul(latent.float(), half.float().transpose(1, 2)) for half in halves)
         keys = torch.cat([plain, rope.float().expand(-1, plain.shape[1], -1, -1)], dim=-1)
         close = 1e-4 if key.dtype in (torch.float32, torch.float64) else 3e-2
@@ -210,6 +205,6 @@ class _ExpansionCheck:
             if not torch.allclose(made.float(), expected, rtol=close, atol=close * float(expected.abs().max())):
                 raise UnsupportedModelError(
                     f"{self._name}: the {name} of attention layer {int(module.layer_idx)} are not its latents times "  # type: ignore[arg-type]
-                    f"{expansion.projection}, its keys first and then its rotated part; it stays usable unwrapped"
+                    f"{self._expansion.projection}, its keys first and then its rotated part; it stays usable unwrapped"
                 )
         raise _Compared

@@ -15,20 +15,19 @@ size, L keys that are scored, n tokens or blocks that are chosen, K kv heads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
-from compiled_llm.model.refusals import UnsupportedModelError
-from compiled_llm_ops import append_latent
-
-INDEXED = "indexed_attention"
-"""HuggingFace's type of a layer that takes a causal mask, for an indexer, and caches index keys."""
-
-
-INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
-"""The same type before transformers 5.18, where such layers cache expanded keys and values instead of latents."""
+from compiled_llm.compat.huggingface import index_keys, indexed_layers
+from compiled_llm.kinds.kind import KindOver, Layer, Paging, ScoreSizes, Trial, places_beside
+from compiled_llm.kinds.rows import NewestTokens, PagedRows
+from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
+from compiled_llm_ops import Geometry, append_latent
 
 
 def scored_pages(pages: int, page_size: int, block_size: int, padding: int) -> int:
@@ -42,30 +41,6 @@ def scored_pages(pages: int, page_size: int, block_size: int, padding: int) -> i
     block = max(1, block_size // page_size)
     null = -(-padding // (block * page_size)) * block
     return (pages + null + block - 1) // block * block
-
-
-def takes_masks(model: nn.Module) -> bool:
-    """Whether a model's layers have indexers, which read a causal mask that attention functions need not have."""
-    return INDEXED in _layer_types(model)
-
-
-def check_latents_are_cached(model: nn.Module) -> None:
-    """Raise UnsupportedModelError if this version of transformers hands expanded keys and values to the cache."""
-    if before := set(INDEXED_BEFORE).intersection(_layer_types(model)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of the type {before.pop()!r}, whose keys and values transformers "
-            "caches expanded before 5.18, and pages hold latents: install transformers 5.18 or later"
-        )
-
-
-def _layer_types(model: nn.Module) -> Sequence[str]:
-    config: Any = model.config
-    return getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-
-
-def causal_mask(tokens: int, device: torch.device) -> Tensor:
-    """Return ``[1, 1, T, T]`` bool for one row without a cache."""
-    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
 
 
 class IndexScores(NamedTuple):
@@ -113,6 +88,16 @@ class IndexedRows(NamedTuple):
     padding: int
     block_size: int = 1  # keys are a multiple of so many tokens, which an indexer chooses together; 1 for single ones
 
+    @classmethod
+    def of(cls, rows: PagedRows, page_size: int, row_pages: int, padding: int, block_size: int = 1) -> IndexedRows:
+        """Return where the index keys of ``rows`` lie; each may have ``row_pages``."""
+        if isinstance(rows, NewestTokens):
+            return cls(*rows.places, page_size, row_pages, padding, block_size)
+        if not rows.new_tokens:
+            return cls(*rows.places, page_size, 0, padding, block_size)
+        places = (rows.token_rows, rows.token_positions, rows.indptr[:-1], rows.indices)
+        return cls(*places, page_size, row_pages, padding, block_size)
+
     def extended(self, keys: Tensor, memory: Tensor) -> Tensor:
         """Write the keys ``[1, T, I]`` or ``[B, q, I]`` of new tokens to pages ``[P, S, I]``.
 
@@ -131,26 +116,10 @@ class IndexedRows(NamedTuple):
         """Return ``[1, 1, T, L]`` or ``[B, 1, q, L]`` bool: which keys each query may choose."""
         slots, width = self._pages * self.page_size, self.keys
         place = torch.arange(width, dtype=torch.int32, device=self.starts.device)
-        own = place - self._first[:, None]
+        own = place - self.first[:, None]
         seen = (own >= 0) & (own <= self.token_positions[:, None]) & (place < slots)
         rows = self.starts.shape[0] if self.row_pages else 1
         return seen.view(rows, 1, -1, width)
-
-    def chosen(self, indices: Tensor) -> Tensor:
-        """Return ``[T, n]`` int32, positions in each token's row, of places ``[1, T, n]`` or ``[B, q, n]`` among keys.
-
-        Places that the mask hides become positions that the row does not have, or that come after the token.
-        """
-        return indices.flatten(0, 1) - self._first[:, None]
-
-    def visible(self, blocks: Tensor) -> Tensor:
-        """Return ``[T, K, m]`` int32, pages of each token's row, of blocks ``[1, K, T, n]`` or ``[B, K, q, n]``.
-
-        Both have -1 for none. Some pages may be ones that the row does not have.
-        """
-        of_block = torch.arange(self.block_size // self.page_size, dtype=torch.int32, device=blocks.device)
-        chosen = blocks.transpose(1, 2).flatten(0, 1).int()[..., None]
-        return torch.where(chosen < 0, chosen, chosen * len(of_block) + of_block).flatten(2)
 
     @property
     def keys(self) -> int:
@@ -166,32 +135,112 @@ class IndexedRows(NamedTuple):
         return scored_pages(self._pages, self.page_size, self.block_size, self.padding) - self._pages
 
     @property
-    def _first(self) -> Tensor:
+    def first(self) -> Tensor:
         """Where each token's row begins among the keys."""
         if self.row_pages:
             return torch.zeros_like(self.token_rows)
         return self.starts[self.token_rows] * self.page_size
 
 
-class BlockChoices:
-    """In place of HuggingFace's cache while a forward runs whose layers keep keys and values, and some index keys."""
+class IndexKeysSpec(NamedTuple):
+    """Keys by which a layer's indexer chooses what is read, ``[P, S, I]``; HuggingFace's caches hold them beside.
 
-    def __init__(self, rows: IndexedRows, layers: int, index_pages: Mapping[int, Tensor]) -> None:
-        """Make it for a forward; ``index_pages`` are the pages ``[P, S, I]`` of each layer that has an indexer."""
-        self.rows = rows  # where these lie
-        # take them, one for each layer
-        self.layers = [_KeptIndex(rows, index_pages.get(layer)) for layer in range(layers)]
+    Attributes:
+        size: I.
+        page_size: S.
+        dtype: of the model.
+    """
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of new tokens, which attention writes into pages."""
-        return keys, values
+    size: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def scales(self) -> PageScales:
+        return UNSCALED
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, self.page_size, self.size
+
+    def planned(self, geometry: Geometry) -> None:
+        return None
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        memory[places.pages, places.slots] = last_columns(keys, places.width)[places.rows, 0, places.columns]
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        keys = memory.index_select(0, pages).flatten(0, 1)[None, :length]
+        return keys, keys[..., :0]
 
 
-class _KeptIndex:
-    def __init__(self, rows: IndexedRows, pages: Tensor | None) -> None:
-        self._rows, self._pages = rows, pages
+@dataclass(frozen=True)
+class Indexed(KindOver):
+    """A kind whose queries read what an indexer chooses, of this layer or one before.
 
-    def update_index(self, keys: Tensor) -> Tensor:
-        """Take ``[B, 1, q, I]`` of new tokens; return ``[B, 1, L, I]``, or for packed ones ``[1, 1, L, I]``."""
-        assert self._pages is not None, "only layers with indexers call it"
-        return self._rows.extended(keys[:, 0], self._pages)[:, None]
+    Attributes:
+        index_size: I; None if the layer has no indexer of its own.
+    """
+
+    own_cache_layers = True
+    index_size: int | None = None
+
+    def is_cached_in(self, layer: object) -> bool:
+        return isinstance(layer, indexed_layers())
+
+    def is_whole_in(self, layer: CacheLayerMixin) -> bool:
+        if type(layer) not in indexed_layers():
+            return False
+        if self.index_size is None or layer.keys is None or not layer.keys.numel():
+            return True
+        kept = index_keys(layer)
+        return kept is not None and kept.shape[1] == layer.keys.shape[2]
+
+    def spec_beside(self, paging: Paging) -> KVCacheSpec | None:
+        return None if self.index_size is None else IndexKeysSpec(self.index_size, paging.page_size, paging.dtype)
+
+    @property
+    def has_memory_beside(self) -> bool:
+        return self.index_size is not None
+
+    def scores(self, config: Any, dtype: torch.dtype) -> ScoreSizes | None:
+        if self.index_size is None:
+            return None
+        return IndexScores(config.index_n_heads, self.chosen(config), self.index_size, dtype, self.together)
+
+    @property
+    def together(self) -> int:
+        """How many tokens are chosen together."""
+        return 1
+
+    def chosen(self, config: Any) -> int:
+        """Return how many tokens an indexer chooses for a query, by the text config."""
+        return int(config.index_topk)
+
+    @classmethod
+    def layers_of(cls, layers: Sequence[Layer]) -> dict[int, Indexed]:
+        """Return those of this kind."""
+        return {number: layer.kind for number, layer in enumerate(layers) if isinstance(layer.kind, cls)}
+
+    @classmethod
+    def rows_of(
+        cls, model: PreTrainedModel, batch: Any, layers: Sequence[Layer]
+    ) -> tuple[IndexedRows, dict[int, Tensor]]:
+        """Return where the index keys of a ``PagedBatch`` lie, and the pages of each layer that has some."""
+        pages = {number: batch.pages[place] for number, place in places_beside(layers).items()}
+        config: Any = model.config.get_text_config(decoder=True)
+        kind = next(iter(cls.layers_of(layers).values()))
+        total, size, _ = next(iter(pages.values())).shape
+        positions = getattr(config, "max_position_embeddings", 2**17)
+        most = cast(int, torch.sym_min(-(-positions // size), total))
+        return IndexedRows.of(batch.rows, size, most, kind.chosen(config), kind.together), pages
+
+
+def with_index_sizes(trial: Trial, layers: Sequence[Layer], kinds: Mapping[int, Indexed]) -> list[Layer]:
+    """Return the layers, some of ``kinds``, with the sizes of the index keys that HuggingFace's cache then has."""
+    cache, found = DynamicCache(config=trial.model.config), [*layers]
+    trial.run(cache)
+    for number, kind in kinds.items():
+        keys = index_keys(cache.layers[number])
+        size = None if keys is None else keys.shape[-1]
+        found[number] = layers[number]._replace(kind=replace(kind, index_size=size))
+    return found

@@ -1,0 +1,82 @@
+"""Pages of fp8: keys and values of one size, each divided by the scale of its kv head.
+
+Scales lie on the device at addresses that graphs may rely on, with counts of what had to be clamped. They are inputs of
+programs, so that new scales need neither compiling nor capturing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.kinds.full import FullAttentionSpec
+from compiled_llm.kinds.spec import KVCacheSpec, PageScales, TokenPlaces, last_columns
+from compiled_llm_ops import Geometry
+from compiled_llm_ops.contracts import FP8
+from compiled_llm_ops.plain_attention import as_bytes, as_fp8, scaled
+
+
+class Fp8AttentionSpec(NamedTuple):
+    """Keys and values of one size in fp8; memory as ``FullAttentionSpec``.
+
+    Attributes:
+        unscaled: the spec of such a layer with pages of the model's dtype.
+        scales: on the device, at addresses that graphs may rely on.
+    """
+
+    unscaled: FullAttentionSpec
+    scales: PageScales
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return self.unscaled.shape(pages)
+
+    @property
+    def page_size(self) -> int:
+        return self.unscaled.page_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FP8
+
+    def planned(self, geometry: Geometry) -> Geometry:
+        return self.unscaled.planned(geometry)._replace(kv_dtype=FP8)
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        both = last_columns(torch.stack([keys, values]), places.width)[:, places.rows, :, places.columns]
+        written = as_fp8(both, *self.scales)
+        as_bytes(memory)[places.pages, :, :, places.slots, : self.unscaled.head_dim] = as_bytes(written)
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        stored = self.unscaled.read(as_bytes(memory), pages, length)
+        of_heads = zip(stored, self.scales[:2], strict=True)
+        keys, values = (scaled(states.view(FP8), scale).to(self.unscaled.dtype) for states, scale in of_heads)
+        return keys, values
+
+
+class Fp8Codec(NamedTuple):
+    """Pages of fp8, of one layer."""
+
+    scales: PageScales
+
+    @classmethod
+    def allocated(cls, kv_heads: int, device: torch.device) -> Fp8Codec:
+        """Return that of a layer, with scales of 1, and a count of its own: equal layers are then equal code."""
+        key, value = (torch.ones(kv_heads, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(PageScales(key, value, torch.zeros(1, dtype=torch.int64, device=device)))
+
+    def of(self, spec: KVCacheSpec) -> Fp8AttentionSpec:
+        assert isinstance(spec, FullAttentionSpec), "wrap has refused other layers"
+        return Fp8AttentionSpec(spec, self.scales)
+
+    @property
+    def saturated(self) -> Tensor:
+        assert self.scales.saturated is not None
+        return self.scales.saturated
+
+    def write(self, keys: Sequence[float], values: Sequence[float]) -> None:
+        for tensor, numbers in ((self.scales.key, keys), (self.scales.value, values)):
+            assert tensor is not None
+            tensor.copy_(torch.tensor(numbers, dtype=torch.float32, device="cpu"))

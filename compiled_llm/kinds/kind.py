@@ -1,0 +1,341 @@
+"""A kind of layer: how it is found, what it keeps of each token, how it attends, and what others may ask of it.
+
+Shapes: T packed tokens (decode: q of each row), H query heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from compiled_llm.kinds.rows import Rows
+from compiled_llm.kinds.spec import KVCacheSpec, PageScales
+from compiled_llm_ops.backends import ChosenBackend
+from compiled_llm_ops.protocol import Backend
+
+States = tuple[Tensor, Tensor, Tensor]
+"""The packed queries, keys and values of new tokens."""
+
+Options = tuple[float, int, float]
+"""Scale, window and cap."""
+
+Attended = tuple[Tensor, Tensor | None]
+"""``[T, H, D]`` and, if it is wanted, ``[T, H]`` float32, the log-sum-exp of the logits in base 2."""
+
+VariantLayers = Mapping[str, Sequence[int] | str]
+"""The layers of each variant, by its name; ``"all"`` for all."""
+
+
+class AttentionCall(NamedTuple):
+    """A layer's call of its attention function.
+
+    Attributes:
+        module: that calls.
+        layer: its number.
+        wants_lse: whether the log-sum-exp is asked for.
+        arguments: further ones of the call, by name.
+        cache: what stands in for HuggingFace's cache in this forward; None if nothing does.
+        chosen: ``[T, n]`` int32, the positions that each query reads, where a kind lets it; None for all.
+    """
+
+    module: nn.Module
+    layer: int
+    states: States
+    options: Options
+    wants_lse: bool
+    arguments: Mapping[str, Any]
+    cache: Any = None
+    chosen: Tensor | None = None
+
+
+class SeenCall(NamedTuple):
+    """A layer's call of attention in a trial forward; queries, keys and values are HuggingFace's.
+
+    Attributes:
+        number: of the layer.
+        arguments: further ones of the call, by name.
+        sinks: whether it has attention sinks.
+        variants: by which some layers of the model attend.
+    """
+
+    module: nn.Module
+    number: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    arguments: Mapping[str, Any]
+    sinks: bool
+    variants: VariantLayers
+
+
+class Trial(Protocol):
+    """Trial forwards of a model that is not wrapped."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    def run(
+        self, cache: DynamicCache, attend: Callable[..., Tensor] | None = None, fake: bool = False, **inputs: Any
+    ) -> None:
+        """Run one that fills a cache, with ``attend`` in place of attention if it is given; ``fake`` without memory.
+
+        ``attend`` takes a module, and its query, key, value and mask.
+        """
+        ...
+
+
+class ForwardCache(NamedTuple):
+    """What takes the place of HuggingFace's cache in a forward, and further arguments of that."""
+
+    cache: Any
+    inputs: Mapping[str, Any] = {}
+
+
+class ScoreSizes(Protocol):
+    """What choosing tokens takes in a layer beside the pages, while a step runs, as ``IndexScores`` says it."""
+
+    @property
+    def chosen(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def of_one_row(self) -> bool: ...
+    def keys(self, pages: int, page_size: int) -> int: ...
+    def nbytes(self, queries: int, keys: int, rows: int = 1) -> int: ...
+
+
+class Codec(Protocol):
+    """How a layer's keys and values are stored, if not in the model's dtype."""
+
+    def of(self, spec: Any) -> KVCacheSpec:
+        """Return the spec of such a layer, from that of one with pages of the model's dtype."""
+        ...
+
+    @property
+    def saturated(self) -> Tensor:
+        """``[1]`` int64, how many numbers were clamped."""
+        ...
+
+    def write(self, keys: Sequence[float], values: Sequence[float]) -> None:
+        """Write the scales of each kv head in place."""
+        ...
+
+
+class Paging(NamedTuple):
+    """How pages are laid out.
+
+    Attributes:
+        page_size: S.
+        dtype: of the model.
+        backend: attends, and says which head sizes pages must have.
+        codec: of the layer's pages; None if they are of the model's dtype.
+    """
+
+    page_size: int
+    dtype: torch.dtype
+    backend: Backend
+    codec: Codec | None = None
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layer, with what is known of a layer besides its geometry.
+
+    Attributes:
+        name: in the table of what works with it.
+        attends: whether it has attention; without, nothing else is said of a layer.
+        own_cache_layers: whether HuggingFace's caches have layers of a type of their own for it.
+        reads_shared_pages: whether pages that rows share can be read once.
+        reads_chosen: whether it attends to chosen tokens alone, if a call has some.
+    """
+
+    name: ClassVar[str]
+    attends: ClassVar[bool] = True
+    own_cache_layers: ClassVar[bool] = False
+    reads_shared_pages: ClassVar[bool] = True
+    reads_chosen: ClassVar[bool] = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Its name, and those of kinds beneath."""
+        return frozenset((self.name,))
+
+    # ---- how it is found
+
+    @classmethod
+    def of(cls, seen: SeenCall, kind: LayerKind) -> LayerKind:
+        """Return the kind that a call of attention shows; ``kind`` is what kinds before have found."""
+        return kind
+
+    @classmethod
+    def compared(cls, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
+        """Return the layers as HuggingFace's cache shows what they keep."""
+        return layers
+
+    @classmethod
+    def check(cls, model: PreTrainedModel, variants: VariantLayers) -> None:
+        """Raise UnsupportedModelError if this version of transformers, or the options, do not fit a model."""
+
+    @classmethod
+    def trial_inputs(cls, model: PreTrainedModel, tokens: int) -> Mapping[str, Any]:
+        """Return what a trial forward of so many tokens needs besides."""
+        return {}
+
+    def keeping(self, kind: LayerKind) -> LayerKind:
+        """Return the kind of a layer of this one that keeps what another does."""
+        return kind
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        """Tensors that it takes from calls of attention."""
+        return frozenset()
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether a mask that attention is given has been read before."""
+        return False
+
+    def is_cached_in(self, layer: object) -> bool:
+        """Whether a layer of HuggingFace's dynamic cache is of the type that holds what it keeps."""
+        return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+    # ---- what it keeps
+
+    def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
+        raise NotImplementedError
+
+    @property
+    def has_memory_beside(self) -> bool:
+        """Whether it has a further memory, which follows those of all layers, with a ``spec_beside``."""
+        return False
+
+    def spec_beside(self, paging: Paging) -> KVCacheSpec | None:
+        return None
+
+    def unpaged(self, layer: Layer, tokens: int) -> tuple[int, ...] | None:
+        """Return the shape of what new rows of so many tokens leave outside of pages; None if they need pages."""
+        return None
+
+    @property
+    def value_head_dim(self) -> int | None:
+        """Head size of the values that are kept; None if it is that of the keys."""
+        return None
+
+    @property
+    def together(self) -> int:
+        """How many tokens an indexer chooses together."""
+        return 1
+
+    def is_whole_in(self, layer: CacheLayerMixin) -> bool:
+        """Whether a layer of HuggingFace's cache, of its own type, holds all that it keeps."""
+        return True
+
+    # ---- how it attends
+
+    @classmethod
+    def forward_cache(cls, layers: Sequence[Layer]) -> Callable[[PreTrainedModel, Any], ForwardCache] | None:
+        """Return what makes a stand-in for HuggingFace's cache, of a model and its ``PagedBatch``; None if none is."""
+        return None
+
+    def attend(self, rows: Rows, call: AttentionCall, pages: Tensor, scales: PageScales) -> Attended:
+        """Write the new keys and values into a layer's pages, and attend over all tokens of their rows."""
+        raise NotImplementedError
+
+    def has_plan(self, chosen: ChosenBackend) -> bool:
+        """Whether it attends by a backend's plan."""
+        return True
+
+    def expands(self, layer: Layer, on_cpu: bool) -> bool:
+        """Whether rows without cached tokens attend in another way, to what they expand of new ones."""
+        return False
+
+    @property
+    def function(self) -> str:
+        """The key of a user's function in place of softmax attention; empty if there is none."""
+        return ""
+
+    def scores(self, config: Any, dtype: torch.dtype) -> ScoreSizes | None:
+        """Return the sizes that the memory of an indexer's scores follows from, by the text config; None without."""
+        return None
+
+
+@dataclass(frozen=True)
+class KindOver(LayerKind):
+    """A kind that keeps what another one does, and attends over it in its own way.
+
+    Attributes:
+        memory: the other.
+    """
+
+    memory: LayerKind
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.memory.names | {self.name}
+
+    def keeping(self, kind: LayerKind) -> LayerKind:
+        return replace(self, memory=self.memory.keeping(kind))
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        return self.memory.arguments
+
+    @property
+    def reads_mask(self) -> bool:
+        return self.memory.reads_mask
+
+    def is_cached_in(self, layer: object) -> bool:
+        return self.memory.is_cached_in(layer)
+
+    def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
+        return self.memory.spec(layer, paging)
+
+    @property
+    def value_head_dim(self) -> int | None:
+        return self.memory.value_head_dim
+
+
+class Layer(NamedTuple):
+    """A layer: its geometry, and its kind.
+
+    Attributes:
+        query_heads: how many.
+        kv_heads: how many are kept of each token.
+        head_dim: of the keys, as they are kept.
+        window_left: tokens visible to the left of a query; -1 for all.
+        logits_soft_cap: cap on the logits; 0.0 for none.
+        kind: tells what is kept, and how it attends.
+        window_in_mask: only HuggingFace's mask has the window; attention is given another one, or none.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    window_left: int
+    logits_soft_cap: float
+    kind: LayerKind
+    window_in_mask: bool = False
+
+    def visible(self, positions: int) -> int:
+        """Return how many of ``positions`` tokens the last one sees, itself included."""
+        return positions if self.window_left < 0 else min(positions, self.window_left + 1)
+
+
+def places_beside(layers: Sequence[Layer]) -> dict[int, int]:
+    """Return the layers with a further memory, and the place of each one's after the memories of all layers."""
+    beside = [number for number, layer in enumerate(layers) if layer.kind.has_memory_beside]
+    return {number: place for place, number in enumerate(beside, len(layers))}
+
+
+def attended_like(query: Tensor, value: Tensor) -> Tensor:
+    """Return zeros of the shape that attention has: ``[B, T, H, D]``, D that of the values."""
+    rows, heads, tokens, _ = query.shape
+    return query.new_zeros((rows, tokens, heads, value.shape[-1]))

@@ -1,0 +1,178 @@
+"""Multi-head latent attention (MLA): layers that hand latents to HuggingFace's cache, and expand what it returns.
+
+Pages hold the latents. New tokens are expanded by the layer itself; rows that have no others attend to those keys and
+values. Of tokens in pages nothing is expanded: one half of the layer's up-projection is multiplied into the queries,
+the other one into the results (DeepSeek-V2, https://arxiv.org/abs/2405.04434, calls that absorbed). Both halves are
+views of the layer's own weight.
+
+Shapes: B rows, T packed tokens, H query heads, N size of a key's part that is not rotated, E size of the rotated part,
+V size of a value, R latent size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_llm.kinds.kind import Attended, AttentionCall, ForwardCache, Layer, LayerKind, Paging, Trial
+from compiled_llm.kinds.latent_probe import Expansion, with_latents
+from compiled_llm.kinds.rows import NewestTokens, PackedTokens, PagedRows, Rows, UnpagedRows, packed
+from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
+from compiled_llm_ops import (
+    Geometry,
+    append_latent,
+    latent_attention,
+    latent_attention_lse,
+    latent_decode,
+    latent_decode_lse,
+    planned_latent_attention,
+    planned_latent_attention_lse,
+    ragged_attention,
+    ragged_attention_lse,
+)
+from compiled_llm_ops.backends import ChosenBackend
+from compiled_llm_ops.kernels.latent.latent_tiling import missing_expanded
+
+
+class Latents:
+    """In place of HuggingFace's cache while a forward runs: takes each layer's new latents, and hands out no others."""
+
+    def __init__(self) -> None:
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, latent: Tensor, rope: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take ``[B, 1, q, R]`` and ``[B, 1, q, E]`` of a layer's new tokens; the layer may expand these alone."""
+        self._new[layer_idx] = latent, rope
+        return latent, rope
+
+    def taken(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return what ``update`` was given by a layer."""
+        return self._new.pop(layer)
+
+
+class LatentAttentionSpec(NamedTuple):
+    """Latents, each followed by its rotated part, ``[P, S, R + E]``: one for all heads, as in HuggingFace's cache.
+
+    Attributes:
+        rank: R, of latents; keys of HuggingFace's caches.
+        rope_size: E, of rotated parts; values of HuggingFace's caches.
+        page_size: S.
+        dtype: of the model.
+    """
+
+    rank: int
+    rope_size: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def scales(self) -> PageScales:
+        return UNSCALED
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, self.page_size, self.rank + self.rope_size
+
+    def planned(self, geometry: Geometry) -> Geometry:
+        return geometry._replace(rope_size=self.rope_size)
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        both = last_columns(torch.cat([keys, values], dim=-1), places.width)
+        memory[places.pages, places.slots] = both[places.rows, 0, places.columns]
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        both = memory.index_select(0, pages).flatten(0, 1)[None, :length]
+        latents, rotated = both.split([self.rank, self.rope_size], dim=-1)
+        return latents, rotated
+
+
+@dataclass(frozen=True)
+class Latent(LayerKind):
+    """Multi-head latent attention.
+
+    Attributes:
+        expansion: how keys and values are made of latents.
+        rope_size: E.
+    """
+
+    name = "latent"
+    reads_shared_pages = False
+    reads_chosen = True
+    expansion: Expansion
+    rope_size: int
+
+    @classmethod
+    def compared(cls, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
+        return with_latents(trial, layers, cls)
+
+    @classmethod
+    def forward_cache(cls, layers: Sequence[Layer]) -> Callable[[PreTrainedModel, Any], ForwardCache] | None:
+        kept = [layer.kind for layer in layers if isinstance(layer.kind, cls)]
+        return (lambda model, batch: ForwardCache(Latents())) if kept else None
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.rope_size
+
+    def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
+        return LatentAttentionSpec(layer.head_dim, self.rope_size, paging.page_size, paging.dtype)
+
+    def has_plan(self, chosen: ChosenBackend) -> bool:
+        return chosen.decode_ops is None
+
+    def expands(self, layer: Layer, on_cpu: bool) -> bool:
+        return on_cpu or missing_expanded(self.expansion.key + self.rope_size, self.expansion.value) is None
+
+    def attend(self, rows: Rows, call: AttentionCall, pages: Tensor, scales: PageScales) -> Attended:
+        assert not isinstance(rows, UnpagedRows)
+        latent, rope = (packed(part, rows.new_tokens) for part in call.cache.taken(call.layer))
+        if isinstance(rows, PackedTokens) and rows.alone:
+            append_latent(latent[:, 0], rope[:, 0], pages, *rows.places)
+            arguments = (*call.states, rows.qo_indptr, call.options[0])
+            return ragged_attention_lse(*arguments) if call.wants_lse else (ragged_attention(*arguments), None)
+        key, value = self.expansion.halves(call.module)
+        call = call._replace(states=(_absorbed(call.states[0], key), latent, rope))
+        if isinstance(rows, NewestTokens) and rows.new_tokens == 1:
+            out, lse = _of_newest(rows, call, pages)
+        else:
+            out, lse = _of_packed(rows, call, pages)
+        return torch.bmm(out.transpose(0, 1), value.transpose(1, 2)).transpose(0, 1), lse
+
+
+def _absorbed(query: Tensor, weight: Tensor) -> Tensor:
+    """Return ``[T, H, R + E]`` of queries ``[T, H, N + E]``, to be multiplied with latents."""
+    plain, rope = query.split([weight.shape[1], query.shape[2] - weight.shape[1]], dim=-1)
+    latent = torch.bmm(plain.transpose(0, 1), weight).transpose(0, 1)
+    return torch.cat([latent, rope], dim=-1)
+
+
+def _of_newest(rows: NewestTokens, call: AttentionCall, pages: Tensor) -> Attended:
+    query, latent, rope = call.states
+    rank, table = latent.shape[2], (rows.starts, rows.lengths, rows.indices)
+    arguments = (query[..., :rank], query[..., rank:], latent[:, 0], rope[:, 0], pages, *table, call.options[0])
+    if call.wants_lse:
+        return latent_decode_lse(*arguments, chosen=call.chosen)
+    return latent_decode(*arguments, chosen=call.chosen), None
+
+
+def _of_packed(rows: PagedRows, call: AttentionCall, pages: Tensor) -> Attended:
+    """Attend by the layer's plan, if it has one."""
+    query, latent, rope = call.states
+    rank, scale = latent.shape[2], call.options[0]
+    places = rows.places
+    append_latent(latent[:, 0], rope[:, 0], pages, *places)
+    parts = (query[..., :rank], query[..., rank:], pages)
+    if isinstance(rows, PackedTokens) and (plan := rows.plans.of(call.layer)) is not None:
+        assert call.chosen is None, "layers with indexers have no plan"
+        planned = (*parts, rows.qo_indptr, *rows.table, *plan, scale)
+        if call.wants_lse:
+            return planned_latent_attention_lse(*planned)
+        return planned_latent_attention(*planned), None
+    arguments = (*parts, *places, scale, call.chosen)
+    if call.wants_lse:
+        return latent_attention_lse(*arguments)
+    return latent_attention(*arguments), None

@@ -1,0 +1,86 @@
+"""All kinds, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from compiled_llm.config import KVScales
+from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerKind, SeenCall, Trial, VariantLayers
+from compiled_llm.kinds.no_keys import NoKeys
+
+KINDS: Sequence[type[LayerKind]] = (
+    import_module("compiled_llm.kinds.full").Full,
+    import_module("compiled_llm.kinds.uneven").Uneven,
+    import_module("compiled_llm.kinds.latent").Latent,
+    *import_module("compiled_llm.kinds.indexers").KINDS,
+    import_module("compiled_llm.kinds.variant").VariantAttention,
+)
+"""Each takes the place of what those before it have found, or lies over it."""
+
+CODECS: Mapping[str, Any] = {
+    "fp8_e4m3": import_module("compiled_llm.kinds.fp8").Fp8Codec,
+}
+"""How pages are stored, by ``kv_dtype``."""
+
+
+def kind_of(seen: SeenCall) -> LayerKind:
+    """Return the kind of a layer that calls attention; UnsupportedModelError if no kind can serve the call."""
+    found: LayerKind = NoKeys()
+    for kind in KINDS:
+        found = kind.of(seen, found)
+    return found
+
+
+def compared(trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
+    """Return the layers as HuggingFace's cache shows what they keep; UnsupportedModelError if no kind keeps that."""
+    for kind in KINDS:
+        layers = kind.compared(trial, layers)
+    return layers
+
+
+def check_kinds(model: PreTrainedModel, variants: VariantLayers) -> None:
+    """Raise UnsupportedModelError if this version of transformers, or the options, do not fit a model."""
+    for kind in KINDS:
+        kind.check(model, variants)
+
+
+def trial_inputs(model: PreTrainedModel, tokens: int) -> dict[str, Any]:
+    """Return what a trial forward of so many tokens needs besides."""
+    return {name: given for kind in KINDS for name, given in kind.trial_inputs(model, tokens).items()}
+
+
+def forward_cache_for(layers: Sequence[Layer]) -> Callable[[PreTrainedModel, Any], ForwardCache] | None:
+    """Return what makes a stand-in for HuggingFace's cache in a forward of a model; None if it needs none."""
+    makers = [maker for kind in KINDS if (maker := kind.forward_cache(layers)) is not None]
+    return makers[-1] if makers else None
+
+
+def allocate_codecs(
+    name: str | None, layers: Sequence[Layer], scales: KVScales | None, device: torch.device
+) -> tuple[Codec, ...]:
+    """Return the codec of each layer's pages, by its name; none for pages of the model's dtype.
+
+    Their tensors are allocated here, and are part of the specs.
+    """
+    if name is None:
+        return ()
+    codecs = tuple(CODECS[name].allocated(layer.kv_heads, device) for layer in layers)
+    if scales is not None:
+        write_scales(codecs, scales)
+    return codecs
+
+
+def write_scales(codecs: Sequence[Codec], scales: KVScales) -> None:
+    """Write scales, which fit the layers, in place."""
+    for codec, keys, values in zip(codecs, scales.keys, scales.values, strict=True):
+        codec.write(keys, values)
+
+
+def count_saturated(codecs: Sequence[Codec]) -> int:
+    """Return how many numbers were clamped, over all layers; waits for the device."""
+    return int(torch.cat([codec.saturated for codec in codecs]).sum()) if codecs else 0

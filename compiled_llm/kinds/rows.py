@@ -1,0 +1,134 @@
+"""Where the new tokens of a batch go, and where the pages of its rows are: data, by which each kind of layer attends.
+
+Shapes: T packed tokens (decode: q of each row), H query heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.protocol import DecodeOps
+
+Places = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The row of each token, its index there, where each row's pages begin among page numbers, and these."""
+
+
+class AttentionPlans(NamedTuple):
+    """A backend's division of attention among thread blocks, decided on the host before the step.
+
+    Attributes:
+        tensors: one ``[bytes]`` uint8 for each attention group: layers of one geometry share a plan.
+        workspace: ``[bytes]`` uint8, scratch memory that all layers use in turn.
+        groups: each layer's attention group; negative if it attends without a plan.
+    """
+
+    tensors: tuple[Tensor, ...]
+    workspace: Tensor
+    groups: tuple[int, ...]
+    backend: str
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return a layer's plan, and the workspace; None if it has none."""
+        group = self.groups[layer]
+        return None if group < 0 else (self.tensors[group], self.workspace)
+
+
+class PackedTokens(NamedTuple):
+    """Packed tokens of rows with any number of new ones, and the plans by which they attend.
+
+    Attributes:
+        token_rows: ``[T]`` int32, the row of each token.
+        token_positions: ``[T]`` int32, each token's index in its row's cache.
+        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
+        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
+        indices: ``[N]`` int32, page numbers.
+        last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
+        new_tokens: q if each row has q tokens, so that the layers have ``[B, H, q, D]`` for ``[1, H, T, D]``; else 0.
+        alone: whether rows have no other tokens than these, to whose keys and values a kind may attend directly.
+    """
+
+    token_rows: Tensor
+    token_positions: Tensor
+    qo_indptr: Tensor
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    plans: AttentionPlans
+    new_tokens: int = 0
+    alone: bool = False
+
+    @property
+    def table(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.indptr, self.indices, self.last_page_len
+
+    @property
+    def places(self) -> Places:
+        return self.token_rows, self.token_positions, self.indptr, self.indices
+
+
+class JointAttention(Protocol):
+    """A way in which all rows of a decode step attend, in place of the backend's ops."""
+
+    def attend(self, arguments: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]: ...
+
+
+class NewestTokens(NamedTuple):
+    """Page table of rows with as many new tokens each, and the ops by which they attend without a plan.
+
+    Attributes:
+        starts: ``[B]`` int32, where each row's pages begin in ``indices``.
+        lengths: ``[B]`` int32, tokens of each row, the new ones included.
+        indices: ``[N]`` int32, page numbers.
+        ops: the backend's.
+        new_tokens: q.
+        shared: by which layers attend in place of ``ops``; None if by those.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    indices: Tensor
+    ops: DecodeOps
+    new_tokens: int = 1
+    shared: JointAttention | None = None
+
+    @property
+    def places(self) -> Places:
+        rows, new, device = len(self.starts), self.new_tokens, self.starts.device
+        token_rows = torch.arange(rows, dtype=torch.int32, device=device)[:, None].expand(-1, new).flatten()
+        positions = self.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=device)
+        return token_rows, positions.flatten(), self.starts, self.indices
+
+
+class UnpagedRows(NamedTuple):
+    """Where the packed tokens of rows begin that have no others, and are not in pages.
+
+    On a CPU a batch of them is one call of attention, and nothing is written twice.
+
+    Attributes:
+        qo_indptr: ``[B + 1]`` int32.
+        ends: its numbers, in a forward that runs uncompiled on a CPU, where no layer asks for them; empty in others.
+    """
+
+    qo_indptr: Tensor
+    ends: tuple[int, ...] = ()
+
+    @property
+    def new_tokens(self) -> int:
+        """0: rows may differ in length, as those of ``PackedTokens``."""
+        return 0
+
+
+PagedRows = PackedTokens | NewestTokens
+Rows = PagedRows | UnpagedRows
+
+
+def packed(states: Tensor, new_tokens: int) -> Tensor:
+    """``[1, H, T, D]``, or ``[B, H, q, D]`` if each row has q tokens, to ``[T, H, D]``; a view if q is 0 or 1."""
+    states = states.transpose(1, 2)
+    if new_tokens > 1:
+        return states.flatten(0, 1)
+    return states.squeeze(1 if new_tokens else 0)

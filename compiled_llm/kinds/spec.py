@@ -1,0 +1,92 @@
+"""A layer's part of the KV cache: what it keeps of each token, and how that lies in pages, is written and is read.
+
+Shapes: P pages, K kv heads, S page size, D head dimension as stored, B rows, C columns, L tokens of one row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from compiled_llm_ops import Geometry
+
+
+class PageScales(NamedTuple):
+    """Scales of a layer's pages; None in all places for pages of the model's dtype.
+
+    Attributes:
+        key: ``[K]`` float32, by kv head.
+        value: likewise.
+        saturated: ``[1]`` int64, how many numbers were clamped.
+    """
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+    saturated: Tensor | None = None
+
+
+UNSCALED = PageScales()
+
+
+class TokenPlaces(NamedTuple):
+    """Where tokens that were computed elsewhere go, and where they come from; each ``[N]`` int64 on the device.
+
+    Attributes:
+        width: C.
+        pages: page numbers.
+        slots: places in those pages.
+        rows: rows of the given states.
+        columns: their columns, of the last C.
+    """
+
+    width: int
+    pages: Tensor
+    slots: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+class KVCacheSpec(Protocol):
+    """One layer's part of the KV cache: its memory is one tensor, whose first dimension are the pages."""
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        """Return the shape of a memory of ``pages`` pages."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the memory."""
+        ...
+
+    @property
+    def scales(self) -> PageScales:
+        """By which numbers in pages are multiplied; the layer's own tensors besides its memory."""
+        ...
+
+    def planned(self, geometry: Geometry) -> Geometry | None:
+        """Return a layer's geometry with the sizes that its pages have; None if no plan reads them."""
+        ...
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values of HuggingFace's caches, ``[B, K, C', D]``, whose last column is the last of C.
+
+        Zeros are written for columns that they lack.
+        """
+        ...
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys and values ``[K, L, D]`` of the ``length`` tokens in ``pages`` ``[N]``."""
+        ...
+
+
+def last_columns(states: Tensor, width: int) -> Tensor:
+    """Return the last ``width`` columns of ``[..., C', D]``, with zeros before them if there are fewer."""
+    states = states[..., -width:, :]
+    return torch.nn.functional.pad(states, (0, 0, width - states.shape[-2], 0))

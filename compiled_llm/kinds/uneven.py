@@ -1,0 +1,83 @@
+"""Layers whose values have heads of another size than their keys.
+
+Shapes as in ``kinds/spec.py``; E head size of the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.kinds.full import Full
+from compiled_llm.kinds.kind import Layer, LayerKind, Paging, SeenCall
+from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
+from compiled_llm_ops import Geometry
+
+
+class UnevenAttentionSpec(NamedTuple):
+    """Values of another size than the keys, ``[P, K, S, D + E]``: each key is followed by its value.
+
+    Attributes:
+        kv_heads: K.
+        head_dim: D, of keys.
+        value_head_dim: E.
+        page_size: S.
+        dtype: of the model.
+    """
+
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def scales(self) -> PageScales:
+        return UNSCALED
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, self.kv_heads, self.page_size, self.head_dim + self.value_head_dim
+
+    def planned(self, geometry: Geometry) -> Geometry:
+        return geometry
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        both = last_columns(torch.cat([keys, values], dim=-1), places.width)
+        memory[places.pages, :, places.slots] = both[places.rows, :, places.columns]
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        both = memory.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :length]
+        keys, values = both.split([self.head_dim, self.value_head_dim], dim=-1)
+        return keys, values
+
+
+@dataclass(frozen=True)
+class Uneven(Full):
+    """As ``Full``, with values of another size.
+
+    Attributes:
+        value_size: E.
+    """
+
+    name = "uneven"
+    value_size: int
+
+    @classmethod
+    def of(cls, seen: SeenCall, kind: LayerKind) -> LayerKind:
+        size = seen.value.shape[-1]
+        return kind if size == seen.key.shape[-1] else cls(size)
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.value_size
+
+    def unpaged(self, layer: Layer, tokens: int) -> None:
+        return None
+
+    def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
+        assert paging.codec is None, "wrap has refused it"
+        sizes = layer.kv_heads, layer.head_dim, self.value_size
+        return UnevenAttentionSpec(*sizes, paging.page_size, paging.dtype)
