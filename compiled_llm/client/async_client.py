@@ -133,7 +133,7 @@ class AsyncClient(BaseClient):
 
     def _session_to_use(self) -> ClientSession:
         if self._loop is not None and self._loop.is_closed() and self._session.lost is None:
-            self._session.lose(loop_closed())  # it may have been closed without an end of its tasks
+            self._session.connection_lost(loop_closed())  # it may have been closed without an end of its tasks
         return self._session
 
     async def __aenter__(self) -> AsyncClient:

@@ -108,7 +108,7 @@ class ManagerParts(ContinuousBatchingManager):
         """Whether there is a thread that has not been seen to end."""
         return self._generation_thread is not None
 
-    def keep(self) -> None:
+    def stay_on_model(self) -> None:
         """Let HuggingFace's functions find this manager at the next call."""
         setattr(self.model, _KEPT, self)
 

@@ -107,7 +107,7 @@ class Engine:
         self._runtime = _wrapped(model)
         check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout, mixed)
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
-            raise ValueError(f"max_model_len={max_model_len}: the model has {positions} positions; give no more")
+            raise ValueError(f"max_model_len={max_model_len}: exceeds the model's {positions} positions")
         config = self._runtime.config
         if mixed is True:
             kinds = self._runtime.facts.kinds

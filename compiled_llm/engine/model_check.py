@@ -88,7 +88,7 @@ class ModelCheck:
             raise RuntimeError(reason)
         return placement
 
-    def lose(self, error: DeviceLostError) -> None:
+    def refuse_all(self, error: DeviceLostError) -> None:
         """Refuse all requests from now on."""
         if self.lost is None:
             logger.error("compiled_llm: %s", error)

@@ -113,7 +113,7 @@ def fast_loop(
                     generate_loop.release(rows[index])
         generate_loop.look_at_pages()
         if call.returns_cache:
-            settle(call, rows, {} if pads else ends, sequences)
+            trim_cache(call, rows, {} if pads else ends, sequences)
     call.runtime.counters.add_steps(generate_loop.steps)
     if call.returns_cache:
         cache.count(sequences.generated - 1)
@@ -172,7 +172,7 @@ def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, 
     return {row: sequences.pad_token for row, count in ends.items() if step > count}
 
 
-def settle(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
+def trim_cache(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
     """Leave the cache as HuggingFace leaves it: all columns but the last, pads after a row's end included.
 
     The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own. ``ends`` are the

@@ -18,7 +18,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from compiled_llm.compilation.sampling.draws import Draws
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call.call import PagedCall
-from compiled_llm.huggingface.generate import Sequences, append_tokens, begin_rows, check_hooks, counted, settle
+from compiled_llm.huggingface.generate import (
+    Sequences,
+    append_tokens,
+    begin_rows,
+    check_hooks,
+    counted,
+    trim_cache,
+)
 from compiled_llm.huggingface.processors.guidance import GuidanceByTwins, Twins
 from compiled_llm.huggingface.processors.processors import new_seeds
 from compiled_llm.huggingface.processors.watermarks import WatermarkOfHost, with_watermarks_of_host
@@ -52,7 +59,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
                 steps.launch(tokens)
         call.cache.generate_loop.look_at_pages()
         if call.returns_cache:
-            settle(call, rows, {}, sequences)
+            trim_cache(call, rows, {}, sequences)
     call.cache.count(sequences.generated - 1)
     call.runtime.counters.add_steps(sequences.generated)
     return sequences.finish()
@@ -95,7 +102,7 @@ class _Steps:
         logits = logits if self._twins is None else self._twins.take_logits(logits)
         raw = logits.to(torch.float32, copy=True)
         scores = self._processed(raw)
-        self._sequences.step_scores.keep(scores, raw)
+        self._sequences.step_scores.record(scores, raw)
         tokens = self._draws(scores)
         if self._running is not None:
             tokens = torch.where(self._running, tokens, self._sequences.pad_token)

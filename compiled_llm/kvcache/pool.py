@@ -160,7 +160,7 @@ class PagePool:
         """Whether a page becomes available when a row that owns it gives it back."""
         return self._owners[page] == (2 if page in self._in_tree else 1)
 
-    def untake(self, pages: Sequence[int]) -> int:
+    def return_to_reserve(self, pages: Sequence[int]) -> int:
         """Turn taken pages back into promised ones, except those that other rows own; return how many."""
         with self.lock:
             self.validity.invalidate()

@@ -313,7 +313,7 @@ class Row:
         if keep < len(self.pages):
             self.listed = min(self.listed, keep)
             self.page_period = object()
-        self._reserved += self._pool.untake(self.pages[keep:])
+        self._reserved += self._pool.return_to_reserve(self.pages[keep:])
         del self.pages[keep:]
 
     def lend_state(self) -> int:

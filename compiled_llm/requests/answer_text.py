@@ -101,7 +101,7 @@ class AnswerText:
     def _finish(self) -> None:
         tokens = self._request.tokens
         tokens = tokens[: self._format.textual(self._request, tokens)]
-        rest, whole = self._detokenizer.rest(tokens, given=self.text)
+        rest, whole = self._detokenizer.remaining(tokens, given=self.text)
         self._add(rest)
         if self.stop is None:
             self._end(self.text, whole)

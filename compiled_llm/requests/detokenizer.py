@@ -81,7 +81,7 @@ class Detokenizer:
             self._held, self._tried = [], 0
         return piece if self._cleanup is None else self._cleanup.add(piece)
 
-    def rest(self, tokens: Sequence[int], given: str) -> tuple[str, str]:
+    def remaining(self, tokens: Sequence[int], given: str) -> tuple[str, str]:
         """Return the last piece, incomplete characters included, and the whole text; ``given`` is all earlier text."""
         whole = self._text(tokens)
         return (whole[len(given) :] if whole.startswith(given) else self._text(self._held)), whole

@@ -38,7 +38,7 @@ def in_pieces(tokenizer: Any, tokens: list[int], skip: bool = True) -> tuple[lis
     """The pieces of a text, and all of it."""
     detokenizer = TokenDecoder(tokenizer).detokenizer(skip)
     pieces = [detokenizer.add(token) for token in tokens]
-    rest, whole = detokenizer.rest(tokens, "".join(pieces))
+    rest, whole = detokenizer.remaining(tokens, "".join(pieces))
     return [*pieces, rest], whole
 
 

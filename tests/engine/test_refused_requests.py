@@ -99,7 +99,7 @@ def test_what_never_fits_is_refused_with_numbers(engine, length, most, said):
 
 
 def test_max_model_len_bounds_a_prompt_with_its_answer(model, one_thread):
-    with pytest.raises(ValueError, match="max_model_len=1025: the model has 1024 positions; give no more"):
+    with pytest.raises(ValueError, match="max_model_len=1025: exceeds the model's 1024 positions"):
         Engine(model, max_model_len=1025)
     with Engine(model, max_model_len=40) as engine:
         assert engine.describe().max_tokens == 40

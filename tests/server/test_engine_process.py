@@ -78,7 +78,7 @@ def test_a_length_that_the_model_has_no_positions_for_is_refused(model_folder: P
         assert process.wait(PATIENCE) == 2
         assert process.stderr is not None
         last = process.stderr.read().splitlines()[-1]
-    assert re.fullmatch(r"error: --max-model-len 100000: the model has \d+ positions; give no more", last), last
+    assert re.fullmatch(r"error: --max-model-len 100000: exceeds the model's \d+ positions", last), last
 
 
 def ask(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -442,7 +442,7 @@ def test_an_engine_process_that_leaves_lets_requests_end(engine: Engine, path: P
     with engine_in_thread(engine, path) as loop, Client(path) as client:
         handle = client.submit(PROMPT, settings(max_tokens=300))
         next(iter(handle))
-        loop.call(loop.server.leave, "the engine process was told to end")
+        loop.call(loop.server.stop_accepting, "the engine process was told to end")
         assert not path.exists()
         with pytest.raises(EngineProcessError, match="told to end"):
             client.submit(PROMPT, settings()).result(PATIENCE)
@@ -462,7 +462,7 @@ def test_an_engine_process_ends_though_its_folder_is_gone(engine: Engine, folder
     with engine_in_thread(engine, path) as loop, Client(path) as client:
         path.unlink()
         path.parent.rmdir()
-        loop.call(loop.server.leave, "the engine process was told to end")
+        loop.call(loop.server.stop_accepting, "the engine process was told to end")
         with pytest.raises(EngineProcessError, match="told to end"):
             client.submit(PROMPT, settings()).result(PATIENCE)
 
@@ -471,7 +471,7 @@ def test_what_has_not_ended_when_time_is_up_says_so(engine: Engine, path: Path) 
     with engine_in_thread(engine, path) as loop, Client(path) as client:
         handle = client.submit(PROMPT, endless())
         next(iter(handle))
-        loop.call(loop.server.leave, "the engine process was told to end")
+        loop.call(loop.server.stop_accepting, "the engine process was told to end")
         loop.run(loop.server.drain(0.0))
         with pytest.raises(EngineProcessError, match="told to end, and the request has not ended 0 s later"):
             handle.result(PATIENCE)

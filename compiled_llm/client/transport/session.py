@@ -88,7 +88,7 @@ class ClientSession:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_PAUSE)
-        self._line.start(self.take, self.lose)
+        self._line.start(self.take, self.connection_lost)
 
     @property
     def line(self) -> Line:
@@ -214,7 +214,7 @@ class ClientSession:
                 handle.finish(summary)
         return changed
 
-    def lose(self, error: EngineDeadError) -> None:
+    def connection_lost(self, error: EngineDeadError) -> None:
         """End all requests: nothing more comes."""
         if self._said is not None:
             error = EngineDeadError(f"the engine process has ended the connection: {self._said}")

@@ -113,7 +113,7 @@ class Grammars:
             self._compilers.check(source)
         except ValueError as error:
             value = reprlib.repr(getattr(form, form.name))
-            raise ValueError(f"structured_outputs: {form.name}={value}: there is no grammar of it: {error}") from error
+            raise ValueError(f"structured_outputs: could not compile {form.name}={value}: {error}") from error
 
     def await_grammar(self, requests: Sequence[Request]) -> None:
         """Have the grammar of the answers to one prompt compiled, and let them arrive then."""

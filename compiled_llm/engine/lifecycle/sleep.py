@@ -41,7 +41,7 @@ def _put_to_sleep(runtime: Runtime, ends: bool, weights: bool, graphs: bool) -> 
             engine_thread.placed.park()
         nbytes = runtime.runner_lifecycle.sleep(weights, graphs)
         for engine_thread in engine_threads:
-            engine_thread.rest(ends)
+            engine_thread.sleep(ends)
         return nbytes
 
 
@@ -50,7 +50,7 @@ def wake_up(runtime: Runtime) -> None:
     with all_paused(runtime) as engine_threads:
         runtime.runner_lifecycle.wake()
         for engine_thread in engine_threads:
-            engine_thread.go_on()
+            engine_thread.wake()
 
 
 def let_rise(runtime: Runtime) -> None:

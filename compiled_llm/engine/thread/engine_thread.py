@@ -384,7 +384,7 @@ class EngineThread:
     def _give_up(self, error: BaseException) -> None:
         """End all requests: no loop can run them. A lost device is given nothing back."""
         if (lost := device_lost(error)) is not None:
-            self.check.lose(lost)
+            self.check.refuse_all(lost)
         with self._changed:  # a request that comes now is in neither or in both
             self._arrivals.clear()
             requests, failure = list(self.request_table), lost or failure_of(error)
@@ -401,15 +401,15 @@ class EngineThread:
 
     # ---- asleep, while the loop is paused
 
-    def rest(self, ends: bool) -> None:
-        """Run nothing until ``go_on``; if ``ends``, end all requests."""
+    def sleep(self, ends: bool) -> None:
+        """Run nothing until ``wake``; if ``ends``, end all requests."""
         self.check.forget()
         with self._changed:
             self.step_lock.resting = True
             if ends:
                 self.request_table.end(None, list(self.request_table), "cancelled")
 
-    def go_on(self) -> None:
+    def wake(self) -> None:
         with self._changed:
             self.step_lock.resting = False
             self._arrivals.call()

@@ -115,7 +115,7 @@ class _Work:
             self._taken, self._handles = list(self._handles), {}
             return self._taken
 
-    def lose(self) -> list[PromptRequests]:
+    def take_all(self) -> list[PromptRequests]:
         """Return all requests that waited or were taken."""
         with self.changed:
             lost = list(dict.fromkeys([*self._taken, *self._handles]))  # one that was taken may wait again
@@ -138,7 +138,7 @@ def _serve(work: _Work, arrivals: Arrivals) -> None:
 
 def _lose(work: _Work, arrivals: Arrivals, error: BaseException) -> None:
     """End the requests whose text was being made, or waited for that; the thread goes on with others."""
-    lost = work.lose()
+    lost = work.take_all()
     logger.error("compiled_llm: requests whose text is lost: %d, of %s", len(lost), described(error), exc_info=error)
     failure = RequestError(f"the thread that makes text has failed: {described(error)}")
     for handle in lost:

@@ -159,7 +159,7 @@ class EngineManager(ManagerParts):
         self._kept = keep_for_next_session
         self.ask_to_stop(hard_stop)
         if keep_for_next_session:
-            self.keep()
+            self.stay_on_model()
         if block:
             self.join(0.0, timeout)
         if not keep_for_next_session:
@@ -282,7 +282,7 @@ class EngineManager(ManagerParts):
                 self._answers.pop(state.request_id, None)
             self._changed.notify_all()
 
-    def states(self, running: bool) -> dict[str, RequestState]:
+    def requests_by_id(self, running: bool) -> dict[str, RequestState]:
         """Return the unfinished requests that have begun to run, or those that wait, by id."""
         with self._changed:
             both = [(answers, state) for answers in set(self._answers.values()) for state in answers.states]
@@ -298,11 +298,11 @@ class BatchProcessor:
 
     @property
     def active_requests(self) -> dict[str, RequestState]:
-        return self._manager.states(running=True)
+        return self._manager.requests_by_id(running=True)
 
     @property
     def waiting_requests(self) -> dict[str, RequestState]:
-        return self._manager.states(running=False)
+        return self._manager.requests_by_id(running=False)
 
     def has_pending_requests(self) -> bool:
         return bool(self.active_requests or self.waiting_requests)

@@ -32,7 +32,7 @@ class StepScores(Tap):
         assert step.logits is not None
         self._logits.append(step.logits.to(torch.float32, copy=True))
 
-    def keep(self, scores: Tensor, logits: Tensor) -> None:
+    def record(self, scores: Tensor, logits: Tensor) -> None:
         """Keep a step's scores and logits, where the loop has both."""
         self._logits.append(logits if self._wants_logits else None)
         if self._wants_scores:

@@ -197,7 +197,7 @@ class EngineServer:
 
     # ---- the end
 
-    def leave(self, reason: str) -> None:
+    def stop_accepting(self, reason: str) -> None:
         """Take no more requests and no more clients, and say so; a successor may listen at the same path."""
         self.leaving = reason
         self._stop_listening()

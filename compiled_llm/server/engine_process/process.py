@@ -95,7 +95,7 @@ class _Life:
 
     def _told_to_end(self, number: int) -> None:
         if self._signal is not None or (self._engine is None and self._failure is None):
-            self._server.leave("the engine process was told to end at once")
+            self._server.stop_accepting("the engine process was told to end at once")
             os._exit(128 + number)
         self._signal = number
         self._ending.set()
@@ -104,9 +104,9 @@ class _Life:
         if self._engine is not None and self._engine.lost is not None:
             await self._end_lost(str(self._engine.lost))
         if self._failure is not None:
-            self._server.leave(f"the engine process could not be made ready: {self._failure}")
+            self._server.stop_accepting(f"the engine process could not be made ready: {self._failure}")
         else:
-            self._server.leave("the engine process was told to end")
+            self._server.stop_accepting("the engine process was told to end")
         await self._server.drain(self._drain_seconds)
         if self._operations is not None:
             await asyncio.to_thread(self._operations.close)
@@ -119,7 +119,7 @@ class _Life:
 
     async def _end_lost(self, reason: str) -> None:
         """End the process without freeing anything: that would only fail, or wait for the device."""
-        self._server.leave(reason)
+        self._server.stop_accepting(reason)
         await self._server.drain(LAST_WORDS)
         logger.error("compiled_llm: the engine process ends with exit code %d: %s", DEVICE_LOST, reason)
         os._exit(DEVICE_LOST)

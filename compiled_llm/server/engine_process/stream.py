@@ -95,7 +95,7 @@ class Stream:
         # whether what is sent keeps others waiting: log-probabilities and what was emitted do
         self.takes_long = self._scores_tokens or first.emitted is not None
         self._number = number
-        self._open = tuple(_Sent(answer) for answer in handle.answers)
+        self._open = tuple(_SendCursor(answer) for answer in handle.answers)
         self._scores: Sequence[dict[int, Logprob]] | None = None
         self._scored = 0  # how many of them were sent
         self._pieces = self._emitted_pieces()
@@ -114,7 +114,7 @@ class Stream:
             if (update := self._update(sent)) is not None:
                 yield update
 
-    def _update(self, sent: _Sent) -> Update | None:
+    def _update(self, sent: _SendCursor) -> Update | None:
         answer = sent.answer
         done, tokens = answer.done, answer.tokens_behind(sent.tokens)  # in this order: no token comes after the end
         if not (tokens or done):
@@ -126,7 +126,7 @@ class Stream:
         self._open = tuple(other for other in self._open if other is not sent)
         return Update(self._number, answer.request.index, tokens, entries, _ended(answer))
 
-    def _entries(self, sent: _Sent, tokens: list[int]) -> list[list[Entry]] | None:
+    def _entries(self, sent: _SendCursor, tokens: list[int]) -> list[list[Entry]] | None:
         scores = sent.answer.request.scores
         logprobs = None if scores is None else scores.entries(tokens, sent.tokens)
         return None if logprobs is None else list(map(_entries, logprobs))
@@ -169,7 +169,7 @@ def _items(tensors: Mapping[K, Tensor] | None) -> Iterator[tuple[int | str, Tens
     return iter(() if tensors is None else tensors.items())
 
 
-class _Sent:
+class _SendCursor:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.tokens = 0

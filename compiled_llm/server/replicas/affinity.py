@@ -68,7 +68,7 @@ class Affinity(Generic[R]):
         while len(self._owners) > self._max_pages:
             self._owners.popitem(last=False)
 
-    def keep(self, replicas: set[R]) -> None:
+    def forget_others(self, replicas: set[R]) -> None:
         for page, owners in tuple(self._owners.items()):
             owners &= replicas
             if not owners:

@@ -57,8 +57,8 @@ class LeadingPagesRouter(RequestRouter):  # type: ignore[misc]  # Ray's types ar
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Forget the pages of replicas that do not run any more."""
         super().update_replicas(replicas)
-        self._affinity.keep(set(self.curr_replicas))
+        self._affinity.forget_others(set(self.curr_replicas))
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> Any:
         super().on_replica_actor_died(replica_id)
-        self._affinity.keep(set(self.curr_replicas))
+        self._affinity.forget_others(set(self.curr_replicas))

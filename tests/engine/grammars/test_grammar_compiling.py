@@ -243,8 +243,8 @@ def test_what_schemas_have_that_names_and_values_only_look_like():
 
 
 AT_SUBMIT = [
-    ({"regex": "a(b"}, r"regex='a\(b': there is no grammar of it: .* at position 4: The parenthesis is not closed"),
-    ({"grammar": 'root ::= "a'}, "grammar='root .*: there is no grammar of it: EBNF lexer error at line 1, column 12"),
+    ({"regex": "a(b"}, r"could not compile regex='a\(b': .* at position 4: The parenthesis is not closed"),
+    ({"grammar": 'root ::= "a'}, "could not compile grammar='root .*: EBNF lexer error at line 1, column 12"),
     ({"grammar": "root ::= y"}, 'line 1, column 10: Rule "y" is not defined'),
     ({"grammar": "start: y"}, "Lark error at line 1, column 8: unknown name 'y'"),
     ({"structural_tag": {"structures": [{"begin": "a"}], "triggers": ["a"]}}, "is no structural tag: structures, each"),

@@ -58,7 +58,7 @@ def test_the_replica_that_has_most_of_a_prompt_answers_unless_its_queue_is_too_l
     for _ in range(data.draw(st.integers(1, 12))):
         if len(everybody) > 1 and data.draw(st.integers(0, 5)) == 0:
             everybody.remove(data.draw(st.sampled_from(sorted(everybody))))
-            affinity.keep(set(everybody))
+            affinity.forget_others(set(everybody))
             model.loss_reported = [entry for entry in model.loss_reported if entry[1] in everybody]
         keys = pages(data.draw(PROMPTS))
         queues = {replica: data.draw(st.integers(0, 8)) for replica in sorted(everybody)}

@@ -65,7 +65,7 @@ class Loop:
         if self._loop.is_closed():
             return
         if self.server.leaving is None:
-            self.call(self.server.leave, "the test is over")
+            self.call(self.server.stop_accepting, "the test is over")
         self.run(self.server.drain(drain_seconds))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE)
