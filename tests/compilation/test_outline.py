@@ -265,7 +265,7 @@ def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
     return [module._modules, module._parameters, module._buffers]
 
 
-@pytest.mark.drawn(most=10)
+@pytest.mark.drawn(most=6)
 @pytest.mark.parametrize("number", [0, 2], ids="layer {}".format)
 @pytest.mark.parametrize("change", TRACED_LAYER.values(), ids=TRACED_LAYER)
 def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):

@@ -285,7 +285,7 @@ def test_beams_that_go_on_from_a_cache_are_promised_their_pages(plain, model, se
 # ---- copies of a prompt
 
 
-@pytest.mark.drawn(most=5)
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 21])
 @pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 3}], ids=["fast loop", "processed loop"])
 def test_copies_of_a_prompt_share_its_pages(length, options, plain, model, watched, seed):

@@ -30,7 +30,7 @@ def inputs(seed: int) -> dict[str, Tensor]:
     return mixed_prompts([4, 9, 6], 100, seed)
 
 
-@pytest.mark.drawn(most=6)
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_alone_is_the_fast_loops(family, inputs, seed):
     plain, wrapped = pair(family, seed)

@@ -60,7 +60,7 @@ def updated(engine: Engine, folder: Path) -> None:
     engine.update_weights(folder)
 
 
-@pytest.mark.drawn(most=6)
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("says", [paused, reset, updated])
 @pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("prefix_cache", [True, False])

@@ -108,7 +108,7 @@ def test_every_kind_of_pefts_is_here() -> None:
     assert set(SETTINGS) == set(PeftType)
 
 
-@pytest.mark.drawn(most=16)
+@pytest.mark.drawn(most=10)
 @pytest.mark.parametrize(("kind", "order"), cases())
 def test_an_adapted_model_gives_huggingfaces_results(kind: Kind, order: str) -> None:
     theirs = unwrapped(kind)

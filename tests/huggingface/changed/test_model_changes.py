@@ -81,7 +81,7 @@ IN_GLOBALS = {"a function of the model's file", "a function of torch's"}
 ALIKE = {*LAYERS, *CODE} - {"a number, last layer", "a class, last layer", "a method of the model's class"}
 
 
-@pytest.mark.drawn(most=14)
+@pytest.mark.drawn(most=8)
 @pytest.mark.parametrize("name", rows((name for name in CHANGES if "first layer" not in name), whole=ALIKE))
 def test_the_next_call_on_every_path_computes_what_the_model_does_by_then(name, stack):
     plain, wrapped = pair(mode="eager")
@@ -117,7 +117,7 @@ def test_the_next_call_on_every_path_computes_what_the_model_does_by_then(name, 
     assert_account_is_empty(wrapped)
 
 
-@pytest.mark.drawn(most=6)
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("name", [name for name in (*SLOWER, *CLASSES) if name != "a hook on all modules"])
 def test_a_model_that_was_changed_before_it_was_wrapped_takes_the_same_path(name, stack):
     plain, model = model_to_change(), model_to_change()
