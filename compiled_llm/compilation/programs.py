@@ -101,7 +101,7 @@ class PreparedCall(NamedTuple):
 
     @property
     def compiled(self) -> bool:
-        """Whether it would compile nothing."""
+        """Whether the programs for it are compiled already."""
         return self.interpreted or is_compiled_for(self.function, self.arguments)
 
     def unguarded(self, ran: Callable[..., Any] | None) -> PreparedCall:
@@ -250,7 +250,7 @@ class Programs:
         return self._call(name, arguments._replace(model=self._stand_in(arguments))).compiled
 
     def look(self, model: PreTrainedModel, replays: bool) -> bool:
-        """Take in the adapters that are active in this look at the model.
+        """Refresh the set of active adapters.
 
         ``replays`` says whether CUDA graphs read them. Returns whether those that were captured before still may.
         """

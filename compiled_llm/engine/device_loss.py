@@ -18,7 +18,7 @@ _LOST = re.compile(
 )
 """Of which CUDA's documentation says that the process must be relaunched. Triton and FlashInfer say it, too."""
 _HARMLESS = re.compile("captur|invalid argument|invalid configuration|too many resources", re.IGNORECASE)
-"""Of a launch that was refused; the next one may succeed."""
+"""Errors of a launch after which the next one may succeed."""
 
 
 class DeviceLostError(RuntimeError):

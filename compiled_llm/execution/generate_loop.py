@@ -1,4 +1,4 @@
-"""The way of a token as an object: ``admit`` a prompt, ``step``, ``release`` the row.
+"""Generation step by step: ``admit`` prompts, run ``step``, ``release`` rows.
 
 A step is launched before the tokens of the previous step are read, so the device never waits for the host.
 
@@ -73,7 +73,7 @@ class GenerateLoop:
     # ---- the three verbs
 
     def admit(self, prompt: ArrayLike, max_new_tokens: int, sampling: Sampling | None = None) -> Row:
-        """Let a prompt in; the next ``step`` prefills it together with all others that are waiting.
+        """Queue a prompt; the next ``step`` prefills all queued prompts together.
 
         Args:
             prompt: token ids, at least one.

@@ -384,7 +384,7 @@ class ModelRunner:
     def look(self) -> None:
         """Look at the model before the next step; the last one is not repeated.
 
-        ``forget_changed`` belongs to it, before anyone gets what the step computes.
+        Call ``forget_changed`` before anyone gets what the step computes.
         """
         self.graph_manager.check_model()
 

@@ -34,7 +34,7 @@ class PrefixMatch(NamedTuple):
     # found
     state: int = NO_ENTRY
     # after how many tokens of the prompt the tree lacks a state that others could begin with
-    cuts: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
     tokens: int = 0  # how many it has
 
 
@@ -93,7 +93,7 @@ class PrefixTree:
             path, state = self._share_with_state(self._path(ids[:-1], nodes, salt))
             self._touch(path)
             match = PrefixMatch(self._pages_of(path), state, tokens=self._length(path))
-        return self._with_cuts(match, pages, len(texts))
+        return self._with_checkpoints(match, pages, len(texts))
 
     @property
     def least_saving(self) -> int:
@@ -106,18 +106,18 @@ class PrefixTree:
             nodes, _ = self._walk(self._texts(ids), salt)
             return self._length(self._path(ids, nodes, salt))
 
-    def _with_cuts(self, match: PrefixMatch, known: Sequence[int], most: int) -> PrefixMatch:
-        """Add the cuts of a prompt that fills ``most`` pages, of which ``known`` are in the tree.
+    def _with_checkpoints(self, match: PrefixMatch, known: Sequence[int], most: int) -> PrefixMatch:
+        """Add the checkpoints of a prompt that fills ``most`` pages, of which ``known`` are in the tree.
 
         They are where it parts from what is known, and where it ends.
         """
         size = self._pool.page_size
-        at, cuts = match.tokens // size, list[int]()
+        at, checkpoints = match.tokens // size, list[int]()
         for border in (len(known), most):
             if border - at >= _PAGES_OF_A_CUT:
-                cuts.append(border * size)
+                checkpoints.append(border * size)
                 at = border
-        return match._replace(cuts=tuple(cuts))
+        return match._replace(checkpoints=tuple(checkpoints))
 
     def _path(self, ids: NDArray[np.int64], nodes: Sequence[_Node], salt: Hashable) -> list[_Node]:
         """Return the nodes to the last state within a text, whose known pages are ``nodes``: the first of these.

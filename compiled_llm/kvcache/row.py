@@ -162,7 +162,7 @@ class Row:
         if tokens <= self.room and not copies:  # as most rows do in most steps
             self.length += tokens
             return ()
-        if self.unread and self.length + tokens > self.limit:  # bounds take no pages that were not promised
+        if self.unread and self.length + tokens > self.limit:  # an upper bound takes no page that was not promised
             self.exact()
         missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised)
         missing += 1 - self._promised_copy if copies else 0

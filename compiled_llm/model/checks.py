@@ -34,7 +34,7 @@ from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
 from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel as missing_latents
 
 ROOT = 0
-"""Root's user id: who does not trust root has no machine."""
+"""Root's user id; root is always trusted."""
 
 
 def check_model(model: object) -> PreTrainedModel:

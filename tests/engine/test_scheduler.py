@@ -320,7 +320,7 @@ class Crowd(RuleBasedStateMachine):
     def add(self, prompt, most, n, seed, penalised, priority, timeout, salt, stops, late):  # type: ignore[no-untyped-def]
         if self.pool.pages_for(len(prompt) + most - 1) > self.pool.total:
             return
-        leader: Request | None = None
+        owner: Request | None = None
         for index in range(n):
             penalty = {"repetition_penalty": 2.0, "seen": seen_in(prompt)} if penalised else {}
             sampling = None if seed is None else Sampling(seed=seed + index, deferred=late, **penalty)
@@ -333,10 +333,10 @@ class Crowd(RuleBasedStateMachine):
                 deadline=None if timeout is None else self.now + timeout,
                 salt=salt,
                 index=index,
-                leader=leader,
+                prefix_owner=owner,
                 constraint=Constraint() if late and seed is not None else None,
             )
-            leader = leader or request
+            owner = owner or request
             self.expected[request] = answer(prompt, sampling, most, request.stop_token_ids.__contains__)
             self.requests.append(request)
             self.scheduler.add(request)
@@ -440,7 +440,7 @@ class Crowd(RuleBasedStateMachine):
         assert scheduler._queue.ready == sorted(scheduler._queue.ready, key=lambda request: request.order)
         assert all(request.row is not None for request in scheduler.running)
         assert not any(request.done or request.row for request in scheduler.waiting)
-        assert not any(leader.prefilled or leader.done for leader in scheduler._queue.leaders), "they wait for ever"
+        assert not any(owner.prefilled or owner.done for owner in scheduler._queue.prefix_owners), "they wait for ever"
         for (_, tokens), page in () if self.tree is None else self.tree._pages.items():
             assert np.frombuffer(tokens, dtype=np.int64).tolist() == [token for token, _ in pool.memory[page]]
         known = [*scheduler.running, *scheduler.waiting, *self.unread()]

@@ -143,7 +143,7 @@ class World:
         if found:
             assert self.memory[match.state] == Text(salt, tokens[:found])
             self.use(match.state)
-        assert all(found < cut < len(tokens) and cut % self.size == 0 for cut in match.cuts)
+        assert all(found < cut < len(tokens) and cut % self.size == 0 for cut in match.checkpoints)
         row = Row(self.pool, 0)
         self.texts[row] = Text(salt, ())
         try:
@@ -174,7 +174,7 @@ class World:
         except OutOfPagesError:
             self.end(row)
             return
-        for cut in (*(match.cuts if row.length or not match.pages else ()), len(tokens)):
+        for cut in (*(match.checkpoints if row.length or not match.pages else ()), len(tokens)):
             assert self.run(row, tokens[row.length : cut]), "all was promised"
             if cut < len(tokens) or (random.random() < 0.5 and cut % self.size == 0):
                 self.keep(row)
@@ -457,11 +457,11 @@ def test_a_prompt_is_cut_where_it_parts_and_where_it_ends() -> None:
     tree, row = PrefixTree(pool), Row(pool, 0)
     text = tuple(range(40))
     assert tree.match(array(text)) == ([], NO_ENTRY, (38,), 0)
-    assert tree.match(array(text[:8])).cuts == (), "less than four pages end before the last token"
+    assert tree.match(array(text[:8])).checkpoints == (), "less than four pages end before the last token"
     row.grow(20)
     tree.insert(array(text[:20]), row.pages)
     assert tree.match(array(text)) == ([], NO_ENTRY, (20, 38), 0)
-    assert tree.match(array(text[:26])).cuts == (20,), "the end is near"
+    assert tree.match(array(text[:26])).checkpoints == (20,), "the end is near"
     assert tree.known(array(text)) == 0
     tree.insert(array(text[:20]), row.pages, state=row.lend_state())
     match = tree.match(array(text))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KEPT = 2**28
 """Bytes of compiled grammars that are kept, and of parts that they share with later ones."""
 MAX_VOCABULARIES = 4
-"""Of a model there is one, and one for tags; others, if the tokens that end answers are those that users name."""
+"""Vocabularies that are kept: one of a model, one for tags, and one of each set of a user's own end tokens."""
 
 T = TypeVar("T")
 Key = tuple[int, frozenset[int], bool]

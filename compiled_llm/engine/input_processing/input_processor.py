@@ -117,7 +117,7 @@ def requests_for(
             salt=salt,
             constraint=constraint,
             index=index,
-            leader=requests[0] if requests and enter is None else None,
+            prefix_owner=requests[0] if requests and enter is None else None,
             submitted=now,
         )
         for lets_have in filter(None, (enter, scores)):

@@ -25,34 +25,34 @@ class Queue:
             yield from group
 
     @property
-    def leaders(self) -> list[Request]:
+    def prefix_owners(self) -> list[Request]:
         """The requests whose prompts others wait for."""
         return list(self._followers)
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn, or for the prompt that it shares with another."""
-        leader = request.leader
-        if leader is None or leader.done or leader.prefilled:
+        owner = request.prefix_owner
+        if owner is None or owner.done or owner.prefilled:
             bisect.insort(self.ready, request, key=lambda entry: entry.order)
         else:
-            self._followers.setdefault(leader, []).append(request)
+            self._followers.setdefault(owner, []).append(request)
 
-    def wait(self, request: Request, leader: Request) -> None:
-        """Let one that may run wait until ``leader`` has computed what both begin with."""
+    def wait(self, request: Request, owner: Request) -> None:
+        """Let one that may run wait until ``owner`` has computed what both begin with."""
         self.ready.remove(request)
-        self._followers.setdefault(leader, []).append(request)
+        self._followers.setdefault(owner, []).append(request)
 
     def remove(self, request: Request) -> None:
         if request in self.ready:
             self.ready.remove(request)
             return
-        for leader, group in list(self._followers.items()):
+        for owner, group in list(self._followers.items()):
             if request in group:
                 group.remove(request)
                 if not group:
-                    del self._followers[leader]
+                    del self._followers[owner]
 
-    def release(self, leader: Request) -> None:
+    def release(self, owner: Request) -> None:
         """Let those that waited for a request's prompt wait for their turn."""
-        for request in self._followers.pop(leader, ()):
+        for request in self._followers.pop(owner, ()):
             self.add(request)

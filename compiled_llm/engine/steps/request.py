@@ -43,7 +43,7 @@ class Request:
         index: which of its prompt's answers it is.
         scores: its log-probabilities; None if it wants none.
         emitted: what steps emit of its tokens besides logits; None if it wants nothing.
-        leader: the answer whose prompt this one shares, and waits for; None for the first.
+        prefix_owner: the answer whose prompt this one shares, and waits for; None for the first.
         arrival: counts requests as they come.
         row: its pages while it runs.
         tokens: sampled and read.
@@ -53,7 +53,7 @@ class Request:
             ``time.monotonic``'s clock.
         last_token: when its latest one was before it went on in its present group (``Latencies``).
         preemptions: how often it lost its pages.
-        cuts: after how many tokens of its text a launch ends, so that others can begin with the state there.
+        checkpoints: after how many tokens of its text a launch ends, so that others can begin with the state there.
     """
 
     prompt: NDArray[np.int64]
@@ -68,7 +68,7 @@ class Request:
     index: int = 0
     scores: RequestScores | None = None
     emitted: EmittedOutputs | None = None
-    leader: Request | None = None
+    prefix_owner: Request | None = None
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)
     row: Row | None = None
@@ -82,7 +82,7 @@ class Request:
     last_token: float | None = None
     finished: float | None = None
     preemptions: int = 0
-    cuts: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
     # All that is known of its text when it was last admitted; computed as far as the row is long.
     known: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -126,19 +126,19 @@ class Request:
         return self.row is not None and self.row.length == self.stored
 
     def cut_after(self, start: int, end: int) -> int:
-        """Return where a chunk from ``start`` to ``end`` has to end: at the first cut in between."""
-        return min((cut for cut in self.cuts if start < cut < end), default=end)
+        """Return where a chunk from ``start`` to ``end`` has to end: at the first checkpoint in between."""
+        return min((at for at in self.checkpoints if start < at < end), default=end)
 
     @property
-    def cuts_ahead(self) -> list[int]:
-        """The cuts up to which its text is still to be computed."""
+    def checkpoints_ahead(self) -> list[int]:
+        """The checkpoints up to which its text is still to be computed."""
         length = len(self.known) if self.row is None else self.row.length
-        return [cut for cut in self.cuts if cut > length]
+        return [at for at in self.checkpoints if at > length]
 
-    def soon_known_of(self, text: NDArray[np.int64]) -> int:
+    def upcoming_prefix_len(self, text: NDArray[np.int64]) -> int:
         """Return after how many tokens of another text it is about to compute a state that is that one's, too."""
-        cuts = (cut for cut in self.cuts_ahead if cut < len(text))
-        return max((cut for cut in cuts if np.array_equal(self.known[:cut], text[:cut])), default=0)
+        checkpoints = (at for at in self.checkpoints_ahead if at < len(text))
+        return max((at for at in checkpoints if np.array_equal(self.known[:at], text[:at])), default=0)
 
     def unseen(self, start: int) -> int | None:
         """Return the first token, from ``start`` on, that is computed with all logits; None if none is."""

@@ -36,7 +36,7 @@ _MORE = 64
 _APART = 256
 """Tokens of a prompt that run apart at a time: of each there are as many logits as the vocabulary is large."""
 _LOOKED_AT = 16
-"""Of the requests that wait, those that may make another's prompt end a launch where theirs part."""
+"""How many queued requests are searched for a common prefix, where a launch ends."""
 _WEIGHT = 1 / 16
 """Of an ended answer's length in the guess for the next ones."""
 
@@ -76,7 +76,7 @@ class Scheduler:
             max_num_seqs: how many requests may run at once.
             budget: how many tokens of prompts to run next to this many decoding rows; at least 1.
             prefixes: keeps pages of texts; None to compute each prompt whole.
-            slots: whether so many rows may begin together, of which so many keep their slots.
+            slots: whether ``new`` rows may begin together, of which ``keeping`` retain their slots.
         """
         self._slots = slots
         self._beginning: list[bool] = []  # in the plan that is made, and whether they keep their slots
@@ -241,8 +241,8 @@ class Scheduler:
         if self._prefixes is not None:
             self._begin_with_known(request, row, known, self._prefixes)
             request.generation = self.generation
-        elif row.states is None and (leader := request.leader) and leader.row is not None and leader.prefilled:
-            row.begin_from(self._shared_with(leader.row, len(request.prompt)))
+        elif row.states is None and (owner := request.prefix_owner) and owner.row is not None and owner.prefilled:
+            row.begin_from(self._shared_with(owner.row, len(request.prompt)))
             row.identify(known)
         rest = min(request.stored - len(known) + 1, round(self._likely))
         if not (self._reserved(row, len(known) + rest - 1) or (not self.running and self._reserved(row, len(known)))):
@@ -264,42 +264,44 @@ class Scheduler:
         except OutOfPagesError:  # it may have just enough room without
             prefixes.give_back(match)
         row.identify(known)
-        request.cuts = ()
+        request.checkpoints = ()
         if self._pool.states is not None:
-            request.cuts = self._cuts_for_next(request, known, row.length, match.cuts, prefixes.least_saving)
+            request.checkpoints = self._checkpoints_for_next(
+                request, known, row.length, match.checkpoints, prefixes.least_saving
+            )
 
-    def _cuts_for_next(
-        self, request: Request, known: NDArray[np.int64], start: int, cuts: Sequence[int], least: int
+    def _checkpoints_for_next(
+        self, request: Request, known: NDArray[np.int64], start: int, checkpoints: Sequence[int], least: int
     ) -> tuple[int, ...]:
-        """Return the cuts of a text that begins at ``start``, and where it parts from the next that begins alike."""
+        """Return the checkpoints of a text from ``start`` on, and where it parts from the next that begins alike."""
         for other in self._queue.ready[:_LOOKED_AT]:
             if other is not request and other.salt == request.salt:
                 border = self._pool.tokens_in(self._pool.filled_by(_alike(known[:-1], other.beginning[:-1])))
-                if border - max([start, *(cut for cut in cuts if cut <= border)]) >= least:
-                    return tuple(sorted({border, *(cut for cut in cuts if not 0 < cut - border < least)}))
+                if border - max([start, *(at for at in checkpoints if at <= border)]) >= least:
+                    return tuple(sorted({border, *(at for at in checkpoints if not 0 < at - border < least)}))
                 if border > start:
                     break
-        return tuple(cuts)
+        return tuple(checkpoints)
 
     def _let_wait(self, prefixes: PrefixTree) -> None:
-        """Let those wait for a running request that is about to compute a state with which they can begin, too."""
+        """Hold back requests whose prefix a running request is about to compute."""
         ready = self._queue.ready
-        while ready and (leader := self._leader_of(ready[0], prefixes)) is not None:
-            self._queue.wait(ready[0], leader)
+        while ready and (owner := self._prefix_owner_of(ready[0], prefixes)) is not None:
+            self._queue.wait(ready[0], owner)
 
-    def _leader_of(self, request: Request, prefixes: PrefixTree) -> Request | None:
+    def _prefix_owner_of(self, request: Request, prefixes: PrefixTree) -> Request | None:
         """Return the running request that a waiting one had better wait for; None if there is none."""
-        leaders = [
+        owners = [
             other
             for other in self.running
-            if other.cuts_ahead and (other.salt, other.generation) == (request.salt, prefixes.generation)
+            if other.checkpoints_ahead and (other.salt, other.generation) == (request.salt, prefixes.generation)
         ]
-        if not leaders:
+        if not owners:
             return None
         text = request.beginning
-        soon = [(other.soon_known_of(text), other) for other in leaders]
-        most, leader = max(soon, key=lambda entry: entry[0])
-        return leader if most and most - prefixes.known(text[:-1], request.salt) >= prefixes.least_saving else None
+        soon = [(other.upcoming_prefix_len(text), other) for other in owners]
+        most, owner = max(soon, key=lambda entry: entry[0])
+        return owner if most and most - prefixes.known(text[:-1], request.salt) >= prefixes.least_saving else None
 
     def _reserved(self, row: Row, tokens: int) -> bool:
         """Promise a row pages for so many tokens, and its states; False if there are too few."""
@@ -358,9 +360,9 @@ class Scheduler:
             return []
         for chunk in plan.extend:
             request, row = chunk.request, chunk.request.running_row
-            is_cut = row.length in request.cuts
-            self._keep(request, request.known[: row.length], partial(_lent, row) if is_cut else _no_state)
-            if chunk.is_last or is_cut:
+            is_checkpoint = row.length in request.checkpoints
+            self._keep(request, request.known[: row.length], partial(_lent, row) if is_checkpoint else _no_state)
+            if chunk.is_last or is_checkpoint:
                 self._queue.release(request)
         ended = [request for request in plan.sampled if request.fed]
         for request in ended:
