@@ -102,7 +102,7 @@ def _requests(call: PagedCall, sequences: Sequences, settings: Sequence[Sampling
             sampling=sampling,
             max_tokens=call.max_new,
             stop_token_ids=sequences.eos,
-            leader=requests[leads] if leads < len(requests) else None,
+            prefix_owner=requests[leads] if leads < len(requests) else None,
             submitted=time.monotonic(),
         )
         requests.append(request)
