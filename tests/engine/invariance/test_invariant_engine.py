@@ -87,6 +87,7 @@ BY_KIND = [pytest.param(kind, marks=[pytest.mark.whole] * (kind in ELSEWHERE)) f
 
 
 @pytest.mark.usefixtures("without_inductor")
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", BY_KIND)
 def test_layers_of_each_kind_have_them(kind: str, seed: int) -> None:
     check_engine(invariant(KINDS[kind]()), seed)
