@@ -17,11 +17,10 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import Batch, StepOutput, Tap, TokenSpan, last_tokens
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.decode.launch import Launch
-from compiled_llm.execution.state.arena import Arena
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readback, Readbacks
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.step_validity import StepValidity
 
 
 class DecodeStep:
@@ -38,10 +37,8 @@ class DecodeStep:
         rows: list[Row],
         launch: Launch,
         limit: int,
-        page_size: int,
         feed: Callable[[Tensor], None],
-        arena: Arena,
-        validity: StepValidity,
+        state: RunnerState,
         period: object,
         deferred_sampling: DeferredSampling,
         readbacks: Readbacks,
@@ -52,20 +49,18 @@ class DecodeStep:
             rows: grown by the tokens that they have fed in.
             launch: has run it, and runs it again.
             limit: how often it can run until a row lacks a page number or a position.
-            page_size: tokens of a page.
             feed: replaces the tokens that the rows feed in.
-            arena: what is due in it is uploaded first.
-            validity: tells whether something has changed.
-            period: the one in which it was made.
+            state: what is due in its arena is uploaded first.
+            period: of its validity, in which the step was made.
             deferred_sampling: of the same loop.
             readbacks: copy tokens to the host.
         """
-        self.rows, self.repeats, self._page_size = rows, 0, page_size
+        self.rows, self.repeats, self._page_size = rows, 0, state.config.page_size
         # The rows that enter a page when ``repeats``, modulo the page size, is the key; found in the first repeat.
         self._entering: dict[int, list[Row]] | None = None
         self._launch, self._limit = launch, limit if launch.repeats else 0
-        self._feed, self._arena = feed, arena
-        self._validity, self._period = validity, period
+        self._feed, self._arena = feed, state.arena
+        self._validity, self._period = state.validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
         self._defers = bool(deferred_sampling.deferring) and deferred_sampling.defers(rows)
         self._spans: list[TokenSpan] = []  # for taps, of the first run that one watches

@@ -145,8 +145,8 @@ class PersistentBatch:
             self._wanted, self.bucket = launch.wanted, launch.key.rows
         self._advanced += launch.new_tokens
         feed = functools.partial(self._decode.feed, len(rows), launch.key)
-        of_loop = self._state.validity, period, self.deferred, self._readbacks
-        self.step = DecodeStep(rows, launch, self._room(rows), self._page_size, feed, self._state.arena, *of_loop)
+        of_loop = self._state, period, self.deferred, self._readbacks
+        self.step = DecodeStep(rows, launch, self._room(rows), feed, *of_loop)
         self._logits = None
         return self.step.output
 

@@ -5,7 +5,6 @@ Shapes: B rows of a bucket, q new tokens of each, T = B * q.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from compiled_llm.compat.torch.dynamo import graph_count
@@ -89,8 +88,7 @@ class Steps:
             table.compiled(wanted)
             return self._launch_of(wanted, wanted)
         if (dispatch := self._dispatch(wanted, waiting > 0, looked, exact)) is not None:
-            if dispatch.step != wanted:
-                self.want(wanted, functools.partial(self._begin_capture, wanted))
+            self.want_padded(wanted, dispatch, lambda: self._begin_capture(wanted))
             return self._launch_of(wanted, dispatch.step)
         self.decode.claim(None)
         first = self._is_first(wanted)
@@ -125,10 +123,10 @@ class Steps:
         entry.looked = look
         return True
 
-    def want(self, step: StepKey, begin: Begin) -> None:
-        """Let ``begin`` begin the capture of a step that runs in a larger one, while steps go on."""
-        if self._cuda_graphs.can_begin(step):
-            self._cuda_graphs.want(step, begin)
+    def want_padded(self, wanted: StepKey, dispatch: Dispatch, begin: Begin) -> None:
+        """If a step runs in a larger one, let ``begin`` begin its capture while steps go on."""
+        if dispatch.step != wanted and self._cuda_graphs.can_begin(wanted):
+            self._cuda_graphs.want(wanted, begin)
 
     def is_ready(self, step: StepKey) -> bool:
         """Return whether a step is compiled, and on CUDA captured."""
@@ -225,13 +223,10 @@ class Steps:
             self._graph_manager.events,
             missed,
             self._state.taps,
-            functools.partial(self._want_capture, key) if captures else None,
+            (lambda outputs: graphs.want(key, lambda: self._capture(key, outputs))) if captures else None,
             alone=not (self._table.pending and graphs.background_captures),
             shares=self._state.sharing is not None and key.shares,
         )
-
-    def _want_capture(self, step: StepKey, outputs: StepOutputs) -> None:
-        self._cuda_graphs.want(step, functools.partial(self._capture, step, outputs))
 
     def _program(self, step: StepKey) -> BoundProgram:
         manager = self._graph_manager

@@ -245,8 +245,7 @@ class Prefill:
             dispatch = self._steps.dispatcher.dispatch(shape, exact)
             if dispatch.step != shape or dispatch.how != "run":
                 self._table.missed(shape, padded=dispatch.step != shape)
-            if dispatch.step != shape:
-                self._steps.want(shape, functools.partial(self._begin_capture, shape))
+            self._steps.want_padded(shape, dispatch, functools.partial(self._begin_capture, shape))
             background = dispatch.how != "capture" if sampled == wanted else not self._pays(shape)
             logits, tokens, emitted = self._run_shape(dispatch.step, chunk, keep, slots, background)
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
