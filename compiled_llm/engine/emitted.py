@@ -18,8 +18,8 @@ from compiled_llm.engine.steps.request import InvalidRequestError, Request, Requ
 from compiled_llm.engine.steps.taps import Arriving, EngineTap, PlanTap
 from compiled_llm.execution.batch import TokenSpan
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.state.emitted_steps import EmittedSteps
 from compiled_llm.execution.state.staging import Readback, Readbacks
+from compiled_llm.execution.taps.emitted_steps import EmittedSteps
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.kvcache.memory import free_bytes
 from compiled_llm.model.facts import ModelFacts

@@ -27,13 +27,13 @@ from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.steps.loop import LoopSettings, Mixed
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.steps.taps import tap_of
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.execution.taps import part_in
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.specs import token_numbers
 from compiled_llm.model.sizes import max_positions_of
@@ -232,7 +232,8 @@ class Engine:
     ) -> Callable[[Request], None] | None:
         if hidden_states is None and emitted is None:
             return None
-        return tap_of("emitted").asked(hidden_states=hidden_states, emitted=emitted, facts=self._runtime.facts)
+        asked: Callable[..., Callable[[Request], None]] = part_in("engine", "hidden_states").asked
+        return asked(hidden_states=hidden_states, emitted=emitted, facts=self._runtime.facts)
 
     def _add(self, handles: Sequence[RequestHandle]) -> None:
         self._engine_thread.add(handles, self._max_queue)

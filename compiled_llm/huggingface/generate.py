@@ -41,7 +41,6 @@ from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.processors.grammar import grammar_of, masks_from
 from compiled_llm.huggingface.processors.step_scores import StepScores
-from compiled_llm.huggingface.processors.step_states import StepStates
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.version.module_tree import has_hooks
 
@@ -238,7 +237,8 @@ class Sequences:
         self.pad_token = 0 if pad is None else int(call.copies.of(pad))
         self._custom = _custom_criteria(call)
         self.callbacks = [*self._custom, *([] if call.streamer is None else [call.streamer])]
-        self.step_scores, self.step_states = StepScores(call), StepStates.of(call)
+        self.step_scores, more = StepScores(call), call.more
+        self.step_states = None if more is None else more.steps(call)
 
     @property
     def may_change_model(self) -> bool:
@@ -305,18 +305,14 @@ class Sequences:
             return self.result()
         ids = self.result()
         cache: dict[str, Any] = {output_field(GenerateDecoderOnlyOutput): self._call.cache}
-        emitted = [] if self.step_states is None else self.step_states.read_steps(self.generated)
+        more = {} if self.step_states is None else self.step_states.outputs(self.generated)
         output = GenerateDecoderOnlyOutput(
             sequences=ids,  # type: ignore[arg-type]
             scores=self.step_scores.scores(ids),  # type: ignore[arg-type]
             logits=self.step_scores.logits(self.generated),  # type: ignore[arg-type]
-            hidden_states=tuple(step.hidden_states for step in emitted) if self._gives_states else None,  # type: ignore[arg-type]
+            hidden_states=more.get("hidden_states"),
             **cache,
         )
-        if names := emitted[0].by_name if emitted else ():
-            output["emitted"] = {name: tuple(step.by_name[name] for step in emitted) for name in names}
+        if "emitted" in more:
+            output["emitted"] = more["emitted"]
         return output
-
-    @property
-    def _gives_states(self) -> bool:
-        return self.step_states is not None and bool(self.step_states.wants)

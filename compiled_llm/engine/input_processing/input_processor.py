@@ -13,8 +13,8 @@ from compiled_llm.engine.input_processing.constraints import check_tokenizer, co
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.engine.steps.taps import tap_of
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.taps import part_in
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -99,7 +99,7 @@ def requests_for(
     ends = stops if params.ignore_eos else stops | eos
     constraints = constraints_for(params, eos, width, tokenizer)
     scored = params.logprobs is not None or params.prompt_logprobs is not None
-    scores = tap_of("logprobs").asked(params=params) if scored else None
+    scores = part_in("engine", "logprobs").asked(params=params) if scored else None
     requests: list[Request] = []
     request_sampling = (request_samplings or RequestSamplings()).of(params, stops | eos, width, tokenizer)
     for index, sampling in enumerate(request_sampling.samplings(ids)):

@@ -27,6 +27,6 @@ def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: Wanted, struc
     with engine_thread.paused():
         runtime.warming.prepare(wanted, report)
         model_runner = engine_thread.check.look()
-        for tap in engine_taps().values():
+        for tap in engine_taps():
             tap.prepare(model_runner)
         model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())

@@ -106,7 +106,7 @@ class Loop:
         self.scheduler = scheduler
         self.prefixes = prefixes
         self._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks)
-        self._taps = [tap(model_runner, scheduler, logprobs_mode) for tap in engine_taps().values()]
+        self._taps = [tap(model_runner, scheduler, logprobs_mode) for tap in engine_taps()]
         self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()

@@ -1,10 +1,8 @@
-"""What gives requests something of their tokens besides them: one part each, and a line here."""
+"""What gives requests something of their tokens besides them; ``execution.taps`` lists who does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any, Protocol
 
 from compiled_llm.engine.steps.plan import StepPlan
@@ -12,12 +10,7 @@ from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.execution.batch import Tap
 from compiled_llm.execution.model_runner import ModelRunner
-
-TAPS = {
-    "logprobs": "compiled_llm.engine.logprobs.tap",
-    "emitted": "compiled_llm.engine.emitted",
-}
-"""The modules that have one, as ``TAP``, by the option of requests that asks for it."""
+from compiled_llm.execution.taps import parts_in
 
 
 class Arriving(Protocol):
@@ -68,13 +61,5 @@ class EngineTap:
         """Note what has been handed out, and the requests that have ended with it."""
 
 
-@cache
-def engine_taps() -> dict[str, type[EngineTap]]:
-    return {option: import_module(module).TAP for option, module in TAPS.items()}
-
-
-def tap_of(option: str) -> type[EngineTap]:
-    """Return the one that an option asks for; ValueError if it is not there."""
-    if option not in TAPS:
-        raise ValueError(f"{option}: this installation gives none; leave it out")
-    return engine_taps()[option]
+def engine_taps() -> Sequence[type[EngineTap]]:
+    return [*parts_in("engine").values()]

@@ -80,7 +80,7 @@ class EngineThread:
         with self._changed:
             self.check.check_awake()
             check_queue(self.waiting, len(requests), max_waiting)
-            for tap in engine_taps().values():
+            for tap in engine_taps():
                 tap.check_room(requests, list(self.request_table))
             self.request_table.paused_requests.arrive([request for request in requests if request.ready])
             self.request_table.update(requests)

@@ -6,7 +6,7 @@ Shapes: B rows, C tokens a row has been given, Q new ones, V vocabulary, K kv he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -31,8 +31,8 @@ from compiled_llm.huggingface.cache.cache_columns import (
     with_only_kept,
     with_updates,
 )
-from compiled_llm.huggingface.cache.emitted_columns import NOTHING_WANTED, StepEmitted, WantedOutputs
 from compiled_llm.huggingface.cache.hidden_columns import check_blocks, check_windows
+from compiled_llm.huggingface.cache.more_outputs import MoreOutputs
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kinds.kind import places_beside
 from compiled_llm.kinds.support import refusal, runs_original
@@ -282,8 +282,8 @@ class PagedCache(Cache):
         logits_to_keep: Any,
         embeddings: Tensor | None = None,
         counts_unmasked: bool = False,
-        wanted: WantedOutputs = NOTHING_WANTED,
-    ) -> tuple[Tensor, StepEmitted]:
+        wanted: MoreOutputs | None = None,
+    ) -> tuple[Tensor, Any]:
         """Store new tokens and return their logits.
 
         Args:
@@ -338,25 +338,21 @@ class PagedCache(Cache):
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
     def _decode(
-        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: WantedOutputs
-    ) -> tuple[Tensor, StepEmitted]:
+        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: MoreOutputs | None
+    ) -> tuple[Tensor, Any]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         self.model_runner.expect_changes()  # since the last forward
         with self.extended(rows, self.seen + 1), self._reading(wanted, rows, self.seen, 1) as emitted:
             logits = self.generate_loop.decode(input_ids[:, 0], positions)[:, None]
         return logits, emitted()
 
-    @contextmanager
     def _reading(
-        self, wanted: WantedOutputs, rows: Sequence[RowUpdate], first: int, new: int
-    ) -> Iterator[Callable[[], StepEmitted]]:
+        self, wanted: MoreOutputs | None, rows: Sequence[RowUpdate], first: int, new: int
+    ) -> AbstractContextManager[Callable[[], Any]]:
         """Collect what the rows' ``new`` columns from ``first`` emit in the block; yields what returns it."""
-        if not wanted:
-            yield StepEmitted
-            return
-        columns = wanted.columns(self.generate_loop, rows, first, new)
-        with self.generate_loop.watched([columns]):
-            yield columns.outputs
+        if wanted is None:
+            return nullcontext(lambda: None)
+        return wanted.reading(self.generate_loop, rows, first, new)
 
     def _extend(
         self,
@@ -365,8 +361,8 @@ class PagedCache(Cache):
         position_ids: Tensor,
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
-        wanted: WantedOutputs,
-    ) -> tuple[Tensor, StepEmitted]:
+        wanted: MoreOutputs | None,
+    ) -> tuple[Tensor, Any]:
         first, new = self.seen, position_ids.shape[1]
         ids = self._known_ids(input_ids, (len(rows), new))
         positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
@@ -397,7 +393,7 @@ class PagedCache(Cache):
             out.view(-1, logits.shape[-1]).index_copy_(0, _on(out, places), logits)
             out = out if leaders == list(range(len(rows))) else out[_on(out, np.array(leaders))]
         found = emitted()
-        if leaders != list(range(len(rows))):
+        if found is not None and leaders != list(range(len(rows))):
             found = found.map(lambda tensor: tensor[_on(tensor, np.array(leaders))])
         return out if distinct is columns else out[:, _on(out, order)], found
 

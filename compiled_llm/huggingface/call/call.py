@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from compiled_llm.compat.huggingface import is_users_own, mask_width, prefill
 from compiled_llm.execution.limits import pages_needed, whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
-from compiled_llm.huggingface.cache.emitted_columns import StepEmitted
+from compiled_llm.huggingface.cache.more_outputs import MoreOutputs, more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.other_inputs import one_a_token
@@ -73,7 +73,7 @@ class PagedCall(LoopArguments):
     updates: list[RowUpdate]
     # ``[B, V]``, from which first tokens are sampled, if a forward of its own has computed them
     logits: Tensor | None = None
-    emitted: StepEmitted | None = None  # what the prompts' tokens have emitted in that forward
+    outputs: Mapping[str, Any] | None = None  # what that forward has given besides
 
     @classmethod
     def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> PagedCall | None:
@@ -112,8 +112,8 @@ class PagedCall(LoopArguments):
         none = np.zeros(0, dtype=np.int64)
         updates = [RowUpdate(row.length, self.cache.seen, none) for row in self.cache.generate_loop.rows]
         first = self.cache.seen - self.input_ids.shape[1]
-        emitted = StepEmitted.in_output(output)
-        return replace(self, first=first, updates=updates, logits=output.logits[:, -1], emitted=emitted)
+        more = {name: value for name, value in output.items() if name not in ("logits", "past_key_values")}
+        return replace(self, first=first, updates=updates, logits=output.logits[:, -1], outputs=more)
 
     @property
     def embedded(self) -> bool:
@@ -166,6 +166,12 @@ class PagedCall(LoopArguments):
         """Whether the cache, rows and all, goes to the user."""
         replaces_users = isinstance(self.cache, StandIn) and self.cache.returned
         return bool(self.config.return_dict_in_generate or is_users_own(self.cache) or replaces_users)
+
+    @property
+    def more(self) -> MoreOutputs | None:
+        """What the caller gets of each step besides tokens and scores."""
+        wanted = self.config.output_hidden_states
+        return more_outputs(wanted, self.runtime.facts.hooks) if self.config.return_dict_in_generate else None
 
     def wants_scores(self, *outputs: str) -> bool:
         """Whether the caller gets each step's ``"output_scores"`` or ``"output_logits"``; either if none is named."""

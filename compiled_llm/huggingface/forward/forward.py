@@ -25,9 +25,9 @@ from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import on_host
-from compiled_llm.huggingface.cache.emitted_columns import StepEmitted, WantedOutputs
 from compiled_llm.huggingface.cache.hidden_columns import SeesOthersError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
+from compiled_llm.huggingface.cache.more_outputs import MoreOutputs, more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
 from compiled_llm.huggingface.cache.stand_in import StandIn
@@ -196,10 +196,10 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
     given, keeps = arguments.get(argument), keeps_cache(model, arguments)
     asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
-    wanted = WantedOutputs.of(asked, runtime.facts.hooks)
-    rows = None if given is not None or wanted else NewRows.of(runtime, arguments)
+    wanted = more_outputs(asked, runtime.facts.hooks)
+    rows = None if given is not None or wanted is not None else NewRows.of(runtime, arguments)
     if rows is not None:
-        logits, cache, emitted = *rows.forward(keeps), StepEmitted()
+        logits, cache, emitted = *rows.forward(keeps), None
     elif (cache := _cache_for(runtime, given, arguments, keeps)) is None:
         logits, emitted = _score(runtime, arguments, wanted)
     else:
@@ -214,7 +214,8 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **items)
     kind = _output_class(original)
     output = kind(loss=loss, logits=logits, **{output_field(kind): returned})
-    emitted.put_into(output)
+    if emitted is not None:
+        emitted.put_into(output)
     returns_dict = arguments.get("return_dict", getattr(model.config, "return_dict", True))
     return output if returns_dict else output.to_tuple()
 
@@ -255,11 +256,11 @@ def _output_class(original: Callable[..., Any]) -> type[ModelOutput]:
     return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
 
 
-def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: WantedOutputs) -> tuple[Tensor, StepEmitted]:
+def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: MoreOutputs | None) -> tuple[Tensor, Any]:
     """Return logits, and what is wanted besides; of at most ``max_batch_size`` rows at a time, and nothing is kept."""
     most, (rows, _) = runtime.config.max_batch_size, tokens_in(arguments)
     logits: list[Tensor] = []
-    emitted: list[StepEmitted] = []
+    emitted: list[Any] = []
     for start in range(0, rows, most):
         part = {name: _rows_of(name, value, rows, start, most) for name, value in arguments.items()}
         cache = runtime.new_cache()
@@ -270,7 +271,9 @@ def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: WantedO
             cache.generate_loop.look_at_pages()
         finally:
             cache.close()
-    return logits[0] if len(logits) == 1 else torch.cat(logits), StepEmitted.joined(emitted)
+    if len(logits) == 1:
+        return logits[0], emitted[0]
+    return torch.cat(logits), None if wanted is None else type(emitted[0]).joined(emitted)
 
 
 def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
@@ -279,8 +282,8 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
 
 
 def _checked_forward(
-    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: WantedOutputs
-) -> tuple[Tensor, StepEmitted]:
+    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: MoreOutputs | None
+) -> tuple[Tensor, Any]:
     model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
     if embeddings is None:
         check_ids(arguments.get("input_ids"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from compiled_llm.huggingface.cache.emitted_columns import WantedOutputs
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.memory import free_bytes
 from compiled_llm.model.sizes import logits_width
@@ -20,7 +19,8 @@ def check_room(call: PagedCall) -> None:
     known = all(type(entry) is MaxLengthCriteria for entry in call.criteria)
     steps = call.max_new if known else 1
     scores = _score_bytes(call) * steps if known else 0
-    states = _state_bytes(call) * (call.last - call.cache.seen + steps - 1)
+    of_a_column = 0 if call.more is None else len(call.input_ids) * call.more.column_bytes(call.runtime.facts.model)
+    states = of_a_column * (call.last - call.cache.seen + steps - 1)
     if not (scores or states):
         return
     free, rows = free_bytes(call.model_runner.device), len(call.input_ids)
@@ -43,12 +43,3 @@ def _score_bytes(call: PagedCall) -> int:
     """Return what a step's scores and logits take."""
     kinds = 1 + (call.wants_scores("output_scores") and call.wants_scores("output_logits") and bool(call.processors))
     return 4 * len(call.input_ids) * logits_width(call.runtime.facts.model) * kinds if call.wants_scores() else 0
-
-
-def _state_bytes(call: PagedCall) -> int:
-    """Return what the hidden states of a column take; of what hooks emit that is known once they have run."""
-    model = call.runtime.facts.model
-    config = model.config.get_text_config(decoder=True)
-    wanted = WantedOutputs.of(call.config.output_hidden_states, call.runtime.facts.hooks)
-    layers = wanted.count_of(config.num_hidden_layers + 1)
-    return len(call.input_ids) * layers * int(config.hidden_size) * model.dtype.itemsize

@@ -5,20 +5,24 @@ Shapes: B rows, Q columns of a call's new tokens, T packed tokens of a launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.execution.batch import Tap, TokenSpan
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.state.staging import Staging
+from compiled_llm.execution.taps.emitted_steps import EmittedSteps
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
+from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.traced_hooks import TracedHooks
 
@@ -31,13 +35,20 @@ class WantedOutputs(NamedTuple):
     numbers: Sequence[int] | None = None
     hooks: bool = False  # whether it gets what traced hooks emit
 
-    def __bool__(self) -> bool:
-        return self.hidden_states or self.hooks
-
     @property
     def outputs(self) -> tuple[str, ...]:
         """What steps are asked for."""
         return ("hidden_states",) if self.hidden_states else ()
+
+    def steps(self, call: PagedCall) -> StepStates:
+        """Return what reads each step of a call of ``generate``."""
+        return StepStates(call, self)
+
+    def column_bytes(self, model: PreTrainedModel) -> int:
+        """Return what the hidden states of a token take; of what hooks emit that is known once they have run."""
+        config = model.config.get_text_config(decoder=True)
+        layers = len(self._of(config.num_hidden_layers + 1)) if self.hidden_states else 0
+        return layers * int(config.hidden_size) * model.dtype.itemsize
 
     @classmethod
     def of(cls, asked: bool | int | Sequence[int] | None, hooks: TracedHooks) -> WantedOutputs:
@@ -46,29 +57,28 @@ class WantedOutputs(NamedTuple):
             return cls(bool(asked), None, bool(hooks))
         return cls(True, [asked] if isinstance(asked, int) else list(asked), bool(hooks))
 
-    def columns(self, generate_loop: GenerateLoop, rows: Sequence[RowUpdate], first: int, new: int) -> EmittedColumns:
-        """Return what collects it of a loop's rows, for their ``new`` columns from ``first``."""
+    @contextmanager
+    def reading(
+        self, generate_loop: GenerateLoop, rows: Sequence[RowUpdate], first: int, new: int
+    ) -> Iterator[Callable[[], StepEmitted]]:
+        """Collect what the rows' ``new`` columns from ``first`` emit in the block; yields what returns it."""
         places = {
             row: RowColumns(update.kept, np.where(update.columns < first, -1, number * new + update.columns - first))
             for number, (row, update) in enumerate(zip(generate_loop.rows, rows, strict=True))
         }
-        return EmittedColumns(self, generate_loop.model_runner.state.staging, places, (len(rows), new))
+        columns = EmittedColumns(self, generate_loop.model_runner.state.staging, places, (len(rows), new))
+        with generate_loop.watched([columns]):
+            yield columns.outputs
 
     def chosen(self, emitted: Emitted) -> dict[int | str, Tensor]:
         numbers = self._of(sum(isinstance(name, int) for name in emitted))
         return {name: tensor for name, tensor in emitted.items() if isinstance(name, str) or name in numbers}
-
-    def count_of(self, layers: int) -> int:
-        return len(self._of(layers)) if self.hidden_states else 0
 
     def _of(self, layers: int) -> Collection[int]:
         """Return the numbers that are wanted of so many hidden states."""
         if self.numbers is None:
             return range(layers)
         return {number % layers for number in self.numbers if -layers <= number < layers}
-
-
-NOTHING_WANTED = WantedOutputs()
 
 
 class StepEmitted(NamedTuple):
@@ -94,7 +104,7 @@ class StepEmitted(NamedTuple):
             output["emitted"] = self.by_name
 
     @classmethod
-    def in_output(cls, output: ModelOutput) -> StepEmitted:
+    def in_output(cls, output: Mapping[str, Any]) -> StepEmitted:
         states = output.get("hidden_states") or ()
         chosen: dict[int | str, Tensor] = {number: own for number, own in enumerate(states) if own is not None}
         by_name: dict[int | str, Tensor] = output.get("emitted") or {}
@@ -105,8 +115,6 @@ class StepEmitted(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[StepEmitted]) -> StepEmitted:
-        if len(parts) == 1:
-            return parts[0]
         names = parts[0].tensors
         return cls({name: torch.cat([part.tensors[name] for part in parts]) for name in names}, parts[0].layers)
 
@@ -159,3 +167,74 @@ class EmittedColumns(Tap):
         """Return all of it; zeros for tokens that were not computed."""
         whole = {name: tensor.view(*self._shape, *tensor.shape[1:]) for name, tensor in self._collected.items()}
         return StepEmitted(whole, self.layers)
+
+
+class StepStates(Tap):
+    """A reader of what each step emits: of the prompts together, and then of one token a row."""
+
+    def __init__(self, call: PagedCall, wanted: WantedOutputs) -> None:
+        self._call, self._wanted, self._first = call, wanted, 0
+        self.wants = wanted.outputs
+        self._rows: list[Row] = []
+        self._prompts: EmittedColumns | None = None
+        self._shared: list[tuple[int, int]] = []  # of each row the one that it begins as, and with how many tokens
+        self._steps: EmittedSteps | None = None
+
+    def begin(self, rows: Sequence[Row], new: Sequence[int]) -> None:
+        """Note the rows of the call, and of each how many of its last tokens are computed: others have the rest."""
+        call, first = self._call, self._call.cache.seen
+        self._first, width = first, call.last - first
+        self._rows = list(rows)
+        places: dict[Row, RowColumns] = {}
+        for number, (row, update, count) in enumerate(zip(rows, call.updates, new, strict=True)):
+            columns = np.where(update.columns < first, -1, number * width + update.columns - first)
+            shared = len(columns) - count
+            places[row] = RowColumns(update.kept + shared, columns[shared:])
+            self._shared.append((call.leaders[number], shared))
+        staging = call.model_runner.state.staging
+        self._prompts = EmittedColumns(self._wanted, staging, places, (len(rows), width))
+
+    def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
+        """Keep a copy."""
+        assert self._prompts is not None, "the call has begun"
+        if self._prompts.left:
+            self._prompts.launched(spans, emitted)
+            return
+        if not later:
+            assert [span.row for span in spans[: len(self._rows)]] == self._rows, "a step is of all rows"
+        if self._steps is None:
+            self._steps = EmittedSteps([slice(len(self._rows))], self._wanted.chosen(emitted).keys())
+        self._steps.keep(emitted)
+
+    def outputs(self, steps: int) -> dict[str, Any]:
+        """Return the fields of ``generate``'s output for the first steps."""
+        emitted, fields = self.read_steps(steps), dict[str, Any]()
+        if self.wants:
+            fields["hidden_states"] = tuple(step.hidden_states for step in emitted)
+        if names := emitted[0].by_name if emitted else ():
+            fields["emitted"] = {name: tuple(step.by_name[name] for step in emitted) for name in names}
+        return fields
+
+    def read_steps(self, steps: int) -> list[StepEmitted]:
+        """Return what the first steps have emitted; the loop may have launched more than it has read.
+
+        It is ``[B, Q, ...]`` of the prompts, zeros for masked tokens, and then ``[B, 1, ...]``.
+        """
+        assert self._prompts is not None, "the call has begun"
+        if self._call.outputs is not None:  # by a forward of their own, or else in steps
+            prompts = StepEmitted.in_output(self._call.outputs)
+        else:
+            prompts = self._prompts.outputs().map(self._with_shared)
+        later = [] if self._steps is None else self._steps.by_step()
+        return [prompts, *(StepEmitted(step, prompts.layers) for step in later)][:steps]
+
+    def _with_shared(self, tensor: Tensor) -> Tensor:
+        """Return prompts' tensors with the beginnings that were computed for another row."""
+        for number, (leads, shared) in enumerate(self._shared):
+            if shared:
+                own, other = (self._call.updates[row].columns[:shared] - self._first for row in (number, leads))
+                tensor[number, own] = tensor[leads, other]
+        return tensor
+
+
+TAP = WantedOutputs
