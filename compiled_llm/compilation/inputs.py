@@ -25,64 +25,36 @@ class StepTap(Protocol):
 
 
 class PrefillInputs(NamedTuple):
-    """The inputs of a prefill, besides the pages.
+    """The inputs of a prefill, besides the pages."""
 
-    Attributes:
-        ids: ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype if it starts from embeddings.
-        positions: ``[1, T]`` int64, rotary positions.
-        keep: ``[L]`` int64, the tokens whose logits are returned.
-        sampled: ``[C]`` int64, the entries of ``keep`` after which a token is sampled.
-        slots: ``[C]`` int64, of those rows: their settings, and the place of the sampled token.
-        token_rows: ``[T]`` int32, each token's row.
-        token_positions: ``[T]`` int32, its place in the row.
-        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
-        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[B]`` int32, tokens in the row's last page.
-        taps: watch the step.
-        places: ``[B]`` int64, where each row's entries lie that taps have; None without.
-        alone: whether rows have no other tokens, and layers with latents attend to expanded keys and values.
-        read: ``[B]`` int32, the entry of each row's state; None without recurrent layers.
-        write: ``[B]`` int32, the entry of the state that it has afterwards; None without.
-        wants: outputs of the model that the step gives besides logits, by HuggingFace's names.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    keep: Tensor
-    sampled: Tensor
-    slots: Tensor
-    token_rows: Tensor
-    token_positions: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
+    ids: Tensor  # ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype if it starts from embeddings
+    positions: Tensor  # ``[1, T]`` int64, rotary positions
+    keep: Tensor  # ``[L]`` int64, the tokens whose logits are returned
+    sampled: Tensor  # ``[C]`` int64, the entries of ``keep`` after which a token is sampled
+    slots: Tensor  # ``[C]`` int64, of those rows: their settings, and the place of the sampled token
+    token_rows: Tensor  # ``[T]`` int32, each token's row
+    token_positions: Tensor  # ``[T]`` int32, its place in the row
+    qo_indptr: Tensor  # ``[B + 1]`` int32, where each row's tokens begin
+    indptr: Tensor  # ``[B + 1]`` int32, where each row's pages begin in ``indices``
+    indices: Tensor  # ``[N]`` int32, page numbers
+    last_page_len: Tensor  # ``[B]`` int32, tokens in the row's last page
     plans: AttentionPlans
-    taps: tuple[StepTap, ...] = ()
-    places: Tensor | None = None
-    alone: bool = False
-    read: Tensor | None = None
-    write: Tensor | None = None
-    wants: tuple[str, ...] = ()
+    taps: tuple[StepTap, ...] = ()  # watch the step
+    places: Tensor | None = None  # ``[B]`` int64, where each row's entries lie that taps have; None without
+    alone: bool = False  # whether rows have no other tokens, and layers with latents attend to expanded keys and values
+    read: Tensor | None = None  # ``[B]`` int32, the entry of each row's state; None without recurrent layers
+    write: Tensor | None = None  # ``[B]`` int32, the entry of the state that it has afterwards; None without
+    wants: tuple[str, ...] = ()  # outputs of the model that the step gives besides logits, by HuggingFace's names
 
 
 class UnpagedInputs(NamedTuple):
-    """The inputs of a forward of new rows, whose keys and values it leaves packed instead of in pages.
+    """The inputs of a forward of new rows, whose keys and values it leaves packed instead of in pages."""
 
-    Attributes:
-        ids: ``[1, T]`` int64.
-        positions: ``[1, T]`` int64, rotary positions.
-        keep: ``[L]`` int64, the tokens whose logits are returned.
-        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
-        ends: its numbers, if the forward runs uncompiled on a CPU; empty if not.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    keep: Tensor
-    qo_indptr: Tensor
-    ends: tuple[int, ...] = ()
+    ids: Tensor  # ``[1, T]`` int64
+    positions: Tensor  # ``[1, T]`` int64, rotary positions
+    keep: Tensor  # ``[L]`` int64, the tokens whose logits are returned
+    qo_indptr: Tensor  # ``[B + 1]`` int32, where each row's tokens begin
+    ends: tuple[int, ...] = ()  # its numbers, if the forward runs uncompiled on a CPU; empty if not
 
     @property
     def wants(self) -> tuple[str, ...]:
@@ -91,53 +63,35 @@ class UnpagedInputs(NamedTuple):
 
 
 class PlannedRows(NamedTuple):
-    """The page table of a decode step for a backend that plans it.
+    """The page table of a decode step for a backend that plans it."""
 
-    Attributes:
-        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[B]`` int32, tokens in the row's last page with those it feeds in; with the next ones
-            afterwards.
-        qo_indptr: ``[B + 1]`` int32, each row has q queries: 0, q, 2q, ...
-    """
-
-    indptr: Tensor
-    indices: Tensor
+    indptr: Tensor  # ``[B + 1]`` int32, where each row's pages begin in ``indices``
+    indices: Tensor  # ``[N]`` int32, page numbers
+    # ``[B]`` int32, tokens in the row's last page with those it feeds in; with the next ones afterwards
     last_page_len: Tensor
-    qo_indptr: Tensor
+    qo_indptr: Tensor  # ``[B + 1]`` int32, each row has q queries: 0, q, 2q, ..
     plans: AttentionPlans
 
 
 class DecodeInputs(NamedTuple):
-    """The inputs of the compiled decode step, which advances them, cut to one padded batch size; rows are in any order.
+    """The inputs of the compiled decode step, which advances them, cut to a padded batch size; rows are in any order."""
 
-    Attributes:
-        slots: ``[B]`` int64, each row's slot, where the token that it feeds in lies, unless ``fed`` has it.
-        positions: ``[B]`` int64, the rotary position of its first new token; q more afterwards.
-        lengths: ``[B]`` int32, tokens of the row with its new ones; with the next ones afterwards.
-        starts: ``[B]`` int32, where the row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers, a region for each slot.
-        ops: those of the backend by which layers attend; None if it plans decode.
-        planned: in place of ``starts`` and ``indices`` for a backend that plans decode, else None.
-        fed: ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1.
-        shared: by which rows read pages that they share once; None if each row reads all of its own.
-        taps: as of ``PrefillInputs``; rows' entries lie in their slots.
-        states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
-            without recurrent layers.
-        wants: as of ``PrefillInputs``.
-        shares_places: whether layers attend together where they find their rows: the step runs uncompiled on a CPU.
-    """
-
-    slots: Tensor
-    positions: Tensor
-    lengths: Tensor
-    starts: Tensor
-    indices: Tensor
-    ops: DecodeOps | None = None
+    slots: Tensor  # ``[B]`` int64, each row's slot, where the token that it feeds in lies, unless ``fed`` has it
+    positions: Tensor  # ``[B]`` int64, the rotary position of its first new token; q more afterwards
+    lengths: Tensor  # ``[B]`` int32, tokens of the row with its new ones; with the next ones afterwards
+    starts: Tensor  # ``[B]`` int32, where the row's pages begin in ``indices``
+    indices: Tensor  # ``[N]`` int32, page numbers, a region for each slot
+    ops: DecodeOps | None = None  # those of the backend by which layers attend; None if it plans decode
+    # in place of ``starts`` and ``indices`` for a backend that plans decode, else None
     planned: PlannedRows | None = None
+    # ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1
     fed: Tensor | None = None
+    # by which rows read pages that they share once; None if each row reads all of its own
     shared: JointAttention | None = None
-    taps: tuple[StepTap, ...] = ()
+    taps: tuple[StepTap, ...] = ()  # as of ``PrefillInputs``; rows' entries lie in their slots
+    # ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None without
+    # recurrent layers
     states: tuple[Tensor, Tensor] | None = None
-    wants: tuple[str, ...] = ()
+    wants: tuple[str, ...] = ()  # as of ``PrefillInputs``
+    # whether layers attend together where they find their rows: the step runs uncompiled on a CPU
     shares_places: bool = False

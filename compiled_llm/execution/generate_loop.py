@@ -457,13 +457,10 @@ class GenerateLoop:
 
 
 class _Unread:
-    """Launched steps whose tokens have not been read.
-
-    Attributes:
-        steps: oldest first, each with its rows and their tokens on the way; without those that are sampled later.
-    """
+    """Launched steps whose tokens have not been read."""
 
     def __init__(self, readbacks: Readbacks) -> None:
+        # oldest first, each with its rows and their tokens on the way; without those that are sampled later
         self.steps: deque[list[tuple[Sequence[Row], Readback]]] = deque()
         self._readbacks = readbacks
 

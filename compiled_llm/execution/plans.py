@@ -38,11 +38,6 @@ class Planner:
     """Plans batches: each captured step has plans of its own, all others share one for each group.
 
     All plans of a model have one size, which programs may take as a constant.
-
-    Attributes:
-        decodes: whether decode steps are planned, too; if not, they attend by ops that need no plan.
-        follows_tokens: whether a plan holds the rows' exact lengths, so that each decode step is planned.
-        max_tokens: the most that a planned step can have.
     """
 
     def __init__(
@@ -65,17 +60,19 @@ class Planner:
             expands: whether layers keep latents, which they may expand for rows without cached tokens.
         """
         self._name, self._backend, decode_ops = config.backend_on(device.type)
+        # whether decode steps are planned, too; if not, they attend by ops that need no plan
         self.decodes = decode_ops is None
         self._device = device
         self._max_row_tokens = max_row_tokens
         self._groups = [group for group in dict.fromkeys(layers) if group is not None]
+        # whether a plan holds the rows' exact lengths, so that each decode step is planned
         self.follows_tokens = any(group.rope_size for group in self._groups)
         if not self._groups:
             self._backend = backend_named("reference")  # which plans nothing
         self._group_of_layer = tuple(-1 if layer is None else self._groups.index(layer) for layer in layers)
         self._captures, self._expands = not config.leaves_attention_out, expands
         # A decode step has as many tokens as rows, or a small multiple of that.
-        self.max_tokens = max(room.tokens, config.max_batch_size)
+        self.max_tokens = max(room.tokens, config.max_batch_size)  # the most that a planned step can have
         self._plan_bytes = self._backend.plan_bytes(self._groups, device, self.max_tokens, room.rows)
         self._plans: dict[StepKey | None, list[Plan]] = {}
         self._variants_of_one_row: dict[int, set[int]] = {}

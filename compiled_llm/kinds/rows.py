@@ -18,17 +18,11 @@ Places = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class AttentionPlans(NamedTuple):
-    """A backend's division of attention among thread blocks, decided on the host before the step.
+    """A backend's division of attention among thread blocks, decided on the host before the step."""
 
-    Attributes:
-        tensors: one ``[bytes]`` uint8 for each attention group: layers of one geometry share a plan.
-        workspace: ``[bytes]`` uint8, scratch memory that all layers use in turn.
-        groups: each layer's attention group; negative if it attends without a plan.
-    """
-
-    tensors: tuple[Tensor, ...]
-    workspace: Tensor
-    groups: tuple[int, ...]
+    tensors: tuple[Tensor, ...]  # one ``[bytes]`` uint8 for each attention group: layers of one geometry share a plan
+    workspace: Tensor  # ``[bytes]`` uint8, scratch memory that all layers use in turn
+    groups: tuple[int, ...]  # each layer's attention group; negative if it attends without a plan
     backend: str
 
     def of(self, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -38,27 +32,18 @@ class AttentionPlans(NamedTuple):
 
 
 class PackedTokens(NamedTuple):
-    """Packed tokens of rows with any number of new ones, and the plans by which they attend.
+    """Packed tokens of rows with any number of new ones, and the plans by which they attend."""
 
-    Attributes:
-        token_rows: ``[T]`` int32, the row of each token.
-        token_positions: ``[T]`` int32, each token's index in its row's cache.
-        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
-        indptr: ``[B + 1]`` int32, where each row's pages begin in ``indices``.
-        indices: ``[N]`` int32, page numbers.
-        last_page_len: ``[B]`` int32, tokens in each row's last page, the new ones included.
-        new_tokens: q if each row has q tokens, so that the layers have ``[B, H, q, D]`` for ``[1, H, T, D]``; else 0.
-        alone: whether rows have no other tokens than these, to whose keys and values a kind may attend directly.
-    """
-
-    token_rows: Tensor
-    token_positions: Tensor
-    qo_indptr: Tensor
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
+    token_rows: Tensor  # ``[T]`` int32, the row of each token
+    token_positions: Tensor  # ``[T]`` int32, each token's index in its row's cache
+    qo_indptr: Tensor  # ``[B + 1]`` int32, where each row's tokens begin
+    indptr: Tensor  # ``[B + 1]`` int32, where each row's pages begin in ``indices``
+    indices: Tensor  # ``[N]`` int32, page numbers
+    last_page_len: Tensor  # ``[B]`` int32, tokens in each row's last page, the new ones included
     plans: AttentionPlans
+    # q if each row has q tokens, so that the layers have ``[B, H, q, D]`` for ``[1, H, T, D]``; else 0
     new_tokens: int = 0
+    # whether rows have no other tokens than these, to whose keys and values a kind may attend directly
     alone: bool = False
 
     @property
@@ -77,23 +62,14 @@ class JointAttention(Protocol):
 
 
 class NewestTokens(NamedTuple):
-    """Page table of rows with as many new tokens each, and the ops by which they attend without a plan.
+    """Page table of rows with as many new tokens each, and the ops by which they attend without a plan."""
 
-    Attributes:
-        starts: ``[B]`` int32, where each row's pages begin in ``indices``.
-        lengths: ``[B]`` int32, tokens of each row, the new ones included.
-        indices: ``[N]`` int32, page numbers.
-        ops: the backend's.
-        new_tokens: q.
-        shared: by which layers attend in place of ``ops``; None if by those.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    indices: Tensor
-    ops: DecodeOps
-    new_tokens: int = 1
-    shared: JointAttention | None = None
+    starts: Tensor  # ``[B]`` int32, where each row's pages begin in ``indices``
+    lengths: Tensor  # ``[B]`` int32, tokens of each row, the new ones included
+    indices: Tensor  # ``[N]`` int32, page numbers
+    ops: DecodeOps  # the backend's
+    new_tokens: int = 1  # q
+    shared: JointAttention | None = None  # by which layers attend in place of ``ops``; None if by those
 
     @property
     def places(self) -> Places:
@@ -107,13 +83,10 @@ class UnpagedRows(NamedTuple):
     """Where the packed tokens of rows begin that have no others, and are not in pages.
 
     On a CPU a batch of them is one call of attention, and nothing is written twice.
-
-    Attributes:
-        qo_indptr: ``[B + 1]`` int32.
-        ends: its numbers, in a forward that runs uncompiled on a CPU, where no layer asks for them; empty in others.
     """
 
-    qo_indptr: Tensor
+    qo_indptr: Tensor  # ``[B + 1]`` int32
+    # its numbers, in a forward that runs uncompiled on a CPU, where no layer asks for them; empty in others
     ends: tuple[int, ...] = ()
 
     @property

@@ -26,25 +26,17 @@ BATCH_ARGUMENT = "paged_batch"
 
 
 class PagedBatch(NamedTuple):
-    """The batch as the layers need it: where its tokens go, and where its rows lie.
+    """The batch as the layers need it: where its tokens go, and where its rows lie."""
 
-    Attributes:
-        pages: the memory of each layer, and then those of further specs.
-        specs: of each layer, and then of what some keep besides.
-        rows: where new tokens go, and the table of their rows' pages.
-        kinds: of each layer.
-        windows: tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows;
-            empty to use those.
-        cache: what stands in for HuggingFace's cache; None if nothing does.
-        states: where the states of rows lie; None if no layer is recurrent. Their memories follow those of ``specs``.
-    """
-
-    pages: list[Tensor]
-    specs: tuple[KVCacheSpec, ...]
-    rows: Rows
-    kinds: tuple[LayerKind, ...] = ()
+    pages: list[Tensor]  # the memory of each layer, and then those of further specs
+    specs: tuple[KVCacheSpec, ...]  # of each layer, and then of what some keep besides
+    rows: Rows  # where new tokens go, and the table of their rows' pages
+    kinds: tuple[LayerKind, ...] = ()  # of each layer
+    # tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows; empty to use
+    # those
     windows: tuple[int, ...] = ()
-    cache: Any = None
+    cache: Any = None  # what stands in for HuggingFace's cache; None if nothing does
+    # where the states of rows lie; None if no layer is recurrent. Their memories follow those of ``specs``
     states: StateRows | None = None
 
 

@@ -102,15 +102,10 @@ class LayerProbe:
 
 
 class Probed(NamedTuple):
-    """What a trial forward has shown.
+    """What a trial forward has shown."""
 
-    Attributes:
-        layers: in order; those without attention, too.
-        states: what recurrent layers keep of a row.
-    """
-
-    layers: list[Layer]
-    states: dict[Place, StateSpec]
+    layers: list[Layer]  # in order; those without attention, too
+    states: dict[Place, StateSpec]  # what recurrent layers keep of a row
 
 
 def probe_layers(

@@ -67,17 +67,13 @@ class HookSite:
 
 
 class TracedHooks:
-    """The traced hooks of one model.
-
-    Attributes:
-        placed: the hooks, in the order in which they were added; replaced as a whole.
-        site: of their steps.
-    """
+    """The traced hooks of one model."""
 
     def __init__(self) -> None:
+        # the hooks, in the order in which they were added; replaced as a whole
         self.placed: tuple[PlacedHook, ...] = ()
         self._functions: tuple[HookFunction, ...] = ()
-        self.site = HookSite()
+        self.site = HookSite()  # of their steps
         self._lock = lock()
 
     def __bool__(self) -> bool:

@@ -21,17 +21,11 @@ TESTS = Path(__file__).with_name("test_kinds.py")
 
 
 class Fault(NamedTuple):
-    """Found by a case of a test.
+    """Found by a case of a test."""
 
-    Attributes:
-        case: of a test of `test_kinds.py`.
-        old: what stands there.
-        new: what is planted.
-    """
-
-    case: str
-    old: str
-    new: str
+    case: str  # of a test of `test_kinds.py`
+    old: str  # what stands there
+    new: str  # what is planted
 
 
 TOKENS: dict[str, Fault] = {

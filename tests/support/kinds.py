@@ -42,27 +42,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of layers.
+    """A kind of layers."""
 
-    Attributes:
-        name: of its tests.
-        support: its row of the table of support.
-        tiny_model: in float32; it goes on for ever. Takes a seed and what replaces parts of its config.
-        small: what makes it quick to compile; two layers that are equal, and two that are not, are compiled, too.
-        wrap_options: what it is wrapped with.
-        hits: cached tokens of three prompts that begin alike, and of the second again.
-        codec: of its pages, if they are not of the model's type.
-        marks: of its tests.
-    """
-
-    name: str
-    support: Support
+    name: str  # of its tests
+    support: Support  # its row of the table of support
+    # in float32; it goes on for ever. Takes a seed and what replaces parts of its config
     tiny_model: Callable[..., PreTrainedModel]
+    # what makes it quick to compile; two layers that are equal, and two that are not, are compiled, too
     small: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 1})
-    wrap_options: Mapping[str, Any] = field(default_factory=dict)
-    hits: Sequence[int] = (0, 40, 40, 44)
-    codec: str | None = None
-    marks: tuple[pytest.MarkDecorator, ...] = ()
+    wrap_options: Mapping[str, Any] = field(default_factory=dict)  # what it is wrapped with
+    hits: Sequence[int] = (0, 40, 40, 44)  # cached tokens of three prompts that begin alike, and of the second again
+    codec: str | None = None  # of its pages, if they are not of the model's type
+    marks: tuple[pytest.MarkDecorator, ...] = ()  # of its tests
 
     def __str__(self) -> str:
         return self.name

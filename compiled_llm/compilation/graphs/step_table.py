@@ -48,15 +48,10 @@ class Replayable(Protocol):
 
 
 class Budget(NamedTuple):
-    """The limits of CUDA graphs.
+    """The limits of CUDA graphs."""
 
-    Attributes:
-        nbytes: device memory, the shared part included; None for any.
-        max_graphs: how many graphs; None for any number.
-    """
-
-    nbytes: int | None = None
-    max_graphs: int | None = None
+    nbytes: int | None = None  # device memory, the shared part included; None for any
+    max_graphs: int | None = None  # how many graphs; None for any number
 
 
 UNBOUNDED = Budget()
@@ -67,29 +62,19 @@ disturbed the capture, and a step that is given up runs kernel by kernel from th
 
 
 class Cost(NamedTuple):
-    """The cost of a capture.
+    """The cost of a capture."""
 
-    Attributes:
-        nbytes: device memory that goes back with the graph.
-        shared: growth of the memory that all graphs share.
-    """
-
-    nbytes: int = 0
-    shared: int = 0
+    nbytes: int = 0  # device memory that goes back with the graph
+    shared: int = 0  # growth of the memory that all graphs share
     seconds: float = 0.0
 
 
 class _Leaving(NamedTuple):
-    """An evicted graph that may still run.
-
-    Attributes:
-        nbytes: device memory that it takes until it is released.
-        ended: tells whether all work launched by then has ended.
-    """
+    """An evicted graph that may still run."""
 
     cuda_graph: Replayable
-    nbytes: int
-    ended: Callable[[], bool]
+    nbytes: int  # device memory that it takes until it is released
+    ended: Callable[[], bool]  # tells whether all work launched by then has ended
 
 
 KeptT = TypeVar("KeptT", bound=Replayable)

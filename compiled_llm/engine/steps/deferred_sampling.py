@@ -31,26 +31,21 @@ class _Member(NamedTuple):
 
 
 class Constrained:
-    """The requests of a plan that have constraints, looked at once for all steps of the plan.
-
-    Attributes:
-        members: in the plan's order.
-        formed: those that have grammars, with their ``rows`` and ``matchers``.
-        narrowed: places in ``formed`` of those whose settings may bar more.
-        processed: those with logits processors.
-        plain: nothing but a grammar constrains any of them.
-    """
+    """The requests of a plan that have constraints, looked at once for all steps of the plan."""
 
     def __init__(self, members: list[_Member]) -> None:
-        self.members = members
+        self.members = members  # in the plan's order
+        # those that have grammars, with their ``rows`` and ``matchers``
         self.formed = [each for each in members if each.constraint.matcher is not None]
         self.rows = [each.row for each in self.formed]
         self.matchers = [each.constraint.matcher for each in self.formed if each.constraint.matcher is not None]
+        # places in ``formed`` of those whose settings may bar more
         self.narrowed = [
             at for at, each in enumerate(self.formed) if each.constraint.mask is not None or each.constraint.least
         ]
-        self.processed = [each for each in members if each.constraint.processors]
+        self.processed = [each for each in members if each.constraint.processors]  # those with logits processors
         barring = any(each.constraint.mask is not None for each in members)
+        # nothing but a grammar constrains any of them
         self.plain = len(self.formed) == len(members) and not (self.processed or barring)
 
     @classmethod
@@ -74,11 +69,7 @@ class Constrained:
 
 
 class LateSampling:
-    """The requests of one step whose tokens are sampled late.
-
-    Attributes:
-        failed: errors that end single requests; their tokens are not read.
-    """
+    """The requests of one step whose tokens are sampled late."""
 
     def __init__(self, requests: Constrained, taps: Sequence[PlanTap]) -> None:
         self._requests = requests
@@ -89,7 +80,7 @@ class LateSampling:
         self._processed: dict[Request, Tensor] | None = None  # logits
         self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
         self._arriving: list[Arriving] = []
-        self.failed: dict[Request, RequestError] = {}
+        self.failed: dict[Request, RequestError] = {}  # errors that end single requests; their tokens are not read
 
     def sample(self, model_runner: ModelRunner, persistent: PersistentBatch, writer: MaskWriter) -> None:
         """Sample the tokens, the previous ones having been read, and wait for nothing.

@@ -12,18 +12,12 @@ from compiled_llm.execution.batch import Extension
 
 
 class Chunk(NamedTuple):
-    """Tokens of a prompt that run in one step.
-
-    Attributes:
-        ids: ``[Q]`` int64.
-        is_last: a token is sampled after them.
-        apart: they are computed with all logits, in a launch of their own (``RequestScores.run``).
-    """
+    """Tokens of a prompt that run in one step."""
 
     request: Request
-    ids: NDArray[np.int64]
-    is_last: bool
-    apart: bool = False
+    ids: NDArray[np.int64]  # ``[Q]`` int64
+    is_last: bool  # a token is sampled after them
+    apart: bool = False  # they are computed with all logits, in a launch of their own (``RequestScores.run``)
 
     @property
     def extension(self) -> Extension:
@@ -31,15 +25,10 @@ class Chunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step; no request is in it twice.
+    """One step; no request is in it twice."""
 
-    Attributes:
-        decode: requests that go on by a token.
-        extend: chunks of others' prompts; those that run apart come last.
-    """
-
-    decode: list[Request]
-    extend: list[Chunk]
+    decode: list[Request]  # requests that go on by a token
+    extend: list[Chunk]  # chunks of others' prompts; those that run apart come last
 
     @property
     def requests(self) -> list[Request]:

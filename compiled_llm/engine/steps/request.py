@@ -29,59 +29,38 @@ _arrivals = itertools.count()
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """One answer to one prompt.
+    """One answer to one prompt."""
 
-    Attributes:
-        prompt: ``[T]`` int64, at least one token.
-        sampling: how its tokens are sampled; the most likely ones if None.
-        max_tokens: with 0, the token that follows from its prompt is dropped.
-        stop_ids: those of ``stop_token_ids`` that the user has named.
-        priority: smaller ones run first.
-        deadline: on ``time.monotonic``'s clock, when it ends with what it has; None for never.
-        salt: requests with equal ones may read each other's cached pages.
-        constraint: says on the host which tokens it may have next; None if nothing does.
-        index: which of its prompt's answers it is.
-        scores: its log-probabilities; None if it wants none.
-        emitted: what steps emit of its tokens besides logits; None if it wants nothing.
-        prefix_owner: the answer whose prompt this one shares, and waits for; None for the first.
-        arrival: counts requests as they come.
-        row: its pages while it runs.
-        tokens: sampled and read.
-        generation: of the prefix cache when it was last admitted; others may not begin with its pages in another one.
-        cached: how many of its prompt's tokens came from the prefix cache when it first ran.
-        submitted, admitted, first_token, finished: when it came, first ran, got a token and ended, on
-            ``time.monotonic``'s clock.
-        last_token: when its latest one was before it went on in its present group (``Latencies``).
-        preemptions: how often it lost its pages.
-        checkpoints: after how many tokens of its text a launch ends, so that others can begin with the state there.
-    """
-
-    prompt: NDArray[np.int64]
-    sampling: Sampling | None
-    max_tokens: int
+    prompt: NDArray[np.int64]  # ``[T]`` int64, at least one token
+    sampling: Sampling | None  # how its tokens are sampled; the most likely ones if None
+    max_tokens: int  # with 0, the token that follows from its prompt is dropped
     stop_token_ids: frozenset[int]
-    stop_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    deadline: float | None = None
-    salt: Hashable = None
-    constraint: Constraint | None = None
-    index: int = 0
-    scores: RequestScores | None = None
-    emitted: EmittedOutputs | None = None
-    prefix_owner: Request | None = None
+    stop_ids: frozenset[int] = frozenset()  # those of ``stop_token_ids`` that the user has named
+    priority: int = 0  # smaller ones run first
+    deadline: float | None = None  # on ``time.monotonic``'s clock, when it ends with what it has; None for never
+    salt: Hashable = None  # requests with equal ones may read each other's cached pages
+    constraint: Constraint | None = None  # says on the host which tokens it may have next; None if nothing does
+    index: int = 0  # which of its prompt's answers it is
+    scores: RequestScores | None = None  # its log-probabilities; None if it wants none
+    emitted: EmittedOutputs | None = None  # what steps emit of its tokens besides logits; None if it wants nothing
+    prefix_owner: Request | None = None  # the answer whose prompt this one shares, and waits for; None for the first
     submitted: float = 0.0
-    arrival: int = field(default_factory=_arrivals.__next__)
-    row: Row | None = None
-    tokens: list[int] = field(default_factory=list)
+    arrival: int = field(default_factory=_arrivals.__next__)  # counts requests as they come
+    row: Row | None = None  # its pages while it runs
+    tokens: list[int] = field(default_factory=list)  # sampled and read
+    # of the prefix cache when it was last admitted; others may not begin with its pages in another one
     generation: int = 0
+    # how many of its prompt's tokens came from the prefix cache when it first ran. submitted, admitted, first_token,
+    # finished: when it came, first ran, got a token and ended, on ``time.monotonic``'s clock
     cached: int | None = None
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     admitted: float | None = None
     first_token: float | None = None
-    last_token: float | None = None
+    last_token: float | None = None  # when its latest one was before it went on in its present group (``Latencies``)
     finished: float | None = None
-    preemptions: int = 0
+    preemptions: int = 0  # how often it lost its pages
+    # after how many tokens of its text a launch ends, so that others can begin with the state there
     checkpoints: tuple[int, ...] = ()
     # All that is known of its text when it was last admitted; computed as far as the row is long.
     known: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))

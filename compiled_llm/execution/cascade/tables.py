@@ -33,21 +33,13 @@ _PARTS_OF_A_ROW, _LEAST_PARTS = 8, 512
 
 
 class CascadeBatch(NamedTuple):
-    """Which pages rows begin with together, and how reading them is divided; the arguments of ``cascade_attention``.
+    """Which pages rows begin with together, and how reading them is divided; the arguments of ``cascade_attention``."""
 
-    Attributes:
-        shared_lengths: ``[B]`` int32, tokens of each row in pages that are shared.
-        members: ``[M]`` int32, rows.
-        work_items: ``[W, 6]`` int32.
-        merge_parts: ``[B, 3, 3]`` int32.
-        max_parts: partial results that there is memory for.
-    """
-
-    shared_lengths: Tensor
-    members: Tensor
-    work_items: Tensor
-    merge_parts: Tensor
-    max_parts: int
+    shared_lengths: Tensor  # ``[B]`` int32, tokens of each row in pages that are shared
+    members: Tensor  # ``[M]`` int32, rows
+    work_items: Tensor  # ``[W, 6]`` int32
+    merge_parts: Tensor  # ``[B, 3, 3]`` int32
+    max_parts: int  # partial results that there is memory for
 
     def attend(self, arguments: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Read shared pages once; in a layer that chooses which it reads, each row reads its own."""

@@ -25,14 +25,10 @@ _NOTHING: Mapping[Row, Tensor] = {}
 
 
 class Masks(NamedTuple):
-    """The tokens that rows may sample next.
+    """The tokens that rows may sample next."""
 
-    Attributes:
-        rows: those that have ended are left out.
-        bits: ``[n, words]`` int32, a bit for each token, the lowest first: 0 bars it, and so does a missing word.
-    """
-
-    rows: Sequence[Row]
+    rows: Sequence[Row]  # those that have ended are left out
+    # ``[n, words]`` int32, a bit for each token, the lowest first: 0 bars it, and so does a missing word
     bits: NDArray[np.int32]
 
 
@@ -45,30 +41,22 @@ class _Unsampled(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The rows of a launch, divided into those that are sampled later and the others.
-
-    Attributes:
-        places: indices of the deferred ones and of the plain ones, on the device; None if all are of one kind.
-    """
+    """The rows of a launch, divided into those that are sampled later and the others."""
 
     all_rows: Sequence[Row]
     deferred: list[Row]
     plain: list[Row]
+    # indices of the deferred ones and of the plain ones, on the device; None if all are of one kind
     places: list[Tensor] | None
 
 
 class DeferredSampling:
-    """The rows of one loop whose tokens are not sampled yet.
-
-    Attributes:
-        unsampled: these rows, by launch.
-        deferring: the slots of rows whose sampling is deferred, of any loop.
-    """
+    """The rows of one loop whose tokens are not sampled yet."""
 
     def __init__(self, state: RunnerState) -> None:
         self._state = state
-        self.unsampled: list[_Unsampled] = []
-        self.deferring = state.slots.deferring
+        self.unsampled: list[_Unsampled] = []  # these rows, by launch
+        self.deferring = state.slots.deferring  # the slots of rows whose sampling is deferred, of any loop
         self._last = _Division((), [], [], None)  # the next launch mostly has the same rows
         self._kept = 0  # rows whose logits lie where a graph reads them
 

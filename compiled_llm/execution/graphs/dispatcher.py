@@ -19,15 +19,10 @@ How = Literal["run", "launch", "capture", "compile"]
 
 
 class Dispatch(NamedTuple):
-    """The step to run for the wanted one, and how.
+    """The step to run for the wanted one, and how."""
 
-    Attributes:
-        step: the one that is wanted, or a larger one, to which it is padded.
-        how: of ``step``.
-    """
-
-    step: StepKey
-    how: How
+    step: StepKey  # the one that is wanted, or a larger one, to which it is padded
+    how: How  # of ``step``
 
 
 class Dispatcher:

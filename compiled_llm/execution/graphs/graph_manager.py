@@ -35,15 +35,7 @@ def _nothing() -> None:
 
 
 class GraphManager:
-    """The programs and CUDA graphs of one model.
-
-    Attributes:
-        weights: the model's; those that read one input lie side by side in memory.
-        table: the steps of the model, each with its state.
-        prefills: the programs of prefill that are compiled.
-        has_pages: whether pages have memory: not while the model sleeps, nor after ``release``.
-        looked_for: the changes that the last look has been for, as ``ModelVersion.expected`` names them.
-    """
+    """The programs and CUDA graphs of one model."""
 
     def __init__(
         self,
@@ -57,18 +49,19 @@ class GraphManager:
         self._state = state
         self._thread = thread
         self.events = events
-        self.weights = weights
+        self.weights = weights  # the model's; those that read one input lie side by side in memory
         self._artifacts = artifacts
         self.programs = programs or self._new_programs()
         self.cuda_graphs = CudaGraphs(state.facts.model, state.config, state.device, state.step_table)
-        self.table = state.step_table
-        self.prefills: set[str] = set()
+        self.table = state.step_table  # the steps of the model, each with its state
+        self.prefills: set[str] = set()  # the programs of prefill that are compiled
         # Without a compiler there is nothing to wait for on a CPU.
         waits = state.device.type == "cuda" or state.config.mode != "eager"
         self._progress = ProgressDisplay(state.config.progress and waits)
-        self.has_pages = True
+        self.has_pages = True  # whether pages have memory: not while the model sleeps, nor after ``release``
         self._captures = False  # whether a step was captured since graphs were last forgotten
         self._version = state.facts.version
+        # the changes that the last look has been for, as ``ModelVersion.expected`` names them
         self.looked_for: object = None
         self._tensors = self._version.tensors if self._needs_tensors else 0
 

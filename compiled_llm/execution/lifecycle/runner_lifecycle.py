@@ -38,13 +38,7 @@ class Holder(Protocol):
 
 
 class ModelRunnerLifecycle:
-    """Owns a model's ``ModelRunner``.
-
-    Attributes:
-        present: None before the first use, and asleep.
-        asleep: whether it was given back, until ``wake``.
-        compiling: compiles while answers run uncompiled; None if calls wait for it.
-    """
+    """Owns a model's ``ModelRunner``."""
 
     def __init__(
         self,
@@ -66,15 +60,16 @@ class ModelRunnerLifecycle:
         self._holders = holders
         self._artifacts = artifacts
         self._max_rows = config.max_batch_size if artifacts is None else artifacts.rows
-        self.present: ModelRunner | None = None
+        self.present: ModelRunner | None = None  # None before the first use, and asleep
         # What must not change: where the model is, of what type, and the hooks compiled into its graphs.
         self._made_for: tuple[Hashable, ...] = ()
         self._resting: ModelRunner | None = None  # asleep: all of it but its pages is on the device
         self._allocation = threading.Lock()
-        self.asleep = False
+        self.asleep = False  # whether it was given back, until ``wake``
         self._kept: Kept | None = None
         self._weights: HostWeights | None = None
         eager_first = config.eager_first_on(facts.model.device.type) and switched_off() is None
+        # compiles while answers run uncompiled; None if calls wait for it
         self.compiling = BackgroundCompilation(facts, config) if eager_first else None
 
     @property

@@ -29,17 +29,11 @@ _KEPT = np.zeros(5, dtype=np.int64)
 
 
 class KeysAndValues(NamedTuple):
-    """What a forward leaves outside of pages.
+    """What a forward leaves outside of pages."""
 
-    Attributes:
-        layers: ``[2, T, K, D]`` of each layer.
-        shown: ``[B, Q]`` bool, which columns hold these T tokens, row by row.
-        positions: ``[T]``, rotary positions.
-    """
-
-    layers: Sequence[Tensor]
-    shown: NDArray[np.bool_]
-    positions: NDArray[np.int64]
+    layers: Sequence[Tensor]  # ``[2, T, K, D]`` of each layer
+    shown: NDArray[np.bool_]  # ``[B, Q]`` bool, which columns hold these T tokens, row by row
+    positions: NDArray[np.int64]  # ``[T]``, rotary positions
 
     def states(self) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values of each layer as HuggingFace's caches have them, ``[B, K, Q, D]``."""

@@ -19,11 +19,7 @@ from compiled_llm_ops.protocol import DecodeOps
 
 
 class DecodeBuffers:
-    """The decode buffers for the largest batch, and their views for each bucket.
-
-    Attributes:
-        ops: those by which decode steps attend; None if they are planned.
-    """
+    """The decode buffers for the largest batch, and their views for each bucket."""
 
     @staticmethod
     def columns(max_rows: int) -> dict[str, tuple[int, torch.dtype]]:
@@ -34,7 +30,7 @@ class DecodeBuffers:
 
     def __init__(self, arena: Arena, slots: Slots, ops: DecodeOps | None, taps: tuple[StepTap, ...] = ()) -> None:
         """``ops`` are those by which decode steps attend; None if they are planned. ``taps`` watch the steps."""
-        self.ops = ops
+        self.ops = ops  # those by which decode steps attend; None if they are planned
         self._max_rows = len(arena["decode_slot"])
         columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
         self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states, taps=taps)

@@ -19,17 +19,11 @@ from compiled_llm.kvcache.row import Row
 
 
 class RunnerTap:
-    """A watcher of all steps, in the model's executor.
+    """A watcher of all steps, in the model's executor."""
 
-    Attributes:
-        inputs: what programs are given of it.
-        carried: tensors of which a row takes its own entry along when it changes its slot.
-        nbytes: outside the arena.
-    """
-
-    inputs: StepTap
-    carried: Sequence[Tensor] = ()
-    nbytes: int = 0
+    inputs: StepTap  # what programs are given of it
+    carried: Sequence[Tensor] = ()  # tensors of which a row takes its own entry along when it changes its slot
+    nbytes: int = 0  # outside the arena
 
     def __init__(
         self, config: WrapConfig, pages: int, arena: Arena, staging: Staging, memory: ReleasableMemory

@@ -16,19 +16,12 @@ SHARE = 8
 
 
 class ScoreRoom(NamedTuple):
-    """The most that scores take while a step runs: what the largest decode step takes, or a share of the pages.
+    """The most that scores take while a step runs: what the largest decode step takes, or a share of the pages."""
 
-    Attributes:
-        scores: what they take by the sizes of a launch.
-        page_size: S.
-        row_pages: pages that a decode step scores for each row.
-        limit: bytes.
-    """
-
-    scores: ScoreSizes
-    page_size: int
-    row_pages: int
-    limit: int
+    scores: ScoreSizes  # what they take by the sizes of a launch
+    page_size: int  # S
+    row_pages: int  # pages that a decode step scores for each row
+    limit: int  # bytes
 
     @classmethod
     def of(

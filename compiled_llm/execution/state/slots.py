@@ -46,15 +46,7 @@ class _Waiting(NamedTuple):
 
 
 class Slots:
-    """Gives slots to rows; in the model's executor only.
-
-    Attributes:
-        padding: the slot of padding rows, which is greedy and has the null page alone.
-        pages: ``[X * N]`` int32, the page numbers of each slot.
-        pages_each: N.
-        states: ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None
-            without recurrent layers.
-    """
+    """Gives slots to rows; in the model's executor only."""
 
     @staticmethod
     def columns(max_rows: int, pages_each: int, recurrent: bool = False) -> dict[str, tuple[int, torch.dtype]]:
@@ -83,10 +75,13 @@ class Slots:
         self._validity = StepValidity() if validity is None else validity
         self._settings = SlotSettings(arena, staging, vocabulary)
         self._carried = carried
-        self.pages = arena["pages"]
+        self.pages = arena["pages"]  # ``[X * N]`` int32, the page numbers of each slot
+        # ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None without
+        # recurrent layers
         self.states = (arena[_STATES[0]], arena[_STATES[1]]) if recurrent else None
+        # the slot of padding rows, which is greedy and has the null page alone
         self.padding = len(self.tables.next_token) - 1
-        self.pages_each = len(self.pages) // (self.padding + 1)
+        self.pages_each = len(self.pages) // (self.padding + 1)  # N
         self._free = list(range(self.padding - 1, -1, -1))
         if self.states is not None:
             for name in _STATES:

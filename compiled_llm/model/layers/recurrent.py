@@ -38,19 +38,12 @@ Place = tuple[int, int]
 
 
 class StateRows(NamedTuple):
-    """Where the states of a batch lie.
+    """Where the states of a batch lie."""
 
-    Attributes:
-        token_rows: ``[T]`` int32, the row of each new token.
-        qo_indptr: ``[B + 1]`` int32, where each row's tokens begin.
-        read: ``[B]`` int32, the entry that a row begins with; negative for none.
-        write: ``[B]`` int32, the entry that its new state is written to; negative to drop it.
-    """
-
-    token_rows: Tensor
-    qo_indptr: Tensor
-    read: Tensor
-    write: Tensor
+    token_rows: Tensor  # ``[T]`` int32, the row of each new token
+    qo_indptr: Tensor  # ``[B + 1]`` int32, where each row's tokens begin
+    read: Tensor  # ``[B]`` int32, the entry that a row begins with; negative for none
+    write: Tensor  # ``[B]`` int32, the entry that its new state is written to; negative to drop it
 
     @property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,17 +51,11 @@ class StateRows(NamedTuple):
 
 
 class StateSpec(NamedTuple):
-    """What a layer keeps of a row at one place.
+    """What a layer keeps of a row at one place."""
 
-    Attributes:
-        conv: C and W of a convolution; None if there is none.
-        recurrent: H, D and V, or H, P and N, of a recurrence; None if there is none.
-        dtype: of the convolution's inputs.
-    """
-
-    conv: tuple[int, int] | None
-    recurrent: tuple[int, int, int] | None
-    dtype: torch.dtype
+    conv: tuple[int, int] | None  # C and W of a convolution; None if there is none
+    recurrent: tuple[int, int, int] | None  # H, D and V, or H, P and N, of a recurrence; None if there is none
+    dtype: torch.dtype  # of the convolution's inputs
 
     @property
     def nbytes(self) -> int:
@@ -78,15 +65,10 @@ class StateSpec(NamedTuple):
 
 
 class StateMemory(NamedTuple):
-    """The states of one place; None for what it has not.
+    """The states of one place; None for what it has not."""
 
-    Attributes:
-        conv: ``[E, C, W]``, the newest inputs of a convolution, of the model's dtype.
-        recurrent: ``[E, H, D, V]`` or ``[E, H, P, N]`` float32.
-    """
-
-    conv: Tensor | None = None
-    recurrent: Tensor | None = None
+    conv: Tensor | None = None  # ``[E, C, W]``, the newest inputs of a convolution, of the model's dtype
+    recurrent: Tensor | None = None  # ``[E, H, D, V]`` or ``[E, H, P, N]`` float32
 
 
 class RecurrentStates:
@@ -249,13 +231,10 @@ class RecurrentStates:
 
 
 class StateProbe(RecurrentStates):
-    """Takes their place in a trial forward, and notes what each layer keeps.
-
-    Attributes:
-        memory: of each place that a layer has named so far, one entry for each row.
-    """
+    """Takes their place in a trial forward, and notes what each layer keeps."""
 
     def __init__(self, rows: StateRows) -> None:
+        # of each place that a layer has named so far, one entry for each row
         self.memory: dict[Place, StateMemory] = {}
         super().__init__(rows, self.memory)
 
