@@ -74,7 +74,7 @@ class PlannedRows(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """The inputs of the compiled decode step, which advances them, cut to a padded batch size; rows are in any order."""
+    """The inputs of the compiled decode step, which advances them, cut to a padded batch size; rows in any order."""
 
     slots: Tensor  # ``[B]`` int64, each row's slot, where the token that it feeds in lies, unless ``fed`` has it
     positions: Tensor  # ``[B]`` int64, the rotary position of its first new token; q more afterwards
