@@ -126,15 +126,20 @@ def forget_kept_manager(model: PreTrainedModel) -> None:
 
 
 def processors_of(
-    model: PreTrainedModel, config: GenerationConfig, prompt: Sequence[int], most: int, ends: Sequence[int]
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    prompt: Sequence[int],
+    most: int,
+    ends: Sequence[int],
+    device: torch.device | str = "cpu",
 ) -> LogitsProcessorList:
     """Return a generation config's logits processors for one prompt and at most ``most`` more tokens."""
     generating: Any = model
-    own = with_end_tokens(config, ends)
+    own = with_end_tokens(config, ends, device)
     own.max_length = len(prompt) + most
-    ids = torch.tensor([list(prompt)], device="cpu")
+    ids = torch.tensor([list(prompt)], device=device)
     processors: LogitsProcessorList = generating._get_logits_processor(
-        own, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device="cpu"
+        own, input_ids_seq_length=len(prompt), encoder_input_ids=ids, device=device
     )
     return processors
 

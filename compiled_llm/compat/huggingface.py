@@ -405,10 +405,12 @@ def pad_token(config: GenerationConfig) -> Tensor | None:
     return config._pad_token_tensor
 
 
-def with_end_tokens(config: GenerationConfig, ends: Sequence[int]) -> GenerationConfig:
+def with_end_tokens(
+    config: GenerationConfig, ends: Sequence[int], device: torch.device | str = "cpu"
+) -> GenerationConfig:
     """Return a copy of a config that has end tokens as ``generate`` gives them to processors."""
     own = copy.copy(config)
-    own._eos_token_tensor = torch.tensor(ends, device="cpu") if ends else None
+    own._eos_token_tensor = torch.tensor(ends, device=device) if ends else None
     return own
 
 

@@ -184,7 +184,7 @@ def test_an_interrupt_ends_the_row_of_the_main_threads_call(model: Any, busy: Bu
     [
         {},
         {"do_sample": True, "temperature": 1.5},
-        {"repetition_penalty": 1.7, "exponential_decay_length_penalty": (20, 1.3), "eos_token_id": 7},
+        {"repetition_penalty": 1.7, "eos_token_id": 7},
         {"eos_token_id": list(range(64)), "min_new_tokens": 30},
     ],
     ids=lambda options: "+".join(options) or "greedy",

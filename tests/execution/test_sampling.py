@@ -27,7 +27,6 @@ from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
     EVERYTHING,
-    FILTERED,
     SINGLE_EDITS,
     arguments,
     assert_wins,
@@ -126,7 +125,7 @@ def test_a_rows_draws_do_not_depend_on_its_batch(seed):
     assert torch.equal(alone, among)
 
 
-@pytest.mark.parametrize("setting", BRANCHES + EDITED + FILTERED, ids=range(len(BRANCHES + EDITED + FILTERED)))
+@pytest.mark.parametrize("setting", BRANCHES + EDITED, ids=range(len(BRANCHES + EDITED)))
 def test_each_token_is_drawn_if_huggingfaces_filters_keep_it_and_no_other_is(setting, seed, whole):
     """Each token has a row whose seed lets it win, as far as any does: all of them, or the likely and some others."""
     logits = torch.randn(901) * 2
@@ -141,15 +140,7 @@ def test_each_token_is_drawn_if_huggingfaces_filters_keep_it_and_no_other_is(set
         assert (chosen == tokens)[likely].double().mean() > 0.8
 
 
-SINGLE_FILTERS: dict[str, float] = {
-    "top_h": 0.6,
-    "top_k": 40,
-    "top_p": 0.85,
-    "min_p": 0.02,
-    "typical_p": 0.7,
-    "epsilon_cutoff": 0.002,
-    "eta_cutoff": 0.003,
-}
+SINGLE_FILTERS: dict[str, float] = {"top_k": 40, "top_p": 0.85, "min_p": 0.02}
 
 
 @pytest.mark.parametrize("edit", [{}, EVERYTHING], ids=["alone", "beside edits"])
@@ -167,7 +158,7 @@ def test_all_pairs_of_filters_follow_huggingfaces(edit, seed):
 @pytest.mark.parametrize("vocabulary", [5, 1023, 5001])
 @pytest.mark.parametrize("spread", [0.3, 4.0])
 def test_rows_of_all_settings_follow_their_own_distributions(vocabulary, spread, dtype, seed):
-    settings = BRANCHES + EDITED + FILTERED
+    settings = BRANCHES + EDITED
     logits = (torch.randn(len(settings), vocabulary) * spread).to(dtype)
     seeds = some_seeds(len(settings))
     given = arguments(logits, seeds, settings)

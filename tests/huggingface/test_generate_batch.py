@@ -152,8 +152,7 @@ PROCESSING: dict[str, dict[str, Any]] = {
     "words": {"bad_words_ids": [[token] for token in range(20, 60)] + [[60, 61]], "sequence_bias": {(9,): 4.0}},
     "suppressed": {"suppress_tokens": list(range(60, 100)), "begin_suppress_tokens": list(range(100, 128))},
     "forced": {"forced_eos_token_id": [2, 5]},
-    "growing ends": {"exponential_decay_length_penalty": (2, 1.3)},
-    "both penalties": {"encoder_repetition_penalty": 1.5, "repetition_penalty": 1.2, "remove_invalid_values": True},
+    "penalty": {"repetition_penalty": 1.2, "remove_invalid_values": True},
 }
 
 
@@ -333,7 +332,7 @@ def test_huggingfaces_own_manager_does_what_ours_cannot(reason, plain, wrapped, 
 SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9},
-    {"do_sample": True, "typical_p": 0.8, "eta_cutoff": 0.001, "suppress_tokens": [7, 8, 9]},
+    {"do_sample": True, "min_p": 0.01, "suppress_tokens": [7, 8, 9]},
 ]
 
 

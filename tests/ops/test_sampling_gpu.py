@@ -17,7 +17,6 @@ from support.ops.logprob_cases import check_packed, logits_of
 from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
-    FILTERED,
     arguments,
     assert_wins,
     counted_after,
@@ -30,7 +29,7 @@ from support.ops.sampling_cases import (
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 VOCABULARIES = [11, 49_152, 151_936, 262_145]  # all have the tokens that rows have sampled before
-SETTINGS = BRANCHES + EDITED + FILTERED
+SETTINGS = BRANCHES + EDITED
 SLACK = 3e-5
 """How far behind a winner may be, for logarithms and scores are rounded to float32."""
 

@@ -21,9 +21,7 @@ from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
     EVERYTHING,
-    FILTERED,
     SINGLE_EDITS,
-    UNFILTERED,
     arguments,
     assert_wins,
     distribution,
@@ -79,7 +77,7 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
 def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
     from compiled_llm_ops.kernels import sampling as kernels
 
-    int32 = ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent", "growing")
+    int32 = ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent")
     types = {
         "logits": f"*{dtype}",
         "counts": "*i16",
@@ -101,7 +99,7 @@ def some_seeds(rows: int) -> Tensor:
     return torch.randint(2**62, (rows,))
 
 
-SETTINGS = BRANCHES + EDITED + FILTERED
+SETTINGS = BRANCHES + EDITED
 COUNTING = Sampling(presence_penalty=0.5)
 
 SETS_OF = [
@@ -142,7 +140,7 @@ def test_sets_are_exact(setting: Sampling, seed: int) -> None:
     logits = torch.randn(1, 901) * 2
     setting = replace(setting, top_k=setting.top_k and min(setting.top_k, 300))
     chances = distribution(logits[0], setting)
-    before = distribution(logits[0], replace(setting, **UNFILTERED))
+    before = distribution(logits[0], replace(setting, top_k=0, top_p=1.0, min_p=0.0))
     rarest, barred = torch.where(chances > 0, before, math.inf).argmin(), torch.where(chances > 0, 0, before).argmax()
     seeds = favouring(901)[torch.stack([rarest, barred])]
     logits, settings = logits.expand(2, -1), [setting] * 2

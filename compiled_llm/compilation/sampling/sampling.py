@@ -26,16 +26,11 @@ from compiled_llm_ops import (
     CLEANED,
     COUNTED,
     DEFERRED,
-    FILTERED,
     FOLLOWING,
-    GROWING,
     MASKED,
     MAX_BIASES,
     MAX_FOLLOWED,
-    MAX_GROWING,
     NOT_A_TOKEN as NOT_A_TOKEN,
-    PROMPTED,
-    Seldom,
     sample_tokens,
 )
 
@@ -51,12 +46,6 @@ class Sampling:
         top_k: draw among the k most likely; 0 for all.
         top_p: draw among the most likely that together exceed this probability; 1.0 for all.
         min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
-        top_h: draw among the most likely whose entropy is this part of that of the 100 most likely; 0.0 for all.
-        typical_p: draw among those whose information is closest to the entropy, that together have this probability;
-            1.0 for all.
-        epsilon_cutoff: draw among those that are at least this likely; 0.0 for all.
-        eta_cutoff: the same, or less where the entropy is high; 0.0 for all.
-        prompt_penalty: as the next, of tokens of the prompt alone, before it.
         repetition_penalty: divides positive logits of tokens seen before, multiplies negative ones; 1.0 for none.
         presence_penalty: subtracted from logits of tokens that the answer has.
         frequency_penalty: subtracted for each time that the answer has a token.
@@ -68,9 +57,6 @@ class Sampling:
         start: position of the answer's first token, from which on the steps of biases count.
         tail: ``[n]`` int64, the tokens before it that biases may look at.
         mask: ``[words]`` int32, a bit for each token, the lowest first: 0 forbids it; None for all tokens.
-        growth: binary logarithm of the factor by which logits of ``growing`` grow at each step.
-        grows_after: the step after which they do.
-        growing: tokens, at most ``MAX_GROWING``.
         deferred: its token is sampled by a launch of its own, once the host has seen the tokens before it.
     """
 
@@ -78,11 +64,6 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    top_h: float = 0.0
-    typical_p: float = 1.0
-    epsilon_cutoff: float = 0.0
-    eta_cutoff: float = 0.0
-    prompt_penalty: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -94,16 +75,12 @@ class Sampling:
     start: int = 0
     tail: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
     mask: NDArray[np.int32] | None = None
-    growth: float = 0.0
-    grows_after: int = 0
-    growing: tuple[int, ...] = ()
     deferred: bool = False
 
     @property
     def counts(self) -> bool:
         """Whether it matters how often the row has seen which token."""
-        penalties = (self.repetition_penalty, self.prompt_penalty, self.presence_penalty, self.frequency_penalty)
-        return penalties != (1.0, 1.0, 0.0, 0.0)
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def followed(self) -> int:
@@ -116,20 +93,9 @@ class Sampling:
         return not (self.counts or self.followed or self.deferred)
 
     @property
-    def seldom(self) -> Seldom:
-        """The numbers that few rows have."""
-        return Seldom(*(getattr(self, name) for name in Seldom._fields))
-
-    @property
-    def filtered(self) -> bool:
-        """Whether other filters than top-k, top-p and min-p leave tokens out."""
-        return (self.top_h, self.typical_p, self.epsilon_cutoff, self.eta_cutoff) != (0.0, 1.0, 0.0, 0.0)
-
-    @property
     def adjustments(self) -> int:
         """Which tables a row uses, as ``sample_tokens`` reads it."""
         kinds = COUNTED * self.counts + MASKED * (self.mask is not None) + CLEANED * self.cleaned
-        kinds += FILTERED * self.filtered + GROWING * bool(self.growing) + PROMPTED * (self.prompt_penalty != 1.0)
         return int(kinds + FOLLOWING * self.followed + DEFERRED * self.deferred + BIASED * self.biases.shape[1])
 
     def starting_at(self, position: int) -> Sampling:
@@ -139,7 +105,7 @@ class Sampling:
     @cached_property
     def _starts_anywhere(self) -> bool:
         """Whether no step differs from another, and no position of an answer from another."""
-        if self.growing or self.followed:
+        if self.followed:
             return False
         first, end = self.biases[2:4]
         return not self.biases.size or bool((first == 0).all() and (end == ALWAYS).all())
@@ -177,8 +143,6 @@ class SamplingTables(NamedTuple):
         allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
         biases: ``[X, 4 + MAX_FOLLOWED, MAX_BIASES]`` int32, packed, their steps as positions.
         recent: ``[X, MAX_FOLLOWED + 1]`` int32, the latest tokens, at their positions modulo that.
-        seldom: ``[X, len(Seldom._fields)]`` float32.
-        growing: ``[X, 1 + MAX_GROWING]`` int32, a position, and tokens whose logits grow from there on, or -1.
     """
 
     next_token: Tensor
@@ -195,8 +159,6 @@ class SamplingTables(NamedTuple):
     allowed: Tensor
     biases: Tensor
     recent: Tensor
-    seldom: Tensor
-    growing: Tensor
 
     @classmethod
     def allocate(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingTables:
@@ -217,8 +179,6 @@ def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str
         "allowed": ((entries, -(-vocabulary // 32)), torch.int32),
         "biases": ((entries, 4 + MAX_FOLLOWED, MAX_BIASES), torch.int32),
         "recent": ((entries, MAX_FOLLOWED + 1), torch.int32),
-        "seldom": ((entries, len(Seldom._fields)), torch.float32),
-        "growing": ((entries, 1 + MAX_GROWING), torch.int32),
     }
     return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
 
@@ -251,5 +211,5 @@ def sample_with_seeds(
     """Sample each row's next token with these seeds, ``[B]`` int64, and do not store it; otherwise as ``sample``."""
     filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
-    wide = (tables.counts, tables.allowed, tables.biases, tables.recent, tables.seldom, tables.growing)
+    wide = (tables.counts, tables.allowed, tables.biases, tables.recent)
     return sample_tokens(logits, seeds, slots, positions, *filters, tables.adjustments, *penalties, *wide, deferred)

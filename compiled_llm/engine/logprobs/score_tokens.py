@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import SamplingTables
-from compiled_llm_ops import COUNTED, FILTERED, Seldom, top_logprobs
+from compiled_llm_ops import COUNTED, top_logprobs
 from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
 from compiled_llm_ops.sampling.filters import Filters, filtered
 
@@ -111,10 +111,7 @@ def processed(logits: Tensor, tokens: Tensor, draws: SampledDraws) -> Tensor:
         scores = adjusted(logits, Places(slots, positions), AdjustmentTables.of(tables), counts, kinds)
     greedy, temperature = tables.temperature[slots] == 0, tables.temperature[slots]
     scores = scores / torch.where(greedy, 1.0, temperature)[:, None]
-    seldom = tables.seldom[slots] if kinds & FILTERED else None
-    if seldom is not None:
-        seldom = torch.where((tables.adjustments[slots] & FILTERED != 0)[:, None], seldom, seldom.new_tensor(Seldom()))
-    kept = filtered(scores, Filters(tables.top_k[slots], tables.top_p[slots], tables.min_p[slots], seldom))
+    kept = filtered(scores, Filters(tables.top_k[slots], tables.top_p[slots], tables.min_p[slots]))
     return torch.where(greedy[:, None], scores, kept)
 
 

@@ -235,7 +235,7 @@ WORDINGS: dict[SlowPath, Wording] = {
     ),
     "processors": Wording(
         "a logits processor has to see each step ({})",
-        "Leave out those that you do not need; penalties, temperature and all filters of HuggingFace's run in the "
+        "Leave out those that you do not need; temperature, top_k, top_p, min_p and repetition_penalty run in the "
         "graph, and so does what bars, forces or biases tokens and short sequences.",
     ),
     "right_padding": Wording("prompts are padded on the right", "Set tokenizer.padding_side = 'left'."),

@@ -22,12 +22,11 @@ from compiled_llm.compilation.sampling.sampling import GREEDY, NUMBERS, Sampling
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.memory import free, mark_for_any_room
-from compiled_llm_ops import MAX_FOLLOWED, MAX_GROWING, Seldom
+from compiled_llm_ops import MAX_FOLLOWED
 
 _MAX_COUNTED = (2**15 - 1) // 2
 _KINDS = {name: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for name, dtype in NUMBERS.items()}
 _LARGEST = {kind: math.inf if kind.kind == "f" else np.iinfo(kind).max for kind in _KINDS.values()}
-_COMMON = Seldom()
 _HALF_WRITTEN = Sampling()
 """Stands for settings whose writing has failed."""
 
@@ -71,7 +70,7 @@ class SlotSettings:
     @property
     def _wide(self) -> tuple[Tensor, ...]:
         tables = self.tables
-        return tables.counts, tables.allowed, tables.biases, tables.recent, tables.seldom, tables.growing
+        return tables.counts, tables.allowed, tables.biases, tables.recent
 
     def fit(self, vocabulary: int) -> None:
         """Follow a model whose vocabulary has changed."""
@@ -138,8 +137,6 @@ class SlotSettings:
             "allowed": _masks({slot: own for slot, own in changed.items() if own.mask is not None}, vocabulary),
             "biases": _biases({slot: own for slot, own in changed.items() if own.biases.size}),
             "recent": _recent({slot: own for slot, own in changed.items() if own.followed}),
-            "seldom": _seldom({slot: own for slot, own in changed.items() if own.seldom != _COMMON}),
-            "growing": _growing({slot: own for slot, own in changed.items() if own.growing}),
         }
         flat = [array.reshape(-1) for arrays in parts.values() for array in arrays]
         there = iter(self._staging.to_device(flat) if flat else ())
@@ -219,20 +216,4 @@ def _recent(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
     for row, own in zip(table, settings.values(), strict=True):
         text, end = np.concatenate([own.tail, own.output_ids])[-MAX_FOLLOWED:], own.start + len(own.output_ids)
         row[np.arange(end - len(text), end) % len(row)] = text
-    return _slots(settings), table
-
-
-def _seldom(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
-    """Return the slots, and the settings that few rows have ``[n, len(Seldom._fields)]``."""
-    numbers = np.array([own.seldom for own in settings.values()], dtype=np.float32)
-    return (_slots(settings), numbers) if settings else ()
-
-
-def _growing(settings: Mapping[int, Sampling]) -> tuple[NDArray[Any], ...]:
-    """Return the slots, and which logits grow after which position ``[n, 1 + MAX_GROWING]``."""
-    if not settings:
-        return ()
-    table = np.full((len(settings), 1 + MAX_GROWING), -1, dtype=np.int32)
-    for row, own in zip(table, settings.values(), strict=True):
-        row[: 1 + len(own.growing)] = (own.start + own.grows_after, *own.growing)
     return _slots(settings), table

@@ -6,10 +6,11 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -18,11 +19,17 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.generation.logits_process import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from compiled_llm.compat.continuous_batching import batched_processors, processors_of
@@ -41,7 +48,13 @@ _SAID = (
     *(TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper),
     RepetitionPenaltyLogitsProcessor,
 )
+_BETWEEN_STEPS = (
+    *(EncoderRepetitionPenaltyLogitsProcessor, ExponentialDecayLengthPenalty),
+    *(TopHLogitsWarper, TypicalLogitsWarper, EpsilonLogitsWarper, EtaLogitsWarper),
+)
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+_NEUTRAL = SamplingParams()
 
 HONOURED = frozenset(
     {
@@ -96,7 +109,7 @@ class BatchSettings:
     generation: GenerationConfig  # the generation config, as HuggingFace's manager would have it
     batching: ContinuousBatchingConfig
     model: PreTrainedModel
-    # those of the generation config that the graph has, as a prompt of a few tokens would have them
+    # those of the generation config that run here, as a prompt of a few tokens would have them
     processors: LogitsProcessorList
     obstacle: Reason | None  # why only HuggingFace's own manager can serve the requests, or None
     replaced: bool = False  # whether the user has given the processors, in place of the config
@@ -117,9 +130,12 @@ class BatchSettings:
         if not isinstance(batching, ContinuousBatchingConfig):
             batching = ContinuousBatchingConfig()
         found = processors_of(model, config, _ANY_PROMPT, _ANY_LENGTH, end_tokens(config.eos_token_id))
-        in_graph = LogitsProcessorList(filter(is_in_graph, found))
-        settings = cls(config, batching, model, in_graph, None)
+        settings = cls(config, batching, model, LogitsProcessorList(filter(_is_served, found)), None)
         return dataclasses.replace(settings, obstacle=settings._obstacle(found))
+
+    @property
+    def _in_graph(self) -> bool:
+        return all(map(is_in_graph, self.processors))
 
     def batched_processors(self) -> Any:
         """Return HuggingFace's list of the processors, which checks a request's own settings."""
@@ -127,7 +143,7 @@ class BatchSettings:
         return batched_processors(supported, self.batching)
 
     def with_processors(self, processors: Iterable[LogitsProcessor]) -> BatchSettings:
-        """Return settings with other processors; ValueError if the graph lacks one of them, or cannot combine them."""
+        """Return settings with other processors; ValueError if one of them cannot run here, or with the others."""
         settings = dataclasses.replace(self, processors=LogitsProcessorList(processors), replaced=True)
         if (reason := settings._obstacle(settings.processors)) is not None:
             raise ValueError(
@@ -136,25 +152,28 @@ class BatchSettings:
             )
         return settings
 
-    def params(self, own: Mapping[str, Any], seed: int | None, **limits: Any) -> SamplingParams:
-        """Return one request's parameters, with its ``own`` settings, checked; ``seed`` None draws one."""
-        shared = self._read(self.processors, _ANY_PROMPT)
-        assert shared is not None, "there are processors that the graph does not have"
+    def params(self, prompt: Sequence[int], own: Mapping[str, Any], seed: int | None, **limits: Any) -> SamplingParams:
+        """Return the parameters of one request, with its ``own`` settings, checked; ``seed`` None draws one."""
+        shared = self._read(self.processors, _ANY_PROMPT) if self._in_graph else _NEUTRAL
+        assert shared is not None, "the graph can combine them, or HuggingFace's own manager runs"
         settings = {name: getattr(shared, name) for name in _SETTINGS} | dict(own)
-        if not self.generation.do_sample:
-            settings["temperature"] = 0.0
         logprobs = 0 if self.batching.return_logprobs else None
-        return SamplingParams(**settings, seed=seed, logprobs=logprobs, **limits)
+        params = SamplingParams(**settings, seed=seed, logprobs=logprobs, **limits)
+        if not self._in_graph:  # their order counts: all of them run between steps
+            neutral = {name: getattr(_NEUTRAL, name) for name in _SETTINGS}
+            processors = LogitsProcessorList(_with(own, each) for each in self._processors_for(prompt, params))
+            params = dataclasses.replace(params, **neutral, logits_processors=[_for_request(processors)])
+        return params if self.generation.do_sample else dataclasses.replace(params, temperature=0.0)
 
     def added_to(self, params: SamplingParams, prompt: Sequence[int]) -> Callable[[Sampling | None], Sampling | None]:
         """Return a function that adds to a row's settings those that ``SamplingParams`` lacks, for one prompt.
 
         ValueError if the graph cannot do what processors do with this prompt.
         """
-        if all(type(processor) in _SAID for processor in self.processors):
+        if params.logits_processors or all(type(processor) in _SAID for processor in self.processors):
             return lambda base: base
         found = self._processors_for(prompt, params)
-        if (read := self._read(filter(is_in_graph, found), prompt)) is None:
+        if (read := self._read(found, prompt)) is None:
             names = ", ".join(type(processor).__name__ for processor in found)
             raise ValueError(f"generate_batch: with this prompt, these cannot be combined: {names}; leave one out")
 
@@ -168,7 +187,9 @@ class BatchSettings:
     def _processors_for(self, prompt: Sequence[int], params: SamplingParams) -> LogitsProcessorList:
         if self.replaced:
             return self.processors
-        return processors_of(self.model, self.generation, prompt, params.max_tokens or 0, params.stop_token_ids or ())
+        ends, device = params.stop_token_ids or (), "cpu" if self._in_graph else self.model.device
+        found = processors_of(self.model, self.generation, prompt, params.max_tokens or 0, ends, device)
+        return LogitsProcessorList(filter(_is_served, found))
 
     def _read(self, processors: Iterable[LogitsProcessor], prompt: Sequence[int]) -> Sampling | None:
         prompts = Prompts(np.array([prompt], dtype=np.int64), HostCopies(), logits_width(self.model))
@@ -177,16 +198,40 @@ class BatchSettings:
 
     def _obstacle(self, found: LogitsProcessorList) -> Reason | None:
         """Return why only HuggingFace's own manager can run the processors; it may drop some, and warns of them."""
-        others: list[LogitsProcessor] = [processor for processor in found if not is_in_graph(processor)]
+        others: list[LogitsProcessor] = [processor for processor in found if not _is_served(processor)]
         if others and batched_processors(others, self.batching).do_processing:
             return Reason("processors", ", ".join(type(processor).__name__ for processor in others))
-        if self._read(self.processors, _ANY_PROMPT) is None:
+        if self._in_graph and self._read(self.processors, _ANY_PROMPT) is None:
             return Reason("processors", "one of a kind twice, or in another order")
         return None
 
     def warn_of_what_has_no_effect(self) -> None:
         if said := [*_without_effect(self.batching), *_unread(self.generation)]:
             logger.warning("compiled_llm: generate_batch: without effect here: %s", "; ".join(said))
+
+
+def _is_served(processor: LogitsProcessor) -> bool:
+    return type(processor) in _BETWEEN_STEPS or is_in_graph(processor)
+
+
+def _with(settings: Mapping[str, Any], processor: LogitsProcessor) -> LogitsProcessor:
+    """Return a processor with a request's own settings, which are called as its attributes are."""
+    own = copy.copy(processor)
+    vars(own).update({name: value for name, value in settings.items() if name in vars(own)})
+    return own
+
+
+def _for_request(processors: LogitsProcessorList) -> Callable[[list[int], list[int], Tensor], Tensor]:
+    """Return HuggingFace's processors as one logits processor of an engine's request."""
+
+    def huggingfaces(prompt: list[int], answer: list[int], logits: Tensor) -> Tensor:
+        ids = torch.tensor([prompt + answer], dtype=torch.int64, device=logits.device)
+        return processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, logits[None]))[0]
+
+    huggingfaces.__name__ = ", ".join(
+        type(processor).__name__ for processor in processors if not is_in_graph(processor)
+    )
+    return huggingfaces
 
 
 def seeds(seed: int | None) -> Iterator[int | None]:

@@ -263,6 +263,7 @@ class EngineManager(ManagerParts):
         self._processors.check_kwargs(state.logit_processor_kwargs)
         limit = state.max_new_tokens
         return settings.params(
+            state.initial_tokens,
             state.logit_processor_kwargs,
             next(self._seeds),
             max_tokens=None if limit is None else whole_limit(limit),

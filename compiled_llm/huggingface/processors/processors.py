@@ -17,10 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
@@ -34,10 +30,8 @@ from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
-    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 
 from compiled_llm.compat.xgrammar import is_grammar
@@ -48,22 +42,17 @@ from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
 from compiled_llm.huggingface.processors.grammar import Grammar, all_tokens
 from compiled_llm.model.sizes import logits_width
-from compiled_llm_ops import MAX_BIASES, MAX_FOLLOWED, MAX_GROWING
+from compiled_llm_ops import MAX_BIASES, MAX_FOLLOWED
 
 _WARPERS: tuple[type[LogitsProcessor], ...] = (
     TemperatureLogitsWarper,
-    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
 )
 # The order in which HuggingFace applies them. Ours has the same results: what bars a token bars it at any place.
 _ORDER: tuple[type[LogitsProcessor], ...] = (
     SequenceBiasLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     NoBadWordsLogitsProcessor,
     MinLengthLogitsProcessor,
@@ -71,7 +60,6 @@ _ORDER: tuple[type[LogitsProcessor], ...] = (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
-    ExponentialDecayLengthPenalty,
     SuppressTokensLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
     Grammar,
@@ -79,8 +67,6 @@ _ORDER: tuple[type[LogitsProcessor], ...] = (
     LogitNormalization,  # changes what scores are called, and none of the choices
 )
 _NUMBERS = (RepetitionPenaltyLogitsProcessor, *_WARPERS)
-
-_PENALTIES = {RepetitionPenaltyLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor}
 
 _Found = Mapping[type[LogitsProcessor], Any]
 
@@ -115,8 +101,7 @@ def samplings_of(processors: Iterable[LogitsProcessor], do_sample: bool, prompts
     """Return the settings of each row that processors stand for; None if the graph lacks one of them."""
     if (found := _by_kind(processors)) is None or (adjustments := _adjustments(found, prompts)) is None:
         return None
-    if (seen := _seen(found, prompts)) is None:
-        return None
+    seen = _seen(found.get(RepetitionPenaltyLogitsProcessor), prompts)
     settings = replace(_numbers(found, do_sample), **adjustments)
     tails = prompts.ids[:, -MAX_FOLLOWED:] if settings.followed else [seen[0][:0]] * len(seen)
     return [replace(settings, seen=tokens, tail=tail) for tokens, tail in zip(seen, tails, strict=True)]
@@ -170,33 +155,15 @@ def _numbers(found: _Found, do_sample: bool) -> Sampling:
         top_k=int(setting(TopKLogitsWarper, "top_k", 0)),
         top_p=setting(TopPLogitsWarper, "top_p", 1.0),
         min_p=setting(MinPLogitsWarper, "min_p", 0.0),
-        top_h=setting(TopHLogitsWarper, "top_h", 0.0),
-        typical_p=setting(TypicalLogitsWarper, "mass", 1.0),
-        epsilon_cutoff=setting(EpsilonLogitsWarper, "epsilon", 0.0),
-        eta_cutoff=setting(EtaLogitsWarper, "epsilon", 0.0),
-        prompt_penalty=setting(EncoderRepetitionPenaltyLogitsProcessor, "penalty", 1.0),
         repetition_penalty=setting(RepetitionPenaltyLogitsProcessor, "penalty", 1.0),
         cleaned=InfNanRemoveLogitsProcessor in found,
     )
 
 
-def _seen(found: _Found, prompts: Prompts) -> list[NDArray[np.int64]] | None:
-    """Return the prompt tokens of each row that penalties count; None if two of them count different ones."""
-    repeated, of_prompt = (
-        found.get(RepetitionPenaltyLogitsProcessor),
-        found.get(EncoderRepetitionPenaltyLogitsProcessor),
-    )
-    counted = [np.zeros(0, dtype=np.int64)] * len(prompts.ids) if repeated is None else _repeated(repeated, prompts)
-    if of_prompt is None:
-        return counted
-    ids = prompts.copies.of(of_prompt.encoder_input_ids).numpy()
-    all_of_them = [np.unique(row) for row in np.repeat(ids, len(prompts.ids) // len(ids), axis=0)]
-    same = all(map(np.array_equal, counted, all_of_them))
-    return all_of_them if repeated is None or same else None
-
-
-def _repeated(penalty: Any, prompts: Prompts) -> list[NDArray[np.int64]]:
-    """Return the prompt tokens of each row that HuggingFace's repetition penalty counts."""
+def _seen(penalty: Any, prompts: Prompts) -> list[NDArray[np.int64]]:
+    """Return the prompt tokens of each row that HuggingFace's repetition penalty counts; None of it counts none."""
+    if penalty is None:
+        return [np.zeros(0, dtype=np.int64)] * len(prompts.ids)
     ignored = prompts.copies.of(getattr(penalty, "prompt_ignore_length", None))
     starts = np.broadcast_to(np.asarray(0 if ignored is None else ignored), len(prompts.ids))
     return [np.unique(row[start:]) for row, start in zip(prompts.ids, starts, strict=True)]
@@ -214,27 +181,12 @@ def _adjustments(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
     ours = all(bias.token < width and (bias.value in (BARRED, FORCED) or abs(bias.value) <= LARGEST) for bias in biases)
     if not ours or len(biases) > MAX_BIASES or _order_decides(found, biases, suppressed):
         return None
-    if (growing := _growing(found, prompts)) is None:
-        return None
-    fields = {"biases": packed(biases), "mask": mask_of(width, banned=suppressed), **growing}
+    fields = {"biases": packed(biases), "mask": mask_of(width, banned=suppressed)}
     if Grammar not in found:
         return fields
     if any(bias.value == FORCED for bias in biases) or prompts.scored:
         return None  # it may bar what is forced; and it sees each step once
     return fields | {"mask": all_tokens(width) if fields["mask"] is None else fields["mask"], "deferred": True}
-
-
-def _growing(found: _Found, prompts: Prompts) -> dict[str, Any] | None:
-    """Return the fields of ``Sampling`` that let logits grow; None if the graph cannot have them."""
-    if (decay := found.get(ExponentialDecayLengthPenalty)) is None:
-        return {}
-    tokens = dict.fromkeys(_listed(decay.eos_token_id, prompts))
-    if len(tokens) > MAX_GROWING or decay.regulation_factor <= 0:
-        return None
-    if any(not 0 <= token < prompts.vocabulary for token in tokens):  # HuggingFace's processor says so
-        return None
-    grows_after = decay.regulation_start - prompts.width
-    return {"growing": tuple(tokens), "growth": math.log2(decay.regulation_factor), "grows_after": grows_after}
 
 
 def _suppressed(found: _Found, prompts: Prompts) -> list[int]:
@@ -273,16 +225,14 @@ def _listed(tokens: Any, prompts: Prompts) -> list[int]:
 
 
 def _order_decides(found: _Found, biases: list[Bias], suppressed: list[int]) -> bool:
-    """Whether HuggingFace's order matters: a forced token is forbidden too, or penalised; a forbidden one may grow."""
+    """Whether HuggingFace's order matters: a forced token is forbidden too, or penalised."""
     forced = [bias for bias in biases if bias.value == FORCED]
     barred = [*(bias for bias in biases if bias.value == BARRED), *(Bias(token, BARRED) for token in suppressed)]
     both = itertools.product(forced, barred)
     if any(one.token == other.token and _meet(one, other) for one, other in both):
         return True
-    if {InfNanRemoveLogitsProcessor, ExponentialDecayLengthPenalty} <= set(found) and (forced or barred):
-        return True
-    among = _PENALTIES & set(found) or {ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor} <= set(found)
-    return len(forced) > 1 and bool(among)
+    ends = {ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor}
+    return len(forced) > 1 and (RepetitionPenaltyLogitsProcessor in found or ends <= set(found))
 
 
 def _meet(one: Bias, other: Bias) -> bool:

@@ -307,22 +307,13 @@ MASKED = 2
 CLEANED = 4
 """Part of a row's logit adjustments: NaN becomes 0, and infinities become finite."""
 
-FILTERED = 8
-"""Part of a row's logit adjustments: ``seldom`` has filters for it."""
-
-GROWING = 16
-"""Part of a row's logit adjustments: logits of some tokens grow with each position."""
-
-PROMPTED = 32
-"""Part of a row's logit adjustments: the tokens of its prompt have a penalty of their own; it is counted, too."""
-
-FOLLOWING = 64
+FOLLOWING = 8
 """Part of a row's logit adjustments for each token before the one that is sampled which its biases look at."""
 
-DEFERRED = 512
+DEFERRED = 64
 """Part of a row's logit adjustments: a launch of its own samples its token, once the host has written its mask."""
 
-BIASED = 1024
+BIASED = 128
 """Part of a row's logit adjustments for each of its biases; they are its largest part."""
 
 MAX_FOLLOWED = 7
@@ -331,28 +322,11 @@ MAX_FOLLOWED = 7
 MAX_BIASES = 512
 """How many biases a row can have."""
 
-MAX_GROWING = 15
-"""How many tokens can have logits that grow."""
-
-MAX_OF_TOP_H = 100
-"""How many of the largest scores top-h looks at, as HuggingFace's does."""
-
 TILE = 64
 """So many neighbouring tokens race as one first."""
 
 OF_TILES, OF_TOKENS = 0, 1
 """The use of a random number: a part of the generator's counter."""
-
-
-class Seldom(NamedTuple):
-    """The columns of ``seldom``: numbers that few rows have, with their neutral values."""
-
-    top_h: float = 0.0
-    typical_p: float = 1.0
-    epsilon_cutoff: float = 0.0
-    eta_cutoff: float = 0.0
-    prompt_penalty: float = 1.0
-    growth: float = 0.0
 
 
 class SampleTokens(NamedTuple):
@@ -372,8 +346,6 @@ class SampleTokens(NamedTuple):
     allowed: Tensor
     biases: Tensor
     recent: Tensor
-    seldom: Tensor
-    growing: Tensor
     deferred: bool = False
 
 

@@ -29,18 +29,12 @@ from compiled_llm_ops.contracts import (
     CLEANED,
     COUNTED,
     DEFERRED,
-    FILTERED,
     FOLLOWING,
-    GROWING,
     MASKED,
     MAX_BIASES,
     MAX_FOLLOWED,
-    MAX_GROWING,
-    MAX_OF_TOP_H,
-    PROMPTED,
     TILE,
     SampleTokens,
-    Seldom,
 )
 from compiled_llm_ops.kernels.race import log_exponentials_of_tiles, log_exponentials_of_tokens
 
@@ -53,23 +47,13 @@ _LIKELY_TILES = tl.constexpr(128)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
 _COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
-_FOLLOWING, _FILTERED = tl.constexpr(FOLLOWING), tl.constexpr(FILTERED)
-_GROWING, _PROMPTED = tl.constexpr(GROWING), tl.constexpr(PROMPTED)
-_TOP_H, _TYPICAL, _EPSILON, _ETA, _PROMPT_PENALTY, _GROWTH = (tl.constexpr(at) for at in range(len(Seldom._fields)))
-_SELDOM, _MAX_GROWING = tl.constexpr(len(Seldom._fields)), tl.constexpr(MAX_GROWING)
-_MAX_OF_TOP_H = tl.constexpr(MAX_OF_TOP_H)
-_FORCED = tl.constexpr(1e19)
+_FOLLOWING = tl.constexpr(FOLLOWING)
 _DEFERRED = tl.constexpr(DEFERRED)
 _MAX_FOLLOWED = tl.constexpr(MAX_FOLLOWED)
 _MAX_BIASES = tl.constexpr(MAX_BIASES)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _MAX_COUNTED = tl.constexpr(2**15 - 1)
 _HUGE = tl.constexpr(1e30)
-# Whose turn it is in ``_band``: top-h keeps a hundred, finds the score at which its limit is reached, and judges it.
-_HUNDRED, _LIMIT, _PASSING, _LAST_OF_TOP_H, _TOP_K_TURN, _TOP_P_TURN, _TYPICAL_TURN, _EPSILON_TURN, _ETA_TURN = (
-    tl.constexpr(turn) for turn in range(9)
-)
-_TURNS = tl.constexpr(9)
 _WIDE_WARPS = 4
 _WIDE_REGISTERS = (
     48  # what rows without logit adjustments need; without a bound, others would leave room for fewer blocks of them
@@ -118,8 +102,7 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
     candidate_scores = torch.empty(rows, _CANDIDATES.value, dtype=torch.float32, device=device)
     tables = (
         args.slots, args.positions, args.temperature, args.adjustments, args.repetition_penalty, args.presence_penalty,
-        args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent, args.seldom,
-        args.growing,
+        args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent,
     )  # fmt: skip
     shared = (
         logits,
@@ -144,7 +127,7 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
 @triton.jit
 def _source(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, seldom, growing, vocabulary,
+    biases, recent, vocabulary,
 ):  # fmt: skip
     """Return the inputs of the scores of this program's row, its entry in the tables, and its temperature."""
     row = tl.program_id(0).to(tl.int64)
@@ -156,7 +139,6 @@ def _source(
         logits + row * stride, tl.load(adjustments + slot), vocabulary, scale, positions + row, repetition + slot,
         presence + slot, frequency + slot, counts + slot * vocabulary, allowed + slot * tl.cdiv(vocabulary, 32),
         biases + slot * ((4 + _MAX_FOLLOWED) * _MAX_BIASES), recent + slot * (_MAX_FOLLOWED + 1),
-        seldom + slot * _SELDOM, growing + slot * (1 + _MAX_GROWING),
     )  # fmt: skip
     return source, row, slot, row_temperature
 
@@ -191,8 +173,6 @@ def _logits(source, token):
         if (adjustments & _CLEANED) != 0:
             logits = tl.where(logits == logits, tl.minimum(tl.maximum(logits, -_HUGE), _HUGE), 0.0)
             logits = tl.where(mask, logits, float("-inf"))
-        if (adjustments & _GROWING) != 0:
-            logits = _grown(logits, source, token)
         if (adjustments & _MASKED) != 0:
             words = tl.load(source[9] + (token >> 5), mask=mask, other=0)
             logits = tl.where(((words >> (token & 31)) & 1) != 0, logits, float("-inf"))
@@ -243,27 +223,10 @@ def _penalised(logits, source, token):
     """Apply the penalties for tokens of the prompt, and for sampled ones."""
     repetition, presence, frequency = tl.load(source[5]), tl.load(source[6]), tl.load(source[7])
     counts = tl.load(source[8] + token, mask=token < source[2], other=0)
-    if (source[1] & _PROMPTED) != 0:
-        logits = tl.where((counts & 1) != 0, _repeated(logits, tl.load(source[12] + _PROMPT_PENALTY)), logits)
-    logits = tl.where(counts != 0, _repeated(logits, repetition), logits)
+    repeated = tl.where(logits < 0, logits * repetition, logits * (1.0 / repetition))
+    logits = tl.where(counts != 0, repeated, logits)
     times = counts >> 1
     return logits - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
-
-
-@triton.jit
-def _repeated(logits, penalty):
-    return tl.where(logits < 0, logits * penalty, logits * (1.0 / penalty))
-
-
-@triton.jit
-def _grown(logits, source, token):
-    """Let the logits of some tokens grow with the position."""
-    steps = tl.maximum(tl.load(source[4]) - tl.load(source[13]), 0).to(tl.float32)
-    growth = tl.exp2(steps * tl.load(source[12] + _GROWTH)) - 1.0
-    for number in range(1, _MAX_GROWING + 1):
-        grows = (token == tl.load(source[13] + number)) & (tl.abs(logits) < _FORCED)
-        logits += tl.where(grows, tl.abs(logits) * growth, 0.0)
-    return logits
 
 
 @triton.jit
@@ -280,13 +243,13 @@ def _count(source, token):
 @triton.jit(do_not_specialize=["deferred"])
 def _summarise_for_sampling(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, seldom, growing, deferred, vocabulary, seeds,
+    biases, recent, deferred, vocabulary, seeds,
     largest, mass, behind, tiles,
 ):  # fmt: skip
     """Write each tile's largest score, the sum of ``exp(score - largest)``, and its number; grid ``(B, spans)``."""
     source, row, _, row_temperature = _source(
         logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-        biases, recent, seldom, growing, vocabulary,
+        biases, recent, vocabulary,
     )  # fmt: skip
     if _is_served(source, deferred):
         span = tl.program_id(1)
@@ -306,14 +269,14 @@ def _summarise_for_sampling(
 @triton.jit(do_not_specialize=["deferred"])
 def _sample_rows(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, seldom, growing, deferred, vocabulary, seeds,
+    biases, recent, deferred, vocabulary, seeds,
     largest, mass, behind, tiles, top_k, top_p, min_p,
     found, candidates, candidate_scores, sampled, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Sample one row's token and count it; grid ``(B,)``."""
     source, row, slot, row_temperature = _source(
         logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-        biases, recent, seldom, growing, vocabulary,
+        biases, recent, vocabulary,
     )  # fmt: skip
     tile = tl.arange(0, padded_tiles)
     tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
@@ -334,17 +297,15 @@ def _sample_rows(
             token = _first_of_largest(source, tops, peak, padded_tiles)
             if peak == float("inf"):
                 token = _first_nan(source, token)
-        elif (k > 0) | (p < 1.0) | (m > 0.0) | ((source[1] & _FILTERED) != 0):
+        elif (k > 0) | (p < 1.0) | (m > 0.0):
             floor = tl.where(m > 0.0, peak + tl.log(m), peak - _REACH)
             bound = _bound(tops, tiles, peak, floor, k, p)
             scratch = (found, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES)
-            # Mostly the candidates fit into one block; only rows that keep many tokens are passed over as a whole, and
-            # those with filters that few have.
-            if (source[1] & _FILTERED) == 0:
-                token = _sample_of_few(source, scratch, tops, bound, race, total, floor, k, p, padded_tiles)
+            # Mostly the candidates fit into one block; only rows that keep many tokens are passed over as a whole.
+            token = _sample_of_few(source, scratch, tops, bound, race, total, floor, k, p, padded_tiles)
             if token < 0:
-                band = _band(source, peak, total, bound, floor, k, p)
-                token = _sample_of_band(source, found, tops, race, band, padded_tiles)
+                smallest = _smallest_kept(source, peak, total, bound, floor, k, p)
+                token = _sample_of_many(source, found, tops, race, smallest, padded_tiles)
         else:
             leads = tl.log(masses) - tl.load(behind + tile, mask=tile < tiles, other=0.0)
             token = _sample_of_all(source, race, leads, padded_tiles)
@@ -396,9 +357,8 @@ def _winner(race, token, scores):
 
 
 @triton.jit
-def _sample_of_band(source, found, tops, race, band, padded_tiles: tl.constexpr):
-    """Return the token that wins among those that a band keeps, in the tile that wins with its kept tokens."""
-    smallest, centre, furthest = band
+def _sample_of_many(source, found, tops, race, smallest, padded_tiles: tl.constexpr):
+    """Return the token that wins among those from ``smallest`` on, in the tile that wins with these."""
     peak, groups = race[2], tl.arange(0, _CHUNK // _TILE)
     count = _list_tiles(found, tops >= smallest, padded_tiles)
     # Each group of lanes has its own best tile: warps need not wait for each other in the loop.
@@ -406,7 +366,7 @@ def _sample_of_band(source, found, tops, race, band, padded_tiles: tl.constexpr)
     best = tl.full((_CHUNK // _TILE,), float("-inf"), tl.float32)
     for first in range(0, count, _CHUNK // _TILE):
         scores = _scores(source, _listed_tokens(source, found, first, count))
-        weights = tl.where(_is_kept(scores, smallest, centre, furthest), tl.exp(scores - peak), 0.0)
+        weights = tl.where(scores >= smallest, tl.exp(scores - peak), 0.0)
         masses = tl.sum(tl.reshape(weights, (_CHUNK // _TILE, _TILE)), axis=1)
         tile = tl.load(found + first + groups, mask=first + groups < count, other=0)
         leads = tl.log(masses) - tl.load(race[3] + tile)
@@ -415,7 +375,7 @@ def _sample_of_band(source, found, tops, race, band, padded_tiles: tl.constexpr)
     winner = tl.min(tl.where(best >= tl.max(best, axis=0), winners, _NO_TOKEN), axis=0)
     token = winner * _TILE + tl.arange(0, _TILE)
     scores = _scores(source, token)
-    return _winner(race, token, tl.where(_is_kept(scores, smallest, centre, furthest), scores, float("-inf")))
+    return _winner(race, token, tl.where(scores >= smallest, scores, float("-inf")))
 
 
 @triton.jit
@@ -552,107 +512,39 @@ def _ranks(scores, candidate_scores, size, peak):
 
 
 @triton.jit
-def _is_kept(scores, smallest, centre, furthest):
-    """Whether scores are within a band: from ``smallest`` on, and at most ``furthest`` away from ``centre``."""
-    return (scores >= smallest) & (tl.abs(scores - centre) <= furthest)
+def _smallest_kept(source, peak, total, bound, floor, k, p):
+    """Return the score from which on top-k, top-p and min-p keep tokens."""
+    smallest = peak - _REACH
+    if k > 0:
+        smallest = _search(source, tl.maximum(smallest, bound), peak, k.to(tl.float32), False)
+        if p < 1.0:
+            total = _mass(source, smallest, peak)
+    if p < 1.0:
+        # All below this have less mass together than top-p may leave out.
+        low = peak + tl.log(0.5 * (1.0 - p) * total / source[2])
+        smallest = _search(source, tl.maximum(smallest, low), peak, p * total, True)
+    return tl.maximum(smallest, floor)
 
 
 @triton.jit
-def _band(source, peak, total, bound, floor, k, p):
-    """Return the band of scores that all filters keep: its smallest score, its centre, and how far it reaches from it.
-
-    Each filter has its turn, top-h has four: they share the code that passes over the row.
-    """
-    filtered = (source[1] & _FILTERED) != 0
-    top_h = tl.load(source[12] + _TOP_H, mask=filtered, other=0.0)
-    typical = tl.load(source[12] + _TYPICAL, mask=filtered, other=1.0)
-    epsilon = tl.load(source[12] + _EPSILON, mask=filtered, other=0.0)
-    eta = tl.load(source[12] + _ETA, mask=filtered, other=0.0)
-    smallest, centre, furthest = peak - _REACH, peak, tl.abs(peak) + float("inf")
-    above = peak - float("inf")
-    limit = total
-    for turn in range(_TURNS):
-        if turn == _TYPICAL_TURN:
-            smallest = tl.maximum(smallest, floor)  # top-h, top-k, top-p and min-p are over
-        has_turn = ((turn <= _LAST_OF_TOP_H) & (top_h > 0.0)) | ((turn == _TOP_K_TURN) & (k > 0))
-        has_turn = has_turn | ((turn == _TOP_P_TURN) & (p < 1.0)) | ((turn == _TYPICAL_TURN) & (typical < 1.0))
-        if has_turn | ((turn == _EPSILON_TURN) & (epsilon > 0.0)) | ((turn == _ETA_TURN) & (eta > 0.0)):
-            kept = total
-            moment, most, least, count = total, peak, peak, k
-            known = (turn == _TOP_P_TURN) & (k <= 0) & (top_h <= 0.0)  # the mass of all
-            if (turn != _HUNDRED) & (turn != _TOP_K_TURN) & (known == 0):
-                kept, moment, most, least, count = _moments(source, smallest, centre, furthest, above, peak)
-            low, high, needed = smallest, peak + tl.abs(peak) * 1e-6 + 1e-30, kept
-            if turn == _HUNDRED:
-                needed = kept * 0.0 + _MAX_OF_TOP_H
-            if turn == _LIMIT:
-                # As the last of the hundred are more, which top-h does not see.
-                more = tl.maximum(count - _MAX_OF_TOP_H, 0).to(tl.float32) * tl.exp(least - peak)
-                total = kept - more
-                limit = top_h * (tl.log(total) - (moment - more * (least - peak)) / total)
-                needed = limit
-            if turn == _LAST_OF_TOP_H:
-                # The score at which the limit is reached is kept if its own share, once, is within it.
-                share = tl.exp(above - peak) * (tl.log(total) - (above - peak))
-                within = kept * tl.log(total) - moment + share <= limit * total
-                smallest = tl.where(within | (above >= peak), above, least)
-                above = peak - float("inf")
-            if turn == _PASSING:
-                above = least
-            if turn == _TOP_K_TURN:
-                low, needed = tl.maximum(smallest, bound), k.to(tl.float32)
-            if turn == _TOP_P_TURN:
-                # All below this have less mass together than top-p may leave out.
-                low, needed = tl.maximum(smallest, peak + tl.log(0.5 * (1.0 - p) * kept / source[2])), p * kept
-            if turn == _TYPICAL_TURN:
-                centre = peak + moment / kept  # a token's information is its distance from here, and the entropy
-                low, high = -tl.maximum(peak - centre, centre - least) * 1.000001 - 1e-30, peak * 0.0 + 1e-30
-                needed = typical * kept
-            if turn == _EPSILON_TURN:
-                smallest = tl.maximum(smallest, tl.minimum(most, peak + tl.log(epsilon * kept)))
-            if turn == _ETA_TURN:
-                least_likely = tl.minimum(eta * kept, tl.sqrt(eta) * tl.exp(moment / kept))
-                smallest = tl.maximum(smallest, tl.minimum(most, peak + tl.log(least_likely)))
-            if (turn < _PASSING) | ((turn >= _TOP_K_TURN) & (turn <= _TYPICAL_TURN)):
-                score = _search(source, low, high, peak, needed, turn, total, smallest, centre)
-                furthest = tl.where(turn == _TYPICAL_TURN, -score, furthest)
-                smallest = tl.where(turn == _TYPICAL_TURN, smallest, score)
-    return smallest, centre, furthest
-
-
-@triton.jit
-def _moments(source, smallest, centre, furthest, above, peak):
-    """Return the mass of a band's tokens that score more than ``above``, and its first moment about ``peak``.
-
-    Then the largest of these scores, the smallest, and how many they are.
-    """
+def _mass(source, smallest, peak):
+    """Return the mass of the tokens from ``smallest`` on."""
     lane = tl.arange(0, _CHUNK)
-    masses, moments = tl.zeros((_CHUNK,), tl.float32), tl.zeros((_CHUNK,), tl.float32)
-    most, least = tl.full((_CHUNK,), float("-inf"), tl.float32), tl.full((_CHUNK,), float("inf"), tl.float32)
-    count = tl.zeros((_CHUNK,), tl.int32)
+    masses = tl.zeros((_CHUNK,), tl.float32)
     for start in range(0, source[2], _CHUNK):
         scores = _scores(source, start + lane)
-        kept = _is_kept(scores, smallest, centre, furthest) & (scores > above)
-        weights = tl.where(kept, tl.exp(scores - peak), 0.0)
-        masses += weights
-        moments += tl.where(weights > 0, weights * (scores - peak), 0.0)
-        most = tl.maximum(most, tl.where(kept, scores, float("-inf")))
-        least = tl.minimum(least, tl.where(kept, scores, float("inf")))
-        count += kept.to(tl.int32)
-    return (
-        tl.sum(masses, axis=0), tl.sum(moments, axis=0), tl.max(most, axis=0), tl.min(least, axis=0),
-        tl.sum(count, axis=0),
-    )  # fmt: skip
+        masses += tl.where(scores >= smallest, tl.exp(scores - peak), 0.0)
+    return tl.sum(masses, axis=0)
 
 
 @triton.jit
-def _search(source, low, high, peak, needed, turn, total, smallest, centre):
+def _search(source, low, peak, needed, by_mass: tl.constexpr):
     """Return a score that separates the same tokens as the largest which, with all larger ones, has ``needed``.
 
-    That is a number of tokens, a mass, or in top-h's turn an entropy of ``total`` mass. In typical's turn it is a mass,
-    and scores are minus how far those from ``smallest`` on lie from ``centre``. Each pass over the row quarters the
-    interval from ``low`` to ``high``, until one score is left in it.
+    That is a mass, or a number of tokens. Each pass over the row quarters the interval from ``low`` to the largest
+    score, until one score is left in it.
     """
+    high = peak + tl.abs(peak) * 1e-6 + 1e-30
     lane = tl.arange(0, _CHUNK)
     several = True
     while several:
@@ -666,12 +558,8 @@ def _search(source, low, high, peak, needed, turn, total, smallest, centre):
         for start in range(0, source[2], _CHUNK):
             scores = _scores(source, start + lane)
             weights = tl.full((_CHUNK,), 1.0, tl.float32)
-            if (turn != _HUNDRED) & (turn != _TOP_K_TURN):
+            if by_mass:
                 weights = tl.exp(scores - peak)
-            if turn == _LIMIT:
-                weights = tl.where(weights > 0, weights / total * (tl.log(total) - (scores - peak)), 0.0)
-            if turn == _TYPICAL_TURN:
-                scores = tl.where(scores >= smallest, -tl.abs(scores - centre), float("-inf"))
             sums_first += tl.where(scores >= first, weights, 0.0)
             sums_second += tl.where(scores >= second, weights, 0.0)
             sums_third += tl.where(scores >= third, weights, 0.0)

@@ -16,16 +16,11 @@ from compiled_llm_ops.contracts import (
     CLEANED,
     COUNTED,
     FOLLOWING,
-    GROWING,
     MASKED,
     MAX_FOLLOWED,
-    PROMPTED,
-    Seldom,
 )
 
-_PROMPT_PENALTY, _GROWTH = map(Seldom._fields.index, ("prompt_penalty", "growth"))
 _HUGE = 1e30  # in place of infinities: no other logit is as large, and float32 has room above it
-_FORCED = 1e19  # so large are the logits of tokens that are forced
 
 
 class AdjustmentTables(NamedTuple):
@@ -38,8 +33,6 @@ class AdjustmentTables(NamedTuple):
     allowed: Tensor
     biases: Tensor
     recent: Tensor
-    seldom: Tensor
-    growing: Tensor
 
     @classmethod
     def of(cls, tables: Any) -> AdjustmentTables:
@@ -62,8 +55,6 @@ def adjusted(logits: Tensor, places: Places, tables: AdjustmentTables, counts: T
         scores = _penalised(scores, places.slots[:, None], tables, adjustments, counts)
     if kinds & CLEANED:
         scores = torch.where(adjustments & CLEANED != 0, scores.nan_to_num(0.0, _HUGE, -_HUGE), scores)
-    if kinds & GROWING:
-        scores = _grown(scores, places, tables, adjustments)
     if kinds & MASKED:
         bits = torch.arange(32, dtype=torch.int32, device=scores.device)
         allowed = (tables.allowed[places.slots][:, :, None] >> bits & 1).flatten(1)[:, : scores.shape[1]]
@@ -90,25 +81,7 @@ def _biased(scores: Tensor, places: Places, tables: AdjustmentTables, adjustment
 
 def _penalised(scores: Tensor, slots: Tensor, tables: AdjustmentTables, adjustments: Tensor, counts: Tensor) -> Tensor:
     counts = torch.where(adjustments & COUNTED != 0, counts, 0)
-    of_prompt = torch.where(adjustments & PROMPTED != 0, tables.seldom[slots, _PROMPT_PENALTY], 1.0)
-    scores = _repeated(scores, torch.where(counts & 1 != 0, of_prompt, 1.0))
-    scores = _repeated(scores, torch.where(counts != 0, tables.repetition_penalty[slots], 1.0))
+    penalty = torch.where(counts != 0, tables.repetition_penalty[slots], 1.0)
+    scores = torch.where(scores < 0, scores * penalty, scores / penalty)
     times = counts >> 1
     return scores - tables.frequency_penalty[slots] * times - tables.presence_penalty[slots] * (times > 0)
-
-
-def _repeated(scores: Tensor, penalty: Tensor) -> Tensor:
-    return torch.where(scores < 0, scores * penalty, scores / penalty)
-
-
-def _grown(scores: Tensor, places: Places, tables: AdjustmentTables, adjustments: Tensor) -> Tensor:
-    begins, *tokens = tables.growing[places.slots].unbind(dim=1)
-    steps = (places.positions - begins).clamp(min=0)
-    growth = ((steps * tables.seldom[places.slots, _GROWTH]).exp2() - 1)[:, None]
-    for token in tokens:
-        grows = (adjustments & GROWING != 0) & (token >= 0)[:, None] & (token < scores.shape[1])[:, None]
-        at = torch.where(grows, token[:, None], 0).long()
-        logits = scores.gather(1, at)
-        more = torch.where(grows & (logits.abs() < _FORCED), logits.abs() * growth, 0.0)
-        scores = scores.scatter_add(1, at, more)
-    return scores

@@ -19,18 +19,14 @@ from torch import Tensor
 from compiled_llm_ops.contracts import (
     COUNTED,
     DEFERRED,
-    FILTERED,
     FOLLOWING,
     MAX_BIASES,
     MAX_FOLLOWED,
-    MAX_GROWING,
     TILE,
     SampleTokens,
-    Seldom,
 )
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
-from compiled_llm_ops.sampling.filters import Filters, filtered
 from compiled_llm_ops.sampling.race import winners
 
 NOT_A_TOKEN = -1
@@ -51,11 +47,10 @@ def sample_tokens(args: SampleTokens) -> Tensor:
 
     A row that is ``DEFERRED`` is left out, and so is every other one if ``deferred``: its tables are not written.
 
-    Biases, prompt and repetition penalty, frequency and presence penalty, infinities, growing logits, mask;
-    temperature, top-h, top-k, top-p, min-p, typical, epsilon and eta, each over the tokens that the one before has
-    left: in this order. Tokens as likely as the last that is kept are kept too; the most likely one is always kept, but
-    by typical. The result depends on the arguments alone. Of a row without logit adjustments, no table beyond
-    ``adjustments`` is touched.
+    Biases, repetition penalty, frequency and presence penalty, infinities, mask; temperature, top-k, top-p and min-p,
+    each over the tokens that the one before has left: in this order. Tokens as likely as the last that is kept are kept
+    too, and the most likely one always is. The result depends on the arguments alone. Of a row without logit
+    adjustments, no table beyond ``adjustments`` is touched.
 
     Args:
         logits: ``[B, V]`` of any floating dtype, computed with in float32, with any stride between rows.
@@ -68,10 +63,9 @@ def sample_tokens(args: SampleTokens) -> Tensor:
         top_p: ``[X]`` float32, keep the fewest of the largest ones whose probability reaches p; 1.0 keeps all.
         min_p: ``[X]`` float32, keep those at least p times as probable as the most probable; 0.0 keeps all.
         adjustments: ``[X]`` int32, flags of logit adjustments before the temperature: ``COUNTED`` for penalties,
-            ``MASKED`` for ``allowed``, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``GROWING`` for
-            ``growing``, ``PROMPTED`` for the penalty of ``seldom``, ``BIASED`` for each bias, and ``FOLLOWING`` for
-            each token that the bias which looks back furthest looks at; and ``FILTERED`` if ``seldom`` has filters.
-            ``DEFERRED`` changes no logits.
+            ``MASKED`` for ``allowed``, ``CLEANED`` if NaN becomes 0 and infinities become finite, ``BIASED`` for each
+            bias, and ``FOLLOWING`` for each token that the bias which looks back furthest looks at. ``DEFERRED``
+            changes no logits.
         repetition_penalty: ``[X]`` float32, divides positive logits of tokens that were counted or are in the prompt,
             and multiplies negative ones; 1.0 for none.
         presence_penalty: ``[X]`` float32, subtracted for tokens that were counted.
@@ -82,13 +76,6 @@ def sample_tokens(args: SampleTokens) -> Tensor:
             the bits of a float32; the first position at which it is, and the one at which it no longer is; the token
             that has to stand before it, and the one before that, and so on, or -1 for any.
         recent: ``[X, MAX_FOLLOWED + 1]`` int32, written: the row's token at each position modulo that number, or -1.
-        seldom: ``[X, 6]`` float32, settings that few rows have, in the order of ``Seldom``: ``top_h`` keeps the fewest
-            of the 100 largest whose entropy exceeds that part of theirs, without the last; ``typical_p`` those whose
-            information is closest to the entropy, ``epsilon_cutoff`` and ``eta_cutoff`` those that are not rare; 0.0,
-            and 1.0 of ``typical_p``, keeps all. ``prompt_penalty`` divides and multiplies as ``repetition_penalty``,
-            for tokens of the prompt. ``growth`` is the binary logarithm of the factor by which logits grow.
-        growing: ``[X, 1 + MAX_GROWING]`` int32: a position, and tokens whose logits grow from there on, or -1: by
-            their absolute value times ``2 ** (growth * positions since) - 1``; infinite and forced ones do not.
         deferred: sample the rows that are ``DEFERRED``, in place of all others.
 
     Returns:
@@ -100,9 +87,8 @@ def sample_tokens(args: SampleTokens) -> Tensor:
 
     Source:
         Order and sets are those of transformers' logits processors; presence and frequency penalty are those of
-        OpenAI's API. Top-p: https://arxiv.org/abs/1904.09751, min-p: https://arxiv.org/abs/2407.01082, typical:
-        https://arxiv.org/abs/2202.00666, epsilon and eta: https://arxiv.org/abs/2210.15191, top-h:
-        https://arxiv.org/abs/2509.02510. On CUDA ``kernels.sampling``.
+        OpenAI's API. Top-p: https://arxiv.org/abs/1904.09751, min-p: https://arxiv.org/abs/2407.01082. On CUDA
+        ``kernels.sampling``.
     """
     return args.logits.new_empty(args.logits.shape[0], dtype=torch.int64)
 
@@ -170,8 +156,6 @@ def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[in
         "allowed": ([entries, -(-vocabulary // 32)], torch.int32),
         "biases": ([entries, 4 + MAX_FOLLOWED, MAX_BIASES], torch.int32),
         "recent": ([entries, MAX_FOLLOWED + 1], torch.int32),
-        "seldom": ([entries, len(Seldom._fields)], torch.float32),
-        "growing": ([entries, 1 + MAX_GROWING], torch.int32),
     }
 
 
@@ -202,7 +186,7 @@ def _sample_rows(args: SampleTokens) -> Tensor:
     greedy = temperature == 0
     usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
     if not bool(greedy.all()):
-        sampled = torch.where(greedy, sampled, _drawn_of_few(_draw(args, scores), scores, args, adjustments))
+        sampled = torch.where(greedy, sampled, _draw(args, scores))
     sampled = torch.where(usable, sampled, NOT_A_TOKEN)
     _count(args.counts, slots, sampled, usable & (adjustments & COUNTED != 0))
     remembered = usable & (adjustments // FOLLOWING & MAX_FOLLOWED > 0)
@@ -234,7 +218,7 @@ def _adjusted(args: SampleTokens, adjustments: Tensor) -> Tensor:
 
 
 def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
-    """Return ``[B]`` int64, drawn from ``scores`` ``[B, V]`` with the filters that many rows have."""
+    """Return ``[B]`` int64, drawn from ``scores`` ``[B, V]`` with the filters of their rows."""
     top_k, top_p, min_p = (table[args.slots] for table in (args.top_k, args.top_p, args.min_p))
     tiles = _tiled(scores)
     numbers = torch.arange(tiles.shape[1], device=scores.device)[None]
@@ -244,18 +228,6 @@ def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
     if bool((smallest > -math.inf).any()):
         tiles = tiles.masked_fill(tiles < smallest[:, None, None], -math.inf)
     return winners(tiles, numbers, args.seeds, args.positions)
-
-
-def _drawn_of_few(drawn: Tensor, scores: Tensor, args: SampleTokens, adjustments: Tensor) -> Tensor:
-    """Return ``drawn`` ``[B]``, with rows that have the filters of ``seldom`` drawn again with these."""
-    rows = (adjustments & FILTERED != 0).nonzero()[:, 0]
-    if len(rows) == 0:
-        return drawn
-    slots = args.slots[rows]
-    filters = Filters(args.top_k[slots], args.top_p[slots], args.min_p[slots], args.seldom[slots])
-    tiles = _tiled(filtered(scores[rows], filters))
-    numbers = torch.arange(tiles.shape[1], device=scores.device)[None]
-    return drawn.index_copy(0, rows, winners(tiles, numbers, args.seeds[rows], args.positions[rows]))
 
 
 def _tiled(scores: Tensor) -> Tensor:

@@ -144,9 +144,5 @@ DRAWN: dict[str, Setting] = {
     "top_k": Setting({"top_k": 3}, {"top_k": 3}),
     "top_p": Setting({"top_p": 0.2}, {"top_p": 0.2}),
     "min_p": Setting({"min_p": 0.5}, {"min_p": 0.5}),
-    "typical_p": Setting({"typical_p": 0.2}, {}),
-    "top_h": Setting({"top_h": 0.2}, {}),
-    "epsilon_cutoff": Setting({"epsilon_cutoff": 0.05}, {}),
-    "eta_cutoff": Setting({"eta_cutoff": 0.3}, {}),
 }
 """Settings that change from which tokens is drawn."""

@@ -125,6 +125,7 @@ FEATURES: dict[str, list[Feature]] = {
             "`typical_p`, `top_h`, `epsilon_cutoff`, `eta_cutoff`",
             drawn(typical_p=0.8, top_h=0.6, epsilon_cutoff=0.01, eta_cutoff=0.01),
             draws=True,
+            because="few calls have them; HuggingFace's own run between two forwards",
         ),
         Feature(
             "`bad_words_ids` and `sequence_bias` of at most 8 tokens each, `suppress_tokens`, `begin_suppress_tokens`",
@@ -143,19 +144,21 @@ FEATURES: dict[str, list[Feature]] = {
             "`forced_bos_token_id`, `forced_eos_token_id`, tokens that nothing else bars or penalises",
             [*each(forced_eos_token_id=[2, 9]), generate(lengths=(1, 1), forced_bos_token_id=5)],
         ),
-        Feature("`remove_invalid_values`", each(remove_invalid_values=True)),
+        Feature(
+            "`remove_invalid_values`, `renormalize_logits`", each(remove_invalid_values=True, renormalize_logits=True)
+        ),
         Feature(
             "`bad_words_ids` and `sequence_bias` of more tokens",
             each(bad_words_ids=[[5], [6] * 9]) + each(sequence_bias=[[[9], 4.0], [[4] * 9, -3.0]]),
             because="the choice knows a row's last 7 tokens",
         ),
         Feature(
-            "`encoder_repetition_penalty`, `exponential_decay_length_penalty`, `renormalize_logits`",
+            "`encoder_repetition_penalty`, `exponential_decay_length_penalty`",
             [
                 *each(encoder_repetition_penalty=1.4),
                 generate(exponential_decay_length_penalty=(3, 1.5), eos_token_id=2),
-                *each(renormalize_logits=True),
             ],
+            because="likewise",
         ),
         Feature(
             "`no_repeat_ngram_size`, `encoder_no_repeat_ngram_size`",

@@ -301,7 +301,7 @@ def rope_append_cases() -> list[tuple[Any, ...]]:
 
 
 def sample_cases() -> list[SampleTokens]:
-    settings = [Sampling(**EVERYTHING, temperature=0.8, top_k=3, typical_p=0.6), Sampling(temperature=1.3, top_p=0.9)]
+    settings = [Sampling(**EVERYTHING, temperature=0.8, top_k=3), Sampling(temperature=1.3, top_p=0.9)]
     logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
     return [arguments(own, torch.randint(2**62, (2,)), settings) for own in logits]
 

@@ -16,20 +16,14 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import (
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
     InfNanRemoveLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
-    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 
 from compiled_llm.compilation.sampling.bias import BARRED, FORCED, Bias, packed
@@ -101,9 +95,6 @@ SINGLE_EDITS: dict[str, dict[str, Any]] = {
     "allowed": {"mask": mask_of(4000, allowed=range(0, 4000, 2))},
     "banned": {"mask": mask_of(2**18 + 64, banned=[0, 3, 7, *range(40, 900)])},
     "cleaned": {"cleaned": True},
-    "prompt": {"seen": np.arange(0, 4000, 5), "prompt_penalty": 1 / 1.4},
-    "growing": {**_of_steps(), "growing": (2, 3, 900), "growth": math.log2(1.2), "grows_after": STEP - 3},
-    "not growing": {**_of_steps(), "growing": (2, 3), "growth": math.log2(1.5), "grows_after": STEP},
 }
 """What changes logits before the temperature, one by one."""
 
@@ -116,39 +107,8 @@ EVERYTHING: dict[str, Any] = {
     ),
     "mask": mask_of(2**18 + 64, banned=range(9, 2000, 4)),
     "cleaned": True,
-    "prompt_penalty": 1.3,
-    "growing": (0, 9, 30),
-    "growth": math.log2(1.1),
-    "grows_after": 2,
 }
 """All of it."""
-
-FILTERED = [
-    Sampling(typical_p=0.6),
-    Sampling(temperature=0.5, typical_p=0.2),
-    Sampling(typical_p=0.95, top_k=40, top_p=0.9),
-    Sampling(epsilon_cutoff=0.003),
-    Sampling(epsilon_cutoff=0.999),
-    Sampling(eta_cutoff=0.002),
-    Sampling(temperature=0.6, eta_cutoff=0.1, top_k=60),
-    Sampling(top_h=0.4),
-    Sampling(top_h=0.9, temperature=0.6),
-    Sampling(top_h=0.01),
-    Sampling(top_h=0.7, top_k=20, top_p=0.8, min_p=0.01, typical_p=0.9, epsilon_cutoff=0.01, eta_cutoff=0.02),
-    Sampling(**EVERYTHING, temperature=0.8, top_h=0.8, typical_p=0.8, eta_cutoff=1e-3),
-]
-"""Filters that few rows have."""
-
-UNFILTERED: dict[str, Any] = {
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "top_h": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-}
-"""None of the filters."""
 
 EDITED = [
     *(Sampling(**edit, temperature=0.7) for edit in SINGLE_EDITS.values()),
@@ -176,27 +136,13 @@ def _filters(setting: Sampling, top_p: bool = True) -> list[Any]:
     """The processors from the temperature on, with or without those after top-k."""
     before = {
         TemperatureLogitsWarper: setting.temperature or 1.0,
-        TopHLogitsWarper: setting.top_h,
         TopKLogitsWarper: setting.top_k,
     }
     after = {
         TopPLogitsWarper: setting.top_p if setting.top_p < 1.0 else 0,
         MinPLogitsWarper: setting.min_p,
-        TypicalLogitsWarper: setting.typical_p if setting.typical_p < 1.0 else 0,
-        EpsilonLogitsWarper: setting.epsilon_cutoff,
-        EtaLogitsWarper: setting.eta_cutoff,
     }
     return [kind(value) for kind, value in (before | (after if top_p else {})).items() if value]
-
-
-def _with_equals(scores: Tensor, setting: Sampling) -> Tensor:
-    """`[V]` scores after all filters, where what cuts through equal scores keeps all of them."""
-    for processor in _filters(setting):
-        left = processor(_NO_TEXT, scores[None].clone())[0]
-        if isinstance(processor, TopHLogitsWarper | TopPLogitsWarper):
-            left = torch.where(scores >= scores[left > -math.inf].min(), scores, -math.inf)
-        scores = left
-    return scores
 
 
 def _adjusted(logits: Tensor, setting: Sampling) -> Tensor:
@@ -213,9 +159,6 @@ def _adjusted(logits: Tensor, setting: Sampling) -> Tensor:
         ids = torch.from_numpy(np.concatenate([setting.tail, setting.output_ids, [0]])).long()
         logits = SequenceBiasLogitsProcessor(known)(ids[None, :-1], logits[None].clone())[0]
     processors = LogitsProcessorList()
-    if setting.prompt_penalty != 1.0:
-        seen = torch.from_numpy(setting.seen[setting.seen < vocabulary])[None]
-        processors.append(EncoderRepetitionPenaltyLogitsProcessor(1 / setting.prompt_penalty, seen))
     if setting.repetition_penalty != 1.0:
         processors.append(RepetitionPenaltyLogitsProcessor(setting.repetition_penalty))
     logits = processors(text[None], logits[None].clone())[0]
@@ -223,10 +166,6 @@ def _adjusted(logits: Tensor, setting: Sampling) -> Tensor:
     logits = logits - setting.frequency_penalty * times - setting.presence_penalty * (times > 0)
     if setting.cleaned:
         logits = InfNanRemoveLogitsProcessor()(text[None], logits[None])[0]
-    if growing := [token for token in setting.growing if token < vocabulary]:
-        decay = ExponentialDecayLengthPenalty((setting.grows_after, 2**setting.growth), growing, 0)
-        grown = decay(torch.zeros(1, STEP, dtype=torch.int64), logits[None])[0]
-        logits = torch.where(logits.isfinite(), grown, logits)  # older transformers make NaN of what is barred
     if setting.mask is not None:
         allowed = np.unpackbits(setting.mask.view(np.uint8), bitorder="little")
         allowed = np.pad(allowed, (0, max(0, vocabulary - len(allowed))))[:vocabulary]
@@ -236,8 +175,6 @@ def _adjusted(logits: Tensor, setting: Sampling) -> Tensor:
 
 def distribution(logits: Tensor, setting: Sampling) -> Tensor:
     """`[V]` float64 probabilities; where HuggingFace's top-p cuts through equal scores, all of them stay."""
-    if setting.filtered:
-        return _with_equals(_adjusted(logits.float(), setting), setting).double().softmax(dim=0)
     scores = warped(logits, setting, top_p=False).double()
     if setting.temperature == 0.0:
         return torch.nn.functional.one_hot(scores.argmax(), len(scores)).double()
