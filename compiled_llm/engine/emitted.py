@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
-from compiled_llm.engine.steps.taps import Arriving, EngineTap, PlanTap
+from compiled_llm.engine.steps.taps import EngineTap, PlanTap, UnreadOutput
 from compiled_llm.execution.batch import TokenSpan
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback, Readbacks
@@ -57,7 +57,7 @@ class EmittedTap(EngineTap):
         self._reader = EmittedReader(self.model_runner, wanting) if wanting else None
         return self._reader
 
-    def read(self, arrived: Sequence[Arriving], ended: Sequence[Request]) -> None:
+    def read(self, arrived: Sequence[UnreadOutput], ended: Sequence[Request]) -> None:
         """Start to copy what steps have emitted to the host: of requests that have ended; of all if it is much."""
         launches = [launch for launch in arrived if isinstance(launch, ArrivingEmitted)]
         if not launches:
@@ -247,7 +247,7 @@ class RequestEmitted:
         self.wanted = wanted
         self._earlier = 0  # how many tokens have it without the last part
         self._parts: list[_Kept] = []
-        self._copies: list[_OnItsWay] = []
+        self._copies: list[_PendingCopy] = []
         self._joined: dict[tuple[int | str, ...], tuple[int, Tensor]] = {}  # so many copies in one, by their keys
         self._executor: Executor | None = None
 
@@ -284,7 +284,7 @@ class RequestEmitted:
             for keys, tensors in part.take(self.wanted.keys).items():
                 found.setdefault(keys, []).extend(tensors)
         del self._parts[: len(parts) - 1]  # these have got all of their tokens
-        self._copies += [_OnItsWay.of(keys, tensors) for keys, tensors in found.items()]
+        self._copies += [_PendingCopy.of(keys, tensors) for keys, tensors in found.items()]
 
     def end(self) -> None:
         """Copy the rest, and leave the device; there will be no more."""
@@ -351,7 +351,7 @@ class _Kept:
         return {names: [parts[0][:, computed_again:], *parts[1:]] for names, parts in found.items()}
 
 
-class _OnItsWay(NamedTuple):
+class _PendingCopy(NamedTuple):
     """Tensors of one dtype and width on their way to the host.
 
     Attributes:
@@ -367,7 +367,7 @@ class _OnItsWay(NamedTuple):
     shape: torch.Size
 
     @classmethod
-    def of(cls, keys: tuple[int | str, ...], tensors: list[Tensor]) -> _OnItsWay:
+    def of(cls, keys: tuple[int | str, ...], tensors: list[Tensor]) -> _PendingCopy:
         """Start to copy ``[K, n, ...]`` each, tokens one after the other."""
         whole = torch.cat(tensors, dim=1) if len(tensors) > 1 else tensors[0].contiguous()
         return cls(keys, Readbacks.start_once(whole.view(-1).view(torch.uint8)), whole.dtype, whole.shape)

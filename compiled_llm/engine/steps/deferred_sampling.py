@@ -13,7 +13,7 @@ from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.steps.constraint import Constraint, MaskWriter, accept
 from compiled_llm.engine.steps.processors import processed_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
-from compiled_llm.engine.steps.taps import Arriving, PlanTap
+from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
@@ -79,7 +79,7 @@ class LateSampling:
         self._tokens: Tensor | None = None  # on the device
         self._processed: dict[Request, Tensor] | None = None  # logits
         self._nan: Readback | None = None  # of each edited request, whether there is NaN in its logits
-        self._arriving: list[Arriving] = []
+        self._arriving: list[UnreadOutput] = []
         self.failed: dict[Request, RequestError] = {}  # errors that end single requests; their tokens are not read
 
     def sample(self, model_runner: ModelRunner, persistent: PersistentBatch, writer: MaskWriter) -> None:
@@ -124,7 +124,7 @@ class LateSampling:
                 self.failed[each.request] = error
         return processed
 
-    def read(self, tokens: list[int]) -> list[Arriving]:
+    def read(self, tokens: list[int]) -> list[UnreadOutput]:
         """Write late tokens among a step's, advance the grammars, and return what taps have of them."""
         if self._readback is None:
             return []

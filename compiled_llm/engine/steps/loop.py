@@ -19,7 +19,7 @@ from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSamplin
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.steps.taps import Arriving, PlanTap, engine_taps
+from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput, engine_taps
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
@@ -41,7 +41,7 @@ class _Launched(NamedTuple):
     sampled: list[Request]
     readbacks: list[Readback]
     timer: DeviceTimer | None
-    arriving: list[Arriving]
+    arriving: list[UnreadOutput]
     late: LateSampling | None
     mixed: bool
 

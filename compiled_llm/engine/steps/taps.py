@@ -13,8 +13,8 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.taps import parts_in
 
 
-class Arriving(Protocol):
-    """What a launch has given, whose tokens have not been read."""
+class UnreadOutput(Protocol):
+    """The output of a launch whose tokens have not been read."""
 
     def hand_out(self) -> Mapping[Request, RequestError]:
         """Give it to requests that have not ended, before their tokens; return those that end, and why."""
@@ -24,12 +24,12 @@ class PlanTap(Tap):
     """A watcher of the steps of one plan."""
 
     def __init__(self) -> None:
-        self._arriving: list[Arriving] = []
+        self._arriving: list[UnreadOutput] = []
 
-    def add(self, arriving: Arriving) -> None:
+    def add(self, arriving: UnreadOutput) -> None:
         self._arriving.append(arriving)
 
-    def taken(self) -> list[Arriving]:
+    def taken(self) -> list[UnreadOutput]:
         """Return what was computed since the last call."""
         arriving, self._arriving = self._arriving, []
         return arriving
@@ -57,7 +57,7 @@ class EngineTap:
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
         """Return a watcher of a plan; None if nobody wants anything."""
 
-    def read(self, arrived: Sequence[Arriving], ended: Sequence[Request]) -> None:
+    def read(self, arrived: Sequence[UnreadOutput], ended: Sequence[Request]) -> None:
         """Note what has been handed out, and the requests that have ended with it."""
 
 

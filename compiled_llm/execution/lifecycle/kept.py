@@ -14,8 +14,8 @@ from compiled_llm.model.weights.fused_weights import FusedWeights
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Host facts and compiled code; none of it takes device memory."""
+class CompiledParts:
+    """The host facts and compiled code of a model runner, which outlive it; none of it takes device memory."""
 
     made_for: tuple[Hashable, ...]  # where the model was, of which type, with which hooks
     rows: int
@@ -31,9 +31,9 @@ class Kept:
     samplings: tuple[int, ...]  # the numbers of rows whose deferred sampling was captured
 
     @staticmethod
-    def of(model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> Kept:
+    def of(model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> CompiledParts:
         graph_manager, table = model_runner.graph_manager, model_runner.state.step_table
-        return Kept(
+        return CompiledParts(
             made_for=made_for,
             rows=model_runner.config.max_batch_size,
             positions=model_runner.max_positions,

@@ -16,7 +16,7 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
-from compiled_llm.execution.lifecycle.kept import Kept
+from compiled_llm.execution.lifecycle.kept import CompiledParts
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
@@ -66,7 +66,7 @@ class ModelRunnerLifecycle:
         self._resting: ModelRunner | None = None  # asleep: all of it but its pages is on the device
         self._allocation = threading.Lock()
         self.asleep = False  # whether it was given back, until ``wake``
-        self._kept: Kept | None = None
+        self._kept: CompiledParts | None = None
         self._weights: HostWeights | None = None
         eager_first = config.eager_first_on(facts.model.device.type) and switched_off() is None
         # compiles while answers run uncompiled; None if calls wait for it
@@ -283,7 +283,7 @@ class ModelRunnerLifecycle:
         model_runner = self.present or self._resting
         self.present = self._resting = None
         if model_runner is not None:
-            self._kept = Kept.of(model_runner, self._made_for)
+            self._kept = CompiledParts.of(model_runner, self._made_for)
             self._count_saturated(model_runner)
             model_runner.thread.call(model_runner.release)
         del model_runner
