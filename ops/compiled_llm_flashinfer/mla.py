@@ -90,8 +90,6 @@ class BatchMLAPagedAttentionWrapper(Planned):
             kv_indices: ``[N]`` int32, page numbers.
             kv_len_arr: ``[B]`` int32, tokens of each row.
             sm_scale: factor on the logits: that of heads before absorption.
-            q_data_type: of queries and results.
-            kv_data_type: of the pages.
             use_profiler: must be False.
 
         Raises:

@@ -36,7 +36,6 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
     Args:
         x: ``[X]`` bool, those of all rows.
         indptr: ``[B + 1]``, where each row's bits begin.
-        bitorder: as of ``packbits``.
 
     Returns:
         uint8, the bytes of all rows, and ``[B + 1]`` of the type of ``indptr``, where each row's bytes begin.

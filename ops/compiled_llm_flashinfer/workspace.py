@@ -32,10 +32,7 @@ class Planned:
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
-        """Name another device's workspace. Neither is written.
-
-        ``int_workspace_buffer`` is not read.
-        """
+        """Name another device's workspace. Neither is written, nor ``int_workspace_buffer`` read."""
         self.device = float_workspace_buffer.device
 
     def end_forward(self) -> None:

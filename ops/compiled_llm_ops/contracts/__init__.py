@@ -110,7 +110,7 @@ def check_pages(op: str, query: Tensor, pages: Tensor) -> None:
 
 
 def check_even_heads(op: str, pages: Tensor) -> None:
-    """Check pages before a kernel that reads ``[P, 2, K, S, D]`` alone; ValueError if they are others."""
+    """Raise ValueError if pages are not ``[P, 2, K, S, D]``, which most kernels read alone."""
     if has_uneven_heads(pages):
         raise ValueError(
             f"{op}: pages {tuple(pages.shape)}, whose values have another size than the keys, are written and read by "

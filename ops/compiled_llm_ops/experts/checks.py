@@ -12,7 +12,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_choices(op: str, rows: Tensor, topk_ids: Tensor) -> None:
-    """Check rows ``[T, I]`` or ``[T * k, I]`` and the experts ``[T, k]`` that they chose; ValueError if they misfit."""
+    """Raise ValueError if rows ``[T, I]`` or ``[T * k, I]`` and experts ``[T, k]`` that they chose misfit."""
     if rows.dim() != 2 or topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op}: rows must be two-dimensional and topk_ids [T, k] int32 or int64; got {tuple(rows.shape)} and "
@@ -25,10 +25,7 @@ def check_choices(op: str, rows: Tensor, topk_ids: Tensor) -> None:
 def check_weight(
     op: str, name: str, weight: Tensor, bias: Tensor | None, rows: Tensor, sizes: tuple[int | None, int]
 ) -> None:
-    """Check a weight ``[E, O, I]``, of which ``sizes`` are O, None for any, and I, and a bias ``[E, O]``.
-
-    ValueError if they do not fit, or are not of the rows' dtype.
-    """
+    """Raise ValueError if a weight ``[E, O, I]`` and a bias ``[E, O]`` do not fit; ``sizes`` are O, None for any, I."""
     outputs, inputs = sizes
     if weight.dim() != 3 or weight.shape[2] != inputs or outputs not in (None, weight.shape[1]):
         wanted = f"[E, {'O' if outputs is None else outputs}, {inputs}]"

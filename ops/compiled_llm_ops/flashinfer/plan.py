@@ -63,13 +63,10 @@ class FlashInferPlan:
         own(self)
 
     def decide(self, batch: PlannedBatch) -> None:
-        """Decide how the kernels divide a batch, and queue the copy of the plan to the device. Never waits for it.
-
-        While the kernels are being built, the first launch does this instead.
+        """As ``Plan.decide``; while the kernels are being built, the first launch does this instead.
 
         Raises:
-            ValueError: there are more tokens than a captured launch has, the plan is too small, or FlashInfer has no
-                kernel for the geometry.
+            ValueError: a captured launch has fewer tokens, the plan is too small, or there is no kernel.
             RuntimeError: the workspace is too small, a graph is being captured, or FlashInfer's plan differs from that
                 of a captured launch; the graph must not be replayed then.
         """
@@ -95,16 +92,10 @@ class FlashInferPlan:
         self._numbers[:] = numbers
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Launch attention on the current stream. Launch once before a capture, so that the kernels are loaded.
-
-        Raises:
-            RuntimeError: no batch was planned yet.
-            ValueError: shapes or dtypes do not fit the plan.
-        """
+        """As ``Plan.launch``; RuntimeError if nothing was planned, ValueError for other shapes or dtypes."""
         self._launch(args, _Run((), {"q_scale": args.scale}), out, lse)
 
     def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
-        """Launch attention by a variant's functor on the current stream; otherwise as ``launch``."""
         further = flashinfer_arguments(args.name, args.tensors, args.scale)
         self._launch(args, _Run(tuple(further), {}), out, lse)
 
@@ -119,7 +110,6 @@ class FlashInferPlan:
             _of_each_kv_head(out, args.value_scale, written=out)
 
     def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Launch attention to latents on the current stream; otherwise as ``launch``."""
         wrapper, numbers = self._to_launch(args)
         with self._workspace.launching:
             latent.launch(wrapper, numbers, args, out, lse)

@@ -23,10 +23,7 @@ class EqualRows(NamedTuple):
 
 
 def check_rows(op: str, states: Tensor, qo_indptr: Tensor, read: Tensor, write: Tensor) -> None:
-    """Check the arguments by which an op finds its rows, and their states ``[E, ...]`` of numbers next to each other.
-
-    ValueError if they do not fit together.
-    """
+    """Raise ValueError if what an op finds rows and their states ``[E, ...]`` by does not fit together."""
     if read.dim() != 1 or write.shape != read.shape or qo_indptr.shape != (len(read) + 1,):
         raise ValueError(
             f"{op}: qo_indptr, read and write must be [B + 1], [B] and [B]; got {tuple(qo_indptr.shape)}, "
@@ -38,7 +35,7 @@ def check_rows(op: str, states: Tensor, qo_indptr: Tensor, read: Tensor, write: 
 
 
 def check_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
-    """Check the shape of an argument; ValueError if it is another one."""
+    """Raise ValueError if an argument has another shape."""
     if tensor.shape != shape:
         raise ValueError(f"{op}: {name} must be {meaning}, here {shape}; got {tuple(tensor.shape)}")
 

@@ -201,9 +201,6 @@ def strided_tiling(args: StridedAttention, shared_memory: int) -> PackedTiling:
     """Return the tiling of ``packed_tiling``, as far as registers go with strides and rotations.
 
     How fast that is was not measured: sizes are those that ``ptxas`` gives registers to for Hopper.
-
-    Args:
-        shared_memory: of a multiprocessor, in bytes.
     """
     queries = args.query.shape[0] * (args.query.shape[1] // args.keys.shape[1]) / max(1, args.rows)
     stored = _stored(max(args.query.shape[2], args.values.shape[3]))
@@ -228,13 +225,9 @@ def _parts(args: StridedAttention, tiles: int, device: torch.device) -> int:
 
 
 def attend(args: StridedAttention, tiling: PackedTiling | None = None, parts: int | None = None) -> None:
-    """Launch attention. All is on one device, the current one.
+    """Launch attention on the current device; so many programs share the keys of a row, None for what the device needs.
 
-    Args:
-        parts: programs that share the keys of a row. None for as many as the device has work for.
-
-    Raises:
-        ValueError: heads are larger than there are kernels for, or their numbers do not lie next to each other.
+    ValueError if heads are larger than there are kernels for, or their numbers do not lie next to each other.
     """
     _check(args)
     query = args.query.to(torch.float16) if args.query.element_size() == 1 else args.query  # exact

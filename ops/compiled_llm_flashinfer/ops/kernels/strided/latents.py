@@ -101,13 +101,9 @@ def _parts(args: StridedLatentAttention, tiles: int) -> int:
 
 
 def attend(args: StridedLatentAttention, tile: QueryTile | None = None, parts: int | None = None) -> None:
-    """Launch attention. All is on one device, the current one.
+    """Launch attention on the current device; so many programs share the keys of a row, None for what the device needs.
 
-    Args:
-        parts: programs that share the keys of a row. None for as many as the device has work for.
-
-    Raises:
-        ValueError: there is no kernel for the sizes or dtypes, or latents are not next to each other.
+    ValueError if there is no kernel for the sizes or dtypes, or latents are not next to each other.
     """
     _check(args)
     query, query_rope = map(inner_contiguous, args[:2])
