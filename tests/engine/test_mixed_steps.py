@@ -152,7 +152,7 @@ def test_adapted_and_quantised_weights_multiply_in_mixed_steps(
 def test_captured_shapes_are_replayed_by_mixed_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     let_a_cpu_capture(monkeypatch)
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))
-    asked, outputs, replays = requests(seed, 30), [], []
+    asked, outputs, replays = requests(seed, 16), [], []
     for mixed in (False, True):
         with engine_of(mixed) as engine:
             outputs.append(answers(engine, asked, seed))
@@ -182,7 +182,7 @@ def test_a_launch_that_finds_the_model_changed_runs_again_with_what_it_was_fed(
     """Every other replay does. Rows with penalties are among them: they are checked before."""
     let_a_cpu_capture(monkeypatch)
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))
-    asked, outputs, found = requests(seed, 30), [], list[StepKey]()
+    asked, outputs, found = requests(seed, 16), [], list[StepKey]()
     is_valid = Steps.is_valid
 
     def sometimes(self: Steps, entry: StepEntry[Any]) -> bool:
