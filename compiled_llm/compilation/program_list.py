@@ -50,26 +50,22 @@ def _reads_ids(inputs: ProgramInputs, alone: bool = False) -> bool:
     return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 2 and inputs.alone is alone
 
 
-def _decodes(inputs: ProgramInputs, one_row: bool, several: bool) -> bool:
+def _decodes(inputs: ProgramInputs, one_row: bool, several: bool, shared: bool) -> bool:
     """Whether the step decodes one row or more, of one new token or of several."""
-    if not isinstance(inputs, DecodeInputs) or inputs.shared is not None:
+    if not isinstance(inputs, DecodeInputs) or (inputs.shared is not None) is not shared:
         return False
     return (inputs.slots.shape[0] == 1) is one_row and (inputs.fed is not None) is several
-
-
-def _reads_shared_pages_once(inputs: ProgramInputs) -> bool:
-    return isinstance(inputs, DecodeInputs) and inputs.shared is not None
 
 
 def _is_unpaged(inputs: ProgramInputs) -> bool:
     return isinstance(inputs, UnpagedInputs)
 
 
-def _decode(name: str, one_row: bool, several: bool) -> Program:
+def _decode(name: str, one_row: bool, several: bool, shared: bool = False) -> Program:
     """Return a program of decode steps; those of several tokens serve calls that verify drafts."""
-    serves = partial(_decodes, one_row=one_row, several=several)
+    serves = partial(_decodes, one_row=one_row, several=several, shared=shared)
     options = partial(decode_options, one_row=one_row)
-    return Program(name, serves, decode_step, options, decodes=True, on_demand=several)
+    return Program(name, serves, decode_step, options, decodes=True, on_demand=several or shared)
 
 
 _UNPAGED = Program(UNPAGED, _is_unpaged, unpaged_step, prefill_options, on_demand=True)
@@ -82,14 +78,7 @@ PROGRAMS: tuple[Program, ...] = (
     _decode(DECODE_MANY, one_row=False, several=False),
     _decode(DECODE_ONE_SEVERAL, one_row=True, several=True),
     _decode(DECODE_MANY_SEVERAL, one_row=False, several=True),
-    Program(
-        DECODE_SHARED,
-        _reads_shared_pages_once,
-        decode_step,
-        partial(decode_options, one_row=False),
-        decodes=True,
-        on_demand=True,
-    ),
+    _decode(DECODE_SHARED, one_row=False, several=False, shared=True),
     _UNPAGED,
 )
 

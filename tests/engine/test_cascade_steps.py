@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from compiled_llm.config import Mode, WrapConfig
+from compiled_llm.config import Mode
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.cascade.cascade import Cascade
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm_ops.attention.cascade import rule
 from compiled_llm_ops.reference.backend import Reference
@@ -52,8 +54,9 @@ def automatic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "TILE_READ", 2.5 * rule.ROW_READ)
     chosen = Cascade.of
 
-    def as_on_a_gpu(config: WrapConfig, device: str, *rest: Any) -> Cascade | None:
-        return chosen(config, "cuda", *rest[:-1], torch.bfloat16)
+    def as_on_a_gpu(state: RunnerState, ops: Any) -> Cascade | None:
+        on_a_gpu = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+        return chosen(SimpleNamespace(**{**vars(state), **on_a_gpu}), ops)
 
     monkeypatch.setattr(Cascade, "of", as_on_a_gpu)
 

@@ -33,8 +33,7 @@ def launch(
     rows: CascadeRows, programs: int = 3, block: int = 64, tables: CascadeTables | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three launches, and the pages that they have written."""
-    from compiled_llm_ops.attention.cascade.kernels.merge import merge_parts
-    from compiled_llm_ops.attention.cascade.kernels.shared_prefix import attend_over_runs
+    from compiled_llm_ops.attention.cascade.kernels.shared_prefix import attend_over_runs, merge_parts
     from compiled_llm_ops.kernels.attention.decode import prepare_decode
 
     args = CascadeAttention(*rows.arguments(tables), **options)
@@ -170,7 +169,7 @@ def test_rows_without_runs_are_left_as_they_are(seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parts_whose_keys_nobody_sees_are_not_used(dtype, seed):
     """Parts of FlashInfer's kernels are of 16 bits."""
-    from compiled_llm_ops.attention.cascade.kernels.merge import merge_parts
+    from compiled_llm_ops.attention.cascade.kernels.shared_prefix import merge_parts
 
     v, s = torch.randn(2, 3, 8), torch.randn(2, 3)
     parts, lses = torch.randn(5, 3, 8).to(dtype), torch.randn(5, 3)
@@ -354,7 +353,7 @@ def test_tails_wait_for_nothing_but_at_their_end(tmp_path):
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_merge_reads_nothing_but_its_table_before_it_waits(dtype, tmp_path):
-    from compiled_llm_ops.attention.cascade.kernels import merge
+    from compiled_llm_ops.attention.cascade.kernels import shared_prefix as merge
 
     constants = {"LEVELS": 3, "DIM": 128, "BLOCK": 128, "CHUNK": merge.PARTS_AT_ONCE, "PDL": True}
     types = {"v": "*bf16", "parts": f"*{dtype}", **dict.fromkeys(("s", "lses"), "*fp32"), "merge_parts": "*i32"}

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-
-from compiled_llm.config import WrapConfig
 from compiled_llm.execution.cascade.shared_runs import SharedRuns
 from compiled_llm.execution.cascade.tables import LEAST_KEYS, CascadeTable
 from compiled_llm.execution.state.runner_state import RunnerState
-from compiled_llm.execution.state.sharing import Runs
-from compiled_llm.kinds.kind import Layer
-from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops.attention.cascade.rule import CascadeLayer, cascade_saves
 from compiled_llm_ops.attention.cascade.tables import SharedRun
@@ -26,7 +20,10 @@ class Cascade:
 
     Attributes:
         always: for all rows that share enough to fill a block of keys.
+        tables: of a ``RunnerState``, what such steps read besides the page table.
     """
+
+    tables = CascadeTable
 
     def __init__(self, layers: Sequence[CascadeLayer], page_size: int, always: bool) -> None:
         self.always = always
@@ -34,38 +31,28 @@ class Cascade:
         self._page_size = page_size
 
     @classmethod
-    def of(
-        cls,
-        config: WrapConfig,
-        device: str,
-        layers: Sequence[Layer],
-        specs: Sequence[KVCacheSpec],
-        ops: DecodeOps | None,
-        dtype: torch.dtype,
-    ) -> Cascade | None:
+    def of(cls, state: RunnerState, ops: DecodeOps | None) -> Cascade | None:
         """Return None if no step reads shared pages once: it is not wanted, or ``"auto"`` has no kernel for it.
 
         The rule of ``"auto"`` was fitted on GPUs, so on a CPU it is off.
         """
+        config, wanted = state.config, state.config.cascade
+        layers = zip(state.facts.layers, state.specs, strict=False)  # after them come specs of index keys
         known = [
             CascadeLayer(layer.query_heads, layer.kv_heads, layer.head_dim, spec.dtype.itemsize, layer.window_left >= 0)
-            for layer, spec in zip(layers, specs, strict=True)
+            for layer, spec in layers
             if layer.kind.reads_shared_pages
         ]
-        if config.cascade == "auto":
-            has_kernel = ops is not None and bool(ops.joint) and dtype.itemsize == 2
-            attending = [layer for layer in layers if layer.kind.attends]
+        if wanted == "auto":
+            has_kernel = ops is not None and bool(ops.joint) and state.dtype.itemsize == 2
+            attending = [layer for layer in state.facts.layers if layer.kind.attends]
             fits = all(layer.query_heads // layer.kv_heads <= CASCADE_QUERIES for layer in attending)
-            wanted = device == "cuda" and has_kernel and fits and bool(known) and config.max_batch_size > 1
-        else:
-            wanted = config.cascade
+            on_cuda, several = state.device.type == "cuda", config.max_batch_size > 1
+            wanted = on_cuda and has_kernel and fits and bool(known) and several
         return cls(known, config.page_size, config.cascade is True) if wanted else None
 
     def of_loop(self) -> RowsThatShare:
         return RowsThatShare(self, self._page_size)
-
-    def tables(self, state: RunnerState) -> CascadeTable:
-        return CascadeTable(state)
 
     def pays(self, runs: Sequence[SharedRun], rows: int) -> bool:
         """Return whether a step of so many rows reads these runs once."""
@@ -83,7 +70,7 @@ class RowsThatShare:
         self._found: Sequence[SharedRun] = ()
         self._pays = False
 
-    def runs(self, rows: Sequence[Row]) -> Runs:
+    def runs(self, rows: Sequence[Row]) -> Sequence[SharedRun]:
         """Return those that are read once; the page of a row's last token is in none: the next one may go there."""
         if len(rows) < 2:
             return ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +21,6 @@ from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
-from compiled_llm.execution.state.sharing import Runs
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops.protocol import own_decode_ops
 
@@ -50,7 +49,7 @@ class Decode:
         plain = state.device.type == "cpu" and ops is not None and ops.attend is own_decode_ops().attend
         self._plain = plain and not graph_manager.cuda_graphs.ours  # a replay repeats ops, and nothing between them
         self._planned = PlannedTable(state, planner) if planner.decodes else None
-        self._sharing = None if state.sharing is None else state.sharing.tables(state)
+        self._sharing: Any = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
         self.follows_tokens, self.follows_pages = planner.follows_tokens, planner.decodes
 
@@ -69,7 +68,12 @@ class Decode:
         return sum(table.nbytes for table in tables if table is not None)
 
     def place(
-        self, rows: Sequence[Row], step: StepKey, cause: UploadCause, runs: Runs | None = (), stay: bool = False
+        self,
+        rows: Sequence[Row],
+        step: StepKey,
+        cause: UploadCause,
+        runs: Sequence[Any] | None = (),
+        stay: bool = False,
     ) -> None:
         """Put rows, already grown by the tokens that they are about to feed in, in the decode buffers.
 
@@ -145,6 +149,5 @@ class Decode:
         if self._plain and self._graph_manager.programs.interpreted and not is_profiling():  # a profile names ops
             inputs = inputs._replace(shares_places=True)
         if step.shares:
-            assert self._sharing is not None, "only with its tables are there such steps"
             return inputs._replace(shared=self._sharing.of(step))
         return inputs if self._planned is None else inputs._replace(planned=self._planned.of(step))

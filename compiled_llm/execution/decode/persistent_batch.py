@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.growth import make_exact
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
-from compiled_llm.execution.state.sharing import Runs
 from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
@@ -50,8 +50,8 @@ class PersistentBatch:
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state)
         self._shared_pages = None if state.sharing is None else state.sharing.of_loop()
-        self._runs: Runs = ()  # of the rows that a step was last wanted for
-        self._placed_runs: Runs = ()
+        self._runs: Sequence[Any] = ()  # of the rows that a step was last wanted for
+        self._placed_runs: Sequence[Any] = ()
 
     @property
     def logits(self) -> Tensor | None:

@@ -114,16 +114,11 @@ class Warmup:
             decodes = self._decodes(model_runner, wanted)
             prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
             prepare(model_runner, decodes, prefills, report=report)
-        self._compile_sharing(model_runner, report)
-        self._events.warmed_up()
-
-    @staticmethod
-    def _compile_sharing(model_runner: ModelRunner, report: Report) -> None:
-        """Compile what reads shared pages once, so that requests which begin to share some do not wait for it."""
-        if model_runner.state.sharing is not None:
+        if model_runner.state.sharing is not None:  # requests which begin to share pages do not wait for it then
             report("preparing steps of requests that share pages")
             step = StepKey.decode(model_runner.config.max_batch_size, shares=True)
             model_runner.thread.call(model_runner.steps.compile, step)
+        self._events.warmed_up()
 
     @staticmethod
     def _decodes(model_runner: ModelRunner, wanted: Wanted) -> list[StepKey]:

@@ -21,7 +21,6 @@ from compiled_llm.execution.state.prefill_room import compiled_length
 from compiled_llm.execution.state.runner_tap import RunnerTap
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.score_room import ScoreRoom
-from compiled_llm.execution.state.sharing import Sharing
 from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.features import feature
@@ -111,11 +110,8 @@ class RunnerState:
         self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend, self.codecs)
         for tensor in [tensor for spec in self.specs for tensor in spec.scales if tensor is not None]:
             mark_static(tensor)
-        own_specs = self.specs[: len(facts.layers)]
-        self.sharing: Sharing | None = None
-        if (cascade := feature("cascade")) is not None:
-            of_model = facts.layers, own_specs, chosen.decode_ops, self.dtype
-            self.sharing = cascade.Cascade.of(config, self.device.type, *of_model)
+        cascade = feature("cascade")
+        self.sharing = None if cascade is None else cascade.Cascade.of(self, chosen.decode_ops)
         entries = self._entries_of_states() if entries is None else entries
         count, self.scores = self._room_for_pages(entries)
         with torch.inference_mode(False):

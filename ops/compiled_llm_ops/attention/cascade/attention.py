@@ -189,8 +189,7 @@ def attend_by_kernels(args: CascadeAttention, tiling: CascadeTiling) -> tuple[Te
 
     Arguments are not checked; queries, keys, values and tables are contiguous.
     """
-    from compiled_llm_ops.attention.cascade.kernels.merge import merge_parts
-    from compiled_llm_ops.attention.cascade.kernels.shared_prefix import attend_over_runs
+    from compiled_llm_ops.attention.cascade.kernels.shared_prefix import attend_over_runs, merge_parts
     from compiled_llm_ops.kernels.pdl import has_pdl
 
     device = args.query.device

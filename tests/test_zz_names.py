@@ -1,0 +1,172 @@
+"""How many files and calls of ours a step takes, where all that a step needs is known before.
+
+CUDA graphs are those of ``support.execution.stand_in_cuda_graphs``, on a CPU. What a program itself calls is left out,
+since a replayed CUDA graph calls nothing, and so are the model and private functions of other libraries.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+
+import compiled_llm
+from compiled_llm import Engine, SamplingParams
+from compiled_llm.compilation import steps
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.thread.engine_thread import EngineThread
+from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.graphs.graph_manager import GraphManager
+from compiled_llm.huggingface import generate as loops
+from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture, uncompiled
+from support.noting import note_calls
+from support.parity import greedy, mixed_prompts
+
+NAMES = []
+PACKAGE = Path(compiled_llm.__file__).parent
+LEFT_OUT = ("model", "compat")
+PROGRAM = Path(steps.__file__)
+
+
+class Trip(NamedTuple):
+    """The largest numbers of files and of calls that one of several steps took."""
+
+    files: int
+    calls: int
+
+
+class Walk:
+    """The calls of our own functions, from one mark to the next."""
+
+    def __init__(self) -> None:
+        self.legs: list[list[str]] = [[]]
+        self._inside = 0
+
+    def mark(self) -> None:
+        self.legs.append([])
+
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        program = code.co_name == "decode_step" and Path(code.co_filename) == PROGRAM
+        if program or code is StandIn.launch.__code__:
+            self._inside += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and not self._inside and PACKAGE in (file := Path(code.co_filename)).parents:
+            file = file.relative_to(PACKAGE)
+            if file.parts[0] not in LEFT_OUT:
+                self.legs[-1].append(str(file))
+                NAMES.append((len(self.legs), str(file), code.co_qualname))
+
+    def of(self, function: Callable[[], object]) -> list[list[str]]:
+        """Return the files of the calls between two marks, in order."""
+        before = sys.getprofile()
+        sys.setprofile(self.note)
+        try:
+            function()
+        finally:
+            sys.setprofile(before)
+        return self.legs
+
+
+def trip(legs: list[list[str]]) -> Trip:
+    return Trip(max(len(set(leg)) for leg in legs), max(map(len, legs)))
+
+
+def mark_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, walk: Walk) -> None:
+    original = getattr(owner, name)
+
+    def marking(*args: Any, **kwargs: Any) -> Any:
+        walk.mark()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, marking)
+
+
+def steps_of_generate(model: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> list[list[str]]:
+    """Return the legs of a call that prepares nothing, without its first and last ones, which are no whole steps."""
+    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
+    inputs, walk = mixed_prompts([5, 3], 128, seed), Walk()
+    greedy(model, inputs, 40)
+    mark_calls(monkeypatch, loops, "append_tokens", walk)
+    return walk.of(lambda: greedy(model, inputs, 40))[3:-3]
+
+
+def quiet(legs: list[list[str]]) -> list[list[str]]:
+    """Return the steps in which no row enters a page."""
+    left = [leg for leg in legs if "kvcache/row.py" not in leg]
+    assert len(left) > len(legs) / 4
+    return left
+
+
+def test_a_captured_step_of_generate_takes_28_calls_in_7_files(monkeypatch, seed):
+    let_a_cpu_capture(monkeypatch)
+    found = trip(quiet(steps_of_generate(uncompiled(monkeypatch), monkeypatch, seed)))
+    print(f"captured generate: {found}")
+    assert found.files <= 7
+    assert found.calls <= 28
+
+
+def test_a_captured_step_of_an_engine_takes_few_calls(monkeypatch):
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    model, params, walk = uncompiled(monkeypatch), SamplingParams(max_tokens=40, temperature=0, ignore_eos=True), Walk()
+    with Engine(model, watch_model=False) as engine:
+        engine.generate([[3, 4, 5], [6, 7, 8, 9]], params)
+        mark_calls(monkeypatch, EngineThread, "_step", walk)
+        legs = walk.of(lambda: engine.generate([[3, 4, 5], [6, 7, 8, 9]], params))
+    found = trip([leg for leg in quiet(legs[3:-3]) if "execution/model_runner.py" not in leg])
+    print(f"captured engine: {found}")
+    assert found.files <= 15
+    assert found.calls <= 44
+
+
+def test_an_uncompiled_step_takes_few_calls_beside_the_program(monkeypatch, seed):
+    legs = quiet(steps_of_generate(uncompiled(monkeypatch), monkeypatch, seed))
+    bound = [leg for leg in legs if "compilation/program_list.py" in leg]  # once by its first run, once by the next
+    assert len(bound) <= 1
+    found = trip([leg for leg in legs if leg not in bound])
+    print(f"eager generate: {found}")
+    assert found.files <= 8
+    assert found.calls <= 28
+
+
+def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed):
+    """Of one row; all that it runs is captured."""
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
+    model, inputs, walk = uncompiled(monkeypatch), mixed_prompts([5], 128, seed), Walk()
+    for _ in range(3):
+        greedy(model, inputs, 40)
+    mark_calls(monkeypatch, GenerateLoop, "step", walk)
+    changed = walk.of(lambda: greedy(model, inputs, 40))[2]
+    found = trip([changed])
+    print(f"changed step: {found}")
+    assert found.files <= 16
+    assert found.calls <= 90
+
+
+@pytest.mark.parametrize(
+    ("more", "looks"),
+    [({}, 1), ({"num_beams": 2}, 20), ({"stopping_criteria": [lambda ids, scores: False]}, 20)],
+    ids=["plain", "beams", "criterion"],
+)
+def test_a_call_looks_at_the_model_as_often_as_the_code_of_its_user_has_run(monkeypatch, seed, more, looks):
+    """Beams make each step anew, and a look belongs to that."""
+    let_a_cpu_capture(monkeypatch)
+    model, inputs = uncompiled(monkeypatch), mixed_prompts([5, 3], 128, seed)
+    greedy(model, inputs, 20, **more)
+    noted = note_calls(monkeypatch, GraphManager, "check_model", lambda *_: None)
+    greedy(model, inputs, 20, **more)
+    assert len(noted) == looks
+
+
+@pytest.fixture(autouse=True)
+def _dump(request):
+    NAMES.clear()
+    yield
+    with open(f"/tmp/names_{request.node.name[:40]}.txt", "w") as f:
+        for leg, file, name in NAMES:
+            f.write(f"{leg} {file} {name}\n")
