@@ -6,14 +6,13 @@ programs, so that new scales need neither compiling nor capturing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_llm.kinds.full import FullAttentionSpec
-from compiled_llm.kinds.spec import KVCacheSpec, PageScales, TokenPlaces, last_columns
+from compiled_llm.kinds.spec import PageScales, TokenPlaces, last_columns
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.contracts import FP8
 from compiled_llm_ops.plain_attention import as_bytes, as_fp8, scaled
@@ -54,29 +53,3 @@ class Fp8AttentionSpec(NamedTuple):
         of_heads = zip(stored, self.scales[:2], strict=True)
         keys, values = (scaled(states.view(FP8), scale).to(self.unscaled.dtype) for states, scale in of_heads)
         return keys, values
-
-
-class Fp8Codec(NamedTuple):
-    """Pages of fp8, of one layer."""
-
-    scales: PageScales
-
-    @classmethod
-    def allocated(cls, kv_heads: int, device: torch.device) -> Fp8Codec:
-        """Return that of a layer, with scales of 1, and a count of its own: equal layers are then equal code."""
-        key, value = (torch.ones(kv_heads, dtype=torch.float32, device=device) for _ in range(2))
-        return cls(PageScales(key, value, torch.zeros(1, dtype=torch.int64, device=device)))
-
-    def of(self, spec: KVCacheSpec) -> Fp8AttentionSpec:
-        assert isinstance(spec, FullAttentionSpec), "wrap has refused other layers"
-        return Fp8AttentionSpec(spec, self.scales)
-
-    @property
-    def saturated(self) -> Tensor:
-        assert self.scales.saturated is not None
-        return self.scales.saturated
-
-    def write(self, keys: Sequence[float], values: Sequence[float]) -> None:
-        for tensor, numbers in ((self.scales.key, keys), (self.scales.value, values)):
-            assert tensor is not None
-            tensor.copy_(torch.tensor(numbers, dtype=torch.float32, device="cpu"))

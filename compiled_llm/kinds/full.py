@@ -11,17 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import compiled_llm_ops as ops
 from compiled_llm.kinds.kind import Attended, AttentionCall, Layer, LayerKind, Paging, SeenCall
 from compiled_llm.kinds.rows import PackedTokens, Rows, UnpagedRows
 from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
-from compiled_llm_ops import (
-    Geometry,
-    append_paged_kv,
-    paged_attention,
-    paged_attention_lse,
-    ragged_attention,
-    ragged_attention_lse,
-)
+from compiled_llm_ops import Geometry
 from compiled_llm_ops.attention.latent.ragged import attend_on_cpu
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.contracts.latent import RaggedAttention
@@ -77,7 +71,7 @@ class Full(LayerKind):
     def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
         stored = paging.backend.stored_head_dim(layer.head_dim)
         spec = FullAttentionSpec(layer.kv_heads, layer.head_dim, stored, paging.page_size, paging.dtype)
-        return spec if paging.codec is None else paging.codec.of(spec)
+        return spec if paging.codec is None else paging.codec.coded(spec, paging.codec.scales)
 
     def unpaged(self, layer: Layer, tokens: int) -> tuple[int, ...] | None:
         return 2, tokens, layer.kv_heads, layer.head_dim
@@ -98,17 +92,9 @@ def attend(
         return _attend_by_plan(rows, call, pages, scales)
     if isinstance(rows, UnpagedRows):
         return _attend_outside(rows, call, pages)
+    given = (*call.states, pages, rows.starts, rows.lengths, rows.indices, *call.options)
     arguments = DecodeAttention(
-        *call.states,
-        pages,
-        rows.starts,
-        rows.lengths,
-        rows.indices,
-        *call.options,
-        key_scale=scales.key,
-        value_scale=scales.value,
-        saturated=scales.saturated,
-        visible=visible,
+        *given, key_scale=scales.key, value_scale=scales.value, saturated=scales.saturated, visible=visible
     )
     if rows.shared is not None:
         return rows.shared.attend(arguments, call.wants_lse)
@@ -122,7 +108,7 @@ def append(rows: PackedTokens, call: AttentionCall, pages: Tensor, scales: PageS
     """Write new keys and values into a layer's pages."""
     _, key, value = call.states
     places = (rows.token_rows, rows.token_positions, *rows.table)
-    append_paged_kv(key, value, pages, *places, rows.plans.backend, *scales)
+    ops.append_paged_kv(key, value, pages, *places, rows.plans.backend, *scales)
 
 
 def _attend_by_plan(rows: PackedTokens, call: AttentionCall, pages: Tensor, scales: PageScales) -> Attended:
@@ -130,9 +116,7 @@ def _attend_by_plan(rows: PackedTokens, call: AttentionCall, pages: Tensor, scal
     plan = rows.plans.of(call.layer)
     assert plan is not None, "keys and values of packed tokens are attended over by plan"
     arguments = (call.states[0], pages, rows.qo_indptr, *rows.table, *plan, *call.options, scales.key, scales.value)
-    if call.wants_lse:
-        return paged_attention_lse(*arguments)
-    return paged_attention(*arguments), None
+    return ops.paged_attention_lse(*arguments) if call.wants_lse else (ops.paged_attention(*arguments), None)
 
 
 def _attend_outside(rows: UnpagedRows, call: AttentionCall, memory: Tensor) -> Attended:
@@ -143,6 +127,4 @@ def _attend_outside(rows: UnpagedRows, call: AttentionCall, memory: Tensor) -> A
     arguments = RaggedAttention(query, key, value, rows.qo_indptr, call.options[0])
     if rows.ends:
         return attend_on_cpu(arguments, rows.ends, call.wants_lse)
-    if call.wants_lse:
-        return ragged_attention_lse(*arguments)
-    return ragged_attention(*arguments), None
+    return ops.ragged_attention_lse(*arguments) if call.wants_lse else (ops.ragged_attention(*arguments), None)

@@ -11,11 +11,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from compiled_llm.kinds.rows import Rows
 from compiled_llm.kinds.spec import KVCacheSpec, PageScales
+from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import ChosenBackend
 from compiled_llm_ops.protocol import Backend
 
@@ -30,6 +31,13 @@ Attended = tuple[Tensor, Tensor | None]
 
 VariantLayers = Mapping[str, Sequence[int] | str]
 """The layers of each variant, by its name; ``"all"`` for all."""
+
+
+Trial = Callable[..., None]
+"""A trial forward of a model that is not wrapped, which fills a cache of HuggingFace's: ``trial(cache, ...)``.
+
+``attend``, in place of attention, takes a module, and its query, key, value and mask; if ``fake``, nothing has memory.
+"""
 
 
 class AttentionCall(NamedTuple):
@@ -74,22 +82,6 @@ class SeenCall(NamedTuple):
     variants: VariantLayers
 
 
-class Trial(Protocol):
-    """Trial forwards of a model that is not wrapped."""
-
-    @property
-    def model(self) -> PreTrainedModel: ...
-
-    def run(
-        self, cache: DynamicCache, attend: Callable[..., Tensor] | None = None, fake: bool = False, **inputs: Any
-    ) -> None:
-        """Run one that fills a cache, with ``attend`` in place of attention if it is given; ``fake`` without memory.
-
-        ``attend`` takes a module, and its query, key, value and mask.
-        """
-        ...
-
-
 class ForwardCache(NamedTuple):
     """What takes the place of HuggingFace's cache in a forward, and further arguments of that."""
 
@@ -112,21 +104,16 @@ class ScoreSizes(Protocol):
     def nbytes(self, queries: int, keys: int, rows: int = 1) -> int: ...
 
 
-class Codec(Protocol):
-    """How a layer's keys and values are stored, if not in the model's dtype."""
+class Codec(NamedTuple):
+    """How a layer's keys and values are stored, if not in the model's dtype.
 
-    def of(self, spec: Any) -> KVCacheSpec:
-        """Return the spec of such a layer, from that of one with pages of the model's dtype."""
-        ...
+    Attributes:
+        coded: the spec of such a layer, of that of one with pages of the model's dtype, and of scales.
+        scales: of the layer.
+    """
 
-    @property
-    def saturated(self) -> Tensor:
-        """``[1]`` int64, how many numbers were clamped."""
-        ...
-
-    def write(self, keys: Sequence[float], values: Sequence[float]) -> None:
-        """Write the scales of each kv head in place."""
-        ...
+    coded: Callable[[Any, PageScales], KVCacheSpec]
+    scales: PageScales
 
 
 class Paging(NamedTuple):
@@ -176,7 +163,7 @@ class LayerKind:
         return kind
 
     @classmethod
-    def compared(cls, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
+    def compared(cls, model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
         """Return the layers as HuggingFace's cache shows what they keep."""
         return layers
 
@@ -213,11 +200,8 @@ class LayerKind:
         raise NotImplementedError
 
     @property
-    def has_memory_beside(self) -> bool:
-        """Whether it has a further memory, which follows those of all layers, with a ``spec_beside``."""
-        return False
-
-    def spec_beside(self, paging: Paging) -> KVCacheSpec | None:
+    def beside(self) -> int | None:
+        """Size of a vector that it keeps of each token in a further memory, after those of all layers; None without."""
         return None
 
     def unpaged(self, layer: Layer, tokens: int) -> tuple[int, ...] | None:
@@ -252,6 +236,14 @@ class LayerKind:
     def has_plan(self, chosen: ChosenBackend) -> bool:
         """Whether it attends by a backend's plan."""
         return True
+
+    def is_faster_by_plan(self, layer: Layer) -> bool:
+        """Whether plans of FlashInfer's are faster than what ``"auto"`` has on CUDA."""
+        return False
+
+    def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
+        """Return why a backend has no kernels for a layer of these sizes; None if it has."""
+        return chosen.backend.missing_kernel(geometry)
 
     def expands(self, layer: Layer, on_cpu: bool) -> bool:
         """Whether rows without cached tokens attend in another way, to what they expand of new ones."""
@@ -302,6 +294,9 @@ class KindOver(LayerKind):
     def value_head_dim(self) -> int | None:
         return self.memory.value_head_dim
 
+    def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
+        return self.memory.missing_kernel(chosen, layer, geometry, device)
+
 
 class Layer(NamedTuple):
     """A layer: its geometry, and its kind.
@@ -331,7 +326,7 @@ class Layer(NamedTuple):
 
 def places_beside(layers: Sequence[Layer]) -> dict[int, int]:
     """Return the layers with a further memory, and the place of each one's after the memories of all layers."""
-    beside = [number for number, layer in enumerate(layers) if layer.kind.has_memory_beside]
+    beside = [number for number, layer in enumerate(layers) if layer.kind.beside is not None]
     return {number: place for place, number in enumerate(beside, len(layers))}
 
 

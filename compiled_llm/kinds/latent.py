@@ -19,24 +19,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import compiled_llm_ops as ops
 from compiled_llm.kinds.kind import Attended, AttentionCall, ForwardCache, Layer, LayerKind, Paging, Trial
 from compiled_llm.kinds.latent_probe import Expansion, with_latents
 from compiled_llm.kinds.rows import NewestTokens, PackedTokens, PagedRows, Rows, UnpagedRows, packed
 from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
-from compiled_llm_ops import (
-    Geometry,
-    append_latent,
-    latent_attention,
-    latent_attention_lse,
-    latent_decode,
-    latent_decode_lse,
-    planned_latent_attention,
-    planned_latent_attention_lse,
-    ragged_attention,
-    ragged_attention_lse,
-)
+from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import ChosenBackend
-from compiled_llm_ops.kernels.latent.latent_tiling import missing_expanded
+from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_expanded, missing_kernel
 
 
 class Latents:
@@ -106,8 +96,8 @@ class Latent(LayerKind):
     rope_size: int
 
     @classmethod
-    def compared(cls, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
-        return with_latents(trial, layers, cls)
+    def compared(cls, model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
+        return with_latents(model, trial, layers, cls)
 
     @classmethod
     def forward_cache(cls, layers: Sequence[Layer]) -> Callable[[PreTrainedModel, Any], ForwardCache] | None:
@@ -124,6 +114,17 @@ class Latent(LayerKind):
     def has_plan(self, chosen: ChosenBackend) -> bool:
         return chosen.decode_ops is None
 
+    def is_faster_by_plan(self, layer: Layer) -> bool:
+        return layer.query_heads > OWN_HEADS
+
+    def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
+        own = missing_kernel(layer.head_dim, self.rope_size, geometry.dtype) if device == "cuda" else None
+        if own is not None or device != "cuda" or chosen.decodes_by_our_own:
+            return own
+        if not chosen.backend.latents:
+            return "it has no kernels for latents (multi-head latent attention)"
+        return chosen.backend.missing_kernel(geometry._replace(rope_size=self.rope_size))
+
     def expands(self, layer: Layer, on_cpu: bool) -> bool:
         return on_cpu or missing_expanded(self.expansion.key + self.rope_size, self.expansion.value) is None
 
@@ -131,9 +132,9 @@ class Latent(LayerKind):
         assert not isinstance(rows, UnpagedRows)
         latent, rope = (packed(part, rows.new_tokens) for part in call.cache.taken(call.layer))
         if isinstance(rows, PackedTokens) and rows.alone:
-            append_latent(latent[:, 0], rope[:, 0], pages, *rows.places)
+            ops.append_latent(latent[:, 0], rope[:, 0], pages, *rows.places)
             arguments = (*call.states, rows.qo_indptr, call.options[0])
-            return ragged_attention_lse(*arguments) if call.wants_lse else (ragged_attention(*arguments), None)
+            return ops.ragged_attention_lse(*arguments) if call.wants_lse else (ops.ragged_attention(*arguments), None)
         key, value = self.expansion.halves(call.module)
         call = call._replace(states=(_absorbed(call.states[0], key), latent, rope))
         if isinstance(rows, NewestTokens) and rows.new_tokens == 1:
@@ -155,8 +156,8 @@ def _of_newest(rows: NewestTokens, call: AttentionCall, pages: Tensor) -> Attend
     rank, table = latent.shape[2], (rows.starts, rows.lengths, rows.indices)
     arguments = (query[..., :rank], query[..., rank:], latent[:, 0], rope[:, 0], pages, *table, call.options[0])
     if call.wants_lse:
-        return latent_decode_lse(*arguments, chosen=call.chosen)
-    return latent_decode(*arguments, chosen=call.chosen), None
+        return ops.latent_decode_lse(*arguments, chosen=call.chosen)
+    return ops.latent_decode(*arguments, chosen=call.chosen), None
 
 
 def _of_packed(rows: PagedRows, call: AttentionCall, pages: Tensor) -> Attended:
@@ -164,15 +165,13 @@ def _of_packed(rows: PagedRows, call: AttentionCall, pages: Tensor) -> Attended:
     query, latent, rope = call.states
     rank, scale = latent.shape[2], call.options[0]
     places = rows.places
-    append_latent(latent[:, 0], rope[:, 0], pages, *places)
+    ops.append_latent(latent[:, 0], rope[:, 0], pages, *places)
     parts = (query[..., :rank], query[..., rank:], pages)
     if isinstance(rows, PackedTokens) and (plan := rows.plans.of(call.layer)) is not None:
         assert call.chosen is None, "layers with indexers have no plan"
         planned = (*parts, rows.qo_indptr, *rows.table, *plan, scale)
         if call.wants_lse:
-            return planned_latent_attention_lse(*planned)
-        return planned_latent_attention(*planned), None
+            return ops.planned_latent_attention_lse(*planned)
+        return ops.planned_latent_attention(*planned), None
     arguments = (*parts, *places, scale, call.chosen)
-    if call.wants_lse:
-        return latent_attention_lse(*arguments)
-    return latent_attention(*arguments), None
+    return ops.latent_attention_lse(*arguments) if call.wants_lse else (ops.latent_attention(*arguments), None)

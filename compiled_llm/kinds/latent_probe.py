@@ -53,7 +53,9 @@ class Expansion(NamedTuple):
         return key, value
 
 
-def with_latents(trial: Trial, layers: Sequence[Layer], kind: Callable[[Expansion, int], LayerKind]) -> Sequence[Layer]:
+def with_latents(
+    model: PreTrainedModel, trial: Trial, layers: Sequence[Layer], kind: Callable[[Expansion, int], LayerKind]
+) -> Sequence[Layer]:
     """Return the layers as they are kept: those of multi-head latent attention with the sizes of their latents.
 
     ``kind`` makes theirs, of an expansion and the size of the rotated part. UnsupportedModelError if the cache keeps
@@ -64,18 +66,18 @@ def with_latents(trial: Trial, layers: Sequence[Layer], kind: Callable[[Expansio
     if all(layer.kv_heads < layer.query_heads and layer.kind.value_head_dim is None for layer in attending):
         return layers
     try:
-        found = _Expansions.of(trial, layers, fake=True)
+        found = _Expansions.of(model, trial, layers, fake=True)
     except UnsupportedModelError:
         raise
     except Exception:  # a forward that looks at numbers does not take fake tensors
-        found = _Expansions.of(trial, layers, fake=False)
+        found = _Expansions.of(model, trial, layers, fake=False)
     if found and len(found) < len(attending):
         raise UnsupportedModelError(
-            f"{type(trial.model).__name__}: attention layer {min(found)} keeps latents in HuggingFace's cache, and "
+            f"{type(model).__name__}: attention layer {min(found)} keeps latents in HuggingFace's cache, and "
             "others keep keys and values; pages hold the same of all layers, so it stays usable unwrapped"
         )
     if found:
-        _ExpansionCheck.check(trial, found[min(found)].expansion)
+        _ExpansionCheck.check(model, trial, found[min(found)].expansion)
     kept = [*layers]
     for number, (expansion, rank, size) in found.items():
         own = layers[number].kind.keeping(kind(expansion, size))
@@ -117,10 +119,10 @@ class _Expansions(TorchFunctionMode):
         self._found: dict[int, _Found] = {}
 
     @classmethod
-    def of(cls, trial: Trial, layers: Sequence[Layer], fake: bool) -> dict[int, _Found]:
-        watch = cls(trial.model, layers)
+    def of(cls, model: PreTrainedModel, trial: Trial, layers: Sequence[Layer], fake: bool) -> dict[int, _Found]:
+        watch = cls(model, layers)
         with watch:
-            trial.run(watch._cache, watch.attend, fake)
+            trial(watch._cache, watch.attend, fake)
         return watch._found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,13 +189,13 @@ class _ExpansionCheck:
         self._name, self._expansion, self.cache = type(model).__name__, expansion, _WatchedCache(model)
 
     @classmethod
-    def check(cls, trial: Trial, expansion: Expansion) -> None:
+    def check(cls, model: PreTrainedModel, trial: Trial, expansion: Expansion) -> None:
         """Raise UnsupportedModelError if they differ."""
-        checked = cls(trial.model, expansion)
-        config: Any = trial.model.config
-        ids = torch.arange(2, 6, device=trial.model.device)[None]  # padding may be zeros
+        checked = cls(model, expansion)
+        config: Any = model.config
+        ids = torch.arange(2, 6, device=model.device)[None]  # padding may be zeros
         with suppress(_Compared):
-            trial.run(checked.cache, checked.attend, input_ids=ids % config.get_text_config(decoder=True).vocab_size)
+            trial(checked.cache, checked.attend, input_ids=ids % config.get_text_config(decoder=True).vocab_size)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         latent, rope = self.cache.returned[int(module.layer_idx)]  # type: ignore[arg-type]

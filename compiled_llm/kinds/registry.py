@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from compiled_llm.config import KVScales
 from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerKind, SeenCall, Trial, VariantLayers
 from compiled_llm.kinds.no_keys import NoKeys
+from compiled_llm.kinds.spec import PageScales
 
 KINDS: Sequence[type[LayerKind]] = (
     import_module("compiled_llm.kinds.full").Full,
@@ -23,9 +24,9 @@ KINDS: Sequence[type[LayerKind]] = (
 """Each takes the place of what those before it have found, or lies over it."""
 
 CODECS: Mapping[str, Any] = {
-    "fp8_e4m3": import_module("compiled_llm.kinds.fp8").Fp8Codec,
+    "fp8_e4m3": import_module("compiled_llm.kinds.fp8").Fp8AttentionSpec,
 }
-"""How pages are stored, by ``kv_dtype``."""
+"""Specs of how pages are stored, by ``kv_dtype``."""
 
 
 def kind_of(seen: SeenCall) -> LayerKind:
@@ -36,10 +37,10 @@ def kind_of(seen: SeenCall) -> LayerKind:
     return found
 
 
-def compared(trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
+def compared(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
     """Return the layers as HuggingFace's cache shows what they keep; UnsupportedModelError if no kind keeps that."""
     for kind in KINDS:
-        layers = kind.compared(trial, layers)
+        layers = kind.compared(model, trial, layers)
     return layers
 
 
@@ -65,22 +66,32 @@ def allocate_codecs(
 ) -> tuple[Codec, ...]:
     """Return the codec of each layer's pages, by its name; none for pages of the model's dtype.
 
-    Their tensors are allocated here, and are part of the specs.
+    Scales of 1, if none are given, and counts of what is clamped are allocated here, and are part of the specs.
     """
     if name is None:
         return ()
-    codecs = tuple(CODECS[name].allocated(layer.kv_heads, device) for layer in layers)
+    if name not in CODECS:
+        raise ValueError(f"kv_dtype={name!r}: this copy of compiled_llm has no such pages; leave it out")
+    codecs = []
+    for layer in layers:
+        key, value = (torch.ones(layer.kv_heads, dtype=torch.float32, device=device) for _ in range(2))
+        # A count of its own for each layer: equal ones are then equal code.
+        scales_of_layer = PageScales(key, value, torch.zeros(1, dtype=torch.int64, device=device))
+        codecs.append(Codec(CODECS[name], scales_of_layer))
     if scales is not None:
         write_scales(codecs, scales)
-    return codecs
+    return tuple(codecs)
 
 
 def write_scales(codecs: Sequence[Codec], scales: KVScales) -> None:
     """Write scales, which fit the layers, in place."""
-    for codec, keys, values in zip(codecs, scales.keys, scales.values, strict=True):
-        codec.write(keys, values)
+    for codec, *numbers in zip(codecs, scales.keys, scales.values, strict=True):
+        for tensor, own in zip(codec.scales[:2], numbers, strict=True):
+            assert tensor is not None
+            tensor.copy_(torch.tensor(own, dtype=torch.float32, device="cpu"))
 
 
 def count_saturated(codecs: Sequence[Codec]) -> int:
     """Return how many numbers were clamped, over all layers; waits for the device."""
-    return int(torch.cat([codec.saturated for codec in codecs]).sum()) if codecs else 0
+    counts = [codec.scales.saturated for codec in codecs if codec.scales.saturated is not None]
+    return int(torch.cat(counts).sum()) if counts else 0

@@ -90,3 +90,34 @@ def last_columns(states: Tensor, width: int) -> Tensor:
     """Return the last ``width`` columns of ``[..., C', D]``, with zeros before them if there are fewer."""
     states = states[..., -width:, :]
     return torch.nn.functional.pad(states, (0, 0, width - states.shape[-2], 0))
+
+
+class VectorSpec(NamedTuple):
+    """One vector of each token, ``[P, S, I]``: keys of one head; of no size if nothing is kept.
+
+    Attributes:
+        size: I.
+        page_size: S.
+        dtype: of the model.
+    """
+
+    size: int
+    page_size: int
+    dtype: torch.dtype
+
+    @property
+    def scales(self) -> PageScales:
+        return UNSCALED
+
+    def shape(self, pages: int) -> tuple[int, ...]:
+        return pages, self.page_size, self.size
+
+    def planned(self, geometry: Geometry) -> None:
+        return None
+
+    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
+        memory[places.pages, places.slots] = last_columns(keys, places.width)[places.rows, 0, places.columns]
+
+    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        keys = memory.index_select(0, pages).flatten(0, 1)[None, :length]
+        return keys, keys[..., :0]

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
+
+from compiled_llm.kinds.kind import Layer
 
 
 class Works(Enum):
@@ -150,6 +152,19 @@ NO_ATTENTION = Support(
 BY_NAME = {"blocks": BLOCKS, "chosen": CHOSEN_LATENTS, "latent": LATENT, "variant": VARIANT, "uneven": UNEVEN}
 """Rows by the names of kinds, the first of which says why something does not work."""
 KINDS = (FULL, WINDOWED, UNEVEN, LATENT, CHOSEN_LATENTS, BLOCKS, VARIANT, RECURRENT, NO_ATTENTION)
+
+
+def kinds_of(layers: Sequence[Layer], states: Mapping[tuple[int, int], Any]) -> Iterator[FoundKind]:
+    """Yield the kinds of each layer of a model; ``states`` are those that recurrent layers keep, by their places."""
+    if states:
+        first, _ = min(states)
+        yield FoundKind(RECURRENT, first, layers[first])
+    if not any(layer.kind.attends for layer in layers):
+        yield FoundKind(NO_ATTENTION, 0, layers[0])
+    for number, layer in enumerate(layers):
+        rows = [BY_NAME[name] for name in BY_NAME if name in layer.kind.names]
+        rows += [WINDOWED] if layer.window_left >= 0 else []
+        yield from (FoundKind(row, number, layer) for row in rows or [FULL] if layer.kind.attends)
 
 
 def refusal(kinds: Iterable[FoundKind], feature: str, given: str) -> str | None:

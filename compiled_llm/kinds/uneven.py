@@ -15,6 +15,7 @@ from compiled_llm.kinds.full import Full
 from compiled_llm.kinds.kind import Layer, LayerKind, Paging, SeenCall
 from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
 from compiled_llm_ops import Geometry
+from compiled_llm_ops.backends import ChosenBackend
 
 
 class UnevenAttentionSpec(NamedTuple):
@@ -73,6 +74,11 @@ class Uneven(Full):
     @property
     def value_head_dim(self) -> int:
         return self.value_size
+
+    def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
+        if not chosen.backend.uneven_heads:
+            return f"its keys have heads of size {layer.head_dim}, and its values of size {self.value_size}"
+        return chosen.backend.missing_kernel(geometry)
 
     def unpaged(self, layer: Layer, tokens: int) -> None:
         return None

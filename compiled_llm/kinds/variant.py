@@ -12,20 +12,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import compiled_llm_ops as ops
 from compiled_llm.kinds.full import append
-from compiled_llm.kinds.kind import Attended, AttentionCall, KindOver, LayerKind, SeenCall, VariantLayers
+from compiled_llm.kinds.kind import Attended, AttentionCall, KindOver, Layer, LayerKind, SeenCall, VariantLayers
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.rows import NewestTokens, PackedTokens, Rows
 from compiled_llm.kinds.spec import PageScales
-from compiled_llm_ops import (
-    Variant,
-    decode_attention_variant,
-    decode_attention_variant_lse,
-    paged_attention_variant,
-    paged_attention_variant_lse,
-    planned_attention_variant,
-    planned_attention_variant_lse,
-)
+from compiled_llm_ops import Geometry, Variant
+from compiled_llm_ops.attention.variants import missing_kernel
 from compiled_llm_ops.backends import ChosenBackend
 from compiled_llm_ops.contracts.variants import DecodeAttentionVariant
 from compiled_llm_ops.variants.expressions import VariantTensor
@@ -90,6 +84,13 @@ class VariantAttention(KindOver):
     def function(self) -> str:
         return self.own.key
 
+    def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
+        if device == "cuda" and chosen.decodes_by_our_own and (own := missing_kernel(layer.head_dim)) is not None:
+            return own
+        if device == "cuda" and not (chosen.decodes_by_our_own or chosen.plans_functions):
+            return "it has no kernels for variants"
+        return super().missing_kernel(chosen, layer, geometry, device)
+
     def has_plan(self, chosen: ChosenBackend) -> bool:
         return chosen.plans_functions
 
@@ -97,23 +98,13 @@ class VariantAttention(KindOver):
         scale, window_left, _ = call.options  # a cap was refused
         key, tensors = self.own.key, self.own.applied(call)
         if isinstance(rows, NewestTokens):
+            given = (*call.states, pages, rows.starts, rows.lengths, rows.indices, key, tensors, scale, window_left)
             newest = DecodeAttentionVariant(
-                *call.states,
-                pages,
-                rows.starts,
-                rows.lengths,
-                rows.indices,
-                key,
-                tensors,
-                scale,
-                window_left,
-                key_scale=scales.key,
-                value_scale=scales.value,
-                saturated=scales.saturated,
+                *given, key_scale=scales.key, value_scale=scales.value, saturated=scales.saturated
             )
             if call.wants_lse:
-                return decode_attention_variant_lse(*newest)
-            return decode_attention_variant(*newest), None
+                return ops.decode_attention_variant_lse(*newest)
+            return ops.decode_attention_variant(*newest), None
         assert isinstance(rows, PackedTokens)
         append(rows, call, pages, scales)
         how = (key, tensors, scale, window_left, scales.key, scales.value)
@@ -121,11 +112,11 @@ class VariantAttention(KindOver):
         if (plan := rows.plans.of(call.layer)) is not None:
             planned = (*tokens, *plan, *how)
             if call.wants_lse:
-                return planned_attention_variant_lse(*planned)
-            return planned_attention_variant(*planned), None
+                return ops.planned_attention_variant_lse(*planned)
+            return ops.planned_attention_variant(*planned), None
         if call.wants_lse:
-            return paged_attention_variant_lse(*tokens, *how)
-        return paged_attention_variant(*tokens, *how), None
+            return ops.paged_attention_variant_lse(*tokens, *how)
+        return ops.paged_attention_variant(*tokens, *how), None
 
 
 def _variant_of(variants: VariantLayers, layer: int) -> Variant | None:

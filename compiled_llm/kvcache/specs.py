@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.kinds.kind import Codec, Layer, Paging
-from compiled_llm.kinds.spec import KVCacheSpec
+from compiled_llm.kinds.spec import KVCacheSpec, VectorSpec
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm_ops.protocol import Backend
@@ -38,8 +38,8 @@ def kv_cache_specs(
     paging = Paging(page_size, dtype, backend)
     coded = itertools.zip_longest(layers, codecs)
     specs = [layer.kind.spec(layer, paging._replace(codec=codec)) for layer, codec in coded]
-    beside = (layer.kind.spec_beside(paging) for layer in layers)
-    return *specs, *(spec for spec in beside if spec is not None)
+    beside = [layer.kind.beside for layer in layers if layer.kind.beside is not None]
+    return *specs, *(VectorSpec(size, page_size, dtype) for size in beside)
 
 
 def page_size_bytes(spec: KVCacheSpec) -> int:

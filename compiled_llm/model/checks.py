@@ -19,19 +19,16 @@ from compiled_llm.compat.torch.modes import cuda_is_lost
 from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
 from compiled_llm.kinds.kind import Layer
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.kinds.support import refusal
+from compiled_llm.kinds.support import kinds_of, refusal
 from compiled_llm.model.attention_switch import attention_function_of_user
 from compiled_llm.model.inputs import in_training
-from compiled_llm.model.layer_kinds import kinds_of
 from compiled_llm.model.layer_probe import accepts_logits_to_keep
 from compiled_llm.model.layers.recurrent import Place, StateSpec
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm.model.version.training import training_difference
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.attention.variants import missing_kernel as missing_variant
-from compiled_llm_ops.backends import BACKENDS, ChosenBackend, backend_for, backend_named
+from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
-from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_kernel as missing_latents
 
 ROOT = 0
 """Root's user id; root is always trusted."""
@@ -235,7 +232,7 @@ def check_layers(
                 f"wrap: cascade=True: attention layer {number} has {group} query heads for each kv head, and at most "
                 f"{CASCADE_QUERIES} can read shared pages together; wrap without cascade"
             )
-        reason = _missing(chosen, layer, geometry, device)
+        reason = layer.kind.missing_kernel(chosen, layer, geometry, device)
         if reason is not None and config.batch_invariant:
             raise UnsupportedModelError(
                 f"wrap: batch_invariant=True: there is no such kernel for attention layer {number}: {reason}; wrap "
@@ -276,23 +273,20 @@ def _geometries(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCon
 
 
 def on_fastest_backend(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel) -> WrapConfig:
-    """Return the options with the backend that ``"auto"`` stands for where layers keep latents.
+    """Return the options with the backend that ``"auto"`` stands for where some are faster by its plans.
 
     That is FlashInfer if its kernels are faster than ours for so many heads, and else ``"auto"``.
     """
     attending = [layer for layer in layers if layer.kind.attends]
-    faster = all(
-        "latent" in layer.kind.names and layer.query_heads > OWN_HEADS and "chosen" not in layer.kind.names
-        for layer in attending
-    )
+    faster = all(layer.kind.is_faster_by_plan(layer) for layer in attending)
     if not (attending and faster) or model.device.type != "cuda" or config.attention_backend != "auto":
         return config
     if config.backend_on("cuda").name != "flashinfer":
         return config
     other = replace(config, backend="flashinfer")
     chosen, both = other.backend_on("cuda"), zip(layers, _geometries(model, layers, config), strict=True)
-    known = all(_missing(chosen, layer, geometry, "cuda") is None for layer, geometry in both if layer.kind.attends)
-    return other if known else config
+    missing = (layer.kind.missing_kernel(chosen, layer, own, "cuda") for layer, own in both if layer.kind.attends)
+    return config if any(missing) else other
 
 
 def check_scales(call: str, scales: KVScales, layers: Sequence[Layer]) -> None:
@@ -312,33 +306,9 @@ def check_scales(call: str, scales: KVScales, layers: Sequence[Layer]) -> None:
                 )
 
 
-def _missing(chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
-    """Return why a backend has no kernels for a layer of these sizes; None if it has."""
-    backend, planned = chosen.backend, device == "cuda" and not chosen.decodes_by_our_own
-    if "latent" in layer.kind.names:
-        assert layer.kind.value_head_dim is not None, "latents have a rotated part"
-        own = missing_latents(layer.head_dim, layer.kind.value_head_dim, geometry.dtype) if device == "cuda" else None
-        if own is not None or not planned:
-            return own
-        if not backend.latents:
-            return "it has no kernels for latents (multi-head latent attention)"
-        return backend.missing_kernel(geometry._replace(rope_size=layer.kind.value_head_dim))
-    if layer.kind.function and device == "cuda":
-        own = missing_variant(layer.head_dim) if not planned else None
-        if own is not None or (planned and not chosen.plans_functions):
-            return own or "it has no kernels for variants"
-    if layer.kind.value_head_dim is not None and not backend.uneven_heads:
-        return f"its keys have heads of size {layer.head_dim}, and its values of size {layer.kind.value_head_dim}"
-    return backend.missing_kernel(geometry)
-
-
 def _others(name: str, layer: Layer, geometry: Geometry, device: str) -> str:
     others = [backend_for(other, device) for other in BACKENDS if other != name]
-    able = [
-        other
-        for other in others
-        if _missing(other, layer, geometry, device) is None and (other.decodes_by_our_own or not layer.kind.reads_mask)
-    ]
+    able = [other for other in others if layer.kind.missing_kernel(other, layer, geometry, device) is None]
     ways = [f"backend={other.name!r}" + ("" if other.backend.capturable else " with mode='eager'") for other in able]
     return f"{' or '.join(ways)} can" if ways else "no backend can"
 

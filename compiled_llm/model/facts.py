@@ -18,10 +18,9 @@ from compiled_llm.compat.huggingface import keeps_all
 from compiled_llm.kinds.kind import Layer, ScoreSizes, VariantLayers
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.registry import forward_cache_for
-from compiled_llm.kinds.support import FoundKind, runs_original
+from compiled_llm.kinds.support import FoundKind, kinds_of, runs_original
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
-from compiled_llm.model.layer_kinds import kinds_of
 from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
 from compiled_llm.model.probes.autocast_probe import AutocastProbe
 from compiled_llm.model.probes.cache_probe import hands_cache_back

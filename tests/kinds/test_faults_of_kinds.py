@@ -158,8 +158,8 @@ REFUSALS: dict[str, Fault] = {
     ),
     "recurrent layers with batch_invariant": Fault(
         "test_what_a_kind_refuses_is_refused_by_its_sentence[recurrent-batch_invariant]",
-        "yield FoundKind(support.RECURRENT, first, layers[first])",
-        "yield FoundKind(support.FULL, first, layers[first])",
+        "yield FoundKind(RECURRENT, first, layers[first])",
+        "yield FoundKind(FULL, first, layers[first])",
     ),
 }
 FAULTS = TOKENS | CAPTURED | COMPILED | LOGITS | CACHES | BEAMS_AND_DRAFTS | PREFIX_HITS | REFUSALS

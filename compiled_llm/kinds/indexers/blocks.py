@@ -17,10 +17,11 @@ from compiled_llm.kinds.full import append, attend
 from compiled_llm.kinds.indexers.index_keys import Indexed, IndexedRows, with_index_sizes
 from compiled_llm.kinds.kind import Attended, AttentionCall, ForwardCache, Layer, LayerKind, SeenCall, Trial
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.kinds.rows import PackedTokens, Rows
+from compiled_llm.kinds.rows import NewestTokens, PackedTokens, Rows
 from compiled_llm.kinds.spec import PageScales
-from compiled_llm_ops import decode_attention, decode_attention_lse
-from compiled_llm_ops.contracts import DecodeAttention
+from compiled_llm_ops.protocol import own_decode_ops
+
+_OPS = own_decode_ops()
 
 
 class BlockChoices:
@@ -76,13 +77,13 @@ class Blocks(Indexed):
         return cls(kind, block_size=int(config.index_block_size))
 
     @classmethod
-    def compared(cls, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
+    def compared(cls, model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
         kinds = cls.layers_of(layers)
-        found = with_index_sizes(trial, layers, kinds) if kinds else layers
+        found = with_index_sizes(model, trial, layers, kinds) if kinds else layers
         for number, kind in cls.layers_of(found).items():
             if kind.index_size is None:
                 raise UnsupportedModelError(
-                    f"{type(trial.model).__name__}: attention layer {number} reads blocks of tokens, and HuggingFace's "
+                    f"{type(model).__name__}: attention layer {number} reads blocks of tokens, and HuggingFace's "
                     "cache keeps no keys by which they are chosen; it stays usable unwrapped"
                 )
         return found
@@ -113,25 +114,12 @@ class Blocks(Indexed):
     def attend(self, rows: Rows, call: AttentionCall, pages: Tensor, scales: PageScales) -> Attended:
         blocks = call.arguments.get("block_indices")
         visible = None if blocks is None else visible_pages(blocks, call.cache.rows)
-        if visible is None or not isinstance(rows, PackedTokens):
-            return attend(rows, call, pages, scales, visible)
-        append(rows, call, pages, scales)
-        # Each token attends as the newest one of a row, to be written again.
-        starts, lengths = rows.indptr[rows.token_rows], rows.token_positions + 1
-        arguments = DecodeAttention(
-            *call.states,
-            pages,
-            starts,
-            lengths,
-            rows.indices,
-            *call.options,
-            key_scale=scales.key,
-            value_scale=scales.value,
-            visible=visible,
-        )
-        if call.wants_lse:
-            return decode_attention_lse(*arguments)
-        return decode_attention(*arguments), None
+        if visible is not None and isinstance(rows, PackedTokens):
+            append(rows, call, pages, scales)
+            # Each token attends as the newest one of a row, to be written again.
+            starts, lengths = rows.indptr[rows.token_rows], rows.token_positions + 1
+            rows, scales = NewestTokens(starts, lengths, rows.indices, _OPS), scales._replace(saturated=None)
+        return attend(rows, call, pages, scales, visible)
 
 
 def visible_pages(blocks: Tensor, rows: IndexedRows) -> Tensor:

@@ -65,16 +65,16 @@ class ChosenTokens(Indexed):
         return cls(kind) if isinstance(seen.arguments.get("indices"), Tensor) else kind
 
     @classmethod
-    def compared(cls, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
+    def compared(cls, model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:
         kinds = cls.layers_of(layers)
         for number, kind in kinds.items():
             if not kind.memory.reads_chosen:
                 raise UnsupportedModelError(
-                    f"{type(trial.model).__name__}: attention layer {number} reads tokens that an indexer chooses, and "
+                    f"{type(model).__name__}: attention layer {number} reads tokens that an indexer chooses, and "
                     "keeps keys and values; that exists for latents alone (multi-head latent attention), so it stays "
                     "usable unwrapped"
                 )
-        return with_index_sizes(trial, layers, kinds) if kinds else layers
+        return with_index_sizes(model, trial, layers, kinds) if kinds else layers
 
     @classmethod
     def check(cls, model: PreTrainedModel, variants: VariantLayers) -> None:

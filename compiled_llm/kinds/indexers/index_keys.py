@@ -24,10 +24,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from compiled_llm.compat.huggingface import index_keys, indexed_layers
-from compiled_llm.kinds.kind import KindOver, Layer, Paging, ScoreSizes, Trial, places_beside
+from compiled_llm.kinds.kind import KindOver, Layer, ScoreSizes, Trial, places_beside
 from compiled_llm.kinds.rows import NewestTokens, PagedRows
-from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
 from compiled_llm_ops import Geometry, append_latent
+from compiled_llm_ops.backends import ChosenBackend
 
 
 def scored_pages(pages: int, page_size: int, block_size: int, padding: int) -> int:
@@ -142,37 +142,6 @@ class IndexedRows(NamedTuple):
         return self.starts[self.token_rows] * self.page_size
 
 
-class IndexKeysSpec(NamedTuple):
-    """Keys by which a layer's indexer chooses what is read, ``[P, S, I]``; HuggingFace's caches hold them beside.
-
-    Attributes:
-        size: I.
-        page_size: S.
-        dtype: of the model.
-    """
-
-    size: int
-    page_size: int
-    dtype: torch.dtype
-
-    @property
-    def scales(self) -> PageScales:
-        return UNSCALED
-
-    def shape(self, pages: int) -> tuple[int, ...]:
-        return pages, self.page_size, self.size
-
-    def planned(self, geometry: Geometry) -> None:
-        return None
-
-    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
-        memory[places.pages, places.slots] = last_columns(keys, places.width)[places.rows, 0, places.columns]
-
-    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        keys = memory.index_select(0, pages).flatten(0, 1)[None, :length]
-        return keys, keys[..., :0]
-
-
 @dataclass(frozen=True)
 class Indexed(KindOver):
     """A kind whose queries read what an indexer chooses, of this layer or one before.
@@ -195,12 +164,14 @@ class Indexed(KindOver):
         kept = index_keys(layer)
         return kept is not None and kept.shape[1] == layer.keys.shape[2]
 
-    def spec_beside(self, paging: Paging) -> KVCacheSpec | None:
-        return None if self.index_size is None else IndexKeysSpec(self.index_size, paging.page_size, paging.dtype)
+    def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
+        if device == "cuda" and not chosen.decodes_by_our_own:
+            return "no plan knows what an indexer chooses"
+        return super().missing_kernel(chosen, layer, geometry, device)
 
     @property
-    def has_memory_beside(self) -> bool:
-        return self.index_size is not None
+    def beside(self) -> int | None:
+        return self.index_size
 
     def scores(self, config: Any, dtype: torch.dtype) -> ScoreSizes | None:
         if self.index_size is None:
@@ -235,10 +206,12 @@ class Indexed(KindOver):
         return IndexedRows.of(batch.rows, size, most, kind.chosen(config), kind.together), pages
 
 
-def with_index_sizes(trial: Trial, layers: Sequence[Layer], kinds: Mapping[int, Indexed]) -> list[Layer]:
+def with_index_sizes(
+    model: PreTrainedModel, trial: Trial, layers: Sequence[Layer], kinds: Mapping[int, Indexed]
+) -> list[Layer]:
     """Return the layers, some of ``kinds``, with the sizes of the index keys that HuggingFace's cache then has."""
-    cache, found = DynamicCache(config=trial.model.config), [*layers]
-    trial.run(cache)
+    cache, found = DynamicCache(config=model.config), [*layers]
+    trial(cache)
     for number, kind in kinds.items():
         keys = index_keys(cache.layers[number])
         size = None if keys is None else keys.shape[-1]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Laye
     positions = max_positions_of(model)
     windowed = [_seeing(layer, window, positions) for layer, window in zip(layers, found, strict=True)]
     _check_cache(model, windowed)
-    return [*compared(_Trial(model), windowed)]
+    return [*compared(model, partial(_try, model), windowed)]
 
 
 _UNMASKED = -1
@@ -138,25 +140,18 @@ class _Handed:
         )
 
 
-class _Trial:
-    """Trial forwards that fill a cache, as kinds ask for them."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-
-    def run(
-        self, cache: DynamicCache, attend: Callable[..., Tensor] | None = None, fake: bool = False, **inputs: Any
-    ) -> None:
-        argument = cache_argument(type(self.model).forward)
-        with nullcontext() if attend is None else observed(self.model, _Attending(attend)):
-            trial_forward(self.model, fake, lambda: {argument: cache}, use_cache=True, **inputs)
-
-
-class _Attending:
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
-        self.attend = attend
-
-    def mask(self, arguments: dict[str, Any]) -> None: ...
+def _try(
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    attend: Callable[..., Tensor] | None = None,
+    fake: bool = False,
+    **inputs: Any,
+) -> None:
+    """Run a trial forward that fills a cache, as kinds ask for it."""
+    argument = cache_argument(type(model).forward)
+    observer: Any = SimpleNamespace(mask=lambda _: None, attend=attend)
+    with nullcontext() if attend is None else observed(model, observer):
+        trial_forward(model, fake, lambda: {argument: cache}, use_cache=True, **inputs)
 
 
 class _Shared:

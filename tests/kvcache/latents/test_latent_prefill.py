@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import compiled_llm
+import compiled_llm_ops
 from compiled_llm import Engine
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_ALONE
-from compiled_llm.kinds import latent
 from compiled_llm_ops import planned_latent_attention
 from compiled_llm_ops.contracts import PlannedBatch
 from compiled_llm_ops.contracts.latent import PlannedLatentAttention
@@ -34,7 +34,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Which op of prefill ran, and over how many tokens, padding included, in order; a first call runs each once."""
     ran: list[tuple[str, int]] = []
     for name in ("ragged_attention", "latent_attention"):
-        monkeypatch.setattr(latent, name, _noted(ran, name, getattr(latent, name)))
+        monkeypatch.setattr(compiled_llm_ops, name, _noted(ran, name, getattr(compiled_llm_ops, name)))
     return ran
 
 
@@ -149,7 +149,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
     monkeypatch.setattr(ReferencePlan, "decide", decide)
-    monkeypatch.setattr(latent, "planned_latent_attention", attend)
+    monkeypatch.setattr(compiled_llm_ops, "planned_latent_attention", attend)
     return launches
 
 
