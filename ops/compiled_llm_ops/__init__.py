@@ -27,7 +27,8 @@ from compiled_llm_ops.attention.variants import (
     planned_attention_variant,
     planned_attention_variant_lse,
 )
-from compiled_llm_ops.contracts import (
+from compiled_llm_ops.contracts import Geometry, PageTable
+from compiled_llm_ops.contracts.sampling import (
     BIASED,
     CLEANED,
     COUNTED,
@@ -36,8 +37,6 @@ from compiled_llm_ops.contracts import (
     MASKED,
     MAX_BIASES,
     MAX_FOLLOWED,
-    Geometry,
-    PageTable,
 )
 from compiled_llm_ops.experts.fused import fused_experts
 from compiled_llm_ops.experts.linear import experts_linear

@@ -21,7 +21,7 @@ from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import MAX_BIASES, sample_tokens
-from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS
+from compiled_llm_ops.contracts.sampling import OF_TILES, OF_TOKENS
 from compiled_llm_ops.sampling.race import exponentials, philox
 from support.ops.sampling_cases import (
     BRANCHES,

@@ -13,7 +13,7 @@ import torch
 
 import compiled_llm_ops
 from compiled_llm_ops import chained_linear, normed_linear, top_logprobs
-from compiled_llm_ops.contracts import TopLogprobs
+from compiled_llm_ops.contracts.sampling import TopLogprobs
 from compiled_llm_ops.kernels.linear.chained_tiling import ChainedTiling, MatmulTile, choose_chained_tiling
 from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling
 from support.ops.compiling import compiled, in_order

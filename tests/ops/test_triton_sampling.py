@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import build_sampling, sample_tokens
-from compiled_llm_ops.contracts import SampleTokens
+from compiled_llm_ops.contracts.sampling import SampleTokens
 from support.ops.compiling import compiled
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.sampling_cases import (

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts import TopLogprobs
+from compiled_llm_ops.contracts.sampling import TopLogprobs
 
 _TILE = tl.constexpr(128)
 _SPAN = tl.constexpr(4096)

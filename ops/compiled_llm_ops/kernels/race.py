@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS
+from compiled_llm_ops.contracts.sampling import OF_TILES, OF_TOKENS
 
 _OF_TILES, _OF_TOKENS = tl.constexpr(OF_TILES), tl.constexpr(OF_TOKENS)
 

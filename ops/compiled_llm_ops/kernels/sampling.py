@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts import (
+from compiled_llm_ops.contracts.sampling import (
     BIASED,
     CLEANED,
     COUNTED,

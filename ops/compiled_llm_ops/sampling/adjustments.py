@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import (
-    BIASED,
-    CLEANED,
-    COUNTED,
-    FOLLOWING,
-    MASKED,
-    MAX_FOLLOWED,
-)
+from compiled_llm_ops.contracts.sampling import BIASED, CLEANED, COUNTED, FOLLOWING, MASKED, MAX_FOLLOWED
 
 _HUGE = 1e30  # in place of infinities: no other logit is as large, and float32 has room above it
 

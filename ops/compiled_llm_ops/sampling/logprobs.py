@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import TopLogprobs
+from compiled_llm_ops.contracts.sampling import TopLogprobs
 from compiled_llm_ops.library import define_op, kernel_of
 
 _AT_ONCE = 2**24

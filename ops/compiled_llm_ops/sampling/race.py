@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS, TILE
+from compiled_llm_ops.contracts.sampling import OF_TILES, OF_TOKENS, TILE
 
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import (
+from compiled_llm_ops.contracts.sampling import (
     COUNTED,
     DEFERRED,
     FOLLOWING,

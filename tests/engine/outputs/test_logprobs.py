@@ -32,7 +32,7 @@ from compiled_llm.requests.outputs import Completion, Logprob, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.token_stream import Token
 from compiled_llm_ops import sample_tokens
-from compiled_llm_ops.contracts import SampleTokens
+from compiled_llm_ops.contracts.sampling import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
 from support.ops.sampling_cases import BRANCHES, EDITED, arguments, distribution, warped
 

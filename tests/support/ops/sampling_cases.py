@@ -33,7 +33,7 @@ from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slot_settings import SlotSettings
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm_ops import COUNTED
-from compiled_llm_ops.contracts import OF_TILES, OF_TOKENS, TILE, SampleTokens
+from compiled_llm_ops.contracts.sampling import OF_TILES, OF_TOKENS, TILE, SampleTokens
 from compiled_llm_ops.sampling.race import exponentials
 
 BRANCHES = [

@@ -1,0 +1,63 @@
+"""What the ops and kernels of sampling and of log-probabilities take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+COUNTED = 1
+"""Part of a row's logit adjustments, of ``sample_tokens``: penalties by what it has counted."""
+
+MASKED = 2
+"""Part of a row's logit adjustments: a mask says which tokens are allowed."""
+
+CLEANED = 4
+"""Part of a row's logit adjustments: NaN becomes 0, and infinities become finite."""
+
+FOLLOWING = 8
+"""Part of a row's logit adjustments for each token before the one that is sampled which its biases look at."""
+
+DEFERRED = 64
+"""Part of a row's logit adjustments: a launch of its own samples its token, once the host has written its mask."""
+
+BIASED = 128
+"""Part of a row's logit adjustments for each of its biases; they are its largest part."""
+
+MAX_FOLLOWED = 7
+"""How many tokens before the one that is sampled a bias can look at."""
+
+MAX_BIASES = 512
+"""How many biases a row can have."""
+
+TILE = 64
+"""So many neighbouring tokens race as one first."""
+
+OF_TILES, OF_TOKENS = 0, 1
+"""The use of a random number: a part of the generator's counter."""
+
+
+class SampleTokens(NamedTuple):
+    logits: Tensor
+    seeds: Tensor
+    slots: Tensor
+    positions: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    adjustments: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    counts: Tensor
+    allowed: Tensor
+    biases: Tensor
+    recent: Tensor
+    deferred: bool = False
+
+
+class TopLogprobs(NamedTuple):
+    logits: Tensor
+    tokens: Tensor
+    num_logprobs: int
