@@ -26,7 +26,6 @@ from compiled_llm_ops.sampling.race import exponentials, philox
 from support.ops.sampling_cases import (
     BRANCHES,
     EDITED,
-    EVERYTHING,
     SINGLE_EDITS,
     arguments,
     assert_wins,
@@ -138,20 +137,6 @@ def test_each_token_is_drawn_if_huggingfaces_filters_keep_it_and_no_other_is(set
     if setting.temperature:
         likely = distribution(logits, setting)[tokens] > 1e-3
         assert (chosen == tokens)[likely].double().mean() > 0.8
-
-
-SINGLE_FILTERS: dict[str, float] = {"top_k": 40, "top_p": 0.85, "min_p": 0.02}
-
-
-@pytest.mark.parametrize("edit", [{}, EVERYTHING], ids=["alone", "beside edits"])
-def test_all_pairs_of_filters_follow_huggingfaces(edit, seed):
-    """One batch of rows, each with other settings."""
-    pairs = itertools.combinations(SINGLE_FILTERS, 2)
-    each = [{name: SINGLE_FILTERS[name] for name in pair} for pair in pairs]
-    settings = [Sampling(**edit, temperature=0.9, **filters) for filters in each]
-    logits = torch.randn(len(settings), 2001) * 2
-    for seeds in some_seeds(4, len(settings)):
-        assert_wins(sample_tokens(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -57,6 +57,7 @@ BRANCHES = [
     Sampling(min_p=1e-4),
     Sampling(min_p=1.0),
     Sampling(temperature=0.0, repetition_penalty=1.5, seen=np.arange(0, 4000, 2)),
+    Sampling(temperature=0.9, top_k=40, min_p=0.02),
 ]
 """Greedy, unfiltered, few candidates, too many for that, and thresholds that need no search."""
 
