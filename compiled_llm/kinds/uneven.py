@@ -84,6 +84,6 @@ class Uneven(Full):
         return None
 
     def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
-        assert paging.codec is None, "wrap has refused it"
+        assert paging.codec is None, "the table of support refuses codecs"
         sizes = layer.kv_heads, layer.head_dim, self.value_size
         return UnevenAttentionSpec(*sizes, paging.page_size, paging.dtype)

@@ -95,7 +95,7 @@ class VariantAttention(KindOver):
         return chosen.plans_functions
 
     def attend(self, rows: Rows, call: AttentionCall, pages: Tensor, scales: PageScales) -> Attended:
-        scale, window_left, _ = call.options  # a cap was refused
+        scale, window_left, _ = call.options  # the table of support refuses a cap
         key, tensors = self.own.key, self.own.applied(call)
         if isinstance(rows, NewestTokens):
             given = (*call.states, pages, rows.starts, rows.lengths, rows.indices, key, tensors, scale, window_left)
