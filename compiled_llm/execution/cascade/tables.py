@@ -6,7 +6,7 @@ Shapes: B rows of a bucket, W work items.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class CascadeBatch(NamedTuple):
         """Read shared pages once; in a layer that chooses which it reads, each row reads its own."""
         if arguments.visible is not None:
             return decode_attention_lse(*arguments) if wants_lse else (decode_attention(*arguments), None)
-        given = (*arguments[:7], *self, *arguments[7:-1])
+        given: tuple[Any, ...] = (*arguments[:7], *self, *arguments[7:-1])  # all but ``visible``
         return cascade_attention_lse(*given) if wants_lse else (cascade_attention(*given), None)
 
 
