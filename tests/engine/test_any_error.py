@@ -289,7 +289,7 @@ def test_a_request_that_waits_again_while_its_text_is_made_is_lost_once():
     work.add([handle])
     assert work.take() == [handle]
     work.add([handle])
-    assert work.lose() == [handle]
+    assert work.take_all() == [handle]
 
 
 def test_a_thread_that_ends_inside_a_pause_has_the_loop_no_more(engine):
