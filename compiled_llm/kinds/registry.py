@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from compiled_llm.config import KVScales
 from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerKind, SeenCall, Trial, VariantLayers
 from compiled_llm.kinds.no_keys import NoKeys
+from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.spec import PageScales
 
 KINDS: Sequence[type[LayerKind]] = (
@@ -46,6 +47,8 @@ def compared(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> S
 
 def check_kinds(model: PreTrainedModel, variants: VariantLayers) -> None:
     """Raise UnsupportedModelError if this version of transformers, or the options, do not fit a model."""
+    if variants and not any(kind.name == "variant" for kind in KINDS):
+        raise UnsupportedModelError("wrap: variants: this copy of compiled_llm has none; leave them out")
     for kind in KINDS:
         kind.check(model, variants)
 
@@ -70,8 +73,6 @@ def allocate_codecs(
     """
     if name is None:
         return ()
-    if name not in CODECS:
-        raise ValueError(f"kv_dtype={name!r}: this copy of compiled_llm has no such pages; leave it out")
     codecs = []
     for layer in layers:
         key, value = (torch.ones(layer.kv_heads, dtype=torch.float32, device=device) for _ in range(2))

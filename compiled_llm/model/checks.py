@@ -19,6 +19,7 @@ from compiled_llm.compat.torch.modes import cuda_is_lost
 from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
 from compiled_llm.kinds.kind import Layer
 from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.registry import CODECS
 from compiled_llm.kinds.support import kinds_of, refusal
 from compiled_llm.model.attention_switch import attention_function_of_user
 from compiled_llm.model.inputs import in_training
@@ -177,6 +178,10 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
         raise ValueError(
             f"wrap: cascade=True: backend={name!r} has no decode kernel on {kind} that reads pages which rows share "
             "once; wrap with backend='auto', or without cascade"
+        )
+    if config.kv_dtype is not None and config.kv_dtype not in CODECS:
+        raise ValueError(
+            f"wrap: kv_dtype={config.kv_dtype!r}: this copy of compiled_llm has no such pages; leave it out"
         )
     if config.kv_dtype is not None and FP8 not in backend.kv_dtypes:
         raise ValueError(

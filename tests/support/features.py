@@ -28,20 +28,19 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
+    # Ops of fp8 and of latents stay: they are used alone, and by FlashInfer's API.
     "fp8 pages": Feature(
         "fp8",
-        ("compiled_llm/kinds/fp8.py", "ops/compiled_llm_ops/kernels/attention/fp8.py"),
-        ("kvcache/test_fp8_engines.py", "kvcache/test_fp8_pages.py"),
-        lacks="the append and both attentions of all kernels convert numbers themselves",
+        ("compiled_llm/kinds/fp8.py",),
+        ("kvcache/test_fp8_engines.py",),
+        line="compiled_llm/kinds/registry.py: compiled_llm.kinds.fp8",
+        asks="wrapped(kv_dtype='fp8_e4m3')",
     ),
     "latents": Feature(
         "latent",
-        (
-            *("compiled_llm/kinds/latent.py", "compiled_llm/kinds/latent_probe.py"),
-            "ops/compiled_llm_ops/attention/latent",
-        ),
-        ("kvcache/latents/test_latent_pages.py", "kvcache/latents/test_latent_steps.py", "ops/latent"),
-        lacks="layers without pages attend by an op of theirs; ops export them, and kernels lie in one folder more",
+        ("compiled_llm/kinds/latent.py", "compiled_llm/kinds/latent_probe.py"),
+        ("kvcache/latents/test_latent_pages.py", "kvcache/latents/test_latent_faults.py"),
+        line="compiled_llm/kinds/registry.py: compiled_llm.kinds.latent",
     ),
     "indexers": Feature(
         "indexe[rd]",
@@ -53,7 +52,7 @@ FEATURES = {
         "(?<!in)variant",  # "invariant" is another feature
         ("compiled_llm/kinds/variant.py", "ops/compiled_llm_ops/variants"),
         ("huggingface/variants/test_variant_models.py", "ops/variants"),
-        lacks="plans and every backend of the ops import it",
+        lacks="the package runs without its file; plans and every backend of the ops import theirs",
     ),
     "recurrent layers": Feature(
         "recurrent",
