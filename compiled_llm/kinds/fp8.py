@@ -19,15 +19,10 @@ from compiled_llm_ops.plain_attention import as_bytes, as_fp8, scaled
 
 
 class Fp8AttentionSpec(NamedTuple):
-    """Keys and values of one size in fp8; memory as ``FullAttentionSpec``.
+    """Keys and values of one size in fp8; memory as ``FullAttentionSpec``."""
 
-    Attributes:
-        unscaled: the spec of such a layer with pages of the model's dtype.
-        scales: on the device, at addresses that graphs may rely on.
-    """
-
-    unscaled: FullAttentionSpec
-    scales: PageScales
+    unscaled: FullAttentionSpec  # the spec of such a layer with pages of the model's dtype
+    scales: PageScales  # on the device, at addresses that graphs may rely on
 
     def shape(self, pages: int) -> tuple[int, ...]:
         return self.unscaled.shape(pages)

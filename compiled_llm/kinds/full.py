@@ -22,21 +22,13 @@ from compiled_llm_ops.contracts.latent import RaggedAttention
 
 
 class FullAttentionSpec(NamedTuple):
-    """Keys and values of one size, ``[P, 2, K, S, D]``.
+    """Keys and values of one size, ``[P, 2, K, S, D]``."""
 
-    Attributes:
-        kv_heads: K.
-        head_dim: of the model.
-        stored_head_dim: D; the part that the model does not need stays zero.
-        page_size: S.
-        dtype: of the model.
-    """
-
-    kv_heads: int
-    head_dim: int
-    stored_head_dim: int
-    page_size: int
-    dtype: torch.dtype
+    kv_heads: int  # K
+    head_dim: int  # of the model
+    stored_head_dim: int  # D; the part that the model does not need stays zero
+    page_size: int  # S
+    dtype: torch.dtype  # of the model
 
     @property
     def scales(self) -> PageScales:

@@ -41,45 +41,30 @@ Trial = Callable[..., None]
 
 
 class AttentionCall(NamedTuple):
-    """A layer's call of its attention function.
+    """A layer's call of its attention function."""
 
-    Attributes:
-        module: that calls.
-        layer: its number.
-        wants_lse: whether the log-sum-exp is asked for.
-        arguments: further ones of the call, by name.
-        cache: what stands in for HuggingFace's cache in this forward; None if nothing does.
-        chosen: ``[T, n]`` int32, the positions that each query reads, where a kind lets it; None for all.
-    """
-
-    module: nn.Module
-    layer: int
+    module: nn.Module  # that calls
+    layer: int  # its number
     states: States
     options: Options
-    wants_lse: bool
-    arguments: Mapping[str, Any]
-    cache: Any = None
+    wants_lse: bool  # whether the log-sum-exp is asked for
+    arguments: Mapping[str, Any]  # further ones of the call, by name
+    cache: Any = None  # what stands in for HuggingFace's cache in this forward; None if nothing does
+    # ``[T, n]`` int32, the positions that each query reads, where a kind lets it; None for all
     chosen: Tensor | None = None
 
 
 class SeenCall(NamedTuple):
-    """A layer's call of attention in a trial forward; queries, keys and values are HuggingFace's.
-
-    Attributes:
-        number: of the layer.
-        arguments: further ones of the call, by name.
-        sinks: whether it has attention sinks.
-        variants: by which some layers of the model attend.
-    """
+    """A layer's call of attention in a trial forward; queries, keys and values are HuggingFace's."""
 
     module: nn.Module
-    number: int
+    number: int  # of the layer
     query: Tensor
     key: Tensor
     value: Tensor
-    arguments: Mapping[str, Any]
-    sinks: bool
-    variants: VariantLayers
+    arguments: Mapping[str, Any]  # further ones of the call, by name
+    sinks: bool  # whether it has attention sinks
+    variants: VariantLayers  # by which some layers of the model attend
 
 
 class ForwardCache(NamedTuple):
@@ -105,50 +90,31 @@ class ScoreSizes(Protocol):
 
 
 class Codec(NamedTuple):
-    """How a layer's keys and values are stored, if not in the model's dtype.
+    """How a layer's keys and values are stored, if not in the model's dtype."""
 
-    Attributes:
-        coded: the spec of such a layer, of that of one with pages of the model's dtype, and of scales.
-        scales: of the layer.
-    """
-
+    # the spec of such a layer, of that of one with pages of the model's dtype, and of scales
     coded: Callable[[Any, PageScales], KVCacheSpec]
-    scales: PageScales
+    scales: PageScales  # of the layer
 
 
 class Paging(NamedTuple):
-    """How pages are laid out.
+    """How pages are laid out."""
 
-    Attributes:
-        page_size: S.
-        dtype: of the model.
-        backend: attends, and says which head sizes pages must have.
-        codec: of the layer's pages; None if they are of the model's dtype.
-    """
-
-    page_size: int
-    dtype: torch.dtype
-    backend: Backend
-    codec: Codec | None = None
+    page_size: int  # S
+    dtype: torch.dtype  # of the model
+    backend: Backend  # attends, and says which head sizes pages must have
+    codec: Codec | None = None  # of the layer's pages; None if they are of the model's dtype
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A kind of layer, with what is known of a layer besides its geometry.
+    """A kind of layer, with what is known of a layer besides its geometry."""
 
-    Attributes:
-        name: in the table of what works with it.
-        attends: whether it has attention; without, nothing else is said of a layer.
-        own_cache_layers: whether HuggingFace's caches have layers of a type of their own for it.
-        reads_shared_pages: whether pages that rows share can be read once.
-        reads_chosen: whether it attends to chosen tokens alone, if a call has some.
-    """
-
-    name: ClassVar[str]
-    attends: ClassVar[bool] = True
-    own_cache_layers: ClassVar[bool] = False
-    reads_shared_pages: ClassVar[bool] = True
-    reads_chosen: ClassVar[bool] = False
+    name: ClassVar[str]  # in the table of what works with it
+    attends: ClassVar[bool] = True  # whether it has attention; without, nothing else is said of a layer
+    own_cache_layers: ClassVar[bool] = False  # whether HuggingFace's caches have layers of a type of their own for it
+    reads_shared_pages: ClassVar[bool] = True  # whether pages that rows share can be read once
+    reads_chosen: ClassVar[bool] = False  # whether it attends to chosen tokens alone, if a call has some
 
     @property
     def names(self) -> frozenset[str]:
@@ -261,13 +227,9 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class KindOver(LayerKind):
-    """A kind that keeps what another one does, and attends over it in its own way.
+    """A kind that keeps what another one does, and attends over it in its own way."""
 
-    Attributes:
-        memory: the other.
-    """
-
-    memory: LayerKind
+    memory: LayerKind  # the other
 
     @property
     def names(self) -> frozenset[str]:
@@ -299,25 +261,15 @@ class KindOver(LayerKind):
 
 
 class Layer(NamedTuple):
-    """A layer: its geometry, and its kind.
+    """A layer: its geometry, and its kind."""
 
-    Attributes:
-        query_heads: how many.
-        kv_heads: how many are kept of each token.
-        head_dim: of the keys, as they are kept.
-        window_left: tokens visible to the left of a query; -1 for all.
-        logits_soft_cap: cap on the logits; 0.0 for none.
-        kind: tells what is kept, and how it attends.
-        window_in_mask: only HuggingFace's mask has the window; attention is given another one, or none.
-    """
-
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    window_left: int
-    logits_soft_cap: float
-    kind: LayerKind
-    window_in_mask: bool = False
+    query_heads: int  # how many
+    kv_heads: int  # how many are kept of each token
+    head_dim: int  # of the keys, as they are kept
+    window_left: int  # tokens visible to the left of a query; -1 for all
+    logits_soft_cap: float  # cap on the logits; 0.0 for none
+    kind: LayerKind  # tells what is kept, and how it attends
+    window_in_mask: bool = False  # only HuggingFace's mask has the window; attention is given another one, or none
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""

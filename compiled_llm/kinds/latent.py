@@ -46,19 +46,12 @@ class Latents:
 
 
 class LatentAttentionSpec(NamedTuple):
-    """Latents, each followed by its rotated part, ``[P, S, R + E]``: one for all heads, as in HuggingFace's cache.
+    """Latents, each followed by its rotated part, ``[P, S, R + E]``: one for all heads, as in HuggingFace's cache."""
 
-    Attributes:
-        rank: R, of latents; keys of HuggingFace's caches.
-        rope_size: E, of rotated parts; values of HuggingFace's caches.
-        page_size: S.
-        dtype: of the model.
-    """
-
-    rank: int
-    rope_size: int
-    page_size: int
-    dtype: torch.dtype
+    rank: int  # R, of latents; keys of HuggingFace's caches
+    rope_size: int  # E, of rotated parts; values of HuggingFace's caches
+    page_size: int  # S
+    dtype: torch.dtype  # of the model
 
     @property
     def scales(self) -> PageScales:
@@ -82,18 +75,13 @@ class LatentAttentionSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Latent(LayerKind):
-    """Multi-head latent attention.
-
-    Attributes:
-        expansion: how keys and values are made of latents.
-        rope_size: E.
-    """
+    """Multi-head latent attention."""
 
     name = "latent"
     reads_shared_pages = False
     reads_chosen = True
-    expansion: Expansion
-    rope_size: int
+    expansion: Expansion  # how keys and values are made of latents
+    rope_size: int  # E
 
     @classmethod
     def compared(cls, model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> Sequence[Layer]:

@@ -24,17 +24,11 @@ from compiled_llm.kinds.refusals import UnsupportedModelError
 
 
 class Expansion(NamedTuple):
-    """How a layer makes keys and values of latents.
+    """How a layer makes keys and values of latents."""
 
-    Attributes:
-        projection: name of the linear layer in the attention module; its weight is ``[H * (N + V), R]``.
-        key: N.
-        value: V.
-    """
-
-    projection: str
-    key: int
-    value: int
+    projection: str  # name of the linear layer in the attention module; its weight is ``[H * (N + V), R]``
+    key: int  # N
+    value: int  # V
 
     def halves(self, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Return views of the weight of an attention module: ``[H, N, R]`` and ``[H, V, R]``.

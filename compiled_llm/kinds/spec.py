@@ -14,38 +14,24 @@ from compiled_llm_ops import Geometry
 
 
 class PageScales(NamedTuple):
-    """Scales of a layer's pages; None in all places for pages of the model's dtype.
+    """Scales of a layer's pages; None in all places for pages of the model's dtype."""
 
-    Attributes:
-        key: ``[K]`` float32, by kv head.
-        value: likewise.
-        saturated: ``[1]`` int64, how many numbers were clamped.
-    """
-
-    key: Tensor | None = None
-    value: Tensor | None = None
-    saturated: Tensor | None = None
+    key: Tensor | None = None  # ``[K]`` float32, by kv head
+    value: Tensor | None = None  # likewise
+    saturated: Tensor | None = None  # ``[1]`` int64, how many numbers were clamped
 
 
 UNSCALED = PageScales()
 
 
 class TokenPlaces(NamedTuple):
-    """Where tokens that were computed elsewhere go, and where they come from; each ``[N]`` int64 on the device.
+    """Where tokens that were computed elsewhere go, and where they come from; each ``[N]`` int64 on the device."""
 
-    Attributes:
-        width: C.
-        pages: page numbers.
-        slots: places in those pages.
-        rows: rows of the given states.
-        columns: their columns, of the last C.
-    """
-
-    width: int
-    pages: Tensor
-    slots: Tensor
-    rows: Tensor
-    columns: Tensor
+    width: int  # C
+    pages: Tensor  # page numbers
+    slots: Tensor  # places in those pages
+    rows: Tensor  # rows of the given states
+    columns: Tensor  # their columns, of the last C
 
 
 class KVCacheSpec(Protocol):
@@ -93,17 +79,11 @@ def last_columns(states: Tensor, width: int) -> Tensor:
 
 
 class VectorSpec(NamedTuple):
-    """One vector of each token, ``[P, S, I]``: keys of one head; of no size if nothing is kept.
+    """One vector of each token, ``[P, S, I]``: keys of one head; of no size if nothing is kept."""
 
-    Attributes:
-        size: I.
-        page_size: S.
-        dtype: of the model.
-    """
-
-    size: int
-    page_size: int
-    dtype: torch.dtype
+    size: int  # I
+    page_size: int  # S
+    dtype: torch.dtype  # of the model
 
     @property
     def scales(self) -> PageScales:

@@ -19,21 +19,13 @@ from compiled_llm_ops.backends import ChosenBackend
 
 
 class UnevenAttentionSpec(NamedTuple):
-    """Values of another size than the keys, ``[P, K, S, D + E]``: each key is followed by its value.
+    """Values of another size than the keys, ``[P, K, S, D + E]``: each key is followed by its value."""
 
-    Attributes:
-        kv_heads: K.
-        head_dim: D, of keys.
-        value_head_dim: E.
-        page_size: S.
-        dtype: of the model.
-    """
-
-    kv_heads: int
-    head_dim: int
-    value_head_dim: int
-    page_size: int
-    dtype: torch.dtype
+    kv_heads: int  # K
+    head_dim: int  # D, of keys
+    value_head_dim: int  # E
+    page_size: int  # S
+    dtype: torch.dtype  # of the model
 
     @property
     def scales(self) -> PageScales:
@@ -57,14 +49,10 @@ class UnevenAttentionSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Uneven(Full):
-    """As ``Full``, with values of another size.
-
-    Attributes:
-        value_size: E.
-    """
+    """As ``Full``, with values of another size."""
 
     name = "uneven"
-    value_size: int
+    value_size: int  # E
 
     @classmethod
     def of(cls, seen: SeenCall, kind: LayerKind) -> LayerKind:

@@ -27,16 +27,12 @@ from compiled_llm_ops.variants.registry import variant_named
 
 
 class LayerVariant(NamedTuple):
-    """The variant of a layer.
+    """The variant of a layer."""
 
-    Attributes:
-        key: of the variant.
-        tensors: the name of each, and whether attention is called with it; else it is an attribute of the module.
-        per_query: those that attention is called with for each query: ``[batch, tokens, ...]``, which are packed.
-    """
-
-    key: str
+    key: str  # of the variant
+    # the name of each, and whether attention is called with it; else it is an attribute of the module
     tensors: tuple[tuple[str, bool], ...]
+    # those that attention is called with for each query: ``[batch, tokens, ...]``, which are packed
     per_query: frozenset[str]
 
     def applied(self, call: AttentionCall) -> list[Tensor]:
@@ -50,15 +46,11 @@ class LayerVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class VariantAttention(KindOver):
-    """Attention by a variant; each row reads all of its own pages.
-
-    Attributes:
-        own: the variant.
-    """
+    """Attention by a variant; each row reads all of its own pages."""
 
     name = "variant"
     reads_shared_pages = False
-    own: LayerVariant
+    own: LayerVariant  # the variant
 
     @classmethod
     def of(cls, seen: SeenCall, kind: LayerKind) -> LayerKind:

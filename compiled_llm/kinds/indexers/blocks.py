@@ -53,14 +53,10 @@ class _KeptIndex:
 
 @dataclass(frozen=True)
 class Blocks(Indexed):
-    """Each query reads blocks of tokens that an indexer has chosen for each kv head.
-
-    Attributes:
-        block_size: tokens of a block.
-    """
+    """Each query reads blocks of tokens that an indexer has chosen for each kv head."""
 
     name = "blocks"
-    block_size: int = 1
+    block_size: int = 1  # tokens of a block
 
     @classmethod
     def of(cls, seen: SeenCall, kind: LayerKind) -> LayerKind:

@@ -144,14 +144,10 @@ class IndexedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Indexed(KindOver):
-    """A kind whose queries read what an indexer chooses, of this layer or one before.
-
-    Attributes:
-        index_size: I; None if the layer has no indexer of its own.
-    """
+    """A kind whose queries read what an indexer chooses, of this layer or one before."""
 
     own_cache_layers = True
-    index_size: int | None = None
+    index_size: int | None = None  # I; None if the layer has no indexer of its own
 
     def is_cached_in(self, layer: object) -> bool:
         return isinstance(layer, indexed_layers())
