@@ -27,7 +27,7 @@ PENALTIES: dict[str, dict[str, Any]] = {
         "encoder_repetition_penalty": 0.7,
         "exponential_decay_length_penalty": (2, 1.3),
         "repetition_penalty": 1.2,
-        "min_new_tokens": 5,
+        "suppress_tokens": list(range(80, 128)),  # 5.17 makes NaN of what is barred before it grows
     },
 }
 FILTERS: dict[str, dict[str, Any]] = {
