@@ -18,6 +18,7 @@ class UnreadOutput(Protocol):
 
     def hand_out(self) -> Mapping[Request, RequestError]:
         """Give it to requests that have not ended, before their tokens; return those that end, and why."""
+        ...
 
 
 class PlanTap(Tap):

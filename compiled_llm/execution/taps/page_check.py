@@ -98,7 +98,6 @@ class RowChain(RowWatch):
 class PageCheck(RunnerTap):
     """A tap that has steps check pages, and looks at what they find."""
 
-    inputs: PageTags
     row = RowChain
 
     @staticmethod
@@ -116,7 +115,7 @@ class PageCheck(RunnerTap):
         torch._dynamo.mark_dynamic(tags, 0)  # as pages are: how many there are is not built into the code
         self._none = torch.tensor([0, NO_FAULT], device=device)
         faults = mark_static(self._none.clone())
-        self.inputs = PageTags(tags, arena["chain"], arena["row_number"], faults)
+        self.inputs = self._tags = PageTags(tags, arena["chain"], arena["row_number"], faults)
         self.carried, self.nbytes = [arena["chain"]], tags.nbytes
         self.found = 0  # how many tags have been found wrong
         self._logged = False
@@ -163,13 +162,13 @@ class PageCheck(RunnerTap):
         each = torch.arange(new, device=tokens.device)
         positions = lengths.long()[:, None] - 2 * new + each  # lengths are those of the next step
         positions = torch.where(each < counts[:, None], -1, positions)
-        chains = self.inputs.chains
+        chains = self._tags.chains
         chains.index_copy_(0, slots, chain_before(chains[slots], tokens.long(), positions))
 
     # ---- pages that no program writes
 
     def copied(self, source: Tensor, target: Tensor) -> None:
-        self.inputs.tags.index_copy_(0, target, self.inputs.tags.index_select(0, source))
+        self._tags.tags.index_copy_(0, target, self._tags.tags.index_select(0, source))
 
     def imported(self, rows: Sequence[Row], places: Sequence[int], counts: Sequence[int]) -> None:
         """Tag the new tokens by position alone."""
@@ -187,7 +186,7 @@ class PageCheck(RunnerTap):
             np.array(places, dtype=np.int64),
             table.qo_indptr,
         ]
-        tags, chains, numbers, faults = self.inputs
+        tags, chains, numbers, faults = self._tags
         new, starts, lengths, indices, slots, qo_indptr = self._staging.to_device(columns)
         check_pages(tags, chains, faults, new, starts, lengths, indices, slots, numbers, qo_indptr)
         self.stored(rows, ids)
@@ -201,7 +200,7 @@ class PageCheck(RunnerTap):
             WrongPageError: a row has read a page that is not its own; with ``check_pages="raise"``.
         """
         if self._device.type != "cuda":
-            self._judge(self.inputs.faults.tolist())
+            self._judge(self._tags.faults.tolist())
             return
         self._launches += 1
         if (arriving := self._arriving) is not None:
@@ -209,22 +208,22 @@ class PageCheck(RunnerTap):
                 self._arriving = None
                 self._judge(arriving.array().tolist())
         elif self._raises or self._launches % _LAUNCHES_BETWEEN_LOOKS == 0:
-            self._arriving = self._readbacks.start(self.inputs.faults)
+            self._arriving = self._readbacks.start(self._tags.faults)
 
     def report(self) -> None:
         """Look at what all steps have found; otherwise as ``inspect``."""
         self._arriving = None
-        self._judge(self.inputs.faults.tolist())
+        self._judge(self._tags.faults.tolist())
 
     def faults(self) -> int:
         """Return how many tags were wrong so far, waiting for all steps."""
-        return self.found + int(self.inputs.faults[0])
+        return self.found + int(self._tags.faults[0])
 
     def _judge(self, faults: Sequence[int]) -> None:
         count, number = faults
         if not count:
             return
-        self.inputs.faults.copy_(self._none)
+        self._tags.faults.copy_(self._none)
         self.found += count
         message = self._said(fault_of(number))
         if self._raises:
