@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+import compiled_llm_ops
 from compiled_llm import compat
 from compiled_llm.compat.torch.inductor import CustomGraphPass, get_hash_for_files
 from compiled_llm.compat.torch.tensors import example_of, inputs_by_tensor
 from compiled_llm.compilation.passes.normed_products import NORMED_LINEAR
 from compiled_llm.model.weights.fused_weights import FusedWeights, is_one
-from compiled_llm_ops import kernels
 from compiled_llm_ops.linear import chained_linear, linear
 
 _as_strided = torch.ops.aten.as_strided.default
@@ -125,7 +125,7 @@ class SkinnyProducts(CustomGraphPass):
 def rule_files() -> list[Path]:
     """Return the files that decide the rewritten graph: the passes, and the rules for which weights have a kernel."""
     passes, private = (Path(str(module)).parent.rglob("*.py") for module in (__file__, compat.__file__))
-    tilings = Path(str(kernels.__file__)).parent.rglob("*_tiling.py")
+    tilings = Path(str(compiled_llm_ops.__file__)).parent.rglob("*tiling.py")
     return [
         *sorted(passes),
         *sorted(tilings),
