@@ -244,7 +244,8 @@ class ClientConnection:
             yield frame_of(self._messages.popleft())
         updates: list[Update] = []
         summaries: list[Summary] = []
-        for number, stream in tuple(self.streams.items()):
+        # A copy, at once: making a pair for each may collect garbage, and with that run a thread that changes it.
+        for number, stream in self.streams.copy().items():
             updates += stream.updates()
             if (part := stream.next_part()) is not None:
                 yield frame_of(part)
