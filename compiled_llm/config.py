@@ -180,7 +180,7 @@ class WrapConfig:
             Windows of layers remain. On CUDA only with ``backend="auto"``.
         check_pages: check in each step that rows read their own pages, by tags beside the slots of these, which take 8
             bytes a token. With ``"log"`` wrong tags are counted, and the first is logged: a row has read another row's
-            page, or a slot that nobody wrote. With ``"raise"`` a call of ``generate`` raises ``WrongPageError``, and in
+            page, or a slot that was never written. With ``"raise"`` ``generate`` raises ``WrongPageError``, and in
             an engine the requests that are running end with it.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             matmul. Their weights become views of one storage each, and stay the same parameters. By default on CUDA

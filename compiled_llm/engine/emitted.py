@@ -33,7 +33,7 @@ those before when the request has ended, so few should be needed."""
 
 
 class EmittedTap(EngineTap):
-    """What steps emit of a loop's requests' tokens."""
+    """The hidden states and hook outputs that an engine loop's requests ask for."""
 
     _bytes_on_device = 0  # since all was last copied to the host
     _reader: EmittedReader | None = None  # of the last plan
@@ -103,7 +103,7 @@ class _Span(NamedTuple):
 
 
 class ArrivingEmitted(NamedTuple):
-    """What one launch has emitted, whose tokens have not been read.
+    """The outputs of one launch whose tokens have not been read yet.
 
     Attributes:
         steps: the launches of the same rows, this one among them.
