@@ -15,8 +15,7 @@ from compiled_llm.requests.pending import PendingAnswers
 if TYPE_CHECKING:  # what makes text imports torch
     from compiled_llm.requests.answer_text import TextFormat
 
-Cancelling = Callable[[int | None], None]
-"""Ends an answer by its index, or all."""
+Cancelling = Callable[[int | None], None]  # ends an answer by its index, or all
 
 
 class RemoteHandle(PendingAnswers[RemoteAnswer]):

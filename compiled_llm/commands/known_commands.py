@@ -8,8 +8,7 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-_INSTEAD = {"run": "generate", "benchmark": "bench"}
-"""Names that other programs give to our commands."""
+_INSTEAD = {"run": "generate", "benchmark": "bench"}  # names that other programs give to our commands
 
 
 class KnownCommands(TyperGroup):

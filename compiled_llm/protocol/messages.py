@@ -11,14 +11,12 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-VERSION = 4
-"""Of the protocol. It is counted up whenever one side would misunderstand the other."""
+VERSION = 4  # of the protocol. It is counted up whenever one side would misunderstand the other.
 
 Kind = Literal["invalid", "full", "unavailable", "failed"]
 """Why a request is refused or has failed: impossible, too many wait, the engine process takes none now, or an error."""
 
-Entry = tuple[int, float, int]
-"""A token, its log-probability and its rank."""
+Entry = tuple[int, float, int]  # a token, its log-probability and its rank
 
 # ---- from clients
 
@@ -75,8 +73,7 @@ FromClient = Hello | Submit | Cancel | AskStats | AskTokens | AskText
 
 # ---- from the engine process
 
-Uncompiled = Literal["compiling", "failed"]
-"""Why answers run uncompiled."""
+Uncompiled = Literal["compiling", "failed"]  # why answers run uncompiled
 
 
 class Welcome(Struct, tag="welcome", frozen=True):

@@ -1,12 +1,9 @@
 """How many requests a server takes, unless it is told otherwise."""
 
-MAX_NUM_SEQS = 256
-"""That run at once."""
-MAX_QUEUE = 2048
-"""That wait for an API server to answer; further ones are refused."""
+MAX_NUM_SEQS = 256  # that run at once
+MAX_QUEUE = 2048  # that wait for an API server to answer; further ones are refused
 MAX_UNSENT = 2**16
 """Tokens that wait for a client that does not read: of an engine process's client, or of a request to an API server."""
-MAX_CONNECTIONS = 4096
-"""Of clients of an API server, at a time."""
+MAX_CONNECTIONS = 4096  # of clients of an API server, at a time
 CLIENT_SECONDS = 30.0
 """In which an API server's client has to send a head, and then a body, and to take something of its answer."""

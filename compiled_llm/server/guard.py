@@ -29,10 +29,8 @@ _ANSWERS_OF_POLLED = (200, 304, 503)
 """That the server is ready, or not yet, or nothing new: neither is worth a line each time."""
 _ID = "x-request-id"
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d*)?", re.ASCII)
-_KNOWN = 1024
-"""Hosts and clients that were looked at, and need not be again."""
-_LONGEST_HOST = 300
-"""Characters of a name with its port; longer ones are not kept."""
+_KNOWN = 1024  # hosts and clients that were looked at, and need not be again
+_LONGEST_HOST = 300  # characters of a name with its port; longer ones are not kept
 _Headers = dict[str, str]
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 

@@ -26,12 +26,7 @@ _KEEP_ALIVE_SECONDS = 30
 
 
 class HttpServer(uvicorn.Server):
-    """The uvicorn server of an API server, which reads and writes HTTP.
-
-    Args:
-        path: of the engine process's socket.
-        changed: is called with whether there is an engine process to answer requests, when that changes.
-    """
+    """The uvicorn server of an API server; ``changed`` hears whether an engine process can answer requests."""
 
     def __init__(
         self, settings: ApiServerSettings, path: Path, changed: Callable[[bool], object] = lambda has_model: None

@@ -11,16 +11,13 @@ _MAIN = Path(__file__).resolve().parents[1] / "__main__.py"
 
 
 def own_command(*arguments: str) -> list[str]:
-    """Return a command that runs `compiled-llm` with this Python and this package.
-
-    With ``-m`` and ``-c`` Python looks in the current folder first, even for what it runs modules with; ``-P``, which
-    keeps it from that, is new in 3.11. The path of a script is looked up nowhere.
-    """
+    """Return a command that runs `compiled-llm` with this Python and this package."""
+    # With ``-m`` and ``-c`` Python looks in the current folder first, even for what it runs modules with; ``-P``, which
+    # keeps it from that, is new in 3.11. The path of a script is looked up nowhere.
     return [sys.executable, str(_MAIN), *arguments]
 
 
-_ON_BY_DEFAULT = {"eager_first"}
-"""Flags that only have to be named to turn them off."""
+_ON_BY_DEFAULT = {"eager_first"}  # flags that only have to be named to turn them off
 
 
 def serve_arguments(model: str, options: Mapping[str, Any]) -> list[str]:

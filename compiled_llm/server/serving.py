@@ -16,12 +16,9 @@ from compiled_llm.server.settings import ApiServerSettings
 
 logger = logging.getLogger("compiled_llm.server")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""The first lets requests end, the second ends them."""
-_QUEUE = 2048
-"""Connections that wait to be accepted, at most."""
-_OTHER_FILES = 100
-"""Open files of an API server that are no connections."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # the first lets requests end, the second ends them
+_QUEUE = 2048  # connections that wait to be accepted, at most
+_OTHER_FILES = 100  # open files of an API server that are no connections
 
 
 class Serving(Protocol):
@@ -61,10 +58,7 @@ def listen(settings: ApiServerSettings) -> socket.socket:
 
 
 def with_room(settings: ApiServerSettings) -> ApiServerSettings:
-    """Raise this process's limit of open files, often 1,024, for all connections; or else allow fewer connections.
-
-    Processes that this one starts inherit the limit.
-    """
+    """Raise this process's limit of open files, and that of its children, or else allow fewer connections."""
     needed, (now, most) = settings.max_connections + _OTHER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)
     if now == resource.RLIM_INFINITY or now >= needed:
         return settings

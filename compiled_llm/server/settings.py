@@ -132,10 +132,6 @@ _ATTRIBUTES = {
 def settings_of(options: Mapping[str, Any], name: str, **others: Any) -> ApiServerSettings:
     """Return the settings that options of ``compiled-llm serve`` ask for.
 
-    Args:
-        options: by their names with underscores; None for one that is not given.
-        name: that requests call the model by, unless an option says so.
-
     Raises:
         ValueError: as ``ApiServerSettings``, or the file of keys has none, or short ones.
     """

@@ -1,8 +1,4 @@
-"""A span of OpenTelemetry for each request to a model, sent to a collector by OTLP over HTTP.
-
-It is imported only if ``--otlp-traces-endpoint`` is given. Spans have names, counts and times, by OpenTelemetry's
-conventions for generative AI and, where these have none, by vLLM's names; neither prompts nor answers.
-"""
+"""Spans of OpenTelemetry for requests, imported for ``--otlp-traces-endpoint`` alone; without prompts or answers."""
 
 from __future__ import annotations
 
@@ -26,8 +22,7 @@ from compiled_llm.server.http.api_error import of_exception
 from compiled_llm.server.openai.common.api_server import REQUEST_ID, SUBMITTED, Submitted
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/responses": "chat"}
-_LAST_SECONDS = 2.0
-"""In which a collector takes the last spans; one that is gone does not keep the server from ending."""
+_LAST_SECONDS = 2.0  # in which a collector takes the last spans; one that is gone does not keep the server from ending
 
 
 def tracer_provider(endpoint: str) -> TracerProvider:

@@ -17,15 +17,12 @@ from compiled_llm.client.transport.send_queue import SendQueue
 from compiled_llm.protocol.frames import FrameError, Frames, frame_of
 from compiled_llm.protocol.messages import VERSION, FromEngine, Hello, Problem, Submit, Welcome
 
-_AT_ONCE = 2**18
-"""Bytes that are read together."""
+_AT_ONCE = 2**18  # bytes that are read together
 _PATIENCE = 30
 """Seconds in which an engine process answers the first message, however busy it is, and reads something later."""
 
-Handle = Callable[[Iterable[FromEngine]], None]
-"""Takes messages, those that have come together."""
-Lose = Callable[[EngineDeadError], None]
-"""Is told at the end why nothing more comes."""
+Handle = Callable[[Iterable[FromEngine]], None]  # takes messages, those that have come together
+Lose = Callable[[EngineDeadError], None]  # is told at the end why nothing more comes
 
 
 class Line(Protocol):

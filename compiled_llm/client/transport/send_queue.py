@@ -8,8 +8,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-_AT_ONCE = 2**16
-"""Bytes that the thread sends together."""
+_AT_ONCE = 2**16  # bytes that the thread sends together
 
 
 class SendQueue:

@@ -29,8 +29,7 @@ from compiled_llm.protocol.messages import (
 )
 from compiled_llm.requests.listeners import Listeners, tell
 
-_PAUSE = 0.05
-"""Seconds between two tries to connect."""
+_PAUSE = 0.05  # seconds between two tries to connect
 
 
 class ClientSession:

@@ -17,8 +17,7 @@ from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 class HttpClient:
     """A client that asks the ``model`` of a server."""
 
-    busy = 0.0
-    """The largest share of a pass in which this process computed; near 1, the client limited the rate."""
+    busy = 0.0  # the largest share of a pass in which this process computed; near 1, the client limited the rate
 
     def __init__(self, url: str, model: str | None, timeout: float) -> None:
         """Ask for the model that the server lists first, unless one is named; raises RuntimeError if it lists none."""

@@ -14,14 +14,11 @@ from typing import NamedTuple
 from compiled_llm.commands.bench.report import BenchReport, Log, Result, Save, failure
 from compiled_llm.commands.bench.timing import BenchPercentiles, Spread
 
-VOCABULARY = 10_000
-"""Any model that is worth measuring has so many tokens."""
-_STRIDE = 101
-"""Added to each token of a pass, so that no prefix cache knows it from the pass before."""
+VOCABULARY = 10_000  # any model that is worth measuring has so many tokens
+_STRIDE = 101  # added to each token of a pass, so that no prefix cache knows it from the pass before
 _TOGETHER = 50e-6
 """Seconds between pieces that came together and were only read one after the other; a step takes longer."""
-_UNTIMED = 2.0
-"""Seconds of arrivals that come first and are not timed, at most."""
+_UNTIMED = 2.0  # seconds of arrivals that come first and are not timed, at most
 
 
 class Lengths(NamedTuple):

@@ -12,8 +12,7 @@ from rich.markdown import Markdown as MarkdownText
 from compiled_llm.commands.bench.report import BenchReport, Result
 from compiled_llm.commands.printable import printable
 
-Columns = dict[str, Callable[[Result], str]]
-"""The heads of columns, and what writes the cell of a result."""
+Columns = dict[str, Callable[[Result], str]]  # the heads of columns, and what writes the cell of a result
 
 
 @dataclass

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_RUNS_OF_A_PERCENTILE = 100
-"""With fewer runs, the 99th percentile would be the worst one."""
+_RUNS_OF_A_PERCENTILE = 100  # with fewer runs, the 99th percentile would be the worst one
 SAMPLING = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 

@@ -22,8 +22,7 @@ from compiled_llm.commands.importing import ended_by_ctrl_c
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "yellow", "failed": "red"}
-_ONE_LINE = 1_000
-"""Columns that any finding fits into: in a pipe it is a line."""
+_ONE_LINE = 1_000  # columns that any finding fits into: in a pipe it is a line
 
 
 def doctor(

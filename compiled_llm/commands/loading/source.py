@@ -9,8 +9,7 @@ from typing import NamedTuple
 from compiled_llm.demo_model.gguf import require_gguf
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
-DEMO = "demo"
-"""The name of the demo model; ``loading.load`` fetches it."""
+DEMO = "demo"  # the name of the demo model; ``loading.load`` fetches it
 
 _TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges.txt", "spiece*", "tekken.json"),

@@ -11,8 +11,7 @@ if TYPE_CHECKING:  # need the extra `server`
     from compiled_llm.client import Client
     from compiled_llm.protocol.messages import Ready
 
-_LOOK = 0.2
-"""Seconds between two looks at what it does."""
+_LOOK = 0.2  # seconds between two looks at what it does
 
 
 def wait_until_ready(client: Client, quiet: bool) -> Ready:

@@ -12,10 +12,8 @@ from urllib.parse import urlsplit
 from compiled_llm.commands.remote.answer import AnswerFigures
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
-_LOOK = 0.5
-"""Seconds between two looks whether it is ready."""
-_PATIENCE = 600.0
-"""Seconds in which something of an answer has to come."""
+_LOOK = 0.5  # seconds between two looks whether it is ready
+_PATIENCE = 600.0  # seconds in which something of an answer has to come
 
 Prompt = str | list[int] | Sequence[dict[str, str]]
 

@@ -13,8 +13,7 @@ import typer
 
 from compiled_llm.commands.serve.vllm_options import instead_of
 
-PREFIX = "COMPILED_LLM_SERVE_"
-"""Of environment variables."""
+PREFIX = "COMPILED_LLM_SERVE_"  # of environment variables
 
 _ADDRESS = r"(tcp|udp|sctp)://.*"
 _OF_KUBERNETES = re.compile(

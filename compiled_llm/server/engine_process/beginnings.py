@@ -13,8 +13,7 @@ if TYPE_CHECKING:  # imports torch
 
 _LONG = frozenset(("structured_outputs", "bad_words", "allowed_token_ids"))
 """Settings that are read for as long as their text is."""
-_LONG_PROMPT = 2**14
-"""Tokens of a prompt that are looked at for milliseconds."""
+_LONG_PROMPT = 2**14  # tokens of a prompt that are looked at for milliseconds
 
 
 class Beginner(Protocol):

@@ -37,14 +37,11 @@ if TYPE_CHECKING:  # imports torch
 
 logger = logging.getLogger("compiled_llm.server")
 
-_AT_ONCE = 2**16
-"""Bytes that are read together."""
-_PATIENCE = 30.0
-"""Seconds that a client has to say hello, and at the end to take the last message."""
+_AT_ONCE = 2**16  # bytes that are read together
+_PATIENCE = 30.0  # seconds that a client has to say hello, and at the end to take the last message
 _MAX_ASKING = 8
 """Most texts of one client that are tokenized or detokenized at once; until one is done, no more of it is read."""
-_MAX_WAITING = 1000
-"""Messages that wait for a client that does not read, before nothing more is read of it."""
+_MAX_WAITING = 1000  # messages that wait for a client that does not read, before nothing more is read of it
 
 
 class Desk(Protocol):

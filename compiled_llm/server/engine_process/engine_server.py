@@ -38,12 +38,9 @@ if TYPE_CHECKING:  # import torch
 
 logger = logging.getLogger("compiled_llm.server")
 
-_LOOKING = 0.02
-"""Seconds between two looks whether requests have ended, when the engine process is about to."""
-LAST_WORDS = 2.0
-"""Seconds that clients have to take what is sent at the end."""
-_BEAT_SECONDS = 5.0
-"""Between two times that clients are told that this process runs."""
+_LOOKING = 0.02  # seconds between two looks whether requests have ended, when the engine process is about to
+LAST_WORDS = 2.0  # seconds that clients have to take what is sent at the end
+_BEAT_SECONDS = 5.0  # between two times that clients are told that this process runs
 _HOW_ANSWERS_RUN: dict[Uncompiled | None, str] = {
     "compiling": "answers run uncompiled, until they are compiled in the background",
     "failed": "answers stay uncompiled: compiling has failed",
@@ -52,21 +49,10 @@ _HOW_ANSWERS_RUN: dict[Uncompiled | None, str] = {
 
 
 class EngineServer:
-    """A server of clients: gives their requests to an engine, and sends one frame a step to each.
-
-    It runs in an event loop; ``report``, ``open`` and ``wake`` may be called from any thread.
-    """
+    """A server of clients in an event loop; any thread may call ``report``, ``open`` and ``wake``."""
 
     def __init__(self, path: Path, max_unsent: int = MAX_UNSENT) -> None:
-        """Listen at a path; clients are answered once it runs.
-
-        Args:
-            max_unsent: tokens that wait for a client that does not read, before its requests end.
-
-        Raises:
-            ValueError: there can be no socket that is safe.
-            RuntimeError: another engine process listens there.
-        """
+        """Listen at ``path``; ValueError without a safe socket, RuntimeError if another process listens there."""
         self.preparing = Preparing("starting")  # what it does before it takes requests
         self.leaving: str | None = None  # why it takes no more; None while it does
         # called in the event loop once the engine's device runs nothing more

@@ -27,7 +27,6 @@ def ready_of(
 
     Args:
         location: where clients can load the tokenizer from; ``gguf_file`` is the file there, if it is one.
-        chat_template: the text of another template than the tokenizer's.
     """
     described, runtime = engine.describe(), runtime_of(model)
     assert runtime is not None, "an engine's model is wrapped"

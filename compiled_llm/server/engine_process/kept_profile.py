@@ -13,8 +13,7 @@ if TYPE_CHECKING:  # imports torch
 
 logger = logging.getLogger("compiled_llm.server")
 
-PERIOD = 60.0
-"""Seconds between two times that it is saved."""
+PERIOD = 60.0  # seconds between two times that it is saved
 
 
 class KeptProfile:

@@ -1,7 +1,4 @@
-"""The operator's requests over a socket of their own, as HTTP: sleep, wake, take new weights.
-
-It is never the socket of clients, nor the port of an API server: a client may not do this.
-"""
+"""The operator's requests over a socket of their own: no client, and no API server's port, may sleep or wake it."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ BodyT = TypeVar("BodyT", bound=Struct)
 Answer = dict[str, Any]
 
 _MAX_BYTES = 2**16
-_PATIENCE = 5.0
-"""Seconds that the answers which are being sent have at the end."""
+_PATIENCE = 5.0  # seconds that the answers which are being sent have at the end
 
 
 class Nothing(Struct, forbid_unknown_fields=True):
@@ -63,15 +59,7 @@ class Operations:
     """The operator's requests, in threads of their own; clients of the engine process hear that it sleeps."""
 
     def __init__(self, server: EngineServer, path: Path, profile: KeptProfile | None = None) -> None:
-        """Listen at a path; requests are answered once it runs.
-
-        Args:
-            profile: saved before the model sleeps: it cannot be saved then, and the process may end asleep.
-
-        Raises:
-            ValueError: there can be no socket that is safe.
-            RuntimeError: another process listens there.
-        """
+        """Listen at ``path``, as ``EngineServer``; ``profile`` is saved before the model sleeps: it cannot be then."""
         self._server = server
         self._path = path
         self._profile = profile

@@ -36,15 +36,8 @@ def run(
     operations: Operations | None = None,
     profile: KeptProfile | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; then let requests end, for a while. The second signal ends the process at once.
-
-    If the engine's device is lost, requests end with the reason, and the process with the exit code ``DEVICE_LOST``.
-
-    Args:
-        prepare: returns the engine, and the facts that clients are told of it; what it raises is raised.
-        drain_seconds: how long requests may go on after the first signal.
-        profile: saved now and then, and once requests have ended.
-    """
+    """Serve until SIGTERM or Ctrl-C, then let requests end for ``drain_seconds``; a second signal ends the process."""
+    # If the engine's device is lost, requests end with the reason, and the process with the exit code ``DEVICE_LOST``.
     asyncio.run(_Life(server, prepare, drain_seconds, operations, profile).run())
 
 

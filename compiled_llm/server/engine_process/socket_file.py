@@ -12,19 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LONGEST = 107
-"""Bytes of a path that the kernel takes."""
-_QUEUE = 128
-"""Connections that wait to be accepted, at most."""
-_PATIENCE = 5.0
-"""Seconds in which another process has made, or removed, its socket."""
+_LONGEST = 107  # bytes of a path that the kernel takes
+_QUEUE = 128  # connections that wait to be accepted, at most
+_PATIENCE = 5.0  # seconds in which another process has made, or removed, its socket
 
 
 def listen(path: Path, of: str = "") -> socket.socket:
     """Return a socket that listens at a path, for this user alone; a folder that is missing is made so, too.
-
-    Args:
-        of: the beginning of the argument's name, for errors; it ends with ``uds``.
 
     Raises:
         ValueError: the path is too long, or lies in a folder where others could replace the socket.

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "compiled-llm-"
-_LOCK = "lock"
-"""A file that the folder's process keeps locked; the kernel unlocks it however that process ends."""
+_LOCK = "lock"  # a file that the folder's process keeps locked; the kernel unlocks it however that process ends
 
 
 class SocketFolder:

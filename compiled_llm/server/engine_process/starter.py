@@ -14,17 +14,15 @@ from compiled_llm.server.restarts import Restarts
 
 logger = logging.getLogger("compiled_llm.server")
 
-_PATIENCE = 15.0
-"""Seconds that it has to end before it is killed; no client waits for answers by then."""
-_LAST_WORDS = 2.0
-"""Seconds that it has if it is to end at once."""
+_PATIENCE = 15.0  # seconds that it has to end before it is killed; no client waits for answers by then
+_LAST_WORDS = 2.0  # seconds that it has if it is to end at once
 
 
 class EngineProcess:
-    """An engine process; one that dies is replaced, unless it was never ready, or too many have died lately.
+    """An engine process; one that dies is replaced, unless it was never ready or too many have died lately."""
 
-    Its standard input is a pipe that only this process holds: however this one ends, the engine process reads its end.
-    """
+    # Its standard input is a pipe that only this process holds: however this one ends, the engine process reads its
+    # end.
 
     def __init__(self, arguments: Sequence[str], max_restarts: int = 3) -> None:
         """``arguments``: of ``compiled-llm``, with ``--leashed``; ``max_restarts``: in an hour."""

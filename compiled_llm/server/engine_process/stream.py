@@ -36,12 +36,9 @@ K = TypeVar("K", int, str)
 
 logger = logging.getLogger("compiled_llm.server")
 
-MAX_ANSWERS = 1024
-"""How many answers to one prompt a client can ask for: each takes memory at once."""
-_SCORES_AT_ONCE = 256
-"""Tokens of a prompt whose log-probabilities are sent together: others wait for some milliseconds."""
-_BYTES_AT_ONCE = 2**20
-"""Of what was emitted of an answer's tokens, at least one token's."""
+MAX_ANSWERS = 1024  # how many answers to one prompt a client can ask for: each takes memory at once
+_SCORES_AT_ONCE = 256  # tokens of a prompt whose log-probabilities are sent together: others wait for some milliseconds
+_BYTES_AT_ONCE = 2**20  # of what was emitted of an answer's tokens, at least one token's
 
 
 def begun(engine: Engine, submit: Submit) -> Stream | Refused:

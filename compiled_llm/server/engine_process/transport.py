@@ -12,21 +12,15 @@ _NOTHING = memoryview(b"")
 
 
 class Transport:
-    """A transport in the thread that sends: to wake another one takes longer than to write a step's tokens.
+    """A transport in the thread that sends: to wake another one takes longer than to write a step's tokens."""
 
-    Nobody waits: not for the client to read, and not for a thread that is sending, which looks again when it has sent.
-    """
+    # Nobody waits: not for the client to read, and not for a thread that is sending, which looks again when it has
+    # sent.
 
     def __init__(
         self, connection: socket.socket, due: Callable[[], Iterable[bytearray]], failed: Callable[[Exception], None]
     ) -> None:
-        """Send nothing yet; made in an event loop.
-
-        Args:
-            connection: does not block; it is closed with this.
-            due: returns all frames that are to be sent now; it is called by one thread at a time.
-            failed: is called in the event loop with the error of ``due`` or the socket; nothing more is sent then.
-        """
+        """``due`` returns frames to send, for one thread at a time; ``failed`` hears its errors in the event loop."""
         self._loop = asyncio.get_running_loop()
         self._socket = connection
         self._due = due

@@ -16,19 +16,12 @@ from compiled_llm.client.errors import EngineBusyError, EngineDeadError, EngineP
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAMETER = re.compile(r"^(?:SamplingParams: )?([\w.]+)[=:]")
 _MAX_ERRORS = 1000
-_LONGEST = 1000
-"""Characters of a sentence, or of a parameter's name."""
+_LONGEST = 1000  # characters of a sentence, or of a parameter's name
 _BUSY_SECONDS, _LOADING_SECONDS = "1", "5"
 
 
 class ApiError(Exception):
-    """An error as a client is told of it, by its ``status`` of HTTP.
-
-    Attributes:
-        param: the parameter that is wrong, if one is.
-        code: a word for programs.
-        headers: of the response.
-    """
+    """An error as a client is told of it: a ``status`` of HTTP, the wrong ``param``, a ``code`` for programs."""
 
     def __init__(
         self,
@@ -94,10 +87,7 @@ def _plain(error: BaseException) -> str:
 
 
 def of_validation(error: RequestValidationError) -> ApiError:
-    """Return the first thing that is wrong with a body, by the parameter's name.
-
-    A value that may be of several types is wrong in several ways: of these, the one farthest inside it is told.
-    """
+    """Return the first thing that is wrong with a body; of the ways in which a union is wrong, the innermost."""
     found = [(_path(entry["loc"], error.body), entry) for entry in error.errors()[:_MAX_ERRORS]]
     outer = found[0][0] or ""
     param, first = max((entry for entry in found if (entry[0] or "").startswith(outer)), key=_depth)

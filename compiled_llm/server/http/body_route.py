@@ -22,10 +22,7 @@ from compiled_llm.server.http.worker_thread import in_thread_if_long
 
 
 class BodyRoute(APIRoute):
-    """A route to ``endpoint(body, request)``, which returns a response, with the pydantic model that it declares.
-
-    FastAPI describes the route, and would read the body too: all of it in the event loop, however long it is.
-    """
+    """A route to ``endpoint(body, request)``: FastAPI describes it, and would read long bodies in the event loop."""
 
     @cached_property
     def answer(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

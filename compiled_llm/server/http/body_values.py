@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from compiled_llm.server.http.api_error import invalid
 
-MAX_VALUES = 2**16
-"""Texts, names, arrays and objects of a body."""
+MAX_VALUES = 2**16  # texts, names, arrays and objects of a body
 
 
 def values_in(text: bytes) -> int:

@@ -13,11 +13,9 @@ from uvicorn.server import ServerState
 
 from compiled_llm.server.http.api_error import unavailable
 
-HEAD_BYTES = 64 * 2**10
-"""Of a request: its target, and the names and values of its headers and trailers."""
+HEAD_BYTES = 64 * 2**10  # of a request: its target, and the names and values of its headers and trailers
 _TOO_LONG = "The head of the request is too long."
-_LOOKS = 4
-"""How often a client is looked at in the time that it has."""
+_LOOKS = 4  # how often a client is looked at in the time that it has
 
 
 class _HeadWithBody:
@@ -52,18 +50,12 @@ class _HeadWithBody:
 
 
 class LimitedHttpTools(HttpToolsProtocol):
-    """A protocol that closes connections of clients that break its limits, which uvicorn and httptools would keep.
+    """A protocol that closes connections of clients that break its limits, which uvicorn and httptools would keep."""
 
-    The size of a head is bounded, and so is the time until it has come. So is the time of a body, which the guard
-    waits for; once the guard has refused one, the rest of it is passed over for as long again. A client that takes
-    nothing of an answer is cut off. Connections beyond a number are refused with a reason: uvicorn's
-    ``limit_concurrency`` counts only those that have sent a head.
-
-    Args:
-        client_seconds: in which a head has to come, and something of an answer has to be taken.
-        max_connections: at a time.
-        when_lost: is called when the connection has ended.
-    """
+    # The size of a head is bounded, and so is the time until it has come. So is the time of a body, which the guard
+    # waits for; once the guard has refused one, the rest of it is passed over for as long again. A client that takes
+    # nothing of an answer for ``client_seconds`` is cut off. Connections beyond a number are refused with a reason:
+    # uvicorn's ``limit_concurrency`` counts only those that have sent a head.
 
     def __init__(
         self,

@@ -6,8 +6,7 @@ import asyncio
 import ctypes
 from typing import Any
 
-_SECONDS = 0.5
-"""After a long piece of work, so that its memory is free by then; at most once in that time."""
+_SECONDS = 0.5  # after a long piece of work, so that its memory is free by then; at most once in that time
 
 
 class Memory:

@@ -15,8 +15,7 @@ T = TypeVar("T")
 
 _LONG = 20_000
 """Characters from which on a text is tokenized in another thread: other requests would wait for milliseconds."""
-_HUGE = 2**17
-"""Characters from which on megabytes are left."""
+_HUGE = 2**17  # characters from which on megabytes are left
 _memory = Memory()
 
 

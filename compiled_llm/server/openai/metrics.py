@@ -25,12 +25,7 @@ _PATIENCE = 5.0
 
 
 class ApiServerMetrics:
-    """The API server's own counts.
-
-    Args:
-        shared: a folder in which several API servers count together; prometheus_client has to know of it when it is
-            imported (``PROMETHEUS_MULTIPROC_DIR``).
-    """
+    """The API server's own counts; in ``shared`` (``PROMETHEUS_MULTIPROC_DIR``) several servers count together."""
 
     def __init__(self, shared: Path | None = None) -> None:
         self.registry = CollectorRegistry()

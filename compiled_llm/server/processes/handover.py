@@ -9,14 +9,11 @@ from typing import NamedTuple
 
 from compiled_llm.server.settings import ApiServerSettings
 
-TAKE = b"t"
-"""To an API server, with a connection: answer this client."""
+TAKE = b"t"  # to an API server, with a connection: answer this client
 READY, NOT_READY = b"r", b"n"
 """From an API server: whether it can ask the engine process; to an API server: whether all can."""
-BEGUN = b"b"
-"""From an API server: it takes connections."""
-LEFT = b"l"
-"""From an API server: a connection has ended."""
+BEGUN = b"b"  # from an API server: it takes connections
+LEFT = b"l"  # from an API server: a connection has ended
 
 CANNOT_SERVE = 78
 """The exit code of an API server that cannot serve, and whose successor could not either (``EX_CONFIG``)."""

@@ -82,11 +82,8 @@ class GivenApiServer(HttpServer):
 
 
 def run_given_api_server(start: Start, given: socket.socket) -> None:
-    """Serve until SIGTERM or Ctrl-C, or until the server's process has gone; the second signal ends requests.
-
-    Connections come over ``given``, words go to standard output. If another API server could not serve either, the
-    exit code is ``CANNOT_SERVE``.
-    """
+    """Serve connections that come over ``given`` until a signal, or until the server's process has gone."""
+    # The second signal ends requests. If another API server could not serve either, the exit code is ``CANNOT_SERVE``.
     words = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no word
     server = GivenApiServer(start, given, words)

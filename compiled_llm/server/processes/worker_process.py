@@ -15,13 +15,9 @@ from compiled_llm.server.processes.handover import BEGUN, LEFT, NOT_READY, READY
 
 
 class ApiServerProcess:
-    """Answers the connections that it is given; it ends when nothing can give it one any more.
+    """A process that answers the connections that it is given; it ends when nothing can give it one any more."""
 
-    Attributes:
-        takes: whether it takes connections now.
-        ready: whether it can ask the engine process now.
-        counts: whether the server is only ready if it is: clients may reach it.
-    """
+    # ``counts``: the server is only ready if this process is, since clients may reach it.
 
     def __init__(self, start: Start, changed: Callable[[], object], counts: bool) -> None:
         self.takes = self.ready = False

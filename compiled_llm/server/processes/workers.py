@@ -14,21 +14,17 @@ from compiled_llm.server.serving import SIGNALS
 
 logger = logging.getLogger("compiled_llm.server")
 
-_PAUSE = 0.05
-"""Seconds until connections are accepted again, if one could not be."""
-_PATIENCE = 5.0
-"""Seconds that API servers have to end beyond what their requests have, before they are killed."""
-_LAST_WORDS = 2.0
-"""Seconds that they have if requests are ended at once."""
+_PAUSE = 0.05  # seconds until connections are accepted again, if one could not be
+_PATIENCE = 5.0  # seconds that API servers have to end beyond what their requests have, before they are killed
+_LAST_WORDS = 2.0  # seconds that they have if requests are ended at once
 
 
 class ApiServers:
-    """API servers' processes, each connection given to the one that has fewest; one that dies is replaced.
+    """API servers' processes, each connection given to the one that has fewest; one that dies is replaced."""
 
-    Had each API server accepted for itself, one that wakes up would take all that wait (a shared socket), or chance
-    would decide (``SO_REUSEPORT``), and connections that wait for an API server would die with it. Nor would the port
-    be free before the last of them has ended. See ``Serving``.
-    """
+    # Had each API server accepted for itself, one that wakes up would take all that wait (a shared socket), or chance
+    # would decide (``SO_REUSEPORT``), and connections that wait for an API server would die with it. Nor would the port
+    # be free before the last of them has ended. See ``Serving``.
 
     def __init__(self, start: Start, listening: socket.socket, count: int, max_restarts: int = 3) -> None:
         """``count`` of them are sent ``start``; all together may be restarted ``max_restarts`` times in an hour."""

@@ -8,8 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-R = TypeVar("R", bound=Hashable)
-"""The identifier of a replica."""
+R = TypeVar("R", bound=Hashable)  # the identifier of a replica
 
 
 @dataclass(frozen=True)
@@ -21,17 +20,11 @@ class Chosen(Generic[R]):
 
 
 class Affinity(Generic[R]):
-    """A memory of which replicas have answered prompts, by their leading pages; chooses one for the next prompt.
+    """A memory of which replicas have answered prompts, by their leading pages; chooses one for the next prompt."""
 
-    Pages are forgotten in the order of their last use; of a prompt the last ones before those that lead to them, so
-    that the known pages of a prompt are always its first ones.
-
-    Args:
-        max_pages: that are remembered.
-        max_longer: by how many requests a replica's queue may be longer than the shortest one.
-        least_share: of a prompt's pages that a replica has to have, to be chosen for them: a beginning that nearly all
-            prompts have would bring them all to one replica.
-    """
+    # Pages are forgotten in the order of their last use; of a prompt the last ones before those that lead to them, so
+    # that the known pages of a prompt are always its first ones. A replica needs ``least_share`` of a prompt's pages to
+    # be chosen for them: a beginning that nearly all prompts have would bring them all to one replica.
 
     def __init__(self, max_pages: int, max_longer: int, least_share: float) -> None:
         self._max_pages = max_pages
@@ -76,10 +69,8 @@ class Affinity(Generic[R]):
 
 
 def shorter_of_two(queues: Mapping[R, int]) -> R:
-    """Return the one with the shorter queue of two that are drawn: the power of two choices.
-
-    The lengths of queues are a moment old: to take always the shortest of all would send all prompts of that moment
-    there.
-    """
+    """Return the one with the shorter queue of two that are drawn: the power of two choices."""
+    # The lengths of queues are a moment old: to take always the shortest of all would send all prompts of that moment
+    # there.
     drawn = random.sample(list(queues), min(2, len(queues)))
     return min(drawn, key=lambda replica: queues[replica])

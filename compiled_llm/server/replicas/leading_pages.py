@@ -10,13 +10,7 @@ _KEY_BYTES = 16
 
 
 def leading_pages(prompt: Sequence[int], salt: str | None, page_size: int, max_pages: int) -> list[bytes]:
-    """Return a key for each full page of token ids: two prompts have one in common if they are equal up to there.
-
-    Args:
-        salt: of the prefix cache; only prompts with an equal one share pages.
-        page_size: tokens of a page.
-        max_pages: how many pages are looked at.
-    """
+    """Return a key for each full page of ``page_size`` tokens; prompts with equal keys are equal up to there."""
     tokens, hashed = array("q", prompt), hashlib.blake2b(_salted(salt), digest_size=_KEY_BYTES)
     keys = []
     for end in range(page_size, min(len(tokens), max_pages * page_size) + 1, page_size):

@@ -36,8 +36,7 @@ OF_API_SERVERS = frozenset(
 )
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
 OF_RAY = frozenset(_PLACE | {"config", "drain_seconds", "leashed", "max_connections", "api_server_count", "same_model"})
-"""Those of one server: where it listens, in how many processes and how it ends, which is Ray's to do here, and
-operations on it."""
+"""Those of one server, and operations on it: where it listens, and in how many processes, is Ray's to say here."""
 
 
 class Routing(NamedTuple):

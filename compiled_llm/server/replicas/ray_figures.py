@@ -9,10 +9,7 @@ from compiled_llm.server.openai.figures import COUNTERS, GAUGES, HISTOGRAMS, PAG
 
 
 class ReplicaFigures:
-    """The figures of a replica's engine process, by the names of ``/metrics``; Ray puts ``ray_`` before them.
-
-    Ray adds the tags ``application``, ``deployment`` and ``replica``.
-    """
+    """The figures of a replica's engine process, by the names of ``/metrics``, before which Ray puts ``ray_``."""
 
     def __init__(self) -> None:
         self._gauges = {name: Gauge(f"compiled_llm_{name}", text) for name, text in GAUGES.items()}

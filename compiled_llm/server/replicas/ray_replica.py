@@ -1,7 +1,4 @@
-"""A replica on Ray Serve: an engine process in a process of its own, and the actor that passes requests on to it.
-
-The engine has an interpreter for itself: Ray's work for each piece of an answer would keep its steps waiting.
-"""
+"""A replica on Ray Serve; its engine has an interpreter for itself: Ray's work for each piece would delay its steps."""
 
 from __future__ import annotations
 
@@ -21,10 +18,8 @@ from compiled_llm.server.replicas.relay import Relay
 
 logger = logging.getLogger("compiled_llm.server")
 
-_LOOKING = 0.1
-"""Seconds between two looks whether the engine process listens."""
-_COUNTING = 5.0
-"""Seconds between two looks at its figures; Ray hands them on every ten."""
+_LOOKING = 0.1  # seconds between two looks whether the engine process listens
+_COUNTING = 5.0  # seconds between two looks at its figures; Ray hands them on every ten
 
 
 class Replica:

@@ -1,8 +1,4 @@
-"""Ray Serve's router of requests to replicas; the application's ``request_router_config`` names the class.
-
-Ray's interface is public, and alpha: all of its use stands here. Ray makes a router for each process that sends
-requests, so each API server remembers for itself which replica has answered which prompts.
-"""
+"""Ray Serve's router of requests to replicas, one in each API server; all use of this alpha interface stands here."""
 
 from __future__ import annotations
 

@@ -44,12 +44,7 @@ class Relay:
     """A relay of requests under numbers of its own, since those of two API servers may be equal."""
 
     def __init__(self, line: Line, lost: Callable[[EngineDeadError], None]) -> None:
-        """Listen to an engine process from now on; made in the event loop that uses it.
-
-        Args:
-            line: to the engine process, not started yet.
-            lost: called in the event loop when the engine process has gone.
-        """
+        """Listen to an engine process from now on; ``lost`` is called in the event loop when it has gone."""
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready] = self._loop.create_future()
         self._line = line

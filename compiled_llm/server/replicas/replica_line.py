@@ -18,12 +18,9 @@ from compiled_llm.protocol.messages import Cancel, FromEngine, Preparing, Ready,
 
 logger = logging.getLogger("compiled_llm.server")
 
-_LOOKING = 1.0
-"""Seconds between two looks whether a replica is there."""
-_AGAIN = 0.1
-"""Seconds until another is asked, if one has ended."""
-PATIENCE = 10.0
-"""Seconds in which a replica has to answer that it is there; a busy one may take some."""
+_LOOKING = 1.0  # seconds between two looks whether a replica is there
+_AGAIN = 0.1  # seconds until another is asked, if one has ended
+PATIENCE = 10.0  # seconds in which a replica has to answer that it is there; a busy one may take some
 
 
 class Replicas(Protocol):

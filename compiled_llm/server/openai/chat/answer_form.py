@@ -14,8 +14,7 @@ from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA
 from compiled_llm.server.openai.fields.structured_outputs import Form, named_form
 from compiled_llm.server.openai.parsing.call_form import CallForm
 
-Format = dict[str, Any]
-"""A part of a structural tag of xgrammar's."""
+Format = dict[str, Any]  # a part of a structural tag of xgrammar's
 
 
 def with_form(params: SamplingParams, form: Form | None, prompt: ChatPrompt) -> SamplingParams:
@@ -27,17 +26,7 @@ def with_form(params: SamplingParams, form: Form | None, prompt: ChatPrompt) -> 
 
 
 def answer_form(wanted: Form | None, prompt: ChatPrompt, blanks: int | None = MAX_BLANKS) -> Form | None:
-    """Return the form of whole answers; None for any text.
-
-    Args:
-        wanted: the form of an answer that calls no tool; None for any text.
-        prompt: with the tools that may be, or have to be, called.
-        blanks: how many calls may have in a row; None for any number.
-
-    Raises:
-        ApiError: this model's answers cannot be held to the form.
-        ValueError: there is no such form.
-    """
+    """Return the form of whole answers; None for any text. ApiError if this model cannot be held to it."""
     calls = _calls(wanted, prompt, blanks)
     thinking = None if prompt.template is None else prompt.template.begun(prompt.text)
     if calls is not None:

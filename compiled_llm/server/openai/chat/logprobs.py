@@ -11,8 +11,7 @@ from compiled_llm.server.openai.chat.response import ChatLogprobs, TokenLogprob,
 from compiled_llm.server.openai.common.prompt_response import PromptLogprob, PromptPlace
 from compiled_llm.server.openai.tokenizer.token_bytes import TokenNames
 
-LEAST = -9999.0
-"""OpenAI's log-probability of a token that cannot be sampled; JSON has no infinity."""
+LEAST = -9999.0  # OpenAI's log-probability of a token that cannot be sampled; JSON has no infinity
 
 
 def entries_of(logprobs: Iterable[dict[int, Logprob]]) -> list[list[Entry]]:

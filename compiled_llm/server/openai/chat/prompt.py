@@ -40,17 +40,7 @@ def chat_prompt(
     template: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ChatPrompt:
-    """Return a chat as the model sees it; a long one takes seconds.
-
-    Args:
-        messages: as templates read them.
-        offer: tools that answers may call.
-        template: further variables of the template.
-        **options: of ``apply_chat_template``.
-
-    Raises:
-        ApiError: the chat template does not take it.
-    """
+    """Return a chat as the model sees it, which takes seconds for a long one; ApiError if the template refuses it."""
     tokens = vocabulary.of_chat(messages, template, offer.plain(), **options)
     text = "" if vocabulary.response_template is None else vocabulary.text(tokens)
     return ChatPrompt(tokens, text, offer, vocabulary)

@@ -14,8 +14,7 @@ from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, Re
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
 from compiled_llm.server.openai.fields.tools import Offer, ToolChoice, Tools, choice_of
 
-Effort = Annotated[str, Field(max_length=32)]
-"""How much a model is to think; which words there are, its template says."""
+Effort = Annotated[str, Field(max_length=32)]  # how much a model is to think; which words there are, its template says
 
 
 def effort_kwargs(effort: str | None) -> dict[str, Any]:

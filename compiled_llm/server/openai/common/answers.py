@@ -22,26 +22,18 @@ from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_
 
 logger = logging.getLogger("compiled_llm.server")
 
-CHARACTERS = 4
-"""Of a token, about."""
-_OF_ENTRY = 40
-"""Characters of text that take as long as one log-probability."""
-_ENGINES_NAME = "structured_outputs"
-"""With which its errors of a form begin."""
-_LOOKING = 0.5
-"""Seconds between two looks whether a client reads."""
+CHARACTERS = 4  # of a token, about
+_OF_ENTRY = 40  # characters of text that take as long as one log-probability
+_ENGINES_NAME = "structured_outputs"  # with which its errors of a form begin
+_LOOKING = 0.5  # seconds between two looks whether a client reads
 
 
 class Answers:
     """Answers to one HTTP request; those of a client that leaves, or reads nothing, are cancelled and free their pages.
 
     Args:
-        handles: one for each prompt.
-        request: the client's; its body has been read.
-        keeps_ends: whether a token that has ended an answer is told of.
         max_unsent: tokens that may wait for a client that does not read a stream.
         stream_interval: tokens of an answer that are told of together, between its first and its last.
-        form: the field of the request that their form is from.
     """
 
     def __init__(
@@ -217,12 +209,7 @@ class News(NamedTuple):
 
 
 class Choice:
-    """One answer of a stream, by its ``index`` in the response, and how much of it was told.
-
-    Args:
-        count_told: returns how many tokens of it are told of, once it has ended.
-        interval: tokens that are told of together, between the first and the last.
-    """
+    """One answer of a stream; ``interval`` tokens are told of together, between the first and the last."""
 
     def __init__(
         self,

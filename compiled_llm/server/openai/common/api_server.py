@@ -22,8 +22,7 @@ from compiled_llm.server.openai.fields.sampling import SamplingFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.settings import ApiServerSettings
 
-_MAX_ENTRIES = 2**18
-"""Log-probabilities of prompts that a request can ask for; each takes hundreds of bytes."""
+_MAX_ENTRIES = 2**18  # log-probabilities of prompts that a request can ask for; each takes hundreds of bytes
 
 REQUEST_ID, SUBMITTED = "compiled_llm.request_id", "compiled_llm.submitted"
 """Where the scope of a request has its id in the log, and what it has begun, for whoever traces it."""
@@ -72,12 +71,6 @@ class ApiServer:
         form: Form | None,
     ) -> Answers:
         """Begin to answer prompts, which are token ids.
-
-        Args:
-            request: whose client may leave.
-            param: the field that the prompts are from.
-            body: says with which requests it shares cached pages, and its priority.
-            form: of the answers, which ``params`` have; None for any text.
 
         Raises:
             ApiError: they are too many or too long.

@@ -17,10 +17,8 @@ from compiled_llm.server.openai.tokenizer.vocabulary import TokenizerError, Voca
 
 logger = logging.getLogger("compiled_llm.server")
 
-_PAUSE = 0.1
-"""Seconds between two tries to connect; meanwhile requests are refused."""
-_SILENT_SECONDS = 30.0
-"""After which an engine process that says nothing hangs; its heartbeat comes every five."""
+_PAUSE = 0.1  # seconds between two tries to connect; meanwhile requests are refused
+_SILENT_SECONDS = 30.0  # after which an engine process that says nothing hangs; its heartbeat comes every five
 _LOOKS = 6
 """How often it is looked at in that time. The time alone would count those in which this process itself stood still."""
 
@@ -38,16 +36,7 @@ class Model(NamedTuple):
 
 
 class EngineLink:
-    """A connection to an engine process, made again when it has gone; waits until it is ready.
-
-    An engine process that hangs is connected, and not ready. It is left alone: it may go on.
-
-    Args:
-        client: makes one that has not connected, with a tokenizer or None.
-        changed: is called with whether requests can be answered, when that changes.
-        failed: is called with the reason if they never can be; unless given, it is logged.
-        escapes: whether special tokens in clients' texts are text.
-    """
+    """A connection to an engine process, made again when it has gone; one that hangs is left alone: it may go on."""
 
     def __init__(
         self,

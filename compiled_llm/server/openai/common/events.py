@@ -19,8 +19,7 @@ logger = logging.getLogger("compiled_llm.server")
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies are to pass events on at once
 
-_MARK = "\ue000\uf8ff\ue000"
-"""A text that is part of no model's name: characters without a meaning in Unicode."""
+_MARK = "\ue000\uf8ff\ue000"  # a text that is part of no model's name: characters without a meaning in Unicode
 
 
 class EventStream(Response):

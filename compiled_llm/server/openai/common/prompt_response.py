@@ -13,5 +13,4 @@ class PromptLogprob(BaseModel):
     decoded_token: str
 
 
-PromptPlace = dict[str, PromptLogprob]
-"""The token that stands in one place, and the most likely ones, by their ids."""
+PromptPlace = dict[str, PromptLogprob]  # the token that stands in one place, and the most likely ones, by their ids

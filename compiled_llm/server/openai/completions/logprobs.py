@@ -18,12 +18,7 @@ class CompletionScores:
         self._offset = 0
 
     def written(self, places: Sequence[Sequence[Entry] | None], first: int | None = None) -> CompletionLogprobs:
-        """Return the log-probabilities of further tokens.
-
-        Args:
-            places: for each token its own entry, then those of the most likely ones; None if it has none.
-            first: the token of a place without entries, which begins a prompt.
-        """
+        """Return the log-probabilities of further tokens: of each its own entry, then the most likely ones'."""
         tokens = [first if entries is None else entries[0][0] for entries in places]
         return CompletionLogprobs(
             text_offset=[self._advanced(token) for token in tokens],

@@ -13,8 +13,7 @@ from compiled_llm.server.openai.fields.fields import Entries, NoEffect, RefusedF
 from compiled_llm.server.openai.fields.sampling import ChoiceFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
 
-_MAX_TOKENS = 16
-"""As OpenAI's, where a request does not say."""
+_MAX_TOKENS = 16  # as OpenAI's, where a request does not say
 
 
 class CompletionRequest(ChoiceFields):

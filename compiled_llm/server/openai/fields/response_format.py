@@ -8,8 +8,7 @@ from pydantic import Field
 
 from compiled_llm.server.openai.fields.fields import Body, NoEffect
 
-MAX_SCHEMA = 2**16
-"""Characters of a schema: it takes time to compile."""
+MAX_SCHEMA = 2**16  # characters of a schema: it takes time to compile
 
 
 class PlainTextFormat(Body):

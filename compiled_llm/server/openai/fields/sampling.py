@@ -16,14 +16,10 @@ from compiled_llm.server.openai.fields.response_format import ResponseFormat
 from compiled_llm.server.openai.fields.structured_outputs import Form, FormFields
 
 T = TypeVar("T")
-Several = Annotated[Entries[T], Field(max_length=256)]
-"""Things that each take time in every step, or in each answer."""
-MAX_CHARACTERS = 2**13
-"""Of a request's stop strings together, and of its bad words."""
-_MAX_TOKENS = 2**18
-"""That a request can name; the largest vocabularies have as many."""
-_LONGEST_SALT = 1024
-"""Characters of a salt; the prefix cache keeps it."""
+Several = Annotated[Entries[T], Field(max_length=256)]  # things that each take time in every step, or in each answer
+MAX_CHARACTERS = 2**13  # of a request's stop strings together, and of its bad words
+_MAX_TOKENS = 2**18  # that a request can name; the largest vocabularies have as many
+_LONGEST_SALT = 1024  # characters of a salt; the prefix cache keeps it
 
 
 def _of_few_characters(given: Any) -> Any:
@@ -34,8 +30,7 @@ def _of_few_characters(given: Any) -> Any:
     return given
 
 
-Short = AfterValidator(_of_few_characters)
-"""Texts that are looked for in each answer."""
+Short = AfterValidator(_of_few_characters)  # texts that are looked for in each answer
 
 _SAME_NAMES = (
     *("n", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
@@ -91,11 +86,7 @@ class SamplingFields(FormFields):
         return SamplingParams(**with_defaults(same, defaults), logit_bias=self._biases(), **others)
 
     def cut(self, prompt: list[int], room: int) -> list[int]:
-        """Return the last tokens of a prompt, or the first, if it is to be cut; ApiError if nothing would be left.
-
-        Args:
-            room: how many tokens fit before the answer.
-        """
+        """Return the last tokens of a prompt, or the first, if it is to be cut to ``room`` tokens; ApiError if none."""
         most = self.truncate_prompt_tokens
         if most is None:
             return prompt

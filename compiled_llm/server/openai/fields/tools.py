@@ -60,12 +60,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class Offer:
-    """Tools as a request offers them; ApiError if two have one name, or the one that has to be called is missing.
-
-    Args:
-        choice: ``"none"``, ``"auto"``, ``"required"``, or ``=`` and the name of one.
-        several: whether an answer may have several calls.
-    """
+    """Tools as a request offers them; ApiError if two have one name, or the one that has to be called is missing."""
 
     def __init__(self, tools: Sequence[Tool], choice: str | None, several: bool = True) -> None:
         self.tools = [] if choice == "none" else list(tools)

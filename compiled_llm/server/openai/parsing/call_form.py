@@ -22,8 +22,7 @@ _SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string"}}}
 SAMPLE_TOOL = {"type": "function", "function": {"name": _NAME, "description": "a sample", "parameters": _SCHEMA}}
 """The tool of the sample, as chat templates read it."""
 
-Read = Callable[[str], Parts]
-"""Returns the parts of an answer."""
+Read = Callable[[str], Parts]  # returns the parts of an answer
 
 
 def sample_chat(calls: int) -> list[dict[str, Any]]:
@@ -83,14 +82,7 @@ class CallForm:
 
 
 def call_form(prompt: str, one: str, two: str | None, ends: Sequence[str], read: Read) -> CallForm | None:
-    """Return how a model writes calls; None if that cannot be told, or arguments have another style.
-
-    Args:
-        prompt: a chat as the model sees it, before the answer.
-        one: the same chat with an answer that has one call; ``two`` calls, None if the chat template takes none.
-        ends: texts of tokens that end an answer.
-        read: reads an answer to the prompt.
-    """
+    """Return how a model writes calls, from chats with no, ``one`` and ``two`` calls; None if it cannot be told."""
     for style, pattern in _ARGUMENTS.items():
         matches = list(pattern.finditer(one))
         if len(matches) == 1:

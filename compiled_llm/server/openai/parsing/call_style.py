@@ -30,8 +30,7 @@ class Begun(NamedTuple):
         return found[0] if found and isinstance(found[0], Mapping) else {}
 
 
-CallStyle = Callable[[Begun], CallText]
-"""Returns a reader of one call."""
+CallStyle = Callable[[Begun], CallText]  # returns a reader of one call
 
 
 def call_style_of(field: Mapping[str, Any]) -> CallStyle | None:

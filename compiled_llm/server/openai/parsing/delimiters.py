@@ -9,8 +9,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]  # transformers' parser uses it; it finds matches that only begin
 
-_LETTERS = "aé漢"
-"""A pattern that can begin with one of these can begin with anything."""
+_LETTERS = "aé漢"  # a pattern that can begin with one of these can begin with anything
 
 
 class Delimiters:
@@ -35,10 +34,7 @@ class Delimiters:
         return None if pattern is None else pattern.search(text)
 
     def begun_opening(self, name: str, text: str) -> Any:
-        """Return the match of a part's beginning at the end of a text, whole or partial; None if there is none.
-
-        A single character is no beginning: it may be anything.
-        """
+        """Return the match of a part's beginning at the end of a text; a single character may be anything."""
         pattern = self._patterns.get(f"{name} open")
         found = None if pattern is None else pattern.search(text, partial=True)
         ends_text = found is not None and found.end() == len(text) and len(found.group().strip()) > 1

@@ -24,15 +24,7 @@ BeginCall = Callable[[str, dict[str, str]], CallText]
 
 
 class ParsedReader:
-    """A reader of an answer by HuggingFace's parser; text that it cannot read is content.
-
-    Args:
-        parser: of ``tokenizer.get_response_parser``, which has seen nothing.
-        fields: of the response template, with their delimiters.
-        several_calls: whether calls after the first one are told of.
-        begin_call: for calls that are read as they come, whose texts the parser leaves as they are.
-        prompt: the part of it that may have begun the answer.
-    """
+    """A reader of an answer by HuggingFace's parser; text that it cannot read is content."""
 
     def __init__(
         self,
@@ -72,11 +64,7 @@ class ParsedReader:
         return [piece for piece in parts.pieces if call is not None and call.is_told and piece.id == call.id]
 
     def read(self, text: str, finished: bool, cut: bool = False) -> Parts:
-        """Return the new parts in the next piece of text, which may be the last one.
-
-        Args:
-            cut: whether the answer was cut at its last piece: a call that has not ended is no content.
-        """
+        """Return the new parts in the next piece of text; if it ``cut`` an open call, that is no content."""
         parts, self._begun = Parts(pieces=self._begun), []
         self._feed_all(text, parts)
         if finished:

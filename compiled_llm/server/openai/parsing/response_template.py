@@ -20,11 +20,7 @@ _SAMPLE = [{"role": "user", "content": "hi"}]
 
 
 class ResponseTemplate:
-    """A model's response template; parts that are not served are content.
-
-    Args:
-        spec: the template; ValueError if HuggingFace does not understand it.
-    """
+    """A model's response template; parts that are not served are content. ValueError if HuggingFace cannot read it."""
 
     def __init__(self, tokenizer: Any, spec: dict[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -46,14 +42,7 @@ class ResponseTemplate:
         several_calls: bool = True,
         are_held: bool = False,
     ) -> ParsedReader:
-        """Return a reader of one answer.
-
-        Args:
-            prompt: as the model sees it, which may have begun to answer.
-            tools: as chat templates read them; None if there are none: then nothing is a call.
-            several_calls: whether calls after the first one are told of.
-            are_held: whether calls are held to their form.
-        """
+        """Return a reader of one answer; without tools, nothing is a call."""
         fields, begin_call = self._with_calls["fields"], self._begin_call(tools or (), are_held)
         begun = self._after_anchor(prompt)
         return ParsedReader(
@@ -119,11 +108,7 @@ def _marks(field: dict[str, Any]) -> list[str]:
 
 
 def response_template_of(tokenizer: Any, model_type: str) -> ResponseTemplate | None:
-    """Return the response template of a tokenizer, or the one that HuggingFace knows for its model; None for neither.
-
-    One that HuggingFace knows is taken only if the chat template begins answers as it says: models of one type are
-    trained to answer in many ways.
-    """
+    """Return a tokenizer's template, or HuggingFace's for its model if the chat template begins so, or None."""
     own = getattr(tokenizer, "response_template", None)
     spec = own or _fitting(tokenizer, known_response_template(model_type))
     if spec is None:

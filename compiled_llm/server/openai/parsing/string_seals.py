@@ -11,8 +11,7 @@ from compiled_llm.server.openai.parsing.delimiters import pattern_of
 
 _DOUBLE, _SINGLE = (rf"{quote}(?:[^{quote}\\\x00-\x1f]|\\.)*{quote}" for quote in "\"'")
 _STRINGS = {"json": [_DOUBLE], "python-call-list": [_DOUBLE, _SINGLE]}
-_FIRST_SEAL = 0xFDD0
-"""The first of 32 code points that Unicode has for no character."""
+_FIRST_SEAL = 0xFDD0  # the first of 32 code points that Unicode has for no character
 
 
 class StringSeals:
@@ -27,10 +26,7 @@ class StringSeals:
         self._seals: dict[str, str] = {}
 
     def sealed(self, text: str) -> tuple[str, bool]:
-        """Return the beginning of a call's text as the parser may see it, and whether the call ends there.
-
-        What may become a string or the end is left out.
-        """
+        """Return a call's text without what may become a string or the end, and whether the call ends there."""
         done, place = "", 0
         while (found := self._next(text, place)) is not None:
             done, place = done + text[place : found.start()], found.start()

@@ -6,12 +6,7 @@ import sys
 
 
 class UntoldText:
-    """A text that begins with the end of the prompt, which is nothing to tell of, then the answer's.
-
-    Attributes:
-        num_fed: characters of it that the parser has seen.
-        in_prompt: whether all so far is the prompt's.
-    """
+    """The end of the prompt, which is nothing to tell of, then the answer's text."""
 
     def __init__(self) -> None:
         self.text, self.num_fed = "", 0

@@ -24,8 +24,7 @@ _PATTERN = re.compile(
 """Patterns of tags that can be found as they come: a name between two texts, and a value that a text ends."""
 _SPACES = "".join(space for space in map(chr, range(0x3001)) if regex.match(r"\s", space))
 
-_LONGEST_TAG = 1024
-"""Characters of the beginning of an argument, with its name."""
+_LONGEST_TAG = 1024  # characters of the beginning of an argument, with its name
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,7 @@ class XmlTags:
 
 
 class XmlArguments:
-    """A reader of the arguments of one call: those that are texts piece by piece, others whole.
-
-    Args:
-        properties: its parameters, as JSON schemas.
-        read: returns arguments by their tags, with the types of the schemas.
-        are_closed: whether each value certainly ends with its tag; otherwise the call's end may end one, too.
-    """
+    """A reader of the arguments of one call: those that are texts piece by piece, others whole."""
 
     def __init__(
         self,

@@ -7,17 +7,15 @@ from typing import Any
 
 _MARK = "\ufdd0"
 """Parts a special token in a client's text from itself; Unicode has it as no character, for use within programs."""
-_AT_ONCE = 1024
-"""Pieces that are made tokens at once: each takes a kilobyte or two meanwhile."""
+_AT_ONCE = 1024  # pieces that are made tokens at once: each takes a kilobyte or two meanwhile
 
 
 class SpecialTokenBreaker:
-    """A tokenizer that does not see special tokens in clients' texts, since they are broken before.
+    """A tokenizer that does not see special tokens in clients' texts, since they are broken before."""
 
-    A chat template writes its own special tokens around these texts. So those of the texts get a mark inside before the
-    template runs; its output is parted at the marks, and each piece is tokenized by itself. One of a single
-    character cannot be parted, and is left alone.
-    """
+    # A chat template writes its own special tokens around these texts. So those of the texts get a mark inside before
+    # the template runs; its output is parted at the marks, and each piece is tokenized by itself. One of a single
+    # character cannot be parted, and is left alone.
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -28,10 +26,8 @@ class SpecialTokenBreaker:
         self._beginnings = tuple({name[:stop] for name in self._names for stop in range(1, len(name))})
 
     def broken(self, value: Any) -> Any:
-        """Return JSON values with a mark in each special token of their texts and names.
-
-        A text that ends as a special token begins ends with a mark, too: a template may write the rest of one.
-        """
+        """Return JSON values with a mark in each special token of their texts and names."""
+        # A text that ends as a special token begins ends with a mark, too: a template may write the rest of one.
         if isinstance(value, str):
             broken = self._broken(value)
             return broken + _MARK if broken.endswith(self._beginnings) else broken

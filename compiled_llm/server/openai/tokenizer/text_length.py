@@ -7,10 +7,8 @@ from typing import Any
 
 from compiled_llm.server.http.api_error import invalid
 
-_PIECE = 2**17
-"""Characters that are made tokens at once to count them: tens of megabytes."""
-_EACH = 2
-"""Characters a token: a text of fewer takes no more to be made tokens than an answer to it does."""
+_PIECE = 2**17  # characters that are made tokens at once to count them: tens of megabytes
+_EACH = 2  # characters a token: a text of fewer takes no more to be made tokens than an answer to it does
 
 
 class TextLength:
@@ -25,11 +23,9 @@ class TextLength:
         return characters > self._most
 
     def check(self, text: str, param: str) -> None:
-        """Raise ApiError, of the field ``param``, if a text surely has too many tokens.
-
-        A long one is counted in pieces, until it has too many tokens. Where it is cut, it may have more of them than as
-        a whole, as many as the longest token has bytes.
-        """
+        """Raise ApiError, of the field ``param``, if a text surely has too many tokens."""
+        # A long one is counted in pieces, until it has too many tokens. Where it is cut, it may have more of them than
+        # as a whole, as many as the longest token has bytes.
         if not self.is_long(len(text)):
             return
         if len(text) > self._most * self._longest:

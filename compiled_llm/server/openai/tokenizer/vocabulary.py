@@ -42,25 +42,16 @@ def load_vocabulary(ready: Ready, escapes: bool = False) -> Vocabulary:
 
 
 def go_without_torch() -> None:
-    """Have transformers find no torch in this process; seconds and half a gigabyte less, for tokenizers alone.
-
-    ``AutoTokenizer`` imports torch if it is installed. A module that is None in ``sys.modules`` is one that cannot be
-    found. Ends when transformers imports tokenizers without it.
-    """
+    """Have transformers find no torch in this process: seconds and half a gigabyte less, for tokenizers alone."""
+    # ``AutoTokenizer`` imports torch if it is installed; a module that is None in ``sys.modules`` cannot be found. Ends
+    # when transformers imports tokenizers without it.
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that there is no torch
 
 
 class Vocabulary:
-    """A tokenizer of the prompts of requests, which decodes tokens, too.
-
-    Args:
-        model_type: of the model's configuration.
-        ends: tokens that end an answer.
-        max_tokens: that a prompt can have with its answer.
-        escapes: whether special tokens in clients' texts are text.
-    """
+    """A tokenizer of prompts of at most ``max_tokens`` with their answers, which decodes tokens, too."""
 
     def __init__(
         self,
@@ -94,11 +85,6 @@ class Vocabulary:
         **options: Any,
     ) -> list[int]:
         """Return the tokens of a chat, written by the model's template.
-
-        Args:
-            messages: as templates read them; so are ``tools``, which the model may call.
-            template: further variables of the template.
-            **options: of ``apply_chat_template``.
 
         Raises:
             ApiError: there is no template, or it does not take these messages; or they surely have too many tokens.
