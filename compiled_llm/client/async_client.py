@@ -40,14 +40,9 @@ class AsyncClient(BaseClient):
         """Do not connect yet; ``connect`` does, or ``async with``.
 
         Args:
-            path: of the engine process's socket.
             tokenizer: as of ``Client``; a thread loads it.
-            busy_poll: seconds, such as 0.01, for which the event loop does not sleep after each message, sent or
-                received. Where a sleeping process is now and then woken late, tokens come more evenly, and the loop
-                takes a whole core while they come.
-
-        Raises:
-            ValueError: ``busy_poll`` is none that it can be.
+            busy_poll: seconds, such as 0.01, for which the event loop does not sleep after each message. Where a
+                sleeping process is now and then woken late, tokens come more evenly; the loop takes a core meanwhile.
         """
         if isinstance(busy_poll, bool) or not 0 <= busy_poll < float("inf"):
             raise ValueError(f"busy_poll={busy_poll}: give seconds, such as 0.01, or 0 to let the event loop sleep")
@@ -56,10 +51,7 @@ class AsyncClient(BaseClient):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(self, wait: bool = True) -> None:
-        """Connect to the engine process.
-
-        Args:
-            wait: wait until it is ready, however long it has to load and compile.
+        """Connect; with ``wait``, wait until the engine process is ready, however long it has to load and compile.
 
         Raises:
             EngineDeadError: there is no engine process, or it ends before it is ready.

@@ -149,7 +149,6 @@ class BaseClient(ABC):
 
         Args:
             prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
-            params: how to answer.
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
             cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
@@ -180,14 +179,9 @@ class BaseClient(ABC):
         session.send(Cancel(number, index))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> TextOfPrompt:
-        """Answer a prompt, and give the text piece by piece with ``for`` or ``async for``.
+        """Answer a prompt, and give the text piece by piece with ``for`` or ``async for``; options are ``submit``'s.
 
         To leave the loop ends the request. Without a tokenizer, iterate over what ``submit`` returns: its tokens.
-
-        Args:
-            prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
-            params: how to answer.
-            **options: others of ``submit``.
 
         Raises:
             ValueError: as of ``submit``; or there is no tokenizer, or there are several answers.

@@ -34,10 +34,9 @@ class Client(BaseClient):
     """
 
     def __init__(self, path: str | Path, *, tokenizer: Given = None, wait: bool = True) -> None:
-        """Connect to an engine process.
+        """Connect to an engine process, over its Unix socket at ``path``.
 
         Args:
-            path: of its socket.
             tokenizer: for prompts of text and messages, and for the text of answers: HuggingFace's, or anything with
                 its ``decode``; a folder to load it from; or ``True`` for the one that the engine process names. None
                 for token ids alone, without which neither torch nor transformers is imported.
@@ -53,10 +52,7 @@ class Client(BaseClient):
             _finished(self._until_ready())
 
     def wait_until_ready(self, timeout: float | None = None) -> Ready:
-        """Wait until the engine process takes requests, and return what it says of its model.
-
-        Args:
-            timeout: seconds to wait at most; None for as long as it takes.
+        """Wait until the engine process takes requests, ``timeout`` seconds at most; return what it says of its model.
 
         Raises:
             TimeoutError: it is not ready by then.
@@ -65,10 +61,7 @@ class Client(BaseClient):
         return _finished(self._wait_until_ready(timeout))
 
     def stats(self, timeout: float | None = 60) -> StatsReply:
-        """Ask how the engine process is doing.
-
-        Args:
-            timeout: seconds to wait for the answer.
+        """Ask how the engine process is doing, and wait ``timeout`` seconds at most for the answer.
 
         Raises:
             EngineProcessError: it is not ready, or is gone.
@@ -77,17 +70,7 @@ class Client(BaseClient):
         return _finished(self._stats(timeout))
 
     def ask(self, question: Callable[[int], Struct], timeout: float | None = 60) -> Reply:
-        """Ask the engine process a question of the protocol, and wait for the answer.
-
-        Args:
-            question: makes it, with the number that comes back with the answer.
-            timeout: seconds to wait for it.
-
-        Raises:
-            ValueError: what was asked is impossible.
-            EngineProcessError: the engine process is not ready, or is gone.
-            TimeoutError: it has not answered by then.
-        """
+        """Ask what ``question`` makes of a number, and wait for the answer; errors as of ``stats``, or ValueError."""
         return _finished(self._asked(question, timeout))
 
     def generate(
@@ -98,18 +81,12 @@ class Client(BaseClient):
         hidden_states: Sequence[int] | None = None,
         emitted: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, and wait for all of them.
+        """Answer one prompt or several, and wait for all: one output each, in their order; arguments as of ``submit``.
 
         An answer that fails by itself has the finish reason ``"error"`` and its ``error``; the others go on.
 
         Args:
-            prompts: one, or several: token ids, text, chat messages, or one of vLLM's dictionaries
             params: for all of them, or one for each.
-            hidden_states: as of ``submit``, for all of them.
-            emitted: as of ``submit``, for all of them.
-
-        Returns:
-            One output for each prompt, in their order.
 
         Raises:
             ValueError: a prompt or its settings are impossible; the others are ended.

@@ -21,10 +21,9 @@ Cancelling = Callable[[int | None], None]  # ends an answer by its index, or all
 class RemoteHandle(PendingAnswers[RemoteAnswer]):
     """A prompt that was sent to an engine process: iterate over its tokens or its ``text``, wait for its ``result``.
 
-    It is used as what ``Engine.submit`` returns, by any thread, and in any event loop by ``async for`` and ``await``.
+    Any thread may use it, as what ``Engine.submit`` returns, and any event loop by ``async for`` and ``await``.
 
     Attributes:
-        prompt: its token ids.
         refused: why the engine process has ended the whole request, or never began it.
         figures: what was measured, once the request has ended.
         prompt_logprobs: of the prompt's tokens, as far as they have come; None before that, or if they are not wanted.
@@ -40,17 +39,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         check: Callable[[], None] = lambda: None,
         scored_from: int = 1,
     ) -> None:
-        """Wait for ``count`` answers.
-
-        Args:
-            prompt: token ids.
-            count: how many answers there will be.
-            ends: tokens that end an answer.
-            form: how tokens become text; None without a tokenizer.
-            cancel: ends an answer, or all.
-            check: raises an error in a thread that must not wait, because nothing comes meanwhile.
-            scored_from: the first of its tokens that log-probabilities come of, if any do.
-        """
+        """Wait for ``count`` answers; ``check`` raises in a thread that must not wait, as nothing comes meanwhile."""
         super().__init__([RemoteAnswer(index, Received(ends), form) for index in range(count)], Listeners(check))
         self.prompt = prompt
         self.refused: Exception | None = None

@@ -12,11 +12,7 @@ from compiled_llm.protocol.messages import AskText, AskTokens, TextReply, Tokens
 
 
 class RemoteTokenizer:
-    """A tokenizer in an engine process, for texts, messages and tokens.
-
-    Each call waits for an answer over a connection of its own, so that any thread may use it; for many requests at
-    once, load the tokenizer.
-    """
+    """A tokenizer in an engine process, asked over a connection a call, so that any thread may use it."""
 
     chat_template = "that of the engine process"
     clean_up_tokenization_spaces = False

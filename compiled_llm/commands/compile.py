@@ -1,7 +1,6 @@
-"""`compiled-llm compile`: artifacts, so that later processes compile nothing.
+"""`compiled-llm compile`: artifacts, so that later processes compile nothing."""
 
-What imports torch is imported inside, once everything that compiles in this process keeps its work in the new folder.
-"""
+# What imports torch is imported inside, once everything that compiles in this process keeps its work in the new folder.
 
 from __future__ import annotations
 

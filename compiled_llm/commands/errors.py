@@ -14,10 +14,7 @@ from compiled_llm.commands.printable import printable
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Turn errors that this package raised into one line: exit code 2 for a bad request, 1 for a failure.
-
-    Any other error is a bug, and keeps its traceback.
-    """
+    """Turn our errors into one line: exit code 2 for a bad request, 1 for a failure; any other keeps its traceback."""
     try:
         yield
     except KeyboardInterrupt:

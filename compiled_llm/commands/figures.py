@@ -4,12 +4,7 @@ from __future__ import annotations
 
 
 def answer_figures(tokens: int, seconds: float, first: float | None) -> str:
-    """Return how long an answer took: its first token, which is None if there was none, and the others, apart.
-
-    Args:
-        seconds: from the question to the last token.
-        first: seconds from the question to it.
-    """
+    """Return how long an answer took, in seconds: to its first token, if there was one, and from there on."""
     said = f"{tokens} token{'s' * (tokens != 1)} in {seconds:.2f} s"
     if first is None:
         return said

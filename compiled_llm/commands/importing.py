@@ -25,12 +25,10 @@ def importing(progress: bool) -> Iterator[None]:
 
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process at once, with 130, while the block imports modules and has nothing to clean up.
-
-    A KeyboardInterrupt inside an import becomes whatever the modules at hand make of it: C extensions drop it, and
-    transformers goes on for seconds and then says that it lacks a class. In other threads, and where another
-    handler is set, nothing changes.
-    """
+    """Let Ctrl-C end the process at once, with 130, while the block imports modules and has nothing to clean up."""
+    # A KeyboardInterrupt inside an import becomes whatever the modules at hand make of it: C extensions drop it, and
+    # transformers goes on for seconds and then says that it lacks a class. In other threads, and where another handler
+    # is set, nothing changes.
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

@@ -24,11 +24,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import deprecation
 from transformers.utils.generic import ModelOutput
 
-NAMES = ("cache", "past_key_values", "cache_params")
-"""All that it has had, the newest one first."""
+NAMES = ("cache", "past_key_values", "cache_params")  # all that it has had, the newest one first
 
-RECURRENT_NAMES = ("cache", "cache_params")
-"""Those that models without attention have had."""
+RECURRENT_NAMES = ("cache", "cache_params")  # those that models without attention have had
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

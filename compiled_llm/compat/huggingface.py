@@ -78,8 +78,7 @@ from transformers.utils import output_capturing
 
 from compiled_llm.compat.forks import lock
 
-NEWEST = "5.24"
-"""The newest minor version that the matrix has run; ``pyproject.toml`` allows none after it."""
+NEWEST = "5.24"  # the newest minor version that the matrix has run; ``pyproject.toml`` allows none after it
 WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
 IMPLEMENTATIONS = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
@@ -226,8 +225,7 @@ def _new_view(base: type[PretrainedConfig], plain: bool) -> type[PretrainedConfi
 
 
 _views: dict[tuple[type[PretrainedConfig], bool], type[PretrainedConfig]] = {}
-_readers: Counter[int] = Counter()
-"""How many threads read something else of a config, by its id."""
+_readers: Counter[int] = Counter()  # how many threads read something else of a config, by its id
 _readers_lock = lock()
 
 

@@ -34,8 +34,7 @@ FUNCTIONS = {
 
 Those of a single token are not among them: layers call them for rows whose states the cache hands out.
 """
-KEPT = frozenset({"update_conv_state", "update_recurrent_state"})
-"""The cache's methods by which layers keep states."""
+KEPT = frozenset({"update_conv_state", "update_recurrent_state"})  # the cache's methods by which layers keep states
 
 
 class StatesNotFoundError(Exception):

@@ -14,8 +14,7 @@ from types import FrameType
 from typing import Any
 
 Function = Callable[[int, FrameType | None], Any]
-Handler = Function | int | None
-"""A number stands for what the system does, None for a handler that is not Python's."""
+Handler = Function | int | None  # a number stands for what the system does, None for a handler that is not Python's
 
 _without_constants: Any = importlib.import_module("_signal")
 handler_of: Callable[[int], Handler] = _without_constants.getsignal

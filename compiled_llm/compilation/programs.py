@@ -69,8 +69,7 @@ logger = logging.getLogger("compiled_llm.graphs")
 _LAYERS_IN_REGION_ON_CPU = 4  # SmolLM2-135M's 30 layers run as fast as in one graph; one by one 18% slower
 
 
-_SEARCHING = (PreparedInAppend, PreparedInAttention, NormedSums)
-"""The passes that count what they find."""
+_SEARCHING = (PreparedInAppend, PreparedInAttention, NormedSums)  # the passes that count what they find
 
 
 class Arguments(NamedTuple):

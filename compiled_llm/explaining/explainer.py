@@ -68,9 +68,6 @@ def explain(
         dump: a folder to write what is made of the model on the way to kernels: bytecode, guards, graphs and
             Inductor's code, with an ``index.html``. It is compiled again for it.
 
-    Returns:
-        The report: print it, ``.to_html(path)``, or ``.data``.
-
     Raises:
         TypeError: ``model`` is no HuggingFace model.
         ValueError: ``example_inputs`` hold no token ids, there is something in the folder ``dump``, or a batch size in

@@ -19,9 +19,7 @@ Kind = Literal[
     "cold start",
     "slow path",
 ]
-"""Kinds of findings: ``wrap`` refuses, forward raises, tracing stops, a graph is compiled again, the world outside is
-built into a graph, a graph cannot be captured, one was captured again, a call waited for what ``warmup`` could have
-prepared, or a call took a slower path."""
+"""Kinds of findings: what ``wrap`` refuses, what forward raises, where tracing stops, and slower paths."""
 
 
 @dataclass(frozen=True)

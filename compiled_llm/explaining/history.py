@@ -35,12 +35,7 @@ def report_of(runtime: Runtime, timings: bool | Sequence[int] = False) -> Report
 
 
 def timings_of(runtime: Runtime, wanted: bool | Sequence[int], prompts: Prompts | None = None) -> list[Timing]:
-    """Return where the time of a wrapped model's programs goes; other calls wait.
-
-    Args:
-        wanted: batch sizes; if True, those that are ready because calls have used them.
-        prompts: the beginnings of rows; meaningless tokens if None.
-    """
+    """Return where the time of a wrapped model's programs goes, at batch sizes or those in use; other calls wait."""
     sizes = (runtime.model_runner().steps.wanted_buckets or [1]) if wanted is True else list(wanted or ())
     runtime.check_sizes("timings", sizes)
     with runtime.loop_lock.taken():

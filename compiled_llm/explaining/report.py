@@ -59,12 +59,7 @@ class Report:
         timings: Sequence[Timing] = (),
         notes: Sequence[str] = (),
     ) -> Report:
-        """Collect findings, and the traces and timings of programs.
-
-        Args:
-            history: counters of a wrapped model; None if it is not wrapped.
-            notes: sentences on what could not be looked at, or was written elsewhere.
-        """
+        """Collect findings, traces and timings of programs, and a wrapped model's counters (``history``)."""
         return cls(
             {
                 **subject_of(model),

@@ -59,10 +59,6 @@ def measure(
 ) -> list[Timing]:
     """Time prefill and a decode step at some batch sizes; buckets that are not compiled yet are compiled first.
 
-    Args:
-        model_runner: its pages must hold ``tokens_to_hold``.
-        prompts: the beginnings of rows, in turn; meaningless tokens if None.
-
     Raises:
         OutOfPagesError: the pages are in use.
         ValueError: the model has too few positions for what is timed.

@@ -1,8 +1,7 @@
-"""Runs our programs on a few pages and watches what Dynamo makes of them.
+"""Runs our programs on a few pages and watches what Dynamo makes of them."""
 
-Two passes: the programs as ``wrap`` compiles them, whole graphs and nothing else; and if one of them does not come out
-whole, a pass that goes on after each graph break, to find them all.
-"""
+# Two passes: the programs as ``wrap`` compiles them, whole graphs and nothing else; and if one of them does not come
+# out whole, a pass that goes on after each graph break, to find them all.
 
 from __future__ import annotations
 
@@ -225,11 +224,7 @@ class Sandbox:
         return programs.traces
 
     def broken(self, look: Callable[[BrokenPrograms], object] | None = None) -> list[str]:
-        """Run prefill and decode frame by frame; return what Dynamo said about each graph break.
-
-        Args:
-            look: called with the programs before their frames are forgotten.
-        """
+        """Run prefill and decode frame by frame, then ``look``; return what Dynamo said about each graph break."""
         programs = BrokenPrograms(self._facts, self._config, self._device)
         with programs.cleaned(), graph_breaks_logged() as messages, self._display.task("tracing around graph breaks"):
             self.thread.call(self._run, programs, (1,))

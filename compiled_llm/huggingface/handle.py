@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from compiled_llm.explaining.report import Report
 
 
-compiled_models: WeakSet[CompiledModel] = WeakSet()
-"""Those of all wrapped models of this process."""
+compiled_models: WeakSet[CompiledModel] = WeakSet()  # those of all wrapped models of this process
 
 
 class CompiledModel(Runtime):

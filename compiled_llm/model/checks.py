@@ -31,8 +31,7 @@ from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
 from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
 
-ROOT = 0
-"""Root's user id; root is always trusted."""
+ROOT = 0  # Root's user id; root is always trusted
 
 
 def check_model(model: object) -> PreTrainedModel:

@@ -32,8 +32,7 @@ from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
 
-Forward = Callable[..., Any]
-"""A model class's own ``forward``."""
+Forward = Callable[..., Any]  # a model class's own ``forward``
 
 Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions, Mapping[Place, StateSpec], bool]
 """The arguments of ``ModelFacts.of`` after a model and its forward."""

@@ -38,8 +38,7 @@ from compiled_llm.model.restore import attributes_restored, data_restored, resto
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
 _HARMLESS = frozenset({"position_ids", "is_causal"})
-_TOKENS = 4
-"""How many a trial forward runs on."""
+_TOKENS = 4  # how many a trial forward runs on
 
 
 class UnpagedCallError(RuntimeError):

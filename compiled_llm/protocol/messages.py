@@ -1,9 +1,8 @@
-"""The messages of the protocol. A client speaks first, with ``Hello``, and the engine process answers with ``Welcome``.
+"""Messages of the protocol: a client speaks first, with ``Hello``, and the engine process answers with ``Welcome``."""
 
-Each connection numbers its requests by itself. Messages that are sent in every step are arrays, the others maps; fields
-that a reader does not know are passed over. The garbage collector does not look at those of every step (``gc=False``):
-nothing in them can refer to them.
-"""
+# Each connection numbers its requests by itself. Messages that are sent in every step are arrays, the others maps;
+# fields that a reader does not know are passed over. The garbage collector does not look at those of every step
+# (``gc=False``): nothing in them can refer to them.
 
 from __future__ import annotations
 
@@ -96,16 +95,13 @@ class Ready(Struct, tag="ready", frozen=True):
     """The engine process takes requests.
 
     Attributes:
-        model: its name.
         tokenizer: the folder, or the name on the hub, that its tokenizer was loaded from; None if it has none.
         gguf_file: the file in the folder that the tokenizer is in, if it is one.
         chat_template: the text of another chat template than the tokenizer's; None for its own.
         vocabulary: how many token ids prompts can have.
-        eos_token_ids: the model's end-of-sequence tokens.
         max_tokens: how many tokens a request may have, prompt and answer together.
         max_num_seqs: how many requests run at once.
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
-        model_type: of the model's configuration.
         sampling: settings of ``SamplingParams`` for requests that leave them out, which clients add.
         uncompiled: why answers run uncompiled, as in ``EngineStats``; the message is sent again when that changes.
     """
@@ -211,12 +207,7 @@ class PageCounts(Struct, frozen=True):
 
 
 class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
-    """The state of the engine process; fields as of ``EngineStats``.
-
-    Attributes:
-        number: that of the question.
-        connections: how many clients are connected.
-    """
+    """The state of the engine process, with how many clients are connected; fields as of ``EngineStats``."""
 
     number: int
     connections: int

@@ -50,14 +50,9 @@ class TextFormat(NamedTuple):
 
 
 class AnswerText:
-    """The text of one answer. One thread at a time updates it; any other may read it meanwhile.
+    """The text of one answer. One thread at a time updates it; any other may read it meanwhile."""
 
-    Attributes:
-        shown: how many characters of it are certain; beyond may be the beginning of a stop string.
-        count: how many tokens have been read.
-        whole: the final text, once no more comes.
-        error: why it ended before all of the answer was in it.
-    """
+    # ``shown`` counts the characters that are certain; beyond may be the beginning of a stop string.
 
     def __init__(self, request: Written, form: TextFormat) -> None:
         self._request = request

@@ -11,14 +11,7 @@ _SAY_HOW_TO_DRAW = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
 def default_sampling(generation_config: Any) -> dict[str, int | float]:
-    """Return the settings of ``SamplingParams`` that a generation config has; without ``do_sample``, temperature 0.
-
-    Args:
-        generation_config: of a model; None if it has none.
-
-    Raises:
-        ValueError: one of them is impossible.
-    """
+    """Return ``SamplingParams`` of a generation config; temperature 0 without ``do_sample``, or ValueError."""
     draws = bool(getattr(generation_config, "do_sample", False))
     names = ("repetition_penalty", *(("temperature", "top_p", "top_k", "min_p") if draws else ()))
     values = {name: getattr(generation_config, name, None) for name in names}
@@ -33,10 +26,8 @@ def default_sampling(generation_config: Any) -> dict[str, int | float]:
 
 
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, int | float]) -> dict[str, Any]:
-    """Return the settings of a request, and ``defaults`` for those that are not ``given``.
-
-    One that says how to draw, or wants several answers, draws, whatever the defaults are: OpenAI's temperature is 1.
-    """
+    """Return the settings of a request, and ``defaults`` for those that are not ``given``."""
+    # One that says how to draw, or wants several answers, draws, whatever the defaults are: OpenAI's temperature is 1.
     draws = given.get("n", 1) > 1 or any(name in given for name in _SAY_HOW_TO_DRAW)
     kept = {name: value for name, value in defaults.items() if not (draws and name == "temperature" and value == 0)}
     return {**kept, **given}

@@ -11,10 +11,8 @@ from tokenizers.decoders import DecodeStream
 
 from compiled_llm.compat.tokenizers import backend_of, cleans_up, special_tokens
 
-_INCOMPLETE = "\ufffd"
-"""The character that decoders write for bytes that are no whole character, or not yet one."""
-_RUN = 16
-"""After so many tokens without a whole character, one is looked for only as often: each look decodes them all."""
+_INCOMPLETE = "\ufffd"  # the character that decoders write for bytes that are no whole character, or not yet one
+_RUN = 16  # after so many tokens without a whole character, one is looked for only as often: each look decodes them all
 
 
 class TokenDecoder:
@@ -46,11 +44,10 @@ class TokenDecoder:
 
 
 class Detokenizer:
-    """A detokenizer of the tokens of one answer; one thread at a time.
+    """A detokenizer of the tokens of one answer; one thread at a time."""
 
-    A token's text comes once its characters are complete. Joined, the pieces are ``tokenizer.decode`` of all tokens;
-    only where byte tokens turn out to be no UTF-8 does it take back a character, which pieces cannot.
-    """
+    # A token's text comes once its characters are complete. Joined, the pieces are ``tokenizer.decode`` of all tokens;
+    # only where byte tokens turn out to be no UTF-8 does it take back a character, which pieces cannot.
 
     def __init__(
         self,
@@ -132,11 +129,10 @@ class _Window:
 
 
 class SpaceCleanup:
-    """A tokenizer's ``clean_up_tokenization``, for text that comes in pieces.
+    """A tokenizer's ``clean_up_tokenization``, which removes spaces before punctuation, for text in pieces."""
 
-    It removes spaces before punctuation and within contractions. A space, and characters after it that may belong to
-    such a place, are held back until it is known whether the space stays.
-    """
+    # A space, and characters after it that may belong to such a place, are held back until it is known whether the
+    # space stays.
 
     _UNSETTLED = re.compile(r" [ 'n]*[vr]?$")
     """A beginning of anything that it looks for (``" ' "``, ``" n't"``, ``" 've"``, …), after any of the others."""

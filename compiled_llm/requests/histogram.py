@@ -12,11 +12,10 @@ BUCKETS = (
 
 
 class Histogram(NamedTuple):
-    """A count of waits by their length.
+    """A count of waits by their length, and their ``seconds`` together.
 
     Attributes:
         counts: those up to each of ``BUCKETS`` and longer than the one before it; then those longer than all.
-        seconds: of all together.
     """
 
     counts: tuple[int, ...] = (0,) * (len(BUCKETS) + 1)

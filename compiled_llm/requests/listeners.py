@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from compiled_llm.compat.condition import Condition
 from compiled_llm.requests.users_code import described, is_interrupt
 
-Task = tuple[asyncio.AbstractEventLoop, asyncio.Event]
-"""A waiter in an event loop, and the function that wakes it."""
+Task = tuple[asyncio.AbstractEventLoop, asyncio.Event]  # a waiter in an event loop, and the function that wakes it
 
 logger = logging.getLogger("compiled_llm.engine")
 
@@ -23,12 +22,7 @@ class Listeners:
     def __init__(
         self, check: Callable[[], None] = lambda: None, check_process: Callable[[], None] = lambda: None
     ) -> None:
-        """Have no listeners.
-
-        Args:
-            check: raises an error in a thread that must not wait.
-            check_process: raises an error in a process in which nothing ever changes.
-        """
+        """``check`` raises in a thread that must not wait, ``check_process`` in a process in which nothing changes."""
         self._check = check
         self.check_process = check_process
         self._changed = Condition()

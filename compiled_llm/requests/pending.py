@@ -47,17 +47,11 @@ class PendingAnswers(ABC, Generic[A]):
         """Return the output once it is ``done``, errors included."""
 
     def when_changed(self, listener: Callable[[], object]) -> None:
-        """Call ``listener`` whenever a token has come or an answer has ended; it has to be quick.
-
-        One that listens to several requests is called once for all that a step has changed.
-        """
+        """Call ``listener`` when a token has come or an answer has ended (once a step for several): be quick."""
         self.listeners.add(listener)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Wait for the end.
-
-        Args:
-            timeout: seconds to wait at most; None for no limit.
+        """Wait for the end, ``timeout`` seconds at most.
 
         Raises:
             TimeoutError: it has not ended by then; it goes on.
@@ -75,22 +69,16 @@ class PendingAnswers(ABC, Generic[A]):
     def tokens(self, index: int | None = None) -> TokenStream:
         """Return an answer's tokens with their log-probabilities, to be read with ``for`` or ``async for``.
 
-        Args:
-            index: of the answer; needed if there are several.
-
         Raises:
-            ValueError: there are several answers.
+            ValueError: there are several answers, and no ``index``.
         """
         return TokenStream(self._only() if index is None else self.answers[index], self.listeners)
 
     def text(self, index: int | None = None) -> TextStream:
         """Return an answer's text, to be read piece by piece with ``for`` or ``async for``.
 
-        Args:
-            index: of the answer; needed if there are several.
-
         Raises:
-            ValueError: there are several answers, or there is no tokenizer.
+            ValueError: there are several answers and no ``index``, or there is no tokenizer.
         """
         answer = self._only() if index is None else self.answers[index]
         self.listeners.check_process()
@@ -104,12 +92,7 @@ class PendingAnswers(ABC, Generic[A]):
         """Have the text made of the tokens that have come already."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the tokens' ids as they come.
-
-        Raises:
-            ValueError: there are several answers.
-            Exception: the error that ended it with the finish reason ``"error"``.
-        """
+        """Yield the tokens' ids as they come; ValueError if there are several answers; an answer's error is raised."""
         for token in TokenStream(self._only(), self.listeners, scored=False):
             yield token.id
 

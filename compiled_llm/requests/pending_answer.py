@@ -16,10 +16,8 @@ if TYPE_CHECKING:  # imports torch
 class PendingAnswer(ABC):
     """One answer as its reader sees it."""
 
-    owner: ClassVar[str]
-    """The argument that takes a tokenizer, as a user writes it."""
-    failure: ClassVar[type[RuntimeError]]
-    """The error that ends an answer which cannot be decoded."""
+    owner: ClassVar[str]  # the argument that takes a tokenizer, as a user writes it
+    failure: ClassVar[type[RuntimeError]]  # the error that ends an answer which cannot be decoded
 
     def __init__(self, index: int, written: Written, form: TextFormat | None) -> None:
         """``form``: how tokens become text; None without a tokenizer."""

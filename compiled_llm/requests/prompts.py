@@ -43,13 +43,9 @@ def is_dictionary(prompt: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def content_of(prompt: Mapping[str, Any]) -> Any:
-    """Return the token ids in one of vLLM's dictionaries, or without them its text.
-
-    ``{"prompt_token_ids": ids}`` may have the text in ``"prompt"``, too, which nothing reads. Keys of None are absent.
-
-    Raises:
-        ValueError: there is another key, or a value is of another kind.
-    """
+    """Return the token ids in one of vLLM's dictionaries, or without them its text; ValueError for other keys."""
+    # ``{"prompt_token_ids": ids}`` may have the text in ``"prompt"``, too, which nothing reads. Keys of None are
+    # absent.
     given = {name: value for name, value in prompt.items() if value is not None}
     for name in given:
         if name not in ("prompt", "prompt_token_ids"):

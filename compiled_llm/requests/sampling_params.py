@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
 
-MAX_BIASED = 300
-"""How many tokens ``logit_bias`` may have, as in OpenAI's API."""
+MAX_BIASED = 300  # how many tokens ``logit_bias`` may have, as in OpenAI's API
 
 _LATER = (
     *("guided_decoding", "best_of"),
@@ -29,8 +28,7 @@ _OF_GENERATE = {
 }
 """Names that ``generate`` has for what is called otherwise here."""
 
-SEEDS = 2**62
-"""Seeds are below this."""
+SEEDS = 2**62  # seeds are below this
 
 
 _CONTRADICTS = "contradicts the form of the answer, which says when it ends"

@@ -17,11 +17,10 @@ class Match(NamedTuple):
 
 
 class StopStrings:
-    """Strings to look for, all at once: the automaton of Aho and Corasick.
+    """Strings to look for, all at once: the automaton of Aho and Corasick."""
 
-    A state is the longest beginning of any of the strings that the text so far ends with, so that each character is
-    looked at once, however many strings there are and however much they repeat themselves.
-    """
+    # A state is the longest beginning of any of the strings that the text so far ends with, so that each character is
+    # looked at once, however many strings there are and however much they repeat themselves.
 
     def __init__(self, strings: Sequence[str]) -> None:
         # matches a character that one of the strings begins with
@@ -70,10 +69,7 @@ class StopReader:
         self._state = self._read = 0
 
     def take(self, piece: str, counts: bool = True) -> Match | None:
-        """Return the stop string that ends first in the next piece of a text; after that no more is read.
-
-        ``counts`` says whether to report one that ends in this piece.
-        """
+        """Return the stop string that ends first in the next piece, if it ``counts``; after that no more is read."""
         stops, state, place = self._stops, self._state, 0
         while place < len(piece):
             if not state:

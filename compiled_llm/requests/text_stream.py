@@ -25,11 +25,7 @@ class TextStream:
         self._listeners = listeners
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the pieces as they come.
-
-        Raises:
-            Exception: the error that ended the answer with the finish reason ``"error"``.
-        """
+        """Yield the pieces as they come; an answer that has failed raises its error."""
         text, given = self._text, 0
         while not self._is_over(given):
             self._wait(given)

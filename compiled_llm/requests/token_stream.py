@@ -11,12 +11,7 @@ from compiled_llm.requests.pending_answer import PendingAnswer
 
 
 class Token(NamedTuple):
-    """One token of an answer.
-
-    Attributes:
-        id: its number in the vocabulary.
-        logprobs: as those of a ``Completion``: by token id, its own entry first; None if not asked for.
-    """
+    """One token of an answer: its ``id`` in the vocabulary, and ``logprobs`` as those of a ``Completion``."""
 
     id: int
     logprobs: dict[int, Logprob] | None
@@ -32,11 +27,7 @@ class TokenStream:
         self._listeners = listeners
 
     def __iter__(self) -> Iterator[Token]:
-        """Yield the tokens as they come.
-
-        Raises:
-            Exception: the error that ended the answer with the finish reason ``"error"``.
-        """
+        """Yield the tokens as they come; an answer that has failed raises its error."""
         answer, count = self._answer, 0
         while not (answer.done and count == answer.tokens):
             yield from (new := self._behind(count))

@@ -1,9 +1,8 @@
-"""Errors in the user's code that the engine calls: logits processors, listeners, tokenizers.
+"""Errors in the user's code that the engine calls: logits processors, listeners, tokenizers."""
 
-Such code may raise anything: ``SystemExit`` from a script that it runs, a ``CancelledError`` of asyncio's, the
-``PanicException`` of a library in Rust, none of which is an ``Exception``. It ends the request that the code was called
-for, never the thread that has called it.
-"""
+# Such code may raise anything: ``SystemExit`` from a script that it runs, a ``CancelledError`` of asyncio's, the
+# ``PanicException`` of a library in Rust, none of which is an ``Exception``. It ends the request that the code was
+# called for, never the thread that has called it.
 
 from __future__ import annotations
 

@@ -45,12 +45,7 @@ class ThreadConnection:
     """A connection whose messages are handled in a thread of its own; ``welcome`` is the first of them."""
 
     def __init__(self, path: str | Path) -> None:
-        """Connect, and say hello.
-
-        Raises:
-            EngineDeadError: there is no engine process.
-            EngineProcessError: it does not want to talk to this client.
-        """
+        """Connect, and say hello; EngineDeadError without an engine process, EngineProcessError if it refuses."""
         self.path = Path(path).expanduser()
         self._frames: Frames[FromEngine] = Frames(FromEngine)
         self._socket = _connected(self.path)

@@ -33,16 +33,7 @@ _PAUSE = 0.05  # seconds between two tries to connect
 
 
 class ClientSession:
-    """A client's requests: brings what an engine process says to the threads and tasks that wait for it.
-
-    Attributes:
-        listeners: told when the engine process is ready, has answered a question, or is gone.
-        heard: how often something has come of it; its heartbeat comes every few seconds.
-        ready: what it has said when it was; None while it is not.
-        unready_since: when it has stopped being ready, as ``time.monotonic``.
-        lost: why nothing more comes; ``loss_reported`` once that was raised.
-        closed: whether this side has ended it.
-    """
+    """A client's requests: brings what an engine process says to the threads and tasks that wait for it."""
 
     def __init__(self) -> None:
         self.listeners = Listeners()
@@ -73,12 +64,7 @@ class ClientSession:
     # ---- the connection
 
     def connect(self, dial: Callable[[], Line], seconds: float = 0.0) -> None:
-        """Connect, and have what comes read from now on.
-
-        Args:
-            dial: connects, and says hello.
-            seconds: in which an engine process may begin to listen.
-        """
+        """Connect by ``dial``, within ``seconds`` in which an engine process may begin, and read what comes."""
         deadline = time.monotonic() + seconds
         while self._line is None:
             try:

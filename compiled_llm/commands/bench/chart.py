@@ -1,8 +1,4 @@
-"""A chart of ``bench latency``: tokens a second of each contender as bars, one panel for each workload.
-
-It reads only the figures of a result, so it also draws the published runs in ``results/``.
-Nothing but this file imports matplotlib.
-"""
+"""A chart of ``bench latency``, drawn from a result's figures alone; nothing but this file imports matplotlib."""
 
 from __future__ import annotations
 
@@ -75,14 +71,7 @@ def speeds_of(report: BenchReport) -> Speeds:
 
 
 def draw(speeds: Speeds, path: Path, columns: int = _PANELS_IN_A_ROW, panel_width: float = 2.05) -> None:
-    """Write the chart as the kind of picture that the file's name ends with; an SVG has colours for dark pages, too.
-
-    Args:
-        panel_width: in inches; letters are an eighth of an inch.
-
-    Raises:
-        ValueError: the name ends with another kind.
-    """
+    """Write the chart, panels of ``panel_width`` inches, as the kind of picture that the file's name ends with."""
     kind = path.suffix.removeprefix(".").lower()
     if kind not in _KINDS:
         raise ValueError(f"{path}: the name of a picture ends with .{', .'.join(_KINDS)}")

@@ -1,7 +1,4 @@
-"""Contenders of this process: HuggingFace's ``generate`` as it is, and this package in each mode.
-
-``tools/bench`` has further ones, of the same shape: HuggingFace's static cache, and vLLM.
-"""
+"""Contenders of this process: HuggingFace's ``generate`` as it is, and this package in each mode."""
 
 from __future__ import annotations
 
@@ -173,11 +170,7 @@ ALL: list[Contender] = [
 
 
 def choose(names: str, device_type: str, known: Sequence[C]) -> list[C]:
-    """Return contenders by their comma-separated names, in the order of ``known``; ``ours`` is the default mode.
-
-    Raises:
-        ValueError: there is no such contender.
-    """
+    """Return contenders by their comma-separated names, in the order of ``known``; ValueError if there is none."""
     ours = "compiled-llm:compile" if device_type == "cpu" else f"compiled-llm:{WrapConfig.mode}"
     there = [contender.name for contender in known]
     listed = [name.strip() for name in names.split(",") if name.strip()]

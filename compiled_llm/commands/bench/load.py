@@ -48,10 +48,7 @@ class Asked(NamedTuple):
 
 
 class LoadAnswer(NamedTuple):
-    """The times at which pieces of an answer came, its tokens, and how many of the prompt were ``cached``, if known.
-
-    Times are in seconds, by ``time.perf_counter`` or from the begin of a pass; ``begun`` is when it was to be sent.
-    """
+    """The times in seconds at which pieces of an answer came, its tokens, and how much of the prompt was ``cached``."""
 
     times: list[float]
     tokens: int
@@ -66,11 +63,7 @@ Run = Callable[[Sequence[Asked], int | None], list[LoadAnswer]]
 
 @dataclass(frozen=True)
 class Load:
-    """The load on a server: a number of requests, ``concurrency`` of them at once, or a rate for some seconds.
-
-    ``rate`` requests arrive in a second, on average (a Poisson process). All prompts of a pass begin with
-    ``system_prompt`` tokens. Tokens are below ``vocabulary``.
-    """
+    """The load on a server: ``requests``, ``concurrency`` at once, or Poisson arrivals of ``rate`` a second."""
 
     prompts: Lengths
     answers: Lengths

@@ -1,7 +1,4 @@
-"""The times that are taken, and how they are summed up: these definitions hold for every contender.
-
-Shapes: B rows, T tokens in each prompt.
-"""
+"""The times that are taken, and how they are summed up, for every contender. Shapes: B rows, T tokens a prompt."""
 
 from __future__ import annotations
 
@@ -111,12 +108,7 @@ class TokenClock:
 
 
 def timed(generate: Callable[[], object], clock: TokenClock, new: int, synchronize: Callable[[], object]) -> CallTiming:
-    """Time one call, which has the fresh ``clock`` as its streamer, the device idle before and after.
-
-    Raises:
-        RuntimeError: other than ``new`` tokens came.
-        ValueError: decode took no time.
-    """
+    """Time one call, whose streamer is the fresh ``clock``; RuntimeError if other than ``new`` tokens came."""
     synchronize()
     start = time.perf_counter()
     generate()

@@ -125,12 +125,7 @@ def _remote_model(server: str, api_key_file: Path | None, quiet: bool) -> Iterat
 
 @contextmanager
 def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> Iterator[AnsweringModel]:
-    """Load a model, and compile what a chat needs.
-
-    Raises:
-        ValueError: options do not fit the model or the machine, or there is no tokenizer or chat template.
-        RuntimeError: the model cannot be loaded.
-    """
+    """Load a model, and compile what a chat needs; ValueError or RuntimeError if that cannot be."""
     with importing(not options.quiet):
         import compiled_llm
         from compiled_llm.commands.loading.load import load

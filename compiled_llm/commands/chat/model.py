@@ -93,12 +93,7 @@ class RemoteChatModel(ChatModel):
     """An engine process in another process; if it has gone, the next question looks for its successor."""
 
     def __init__(self, client: Client, quiet: bool) -> None:
-        """Wait until it is ready.
-
-        Raises:
-            EngineProcessError: there is none, or it does not want to talk to this client.
-            ValueError: it has no tokenizer.
-        """
+        """Wait until it is ready; EngineProcessError without an engine process, ValueError without a tokenizer."""
         self.engine = self._client = client
         self._quiet = quiet
         self._ready: Ready | None = None

@@ -18,12 +18,7 @@ class Terminal:
     """Answers go to stdout, all else to stderr, so that a pipe gets answers alone; ``interactive`` tells of stdin."""
 
     def __init__(self, quiet: bool = False, commands: Mapping[str, str] | None = None) -> None:
-        """Begin to read; ValueError if there is no stdin.
-
-        Args:
-            quiet: write nothing but answers, errors and what was asked for.
-            commands: completed as one types, each shown with its description.
-        """
+        """Begin to read, or ValueError without stdin. ``quiet`` writes only answers, errors and what is asked for."""
         if sys.stdin is None:
             raise ValueError("chat: there is no stdin to read questions from")
         self.interactive = sys.stdin.isatty()

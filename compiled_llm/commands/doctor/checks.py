@@ -1,7 +1,7 @@
-"""The table of all that `compiled-llm doctor` looks at: packages, devices, compilers, and the folders of caches.
+"""The table of all that `compiled-llm doctor` looks at: packages, devices, compilers, and the folders of caches."""
 
-No check may depend on another's health: torch and the rest are imported inside each, and one that fails says so itself.
-"""
+# No check may depend on another's health: torch and the rest are imported inside each, and one that fails says so
+# itself.
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Loads and wraps a model, and writes its answer to one prompt.
-
-Torch and transformers are imported inside, so that --help is quick.
-"""
+"""Loads a model and answers one prompt; torch and transformers are imported inside, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -49,12 +46,7 @@ class GenerateRequest(RunningOptions):
         self.wrap_config("cpu")
 
     def run(self) -> None:
-        """Write the answer to stdout, and figures to stderr.
-
-        Raises:
-            ValueError: the model cannot do what is asked.
-            RuntimeError: the model cannot be loaded or run.
-        """
+        """Write the answer to stdout, and figures to stderr; ValueError or RuntimeError if that cannot be."""
         check_driver(self.device)
         source = locate(self.model, not self.quiet, self.tokenizer, self.chat_template)
         with importing(not self.quiet):

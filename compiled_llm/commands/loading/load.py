@@ -38,11 +38,6 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer.
 
-    Args:
-        model: ``demo`` (see `compiled_llm.demo`), a folder, a GGUF file or a hub id.
-        dtype: as for ``dtype_of``.
-        device: as for ``device_of``.
-
     Raises:
         FileNotFoundError: there is no such folder or file.
         ValueError: the dtype or device is unknown or unavailable, or a folder is not a model's.

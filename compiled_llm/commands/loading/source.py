@@ -46,11 +46,6 @@ def locate(
 ) -> Source:
     """Return where a model is: here, or on the hub.
 
-    Args:
-        model: ``demo``, a folder, a GGUF file or a hub id.
-        tokenizer: the folder or hub id of another tokenizer than the model's.
-        chat_template: the file of another chat template than the tokenizer's.
-
     Raises:
         FileNotFoundError: there is no such folder or file.
         ValueError: it is a file or a folder, and not a model's; or the template's file is no text.

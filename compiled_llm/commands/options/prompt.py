@@ -28,11 +28,7 @@ def check_system(system: str | None, chat: bool, way_out: str = "give --chat as 
 
 
 def read_prompt(argument: str | None, file: str | None) -> str:
-    """Return the prompt: the argument, a file's text, or what is piped in; `-` is stdin in both.
-
-    Raises:
-        ValueError: there is no prompt, there are two, or it is not text.
-    """
+    """Return the prompt: the argument, a file's text, or stdin (`-`, or piped in); ValueError unless it is one text."""
     if argument is not None and file is not None:
         raise ValueError("PROMPT and --file were both given: the prompt comes from one place")
     if file not in (None, "-"):
@@ -71,11 +67,7 @@ def _text(content: bytes, source: str, drops_line_end: bool = True) -> str:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, system: str | None = None) -> dict[str, Tensor]:
-    """Return a prompt's ``input_ids`` and ``attention_mask``, ``[1, T]``, with ``chat`` by the chat template.
-
-    Raises:
-        ValueError: there is no chat template, or it refuses the messages.
-    """
+    """Return a prompt's ``input_ids`` and ``attention_mask``, ``[1, T]``; ValueError if ``chat`` cannot be written."""
     encoded: Any
     if not chat:
         encoded = tokenizer(prompt, return_tensors="pt")

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningOptions:
-    """Options of how a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures.
-
-    With ``eager_first``, answers on a CPU do not wait for compiling, unless they are to be ``batch_invariant``.
-    """
+    """Options of how a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures."""
 
     mode: str
     backend: str
@@ -32,11 +29,9 @@ class RunningOptions:
     eager_first: bool = True
 
     def wrap_options(self, device: str) -> dict[str, Any]:
-        """Return the options of ``wrap`` on a kind of device.
-
-        On a CPU room for rows costs nothing before it is used, and with the default the code is what ``wrap(model)``
-        compiles: each finds the other's in the cache. On CUDA pages for one row leave others most of the memory.
-        """
+        """Return the options of ``wrap`` on a kind of device."""
+        # On a CPU room for rows costs nothing before it is used, and with the default the code is what ``wrap(model)``
+        # compiles: each finds the other's in the cache. On CUDA pages for one row leave others most of the memory.
         rows = {"max_batch_size": 1} if device == "cuda" else {}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
         names = ("mode", "backend", "kv_dtype", "batch_invariant", "check_pages")

@@ -50,16 +50,7 @@ class HttpApi:
         return str(models[0]["id"])
 
     def submit(self, model: str, prompt: Prompt, given: dict[str, Any], ids: bool = False) -> HttpAnswer:
-        """Begin to answer a prompt: a text, token ids, or the messages of a chat.
-
-        Args:
-            given: settings, by their names in the API; the server knows the others.
-            ids: have the answer's token ids come, too.
-
-        Raises:
-            ValueError: the server refuses it.
-            RuntimeError: it cannot answer.
-        """
+        """Begin to answer a text, token ids, or messages; ValueError if the server refuses it, else RuntimeError."""
         chat = not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], int)
         path, field = ("/v1/chat/completions", "messages") if chat else ("/v1/completions", "prompt")
         body = {"model": model, field: prompt, "stream": True, "stream_options": {"include_usage": True}}

@@ -33,11 +33,7 @@ class GivenOption(NamedTuple):
 
 
 def from_file(context: typer.Context, file: Path) -> dict[str, GivenOption]:
-    """Return the options of a file, by their names with underscores.
-
-    Raises:
-        ValueError: it is no YAML of options, or has one twice or of an impossible value; with the line.
-    """
+    """Return a file's options, by names with underscores; ValueError, with the line, if one is wrong or given twice."""
     found: dict[str, GivenOption] = {}
     lines: dict[str, int] = {}
     for line, key, value in _entries(file):

@@ -80,11 +80,9 @@ class HttpFlags(NamedTuple):
 
 
 def usual_count(device: str) -> int:
-    """Return how many API servers a server has unless it is told: one where the model is slower than an API server.
-
-    On a CPU the model needs all cores, and is; one API server writes some 40,000 tokens a second, fewer than a small
-    model makes on a GPU. More than four were not needed by any, and each takes 150 MB.
-    """
+    """Return how many API servers a server has unless it is told: one where the model is slower than an API server."""
+    # On a CPU the model needs all cores, and is; one API server writes some 40,000 tokens a second, fewer than a small
+    # model makes on a GPU. More than four were not needed by any, and each takes 150 MB.
     cores = len(os.sched_getaffinity(0))
     if device == "cpu" or cores < 4 or not has_driver():
         return 1
@@ -100,12 +98,6 @@ def run_with_api_server(
     log: tuple[str, str] | None,
 ) -> None:
     """Run an engine process and its API servers until SIGTERM or Ctrl-C.
-
-    Args:
-        uds: the socket of the engine process; None for one in a folder that is removed afterwards.
-        arguments: of ``compiled-llm`` for the engine process, without its socket.
-        drain_seconds: the time that requests have to end.
-        log: the level and the format of the log.
 
     Raises:
         ValueError: the flags are impossible.

@@ -37,10 +37,7 @@ _SEVERAL = ("--api-key", "--lora-modules", "--cudagraph-capture-sizes", "--middl
 
 
 class VllmLine(NamedTuple):
-    """Options of vLLM on a command line, as typed if they say what ``always`` holds, as sentences if ``refused``.
-
-    ``ours`` is the line without them, with options of ours in the place of those that have an equal.
-    """
+    """vLLM's options on a command line: as typed if ``always`` so, sentences if ``refused``; ``ours`` has the rest."""
 
     ours: list[str]
     always: list[str]

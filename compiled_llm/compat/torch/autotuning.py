@@ -10,10 +10,8 @@ import torch
 
 from compiled_llm.compat.torch.capturing import captured_into, new_graph
 
-_LAUNCHES = 20
-"""Of one tiling in a graph, one after the other."""
-_REPLAYS = 5
-"""Of that graph; the fastest counts."""
+_LAUNCHES = 20  # of one tiling in a graph, one after the other
+_REPLAYS = 5  # of that graph; the fastest counts
 
 
 @functools.cache

@@ -19,8 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 RecompileLimitError = FailOnRecompileLimitHit
 """A function compiled with ``fullgraph=True`` was compiled as often as torch does it, and no graph fits."""
 
-DynamoError = TorchDynamoException
-"""A function cannot be compiled."""
+DynamoError = TorchDynamoException  # a function cannot be compiled
 
 BackendError = BackendCompilerFailed
 """A ``DynamoError``: the function was traced, and what compiles its graph has failed."""

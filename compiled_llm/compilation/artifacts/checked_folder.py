@@ -9,8 +9,7 @@ from pathlib import Path
 
 from compiled_llm.compilation.artifacts.manifest import NAME, Manifest, ManifestEntry
 
-ROOT = 0
-"""Root's user id: a machine has to trust root."""
+ROOT = 0  # Root's user id: a machine has to trust root
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 

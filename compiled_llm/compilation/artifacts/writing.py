@@ -15,8 +15,7 @@ from compiled_llm.compilation.artifacts.manifest import NAME, MadeFor, Manifest,
 PLACE = b"[folder of compiled_llm's artifacts]"
 """Stands in Triton's lists of files for the folder that they lie in, wherever that is."""
 
-PROFILE = "profile.json"
-"""Which steps processes that start with the folder prepare."""
+PROFILE = "profile.json"  # which steps processes that start with the folder prepare
 
 _FLASHINFER = "flashinfer_workspace"
 _NOT_CODE = {"locks"}

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 Phase = Literal["decode", "prefill", "scoring", "sampling"]
 """A decode step; a prefill; one that gives the logits of all its tokens, and samples none; or a sampling of tokens that
 is made later than the step before it."""
-STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")
-"""Those that run the model."""
+STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")  # those that run the model
 
 
 class StepKey(NamedTuple):

@@ -10,8 +10,7 @@ from torch import Tensor, fx, nn
 
 from compiled_llm.compat.torch.tensors import example_of
 
-Found = dict[str, Any]
-"""The nodes, numbers and dtypes that a pattern's parameters stand for, by name."""
+Found = dict[str, Any]  # the nodes, numbers and dtypes that a pattern's parameters stand for, by name
 
 
 class Pattern:

@@ -9,15 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ALWAYS = 2**31 - 1
-"""A step that no answer reaches."""
+ALWAYS = 2**31 - 1  # a step that no answer reaches
 
 BARRED = -math.inf
-FORCED = 1e20
-"""Above all other logits, and so far that these vanish in the sum: forced tokens are equally likely."""
+FORCED = 1e20  # above all other logits, and so far that these vanish in the sum: forced tokens are equally likely
 
-LARGEST = 1e10
-"""Most that a bias may be: it vanishes in the sum with a forced token's."""
+LARGEST = 1e10  # most that a bias may be: it vanishes in the sum with a forced token's
 
 
 NO_BIASES: NDArray[np.int32] = np.zeros((4, 0), dtype=np.int32)

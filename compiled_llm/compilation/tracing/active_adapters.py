@@ -26,8 +26,7 @@ from compiled_llm.model.shallow_copies import shallow_copy
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_tree import same
 
-_Place = Callable[[Tensor], Tensor]
-"""Returns a tensor in place of an adapter's."""
+_Place = Callable[[Tensor], Tensor]  # returns a tensor in place of an adapter's
 
 
 class ActiveAdapters:

@@ -43,8 +43,7 @@ class _TracedCall(NamedTuple):
     result: Any  # reused if another layer makes the same call: plain, or new tensors
 
 
-_UNKNOWN = object()
-"""In place of a result."""
+_UNKNOWN = object()  # in place of a result
 
 
 class LayerTracer(TorchFunctionMode):

@@ -1,7 +1,4 @@
-"""Every stage between a model and its kernels, as files, with an index that links lines, nodes and kernels.
-
-For each program a folder, with the stages in their order; for a program that is not one graph, its frames.
-"""
+"""Every stage between a model and its kernels, as files, with an index that links lines, nodes and kernels."""
 
 from __future__ import annotations
 

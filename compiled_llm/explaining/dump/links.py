@@ -34,11 +34,7 @@ class SourceLink:
 
 
 def links_of(graph: fx.GraphModule, provenance: Mapping[str, Any]) -> list[SourceLink]:
-    """Return the lines of Dynamo's graph in the order in which they run.
-
-    Args:
-        provenance: Inductor's ``preToPost`` and ``postToCppCode``; may be empty.
-    """
+    """Return the lines of Dynamo's graph in the order in which they run, by Inductor's ``provenance``, if any."""
     lines: dict[tuple[str, Place], tuple[list[str], dict[str, str]]] = {}
     for node in graph.graph.nodes:
         if node.op.startswith("call"):

@@ -21,8 +21,7 @@ from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.subject import head_rows, title_of
 from compiled_llm.model.places import Place
 
-GRAPH, INDUCTOR = "3_graph.py", "5_inductor.py"
-"""The files whose lines pages link to."""
+GRAPH, INDUCTOR = "3_graph.py", "5_inductor.py"  # the files whose lines pages link to
 _LONGEST_COLOURED = 2**20
 _FORMATTER = HtmlFormatter(style="default", linenos="inline", linespans="L", wrapcode=False)
 _COLOURS = {"light": _FORMATTER, "dark": HtmlFormatter(style="monokai")}

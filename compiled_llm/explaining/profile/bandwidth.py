@@ -11,10 +11,8 @@ REPEATS = 12
 
 
 def read_bandwidth(device: torch.device, dtype: torch.dtype) -> float:
-    """Return bytes/s that the device reads at best: by a sum, or by a matrix-vector product.
-
-    Both read far more than its caches hold: 4 GiB on CUDA or a quarter of what is free, 512 MiB on a CPU.
-    """
+    """Return bytes/s that the device reads at best, by a sum or a matrix-vector product."""
+    # Both read far more than its caches hold: 4 GiB on CUDA or a quarter of what is free, 512 MiB on a CPU.
     size = 2**29
     if device.type == "cuda":
         size = min(2**32, torch.cuda.mem_get_info(device)[0] // 4)

@@ -107,12 +107,7 @@ def moved_by_decode(nbytes: StepBytes, batch: int) -> dict[str, int | None]:
 def moved_by_prefill(
     nbytes: StepBytes, prepared: int, tokens: int, launches: Sequence[KernelLaunch]
 ) -> dict[str, int | None]:
-    """Return what prefill of ``tokens`` has to move, by kind of kernel, in bytes.
-
-    Args:
-        prepared: what norm, rotary embedding and append move for one token, where they are one kernel.
-        launches: where layers of both ways ran, it is not known which bytes were whose: neither kind has any.
-    """
+    """Return the bytes that prefill of ``tokens`` moves, by kind of kernel; none where layers of two ways ran."""
     appends = {"page append": tokens * nbytes.kv_written, "rotary and page append": tokens * prepared}
     ran = appends.keys() & {launch.kind for launch in launches}
     return {"matrix products": nbytes.weights, **(appends if len(ran) < 2 else {})}

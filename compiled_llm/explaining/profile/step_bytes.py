@@ -31,10 +31,7 @@ class StepBytes:
 
 
 def step_bytes(model: PreTrainedModel, context: int, state: RunnerState | None = None) -> StepBytes:
-    """Return what a decode step reads at a context of that many tokens.
-
-    Keys and values are counted as they lie in the pages of ``state``; without one, as the config describes them.
-    """
+    """Return what a decode step reads at that context, with keys and values as in ``state``, or as configured."""
     config = model.config.get_text_config(decoder=True)
     layers = _layers_of_config(model, config) if state is None else _layers_of_pages(state)
     read = sum(token * (context if window is None else min(context, window)) for token, window in layers)
@@ -43,11 +40,9 @@ def step_bytes(model: PreTrainedModel, context: int, state: RunnerState | None =
 
 
 def prepared_bytes(layers: Sequence[Layer], dtype: torch.dtype) -> int:
-    """Return what norm, rotary embedding and page append of one token move over all layers, where they are one kernel.
-
-    Queries, keys and values are read and written, cos and sin are read; the columns that fill up pages are left alone.
-    Weights of norms are read once for all tokens, and ``StepBytes.weights`` has them.
-    """
+    """Return the bytes that norm, rotary embedding and page append of one token move, where they are one kernel."""
+    # Queries, keys and values are read and written, cos and sin are read; the columns that fill up pages are left
+    # alone. Weights of norms are read once for all tokens, and ``StepBytes.weights`` has them.
     heads = [(2 * layer.query_heads + 4 * layer.kv_heads + 2) * layer.head_dim for layer in layers]
     return sum(heads) * dtype.itemsize
 

@@ -32,8 +32,7 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import passed_over
 from compiled_llm.requests.sampling_params import SamplingParams
 
-_ROWS = 256
-"""How many requests run at once if nothing says it, and ``generate`` has room for fewer than there are."""
+_ROWS = 256  # how many requests run at once if nothing says it, and ``generate`` has room for fewer than there are
 
 
 def manager_for(

@@ -20,11 +20,9 @@ from compiled_llm.execution.threads.interrupts import deferred
 if TYPE_CHECKING:
     from compiled_llm.huggingface.cache.paged_cache import PagedCache
 
-CLASSES = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Those of layers that can be left in pages."""
+CLASSES = (DynamicLayer, DynamicSlidingWindowLayer)  # those of layers that can be left in pages
 
-_NO_LOOK = frozenset({"get_seq_length", "__class__"})
-"""What ``cache.get_seq_length()`` asks of a layer."""
+_NO_LOOK = frozenset({"get_seq_length", "__class__"})  # what ``cache.get_seq_length()`` asks of a layer
 
 _MOVING = lock()
 _PLACE = "_compiled_llm_place"

@@ -26,8 +26,7 @@ from compiled_llm.huggingface.inspection.model_obstacles import UNSERVED_OUTPUTS
 from compiled_llm.model.gradients import requires_gradients
 from compiled_llm.model.version.model_version import Placement
 
-NUM_ITEMS = "num_items_in_batch"
-"""What HuggingFace's Trainer passes with labels: the loss function divides by it."""
+NUM_ITEMS = "num_items_in_batch"  # what HuggingFace's Trainer passes with labels: the loss function divides by it
 
 _TAKEN = frozenset(
     {

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, PretrainedConfig
 
-Prepared = tuple[GenerationConfig, dict[str, Any]]
-"""The config of one call, and the arguments that go to the model."""
+Prepared = tuple[GenerationConfig, dict[str, Any]]  # the config of one call, and the arguments that go to the model
 
 _MOST = 256
 

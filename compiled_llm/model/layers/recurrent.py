@@ -33,8 +33,7 @@ from compiled_llm.compat.recurrent_forwards import (
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
 from compiled_llm_ops.contracts.recurrent import NO_ENTRY
 
-Place = tuple[int, int]
-"""A layer's number, and that of its state among those of the layer."""
+Place = tuple[int, int]  # a layer's number, and that of its state among those of the layer
 
 
 class StateRows(NamedTuple):

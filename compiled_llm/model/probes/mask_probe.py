@@ -40,8 +40,7 @@ def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Laye
     return [*compared(model, partial(_try, model), windowed)]
 
 
-_UNMASKED = -1
-"""In place of a window: HuggingFace makes no mask for the layer."""
+_UNMASKED = -1  # in place of a window: HuggingFace makes no mask for the layer
 
 
 def _seeing(layer: Layer, window: int | None, positions: int) -> Layer:

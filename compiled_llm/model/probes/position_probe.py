@@ -18,8 +18,7 @@ from compiled_llm.model.probes.observing import observed
 DefaultPositions = Literal["columns", "unmasked", "own"]
 """The tokens that ``forward`` without ``position_ids`` numbers: all, those that are not masked, or others."""
 
-_LAYERS = 4
-"""How many are compared; some layers use no positions, but never the first four of them."""
+_LAYERS = 4  # how many are compared; some layers use no positions, but never the first four of them
 
 
 def default_positions(model: PreTrainedModel) -> DefaultPositions:

@@ -7,11 +7,9 @@ from types import ModuleType
 
 from compiled_llm.model.version.module_tree import same
 
-Place = tuple[type | ModuleType, str]
-"""A class or a module, and a name in it."""
+Place = tuple[type | ModuleType, str]  # a class or a module, and a name in it
 
-CALLED = frozenset({"__call__", "forward"})
-"""The methods that every call of a module runs."""
+CALLED = frozenset({"__call__", "forward"})  # the methods that every call of a module runs
 
 
 class Code:

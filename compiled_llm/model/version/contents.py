@@ -19,8 +19,7 @@ Part = dict[Any, Any] | Collection[Any] | Callable[[], Any]
 """A part of a value through which others are read: its entries, or what a call returns."""
 
 _LISTS = (list, tuple, set, frozenset, deque)
-_MOST = 10_000
-"""Entries that one of them may have: a list of a million would take longer to compare than a step."""
+_MOST = 10_000  # entries that one of them may have: a list of a million would take longer to compare than a step
 
 
 def containers(value: Any) -> Iterator[Part]:

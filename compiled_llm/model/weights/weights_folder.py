@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_BYTES = 2**26
-"""Of a file of JSON; the index of a model with a million tensors has less."""
+_MAX_BYTES = 2**26  # of a file of JSON; the index of a model with a million tensors has less
 _LONGEST_SHOWN = 200
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _ADAPTER = "adapter_model.safetensors"

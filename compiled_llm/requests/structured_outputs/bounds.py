@@ -1,8 +1,7 @@
-"""Bounds on forms, checked before a library reads them: those recurse, and unfold repetitions.
+"""Bounds on forms, checked before a library reads them: those recurse, and unfold repetitions."""
 
-Each look takes time in proportion to the text, and does not recurse itself. Brackets are counted as xgrammar reads
-them; text that its lexers refuse anyway may be counted otherwise.
-"""
+# Each look takes time in proportion to the text, and does not recurse itself. Brackets are counted as xgrammar reads
+# them; text that its lexers refuse anyway may be counted otherwise.
 
 from __future__ import annotations
 
@@ -10,18 +9,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MAX_CHARACTERS = 2**18
-"""Of a form, as JSON, rules or a list of choices."""
-MAX_LEVELS = 128
-"""Brackets or groups inside one another, in JSON, patterns and rules."""
-MAX_PATTERN = 2**16
-"""Characters of a regular expression."""
-MAX_GROUPS = 1000
-"""Opening parentheses of a regular expression, wherever they stand: no reading of it has more levels."""
+MAX_CHARACTERS = 2**18  # of a form, as JSON, rules or a list of choices
+MAX_LEVELS = 128  # brackets or groups inside one another, in JSON, patterns and rules
+MAX_PATTERN = 2**16  # characters of a regular expression
+MAX_GROUPS = 1000  # opening parentheses of a regular expression, wherever they stand: no reading of it has more levels
 MAX_REPEATS = 256
 """Places of a regular expression that are optional or repeated: the time to compile grows with their cube."""
-MAX_TIMES = 1_000_000
-"""How often something is repeated by number; numbers inside one another are multiplied."""
+MAX_TIMES = 1_000_000  # how often something is repeated by number; numbers inside one another are multiplied
 MAX_REFERENCED = 2**13
 """Different ``$ref`` times levels of the schema: how deep a reader may go that follows each of them once."""
 
@@ -68,14 +62,8 @@ def check_rules(rules: str) -> None:
 
 
 def check_parts(found: Any) -> None:
-    """Check parsed JSON, a schema or structural tags, and the patterns and grammars in it.
-
-    Patterns are looked for in each object, not only where a schema may have one: a ``$ref`` can lead anywhere.
-
-    Raises:
-        ValueError: it is too deep (or contains itself), has too many parts or references; or a pattern or grammar in
-            it is too large.
-    """
+    """Raise ValueError if JSON, or patterns and grammars in it, are too deep or too large."""
+    # Patterns are looked for in each object, not only where a schema may have one: a ``$ref`` can lead anywhere.
     waiting, parts, levels = [(found, 1)], 0, 0
     references: set[str] = set()
     while waiting:

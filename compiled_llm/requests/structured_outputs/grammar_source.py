@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 GrammarKind = Literal["json", "regex", "ebnf", "lark", "structural_tag"]
 
-_LONG = 20_000
-"""Characters of a text that is not read while its user waits."""
+_LONG = 20_000  # characters of a text that is not read while its user waits
 _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?")
 """The beginning of xgrammar's messages: the time, and the place in its own code."""
 

@@ -15,14 +15,7 @@ _SCHEMAS_OF_TAGS = ("json_schema", "schema")
 
 
 def schema_text(schema: Any) -> str:
-    """Return a schema as JSON.
-
-    Args:
-        schema: a mapping, its JSON, or a class of pydantic's.
-
-    Raises:
-        ValueError: it is none of these, is too large, or has something that a grammar cannot follow; says where.
-    """
+    """Return a schema (a mapping, JSON, or pydantic's class) as JSON; ValueError says what no grammar can follow."""
     found = _parsed(schema)
     if not isinstance(found, Mapping):
         raise ValueError("must be a JSON schema: a dict, its JSON, or a model class of pydantic's")
@@ -50,10 +43,8 @@ def _parsed(schema: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def followed(text: str) -> str:
-    """Return a schema, as JSON, in the words that grammars follow; ValueError if there are none, as of ``rewritten``.
-
-    Cached, since many requests have the same one, and each is asked for several times.
-    """
+    """Return a schema (JSON) in the words that grammars follow; ValueError if there are none, as of ``rewritten``."""
+    # Cached, since many requests have the same one, and each is asked for several times.
     found = json.dumps(_rewritten(json.loads(text), for_json=True))
     check_length(found)
     return found

@@ -103,11 +103,7 @@ _FOLLOWED = _OTHERS | {name: form for forms in OF_TYPE.values() for name, form i
 
 
 def check_keywords(schema: Mapping[str, Any]) -> None:
-    """Check the keywords of a schema itself, not of those in it.
-
-    Raises:
-        NotFollowedError: one is not what it must be, or no grammar can follow it.
-    """
+    """Check the keywords of a schema itself, not of those in it; NotFollowedError if no grammar can follow one."""
     for keyword, value in schema.items():
         if keyword in _NEVER_FOLLOWED:
             if value is not False:

@@ -1,11 +1,9 @@
-"""Schemas of values of one type: what is common to two of them, and whether two exclude each other.
+"""Schemas of values of one type: what is common to two of them, and whether two exclude each other."""
 
-A leaf is a schema in a plain form: ``{}`` for any value; ``{"$ref": ...}``; ``{"enum": [...]}``; or one ``type`` with
-keywords of that type, in which schemas are lists of leaves, one of which a value follows. An empty list is no value.
-
-A leaf with ``UNMEANT`` is of a type that a schema allows and does not mean: one with ``properties`` and without
-``type`` allows numbers. Values of it are not written if there are others.
-"""
+# A leaf is a schema in a plain form: ``{}`` for any value; ``{"$ref": ...}``; ``{"enum": [...]}``; or one ``type`` with
+# keywords of that type, in which schemas are lists of leaves, one of which a value follows. An empty list is no value.
+# A leaf with ``UNMEANT`` is of a type that a schema allows and does not mean: one with ``properties`` and without
+# ``type`` allows numbers. Values of it are not written if there are others.
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ ANY: Leaves = [{}]
 UNMEANT = "unmeant"
 _DEEPEST, _FOLLOWED = 16, 2000
 """References inside one another, and in all, that are followed to see what holds beside them."""
-_MOST = 256
-"""Leaves of one schema: each part beside another one multiplies them."""
+_MOST = 256  # leaves of one schema: each part beside another one multiplies them
 
 
 class References:

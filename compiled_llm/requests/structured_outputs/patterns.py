@@ -1,9 +1,8 @@
-"""Patterns of strings, rewritten for the text of JSON, where a character may be an escape.
+"""Patterns of strings, rewritten for the text of JSON, where a character may be an escape."""
 
-JSON Schema writes patterns as ECMAScript does. They are read into a tree of sets of characters, and written as patterns
-over JSON's text in the part of that language that xgrammar compiles into one automaton, in ASCII. An answer matches a
-pattern as a whole.
-"""
+# JSON Schema writes patterns as ECMAScript does. They are read into a tree of sets of characters, and written as
+# patterns over JSON's text in the part of that language that xgrammar compiles into one automaton, in ASCII. An answer
+# matches a pattern as a whole.
 
 from __future__ import annotations
 
@@ -12,16 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-Ranges = tuple[tuple[int, int], ...]
-"""Characters, by code points: each range with its ends, in order and apart."""
+Ranges = tuple[tuple[int, int], ...]  # characters, by code points: each range with its ends, in order and apart
 
-MAX_UNFOLDED = 2**13
-"""Characters of a pattern whose repeats are written out: an automaton has a state for each."""
-_LONGEST = 256
-"""Characters of a name or a value that a pattern is compared with."""
+MAX_UNFOLDED = 2**13  # characters of a pattern whose repeats are written out: an automaton has a state for each
+_LONGEST = 256  # characters of a name or a value that a pattern is compared with
 _LAST = 0x10FFFF
-_AT_ONCE = 100
-"""Repeats that are written as one number: xgrammar 0.2.8 fails on more than 128."""
+_AT_ONCE = 100  # repeats that are written as one number: xgrammar 0.2.8 fails on more than 128
 
 
 # ---- sets of characters
@@ -112,11 +107,7 @@ _NOTHING = Chain(())
 
 
 def parsed(pattern: str) -> Node:
-    """Return the tree of a pattern, which the whole text has to match.
-
-    Raises:
-        ValueError: it is no pattern, or has something that no grammar can follow; says what.
-    """
+    """Return the tree of a pattern, which the whole text has to match; ValueError says what no grammar can follow."""
     node = _inner(_PatternReader(pattern).read(), first=True, last=True)
     if _unfolded(node) > MAX_UNFOLDED:
         raise ValueError(f"a pattern that repeats so much that it unfolds to more than {MAX_UNFOLDED:,} characters")
@@ -257,13 +248,7 @@ def _of(code: int) -> Ranges:
 
 
 def _inner(node: Node, first: bool, last: bool) -> Node:
-    """Return a tree without its edges, which stand at the begin and the end alone.
-
-    Args:
-        node: a part of the pattern.
-        first: whether it begins the text.
-        last: whether it ends the text.
-    """
+    """Return a tree without its edges, which stand at the ``first`` and the ``last`` place of the text alone."""
     if isinstance(node, Edge):
         if not (first if node.sign == "^" else last):
             raise ValueError("a pattern with ^ or $ in the middle")
@@ -287,10 +272,7 @@ def _inner(node: Node, first: bool, last: bool) -> Node:
 
 
 def occurs(pattern: str, text: str) -> bool:
-    """Whether a pattern matches a part of a text, as JSON Schema reads it; ValueError as of ``parsed``.
-
-    Takes time in proportion to both, whatever the pattern; nothing is tried twice.
-    """
+    """Whether a pattern matches part of a text, as JSON Schema reads it, linear in both, as nothing is tried twice."""
     parsed(pattern)
     if len(text) > _LONGEST:
         raise ValueError(f"a pattern beside a text of more than {_LONGEST:,} characters")
@@ -350,11 +332,7 @@ def _product(one: int | None, other: int | None) -> int | None:
 
 
 def bounded(node: Node, low: int, high: int | None) -> Node | None:
-    """Return the tree of the texts that also have ``low`` to ``high`` characters; None if there are none.
-
-    Raises:
-        ValueError: a grammar cannot follow both.
-    """
+    """Return the tree of texts that also have ``low`` to ``high`` characters; ValueError if none can follow both."""
     least, most = lengths(node)
     if (high is not None and least > high) or (most is not None and most < low):
         return None

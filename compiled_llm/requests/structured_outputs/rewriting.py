@@ -1,8 +1,7 @@
-"""A JSON schema, rewritten into the part of that language that xgrammar follows.
+"""A JSON schema, rewritten into the part of that language that xgrammar follows."""
 
-Keywords beside each other hold together; xgrammar follows one of them and passes over the rest. So a schema is read
-into leaves, each of which is one keyword, or one type with keywords of that type, and these are written again.
-"""
+# Keywords beside each other hold together; xgrammar follows one of them and passes over the rest. So a schema is read
+# into leaves, each of which is one keyword, or one type with keywords of that type, and these are written again.
 
 from __future__ import annotations
 
@@ -38,24 +37,14 @@ from compiled_llm.requests.structured_outputs.leaves import (
 
 _STRINGS: Leaves = [{"type": "string"}]
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
-_MOST_APART = 100
-"""Alternatives each of which is compared with all others."""
-_WHOLE = 2**63
-"""Whole numbers are smaller: xgrammar has 64 bits for them."""
-_EXACT = 10**15
-"""Fractions are smaller: xgrammar writes six digits after the point, and a float has 15 in all."""
+_MOST_APART = 100  # alternatives each of which is compared with all others
+_WHOLE = 2**63  # whole numbers are smaller: xgrammar has 64 bits for them
+_EXACT = 10**15  # fractions are smaller: xgrammar writes six digits after the point, and a float has 15 in all
 
 
 def rewritten(schema: Any, for_json: bool = True) -> Any:
-    """Return a schema that xgrammar follows, of the same values.
-
-    Args:
-        schema: the schema, of plain data.
-        for_json: whether patterns of strings are for the text of JSON; those of arguments in XML are for their own.
-
-    Raises:
-        ValueError: a grammar cannot follow it; the message says what, and where.
-    """
+    """Return a schema that xgrammar follows, of the same values; ValueError says what and where, if there is none."""
+    # Patterns of strings are for the text of JSON, those of arguments in XML, without ``for_json``, for their own.
     return _Rewriting(schema, for_json).whole()
 
 

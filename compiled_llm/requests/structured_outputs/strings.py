@@ -1,9 +1,8 @@
-"""Strings of a schema in xgrammar's rules: they may have escapes, and long ones are counted in blocks.
+"""Strings of a schema in xgrammar's rules: they may have escapes, and long ones are counted in blocks."""
 
-By itself, xgrammar leaves out of bounded strings and of patterns whatever JSON has to escape. Its rules, as it prints
-them, show both. A pattern without its mark matches JSON's text as it stands, and ours are written for that. Ends when
-xgrammar counts an escape as a character, and reads patterns for what JSON's text means.
-"""
+# By itself, xgrammar leaves out of bounded strings and of patterns whatever JSON has to escape. Its rules, as it prints
+# them, show both. A pattern without its mark matches JSON's text as it stands, and ours are written for that. Ends when
+# xgrammar counts an escape as a character, and reads patterns for what JSON's text means.
 
 from __future__ import annotations
 
@@ -18,10 +17,8 @@ _BOUNDED = re.compile(
 )
 """Rules of a pattern and of a bounded string, as xgrammar prints them."""
 _STAND_IN = STAND_IN.replace("\\", r"\\")
-_BLOCK = 64
-"""Characters of a block: an automaton has a state for each, and few tokens have as many."""
-_SHORT = 128
-"""Characters that need no blocks: xgrammar 0.2.8 fails on a pattern with more."""
+_BLOCK = 64  # characters of a block: an automaton has a state for each, and few tokens have as many
+_SHORT = 128  # characters that need no blocks: xgrammar 0.2.8 fails on a pattern with more
 _BLOCK_RULE = "characters_of_a_block"
 
 
