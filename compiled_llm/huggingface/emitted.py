@@ -1,7 +1,6 @@
-"""What steps emit of a call's tokens, in HuggingFace's shapes: hidden states of all layers, or of chosen ones.
+"""What steps emit of a call's tokens, in HuggingFace's shapes: hidden states of all layers, or of chosen ones."""
 
-Shapes: B rows, Q columns of a call's new tokens, T packed tokens of a launch.
-"""
+# Shapes: B rows, Q columns of a call's new tokens, T packed tokens of a launch.
 
 from __future__ import annotations
 
@@ -216,10 +215,7 @@ class StepStates(Tap):
         return fields
 
     def read_steps(self, steps: int) -> list[StepEmitted]:
-        """Return what the first steps have emitted; the loop may have launched more than it has read.
-
-        It is ``[B, Q, ...]`` of the prompts, zeros for masked tokens, and then ``[B, 1, ...]``.
-        """
+        """Return what first steps emitted, ``[B, Q, ...]`` of the prompts (zeros if masked), then ``[B, 1, ...]``."""
         assert self._prompts is not None, "the call has begun"
         if self._call.outputs is not None:  # by a forward of their own, or else in steps
             prompts = StepEmitted.in_output(self._call.outputs)

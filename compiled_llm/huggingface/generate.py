@@ -1,11 +1,8 @@
-"""The decoding loops: one runs a step ahead of the tokens it has read, one lets processors see each step.
+"""The decoding loops: one runs a step ahead of the tokens it has read, one lets processors see each step."""
 
-HuggingFace's ``generate`` prepares everything as always (inputs, config, cache, processors, stopping criteria) and then
-calls the model's ``_sample``; for a wrapped model that leads here. Calls that these loops cannot serve go back to
-HuggingFace's own.
-
-Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
-"""
+# HuggingFace's ``generate`` prepares everything as always (inputs, config, cache, processors, stopping criteria) and
+# then calls the model's ``_sample``; for a wrapped model that leads here. Calls that these loops cannot serve go back
+# to HuggingFace's own. Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 
 from __future__ import annotations
 
@@ -66,9 +63,6 @@ def fast_loop(
     Returns:
         ``[B, T + G]`` int64 on the device of ``input_ids``; in HuggingFace's output class, with the cache, where
         ``return_dict_in_generate`` asks for it.
-
-    Raises:
-        RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.
     """
     sequences = sequences or Sequences(call)
     cache, generate_loop, left = call.cache, call.cache.generate_loop, sequences.max_new - sequences.generated
@@ -150,10 +144,8 @@ def check_hooks(call: PagedCall) -> None:
 
 
 def begin_rows(call: PagedCall, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
-    """Promise each row its pages, and yield its tokens to compute: those that no other row begins with as well.
-
-    All are computed at once: in each layer, every row's keys and values are stored before any row attends.
-    """
+    """Promise each row its pages, and yield its tokens to compute: those that no other row begins with as well."""
+    # All are computed at once: in each layer, every row's keys and values are stored before any row attends.
     for row, leads, tokens, length in zip(rows, call.leaders, call.tokens, call.lengths, strict=True):
         shared = 0 if rows[leads] is row else row.begin_as(rows[leads], length)
         if shared:
@@ -163,20 +155,16 @@ def begin_rows(call: PagedCall, rows: list[Row]) -> Iterator[NDArray[np.int64]]:
 
 
 def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, int]:
-    """Return the tokens that ended rows feed in: HuggingFace's go on with pads, and so do the scores of their steps.
-
-    ``ends`` are the rows' numbers of tokens when they ended, with the one that ended them; ``step`` is about to be
-    launched, and the first one feeds in no new token.
-    """
+    """Return the tokens that ended rows feed in: HuggingFace's go on with pads, and so do the scores of their steps."""
+    # ``ends`` are the rows' numbers of tokens when they ended, with the one that ended them; ``step`` is about to be
+    # launched, and the first one feeds in no new token.
     return {row: sequences.pad_token for row, count in ends.items() if step > count}
 
 
 def trim_cache(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
-    """Leave the cache as HuggingFace leaves it: all columns but the last, pads after a row's end included.
-
-    The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own. ``ends`` are the
-    numbers of tokens when they ended, without rows that have gone on with pads.
-    """
+    """Leave the cache as HuggingFace leaves it: all columns but the last, pads after a row's end included."""
+    # The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own. ``ends`` are the
+    # numbers of tokens when they ended, without rows that have gone on with pads.
     stored = sequences.generated - 1
     late: list[tuple[Row, int]] = []
     for row, length in zip(rows, call.lengths, strict=True):
@@ -208,15 +196,7 @@ def _custom_criteria(call: PagedCall) -> list[Callable[..., Any]]:
 
 
 class Sequences:
-    """The sequences on the host, and HuggingFace's rules for when each one ends.
-
-    Attributes:
-        generated: G, the tokens of each row.
-        max_new: the most tokens that a row can get.
-        callbacks: criteria and a streamer, which see each step's tokens.
-        step_scores: the scores and logits of each step, if the caller gets them.
-        step_states: reads the hidden states of each step; None if the caller does not get them.
-    """
+    """The sequences on the host, ``generated`` (G) tokens of each row, and HuggingFace's rules for when each ends."""
 
     def __init__(self, call: PagedCall) -> None:
         batch, self._prompt = call.input_ids.shape

@@ -27,13 +27,7 @@ compiled_models: WeakSet[CompiledModel] = WeakSet()  # those of all wrapped mode
 
 
 class CompiledModel(Runtime):
-    """The compiled side of a wrapped model.
-
-    Attributes:
-        prepared_configs: the generation configs of calls so far.
-        special_tokens: the tensors that they use.
-        overrides: the user's replacements of HuggingFace's functions.
-    """
+    """The compiled side of a wrapped model."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
         super().__init__(facts, config)

@@ -45,10 +45,7 @@ _LOOPS_OF_HUGGINGFACE = {
 
 
 def original_path(choice: CacheChoice, placement: Placement) -> Reason | None:
-    """Return why this call has to run HuggingFace's loop over the original forward, or None.
-
-    ``placement`` is the model's at this moment.
-    """
+    """Return why this call has to run HuggingFace's loop over the original forward in this placement, or None."""
     reasons = forward_reasons(choice.model, choice.runtime.facts, placement)
     served = "output_hidden_states" if choice.config.output_hidden_states else None
     of_model = next((reason for reason in reasons if reason.id != served), None)
@@ -131,10 +128,7 @@ def _sampling_in_graph(call: PagedCall) -> Sequence[Sampling | None] | None:
 def run_huggingfaces_loop(
     original: Callable[..., Any], arguments: LoopArguments, call: PagedCall | None, reason: Reason | None = None
 ) -> Any:
-    """Run HuggingFace's loop: over the compiled forward if the cache is ours, and ``call`` is given.
-
-    ``reason`` says why it is not the fast loop; None for the generation mode.
-    """
+    """Run HuggingFace's loop, over the compiled forward of ``call``, if any; ``reason``: why not the fast loop."""
     if call is None:
         return arguments.run(original)
     needed = call.pages_needed_by_huggingface()
@@ -153,11 +147,9 @@ def _reason_of_mode(config: GenerationConfig) -> Reason:
 
 @contextmanager
 def _alone(call: PagedCall, max_new: int, needed: int) -> Iterator[None]:
-    """Run a loop while no other one runs, and once there are pages, states and slots for all its needs.
-
-    The cache gives its pages back at the end, unless it goes to the user. The loop may store ``max_new`` tokens of
-    each row, and take ``needed`` pages. ValueError if it does not fit the model, the batch size or the pages.
-    """
+    """Run a loop while no other one runs, and once there are pages, states and slots for all its needs."""
+    # The cache gives its pages back at the end, unless it goes to the user. The loop may store ``max_new`` tokens of
+    # each row, and take ``needed`` pages. ValueError if it does not fit the model, the batch size or the pages.
     model_runner, cache, pool = call.model_runner, call.cache, call.model_runner.pool
     fresh = not cache.seen or isinstance(cache, StandIn)
     rows = min(len(call.input_ids), model_runner.max_batch_size)

@@ -1,7 +1,6 @@
-"""The decoding loop that lets logits processors see each step: HuggingFace's code between our launches.
+"""The decoding loop that lets logits processors see each step: HuggingFace's code between our launches."""
 
-Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
-"""
+# Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
 
 from __future__ import annotations
 
@@ -33,13 +32,11 @@ from compiled_llm.kvcache.row import Row
 
 
 def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | GenerateDecoderOnlyOutput:
-    """Generate with HuggingFace's processors run between steps, on the device, in the caller's thread.
-
-    The caller holds the loop lock. Sampled tokens go into the next forward on the device, and are read while it runs.
-    So processors see the very steps that HuggingFace's loop shows them, and their launches, like those of sampling,
-    are queued before the forward is done; a processor that reads from the device waits for itself. The result and the
-    errors are those of ``fast_loop``; ``twins`` are the second rows of guidance.
-    """
+    """As ``fast_loop``, with HuggingFace's processors run between steps, on the device, in the caller's thread."""
+    # The caller holds the loop lock. Sampled tokens go into the next forward on the device, and are read while it runs.
+    # So processors see the very steps that HuggingFace's loop shows them, and their launches, like those of sampling,
+    # are queued before the forward is done; a processor that reads from the device waits for itself. ``twins`` are the
+    # second rows of guidance.
     sequences = Sequences(call)
     with counted(call, sequences), call.cache.extended(call.updates, call.last) as rows, ExitStack() as stack:
         stack.enter_context(call.cache.generate_loop.watched([*filter(None, [sequences.step_states])]))

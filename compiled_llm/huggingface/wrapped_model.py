@@ -264,10 +264,8 @@ WrappedModel._sample.__signature__ = MethodSignature.of(WrappedModel._sample)  #
 
 
 def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the subclass of ``base`` that wrapped models have, always the same one.
-
-    It carries the name of ``base``, so that whatever is written to a config names the model's own class.
-    """
+    """Return the subclass of ``base`` that wrapped models have, always the same one."""
+    # It carries the name of ``base``, so that whatever is written to a config names the model's own class.
     if base not in _classes:
 
         @functools.wraps(base.forward)

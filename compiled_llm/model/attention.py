@@ -1,11 +1,9 @@
-"""The attention function that HuggingFace's layers reach while our graphs are traced.
+"""The attention function that HuggingFace's layers reach while our graphs are traced."""
 
-Every attention layer calls the function registered under its config's implementation name, with its own keys and
-values of the new tokens and with whatever keyword arguments ``forward`` was given. Ours writes them into the layer's
-pages and attends over the row's pages.
-
-Shapes: T packed tokens (decode: q of each row), H query heads, K kv heads, D head dimension.
-"""
+# Every attention layer calls the function registered under its config's implementation name, with its own keys and
+# values of the new tokens and with whatever keyword arguments ``forward`` was given. Ours writes them into the layer's
+# pages and attends over the row's pages. Shapes: T packed tokens (decode: q of each row), H query heads, K kv heads, D
+# head dimension.
 
 from __future__ import annotations
 
@@ -53,26 +51,19 @@ def attention_forward(
     paged_batch: PagedBatch | LayerProbe | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over pages; HuggingFace's attention-function protocol.
+    """Attend over pages, by HuggingFace's protocol; UnpagedCallError unless one of our compiled calls does.
 
     Args:
-        module: the attention layer; its ``layer_idx`` picks the pages.
         query: ``[1, H, T, D]`` packed, or ``[B, H, q, D]`` in decode.
-        key: ``[1, K, T, D]`` or ``[B, K, q, D]``, the new tokens' only.
-        value: like ``key``; its D may be another.
+        key: ``[1, K, T, D]`` or ``[B, K, q, D]``, the new tokens' only; ``value`` is alike, its D may be another.
         attention_mask: None, or what an indexer has read: masked tokens are never stored.
         scaling: factor on the logits; ``D ** -0.5`` if None.
         sliding_window: tokens a query sees, itself included; all if None.
-        softcap: cap on the logits; no cap if None.
         s_aux: ``[H]`` attention sinks, one more logit a head that takes weight and has no value.
-        paged_batch: handed through ``forward`` by our own calls.
         kwargs: further arguments of the model, of which kinds of layers take some; checked once, by the probe.
 
     Returns:
         ``[1, T, H, D]`` or ``[B, q, H, D]``, D that of ``value``, and None in place of attention weights.
-
-    Raises:
-        UnpagedCallError: the caller is not one of our own compiled calls.
     """
     if paged_batch is None:
         raise UnpagedCallError(

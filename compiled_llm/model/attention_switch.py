@@ -1,8 +1,7 @@
-"""The attention of a thread, and its experts: ours while it runs one of our programs, else the user's own.
+"""The attention of a thread, and its experts: ours while it runs one of our programs, else the user's own."""
 
-A wrapped model at rest keeps the user's implementations, also for threads that do not compute. So anything
-that does not pass through us (inner modules, other models of the same config, training, saving) is untouched.
-"""
+# A wrapped model at rest keeps the user's implementations, also for threads that do not compute. So anything that does
+# not pass through us (inner modules, other models of the same config, training, saving) is untouched.
 
 from __future__ import annotations
 
@@ -20,10 +19,7 @@ from compiled_llm.model.weights.weights_lock import WeightsLock
 
 
 def attention_configs(model: nn.Module) -> list[PretrainedConfig]:
-    """Return the configs, each once, whose attention implementation the model's modules read.
-
-    They share one, but a layer that was copied has a copy of it.
-    """
+    """Return the configs whose attention implementation modules read, each once: a copied layer has a copy of it."""
     configs = (vars(module).get("config") for module in model.modules())
     return list({id(config): config for config in configs if isinstance(config, PretrainedConfig)}.values())
 

@@ -85,8 +85,8 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
 
     Raises:
         UnsupportedModelError: this process has only a part of the weights.
-        ValueError: parameters on several devices, offloaded, on a device of another kind, or of a type
-            that the backend has no kernels for on CUDA.
+        ValueError: parameters on several devices, offloaded, on a device of another kind, or of a type that the backend
+            has no kernels for on CUDA.
         RuntimeError: the compiler or a tool of it is not installed, or the device cannot be used in this process.
     """
     check_process(model)
@@ -123,11 +123,9 @@ def _check_capability(device: torch.device, config: WrapConfig) -> None:
 
 
 def check_whole(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if processes share the weights (tensor, expert or fully sharded parallelism).
-
-    Each process would draw tokens, admit rows and count pages for itself, and nothing keeps these equal in all of them:
-    HuggingFace's ``generate`` synchronises its processes, our loops do not yet.
-    """
+    """Raise UnsupportedModelError if processes share the weights (tensor, expert or fully sharded parallelism)."""
+    # Each process would draw tokens, admit rows and count pages for itself, and nothing keeps these equal in all of
+    # them: HuggingFace's ``generate`` synchronises its processes, our loops do not yet.
     processes = getattr(model, "tp_size", None) or 1
     if processes > 1 or any(_is_sharded(parameter) for parameter in model.parameters()):
         over = f"{processes} processes" if processes > 1 else "several processes"
@@ -154,10 +152,7 @@ def check_process(model: PreTrainedModel) -> None:
 
 
 def check_device(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
-    """Check device kind (``"cuda"`` or ``"cpu"``) and dtype of a model that is not loaded yet.
-
-    ValueError if the backend has no kernels there, RuntimeError if the compiler or a tool of it is missing.
-    """
+    """Check kind (``"cuda"`` or ``"cpu"``) and dtype of a model before it is loaded; ValueError or RuntimeError."""
     _check_backend(kind, dtype, config)
     compiles = config.mode != "eager" and config.artifacts is None
     if kind == "cpu" and compiles and (missing := missing_compiler()) is not None:
@@ -252,10 +247,7 @@ def check_layers(
 
 
 def _asked(config: WrapConfig, layer: Layer, planned: bool) -> Iterator[tuple[str, str]]:
-    """Yield the features of the table of support that options and a layer ask for, each as it is given.
-
-    ``planned`` says whether the backend plans decode.
-    """
+    """Yield the features of the table of support that options and a layer ask for, each as it is given."""
     divides = layer.kind.together == 1 or layer.kind.together % config.page_size == 0
     for feature, given, asks in (
         ("batch_invariant", "batch_invariant=True", config.batch_invariant),
@@ -277,10 +269,7 @@ def _geometries(model: PreTrainedModel, layers: Sequence[Layer], config: WrapCon
 
 
 def on_fastest_backend(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel) -> WrapConfig:
-    """Return the options with the backend that ``"auto"`` stands for where some are faster by its plans.
-
-    That is FlashInfer if its kernels are faster than ours for so many heads, and else ``"auto"``.
-    """
+    """Return the options with FlashInfer for ``"auto"`` if its kernels are faster for so many heads."""
     attending = [layer for layer in layers if layer.kind.attends]
     faster = all(layer.kind.is_faster_by_plan(layer) for layer in attending)
     if not (attending and faster) or model.device.type != "cuda" or config.attention_backend != "auto":
@@ -318,10 +307,8 @@ def _others(name: str, layer: Layer, geometry: Geometry, device: str) -> str:
 
 
 def check_inductor_cache() -> None:
-    """Raise RuntimeError if another user made Inductor's cache, whose code would be run.
-
-    The cache has a known name in the folder for temporary files, where any user can make it first.
-    """
+    """Raise RuntimeError if another user made Inductor's cache, whose code would be run."""
+    # The cache has a known name in the folder for temporary files, where any user can make it first.
     folder = default_inductor_cache()
     if folder is not None and belongs_to_another(folder):
         raise RuntimeError(
@@ -347,10 +334,7 @@ def missing_compiler() -> str | None:
 
 
 def check_rope(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if rotary embeddings depend on the longest row of a batch (dynamic NTK, longrope).
-
-    Packed rows would influence each other.
-    """
+    """Raise UnsupportedModelError if rotary embeddings depend on the longest row: packed rows influence each other."""
     parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     per_layer_type = [entry for entry in parameters.values() if isinstance(entry, dict)]
     for entry in per_layer_type or [parameters]:

@@ -40,18 +40,10 @@ Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions, Mapping[
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The properties of a model, as they were when its probes ran; it keeps no model alive.
+    """The properties of a model, as they were when its probes ran; it keeps no model alive."""
 
-    Attributes:
-        reference: to the model.
-        model_class: its own class; a wrapped model's is ours.
-        fused_groups: its linear layers that read one input.
-        version: tells whether it has changed.
-        default_positions: how it numbers tokens without ``position_ids``.
-        states: what recurrent layers keep of a row.
-        hooks: the traced hooks on its modules; a copy of the model begins without.
-        refused: why the model, as it is since its probes ran again, cannot run over pages; None if it can.
-    """
+    # ``model_class`` is its own class, a wrapped model's is ours. A copy of the model begins without ``hooks``.
+    # ``refused`` is why the model, as it is since its probes ran again, cannot run over pages; None if it can.
 
     reference: weakref.ref[PreTrainedModel]
     model_class: type[PreTrainedModel]
@@ -161,10 +153,7 @@ class ModelFacts:
         return with_hooks(recurring, self.hooks)
 
     def replaced_attention(self) -> str | None:
-        """Return the name of an attention function of the user's in whose place ours would run, or None.
-
-        With one of kinds it is known what its user thinks of that.
-        """
+        """The user's attention function in whose place ours would run, or None; of known kinds users agreed."""
         return None if any(layer.kind.function for layer in self.layers) else self.attention.function_of_user()
 
     @cached_property
@@ -210,10 +199,8 @@ class ModelFacts:
 
     @property
     def in_programs(self) -> PreTrainedModel:
-        """The model as programs run it: hooks on embeddings, known to do nothing to tokens, are not on a copy of these.
-
-        Dynamo cannot trace them, and their coming and going would compile programs again.
-        """
+        """The model as programs run it: hooks on embeddings that do nothing to tokens are not on a copy of these."""
+        # Dynamo cannot trace them, and their coming and going would compile programs again.
         model = self.model
         for path in self.version.hooked_embeddings():
             model = with_another(model, path, _without_hooks)
@@ -226,10 +213,7 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def with_kinds(forward: Forward, layers: Sequence[Layer], argument: str) -> Forward:
-    """Return a ``forward`` whose layers attend as their kinds do, with what stands in for a cache as its ``argument``.
-
-    Windows that only HuggingFace's masks have are those of the layers.
-    """
+    """Return a ``forward`` whose layers attend as their kinds do, with the stand-in for a cache as its ``argument``."""
     kinds, forward_cache = tuple(layer.kind for layer in layers), forward_cache_for(layers)
     in_masks = any(layer.window_in_mask for layer in layers)
     windows = tuple(layer.window_left for layer in layers) if in_masks else ()

@@ -15,11 +15,9 @@ _DEPTH = 4  # of containers in containers
 
 
 def requires_gradients(model: nn.Module) -> bool:
-    """Return whether a tensor that a module of ``model`` holds requires gradients.
-
-    It may be a parameter, a buffer, an attribute, in a container, or closed over by a method that an instance has of
-    its own: soft prompts and adapters are kept in any of these.
-    """
+    """Return whether a tensor that a module of ``model`` holds requires gradients."""
+    # It may be a parameter, a buffer, an attribute, in a container, or closed over by a method that an instance has of
+    # its own: soft prompts and adapters are kept in any of these.
     return any(map(_holds_one, model.modules()))
 
 

@@ -34,10 +34,7 @@ def in_training(found: Difference) -> str:
 def check_prompt(
     model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, continues: bool = False
 ) -> None:
-    """Check ids and their mask, longer than the ids if they continue a cache.
-
-    ValueError if they are empty, of a float type, out of range, or a row is all padding.
-    """
+    """Check ids and their mask, longer than the ids if they continue a cache; ValueError says what is wrong."""
     check_ids(input_ids)
     # On the host: each question to a CUDA device waits for it.
     lowest, highest = (int(value) for value in input_ids.cpu().aminmax())
@@ -64,10 +61,7 @@ def check_range(lowest: int, highest: int, vocabulary: int) -> None:
 
 
 def check_ids(input_ids: object) -> None:
-    """Raise ValueError if token ids are no 2-D tensor of integers, or empty.
-
-    Their values are not read: that would wait for the device.
-    """
+    """Raise ValueError if ids are no 2-D tensor of integers, or empty; reading values would wait for the device."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise ValueError(f"input_ids: must be a [batch, tokens] tensor of token ids; got {_shape(input_ids)}")
     if input_ids.is_floating_point() or input_ids.dtype == torch.bool:

@@ -1,9 +1,8 @@
-"""Learns each attention layer's geometry by watching one fake forward.
+"""Learns each attention layer's geometry by watching one fake forward."""
 
-Configs of different families spell geometry in different ways, and some models never reach the attention interface at
-all. So nothing is guessed from the config: the model runs once on fake tensors (no memory, no arithmetic), and every
-call that reaches our attention function is recorded.
-"""
+# Configs of different families spell geometry in different ways, and some models never reach the attention interface at
+# all. So nothing is guessed from the config: the model runs once on fake tensors (no memory, no arithmetic), and every
+# call that reaches our attention function is recorded.
 
 from __future__ import annotations
 
@@ -110,18 +109,9 @@ class Probed(NamedTuple):
 def probe_layers(
     model: PreTrainedModel, batch_argument: str, fake: bool = True, variants: VariantLayers = MappingProxyType({})
 ) -> Probed:
-    """Return the layers of a model whose attention implementation is ours at the moment.
-
-    Args:
-        model: a causal language model.
-        batch_argument: the keyword under which the probe travels through ``forward``.
-        fake: use tensors without memory, which a forward that looks at numbers does not take.
-        variants: by which some layers attend.
-
-    Raises:
-        UnsupportedModelError: a layer's attention does not reach our function, or needs more than pages can do; or a
-            layer keeps states in a way that is not known.
-    """
+    """Return the layers of a model whose attention implementation is ours at the moment."""
+    # ``fake`` tensors have no memory: a forward that looks at numbers does not take them. UnsupportedModelError if a
+    # layer's attention does not reach our function or needs more than pages can do, or its states are not known.
     check_kinds(model, variants)
     if not has_states(model):
         _check_states(model)
@@ -163,11 +153,9 @@ def _watch(model: PreTrainedModel, fake: bool, batch_argument: str, probe: Layer
 
 
 def _in_order(name: str, attending: Mapping[int, Layer], recurrent: Set[int], expected: int) -> list[Layer]:
-    """Return all of so many layers; UnsupportedModelError if some may attend without our function.
-
-    Those of a recurrent model that do not attend may keep nothing, either. But if none attends, each has to be
-    recurrent: attention may have gone by unseen.
-    """
+    """Return all of so many layers; UnsupportedModelError if some may attend without our function."""
+    # Those of a recurrent model that do not attend may keep nothing, either. But if none attends, each has to be
+    # recurrent: attention may have gone by unseen.
     layers = dict(attending)
     if recurrent and (attending or recurrent == {*range(expected)}):
         layers = dict.fromkeys(range(expected), WITHOUT_ATTENTION) | layers
@@ -203,10 +191,7 @@ def _untraceable(name: str, error: Exception) -> str:
 def trial_forward(
     model: PreTrainedModel, fake: bool, made: Callable[[], Mapping[str, Any]] = dict, **inputs: Any
 ) -> None:
-    """Run an unwrapped model's forward on a few tokens, without a cache; all that it stores in the model is removed.
-
-    ``fake`` tensors have no memory; ``inputs``, and those that ``made`` returns, take precedence over ours.
-    """
+    """Run a forward on a few tokens, ``fake`` (without memory) or not; all that it stores in the model is removed."""
     with _on_fakes(model) if fake else restored(model), torch.inference_mode(False), torch.no_grad():
         ids = torch.zeros((1, _TOKENS), dtype=torch.long, device=model.device)
         positions = torch.arange(_TOKENS, device=model.device)[None]

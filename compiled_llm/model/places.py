@@ -119,11 +119,9 @@ def _below_ours(stack: Sequence[Place]) -> list[Place]:
 
 @contextmanager
 def leading_to_explain() -> Iterator[None]:
-    """End refusals in the block with the line at fault, if it is the user's own, and a pointer to ``explain``.
-
-    The error of the model's forward is the refusal's ``cause``, and is not printed with it: its traceback goes through
-    dozens of lines of torch's.
-    """
+    """End refusals in the block with the line at fault, if it is the user's own, and a pointer to ``explain``."""
+    # The error of the model's forward is the refusal's ``cause``, and is not printed with it: its traceback goes
+    # through dozens of lines of torch's.
     try:
         yield
     except UnsupportedModelError as refusal:

@@ -31,10 +31,8 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[list[_Saved]]:
-    """Restore attributes and containers of all modules afterwards; what was written into tensors stays.
-
-    Enough for fake tensors, which have no values; it takes as long as the model has modules.
-    """
+    """Restore attributes and containers of all modules afterwards; what was written into tensors stays."""
+    # Enough for fake tensors, which have no values; it takes as long as the model has modules.
     saved = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
         yield saved

@@ -1,7 +1,6 @@
-"""Hooks that are traced into a model's programs: what a module computes of a step's tokens, read or changed.
+"""Hooks that are traced into a model's programs: what a module computes of a step's tokens, read or changed."""
 
-Shapes: T packed tokens of a step, B rows, q new tokens of each.
-"""
+# Shapes: T packed tokens of a step, B rows, q new tokens of each.
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ class StepTokens:
     Attributes:
         rows: ``[T]`` int64, the same number for the tokens of one row; it may have another number in the next step.
         positions: ``[T]`` int64, each token's position, HuggingFace's ``position_ids``.
-        emitted: what hooks have emitted so far, by name.
     """
 
     def __init__(self, rows: Tensor, positions: Tensor) -> None:
@@ -102,10 +100,7 @@ class TracedHooks:
 
 
 def as_forward_hook(function: HookFunction, site: HookSite) -> Callable[[nn.Module, Any, Any], Any]:
-    """Return a hook for ``register_forward_hook`` that shows ``function`` packed tokens.
-
-    Layers have ``[1, T, ...]`` or ``[B, q, ...]``: of tensors with three dimensions and more, two become one.
-    """
+    """Return a hook for ``register_forward_hook`` that shows packed tokens, of ``[1, T, ...]`` or ``[B, q, ...]``."""
 
     def traced(module: nn.Module, args: Any, output: Any) -> Any:
         tokens = site.tokens

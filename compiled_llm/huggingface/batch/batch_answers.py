@@ -17,11 +17,10 @@ logger = logging.getLogger("compiled_llm.generate")
 
 
 class BatchAnswers:
-    """The answers to one prompt, as states of HuggingFace's: the request itself first, then its children.
+    """The answers to one prompt, as states of HuggingFace's: the request itself first, then its children."""
 
-    The engine's requests have the tokens; states are brought up to date when an output is due. ``handle`` is of the
-    engine's requests, in the same order, and None before ``follow``.
-    """
+    # The engine's requests have the tokens; states are brought up to date when an output is due. ``handle`` is of the
+    # engine's requests, in the same order, and None before ``follow``.
 
     def __init__(
         self, states: Sequence[RequestState], router: OutputRouter, ended: Callable[[BatchAnswers], object]

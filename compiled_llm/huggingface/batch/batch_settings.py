@@ -166,10 +166,7 @@ class BatchSettings:
         return params if self.generation.do_sample else dataclasses.replace(params, temperature=0.0)
 
     def added_to(self, params: SamplingParams, prompt: Sequence[int]) -> Callable[[Sampling | None], Sampling | None]:
-        """Return a function that adds to a row's settings those that ``SamplingParams`` lacks, for one prompt.
-
-        ValueError if the graph cannot do what processors do with this prompt.
-        """
+        """Return a function that adds to a row's settings those that ``SamplingParams`` lacks, or raise ValueError."""
         if params.logits_processors or all(type(processor) in _SAID for processor in self.processors):
             return lambda base: base
         found = self._processors_for(prompt, params)

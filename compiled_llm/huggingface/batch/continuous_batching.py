@@ -1,8 +1,7 @@
-"""``init_continuous_batching`` of a wrapped model: HuggingFace's manager over our engine.
+"""``init_continuous_batching`` of a wrapped model: HuggingFace's manager over our engine."""
 
-HuggingFace's ``generate_batch``, its context manager, ``generate(cache_implementation="paged")``, managers that are
-kept, and ``transformers serve`` run their own code over it.
-"""
+# HuggingFace's ``generate_batch``, its context manager, ``generate(cache_implementation="paged")``, managers that are
+# kept, and ``transformers serve`` run their own code over it.
 
 from __future__ import annotations
 
@@ -43,11 +42,8 @@ def manager_for(
     batching_config: ContinuousBatchingConfig | None,
     hints: Any,
 ) -> Any:
-    """Return a manager over the engine, or HuggingFace's own if only that one can serve the configs.
-
-    ``model`` is in evaluation mode afterwards, as HuggingFace leaves it. Further arguments are those of ``original``,
-    HuggingFace's ``init_continuous_batching``. RuntimeError if the model is asleep.
-    """
+    """Return a manager over the engine, or HuggingFace's own if only that one can serve the configs."""
+    # ``model`` is in evaluation mode afterwards, as HuggingFace leaves it.
     if runtime.asleep:  # HuggingFace's own would take what memory there is
         raise RuntimeError("generate_batch: the model is asleep, and has no pages; call wake() on its engine")
     model.eval()
@@ -148,10 +144,7 @@ class EngineManager(ManagerParts):
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Take no more requests, and with ``hard_stop`` let unfinished ones fail; ``timeout`` is in seconds.
-
-        ``keep_for_next_session`` keeps the manager with its compiled code for the model's next call.
-        """
+        """Take no more requests; ``timeout`` is in seconds, and ``hard_stop`` lets unfinished ones fail."""
         if not self.started:
             logger.warning("compiled_llm: generate_batch: the manager was not started")
             return
@@ -211,16 +204,12 @@ class EngineManager(ManagerParts):
         eos_token_id: int | list[int] | None = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
-        """Begin to answer a prompt, and return the request's id, or None if the manager takes no more requests.
+        """Begin to answer a prompt; return the request's id, or None if the manager takes no more requests.
 
         A fault of the prompt becomes the ``error`` of its output.
 
         Args:
-            request_id: the next number if None.
-            max_new_tokens: that of the generation config if None.
-            streaming: give an output for each token, with all tokens so far.
             eos_token_id: tokens that end it; those of the generation config if None, -1 for none.
-            logit_processor_kwargs: settings of its own, with ``per_request_processors``.
         """
         if (reason := self.refusal()) is not None:
             logger.warning("compiled_llm: generate_batch: %s A request of %d tokens is lost.", reason, len(input_ids))

@@ -18,11 +18,10 @@ from compiled_llm.huggingface.processors.grammar import grammar_of
 
 
 def engine_to_join(call: PagedCall) -> EngineThread | None:
-    """Return the engine that should serve a call of the fast loop, or None.
-
-    An idle one does not while no other loop runs: alone, a call is faster in a loop of its own. Nor can it serve a call
-    that begins from a cache or returns one, lets the user's code run between steps, or follows a processor's grammar.
-    """
+    """Return the engine that should serve a call of the fast loop, or None."""
+    # An idle one does not while no other loop runs: alone, a call is faster in a loop of its own. Nor can it serve a
+    # call that begins from a cache or returns one, lets the user's code run between steps, or follows a processor's
+    # grammar.
     engine_thread = call.runtime.engine()
     if (
         not isinstance(engine_thread, EngineThread)
@@ -44,15 +43,9 @@ def _fits(call: PagedCall) -> bool:
 
 
 def run_in_engine(engine_thread: EngineThread, call: PagedCall, settings: Sequence[Sampling | None]) -> Sequences:
-    """Generate in the engine's batch, as ``fast_loop``; not ``done`` if the engine takes no calls, or has stopped.
-
-    A streamer gets each token in this thread, while a thread of the engine's runs the steps; it holds up no other row.
-
-    Raises:
-        ValueError: it does not fit the model or the batch size.
-        RuntimeError: a row is drawn and its logits are NaN, +inf or all -inf.
-        BaseException: what the streamer raises; the others' requests go on.
-    """
+    """Generate in the engine's batch, as ``fast_loop``; not ``done`` if the engine takes no calls, or has stopped."""
+    # A streamer gets each token in this thread, while a thread of the engine's runs the steps: it holds up no other
+    # row, and what it raises ends this call alone.
     check_fits(call.model_runner, call.lengths, call.max_new, needed=0)
     sequences = Sequences(call)
     requests = _requests(call, sequences, settings)

@@ -1,11 +1,9 @@
-"""The changes that a call makes in the rows of a cache, column by column: masked tokens are not stored.
+"""The changes that a call makes in the rows of a cache, column by column: masked tokens are not stored."""
 
-HuggingFace's caches hold a column for each token that a row was given, and attention masks hide some. Pages hold only
-visible tokens, so a cache remembers their columns. A later mask may differ there: a token that it hides is forgotten
-together with all after it, and tokens that are then missing are stored again.
-
-Shapes: B rows, C columns a cache has been given, Q columns of a call's tokens.
-"""
+# HuggingFace's caches hold a column for each token that a row was given, and attention masks hide some. Pages hold only
+# visible tokens, so a cache remembers their columns. A later mask may differ there: a token that it hides is forgotten
+# together with all after it, and tokens that are then missing are stored again.
+# Shapes: B rows, C columns a cache has been given, Q columns of a call's tokens.
 
 from __future__ import annotations
 
@@ -34,17 +32,13 @@ class RowUpdate(NamedTuple):
 def row_updates(
     stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int, recurrent: bool = False
 ) -> list[RowUpdate]:
-    """Return the changes in each row of a cache.
+    """Return the changes in each row of a cache; ValueError if the mask shows a token that is neither stored nor here.
 
     Args:
         stored: ``[B, C]``, True for columns that lie in pages.
         mask: ``[B, C']`` that ends with column ``last``, False where hidden; None hides nothing new.
-        first: the column of the first token at hand.
-        last: one past the column of the last.
+        first: the column of the first token at hand; ``last`` is one past that of the last.
         recurrent: a row that is to forget a token begins again, as it has no state from before it.
-
-    Raises:
-        ValueError: the mask shows a token again that is neither stored nor at hand.
     """
     batch, seen = stored.shape
     if not (seen or first) and (mask is None or mask.all()):
@@ -105,10 +99,7 @@ def counted_positions(rows: Sequence[RowUpdate], first: int, new: int) -> Tensor
 
 
 def kept_columns(logits_to_keep: Any, new: int) -> NDArray[np.int64]:
-    """Return the columns of the new tokens whose logits the call asks for, cut as HuggingFace cuts hidden states.
-
-    ``logits_to_keep`` is HuggingFace's: 0 for all, n for the last n, or a slice or list of columns.
-    """
+    """Return the new tokens' columns that ``logits_to_keep`` asks for: 0 all, n the last n, a slice or list those."""
     if isinstance(logits_to_keep, int):
         return np.arange(new)[slice(-logits_to_keep, None)]
     kept = logits_to_keep.cpu() if isinstance(logits_to_keep, Tensor) else logits_to_keep

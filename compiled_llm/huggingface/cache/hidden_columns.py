@@ -1,9 +1,7 @@
-"""Finds attention that would see other tokens than HuggingFace's, because some of a row are hidden.
+"""Finds attention that would see other tokens than HuggingFace's, because some of a row are hidden."""
 
-HuggingFace's windows and blocks count columns, hidden ones too; pages hold only visible tokens, and ours count those.
-
-Shapes: B rows, C columns, Q columns of a call's tokens.
-"""
+# HuggingFace's windows and blocks count columns, hidden ones too; pages hold only visible tokens, and ours count those.
+# Shapes: B rows, C columns, Q columns of a call's tokens.
 
 from __future__ import annotations
 
@@ -35,10 +33,7 @@ class PaddedBlocksError(SeesOthersError):
 
 
 def check_blocks(rows: Sequence[RowUpdate], first: int, positions: NDArray[np.int64]) -> None:
-    """Raise PaddedBlocksError unless the positions ``[B, Q]`` or ``[1, Q]`` of new tokens count those of their rows.
-
-    ``first`` is the column of the first new token.
-    """
+    """Raise PaddedBlocksError unless positions ``[B, Q]`` or ``[1, Q]`` from column ``first`` count the rows' own."""
     for row, update in enumerate(rows):
         given = positions[row % len(positions)][update.columns - first]
         if not np.array_equal(given, np.arange(update.kept, update.length)):
@@ -53,7 +48,6 @@ def check_windows(stored: NDArray[np.bool_], first: int, growth: int, windows: S
 
     Args:
         stored: ``[B, C]``, True for columns that lie in pages.
-        first: the column of the first query.
         growth: how many tokens each row may get after column C.
         windows: the layers' windows in tokens, a query itself included.
     """

@@ -1,10 +1,7 @@
-"""A user's ``DynamicCache`` whose newest tokens lie in pages, until someone looks at its layers.
+"""A user's ``DynamicCache`` whose newest tokens lie in pages, until someone looks at its layers."""
 
-So a loop of ``model(...)`` calls with one cache copies nothing from step to step, and whoever crops, reorders, copies
-or reads the cache finds HuggingFace's tensors.
-
-Shapes: B rows, C columns, K kv heads, D head dimension.
-"""
+# So a loop of ``model(...)`` calls with one cache copies nothing from step to step, and whoever crops, reorders, copies
+# or reads the cache finds HuggingFace's tensors. Shapes: B rows, C columns, K kv heads, D head dimension.
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ class _InPages(NamedTuple):
 
 
 def put_in_pages(cache: DynamicCache, paged: PagedCache) -> None:
-    """Leave to pages what ``paged`` has beyond a cache's own columns, now and after later steps.
-
-    The layers keep the pages until they are looked at, or dropped.
-    """
+    """Leave to pages what ``paged`` has beyond a cache's own columns, until a layer is looked at or dropped."""
     if pages_of(cache) is paged:
         return
     if not cache.layers:
@@ -91,10 +85,8 @@ def _place_of(layer: Any) -> _InPages | None:
 
 @functools.lru_cache(maxsize=len(CLASSES))
 def _in_pages(layer_class: type[DynamicLayer]) -> type[DynamicLayer]:
-    """Return the class that a layer has while its tokens lie in pages: the first look at it moves them out.
-
-    It has the name of the layer's own, its only base, or a layer could not change from one to the other.
-    """
+    """Return the class that a layer has while its tokens lie in pages: the first look at it moves them out."""
+    # It has the name of the layer's own, its only base, or a layer could not change from one to the other.
 
     def look(self: DynamicLayer, name: str) -> Any:
         if name in _NO_LOOK:

@@ -21,10 +21,7 @@ class MoreOutputs(Protocol):
 
 
 def more_outputs(asked: bool | int | Sequence[int] | None, hooks: TracedHooks) -> MoreOutputs | None:
-    """Return what ``output_hidden_states`` says, and what the model's hooks emit; None for nothing.
-
-    ValueError if it is not there.
-    """
+    """Return what ``output_hidden_states`` and the hooks ask for; None for nothing, ValueError if it is not there."""
     if not (asked or hooks):
         return None
     wanted: MoreOutputs = part_in("huggingface", "hidden_states").of(asked, hooks)

@@ -1,7 +1,6 @@
-"""The cache of a wrapped model in HuggingFace's loops: it owns rows, not tensors.
+"""The cache of a wrapped model in HuggingFace's loops: it owns rows, not tensors."""
 
-Shapes: B rows, C tokens a row has been given, Q new ones, V vocabulary, K kv heads, D head dimension.
-"""
+# Shapes: B rows, C tokens a row has been given, Q new ones, V vocabulary, K kv heads, D head dimension.
 
 from __future__ import annotations
 
@@ -46,7 +45,6 @@ class PagedCache(Cache):
     """The rows of one ``generate`` call, or of one conversation; dropping it gives their pages back.
 
     Attributes:
-        model_runner: whose pages the rows lie in.
         stored: ``[B, C]`` bool on the host: True for each token of a row that lies in pages; masked ones do not.
     """
 
@@ -174,14 +172,11 @@ class PagedCache(Cache):
 
     @deferred()
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens of every row, and give back the pages that only they took.
-
-        Args:
-            tokens_to_remove: their number, masked ones included, as a negative number, as in HuggingFace.
+        """Drop the last tokens of every row, a negative number as in HuggingFace, and give back their pages.
 
         Raises:
-            ValueError: the number is positive, or exceeds the tokens that the cache was given, or layers are recurrent
-                and a row would keep some of its tokens; nothing has changed.
+            ValueError: the number is positive or too large, or recurrent layers have no state from before; nothing
+                changed.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop: tokens_to_remove={tokens_to_remove} must be a negative number of tokens")
@@ -227,10 +222,7 @@ class PagedCache(Cache):
         return row_updates(stored, None if mask is None else on_host(mask) != 0, first, last, self._is_recurrent)
 
     def check_windows(self, updates: Sequence[RowUpdate], last: int, growth: int = 0) -> None:
-        """Raise HiddenInWindowError if a hidden token lies between others in a sliding window.
-
-        ``last`` is one past the column of the call's last token; each row may get ``growth`` tokens after that.
-        """
+        """Raise HiddenInWindowError if a window hides tokens, or will ``growth`` tokens after column ``last``."""
         windows = self.model_runner.windows
         if windows and last + growth > min(windows):
             stored = self.stored if self.seen else np.zeros((len(updates), 0), dtype=bool)
@@ -239,10 +231,7 @@ class PagedCache(Cache):
 
     @contextmanager
     def extended(self, updates: Sequence[RowUpdate], last: int) -> Iterator[list[Row]]:
-        """Shrink rows to their kept tokens for the block, which stores the rest, up to column ``last``.
-
-        If it fails, the rows hold their kept tokens. No pages stay promised.
-        """
+        """Shrink rows to their kept tokens for the block, or if it fails; it stores the rest up to ``last``."""
         while len(self.generate_loop.rows) < len(updates):
             self.generate_loop.add_row(0)
         rows = list(self.generate_loop.rows)
@@ -284,24 +273,18 @@ class PagedCache(Cache):
         counts_unmasked: bool = False,
         wanted: MoreOutputs | None = None,
     ) -> tuple[Tensor, Any]:
-        """Store new tokens and return their logits.
+        """Store new tokens; return their ``[B, Q', V]`` logits, zeros for masked tokens, and what else is ``wanted``.
 
         Args:
-            input_ids: ``[B, Q]``; None if there are embeddings.
+            input_ids: ``[B, Q]``; None if there are ``embeddings``, ``[B, Q, hidden]``.
             attention_mask: ``[B, C + Q]``, or ``[B, Q]`` for the new tokens alone; masked tokens are not stored, and
                 stored ones that it hides are forgotten. None hides nothing new.
-            position_ids: ``[B, Q]`` or ``[1, Q]`` rotary positions; columns are counted if None.
+            position_ids: ``[B, Q]`` or ``[1, Q]`` rotary positions; columns, or with ``counts_unmasked`` unmasked
+                tokens, are counted if None.
             logits_to_keep: HuggingFace's: 0 for all, n for the last n, or a slice or list of columns.
-            embeddings: ``[B, Q, hidden]`` in place of ids.
-            counts_unmasked: without ``position_ids``, count the tokens that are not masked.
-            wanted: what the call asks for besides logits.
-
-        Returns:
-            ``[B, Q', V]`` logits, and what is wanted besides; zeros if the token is masked.
 
         Raises:
-            ValueError: the cache has another number of rows, a token id does not exist, or the model has too few
-                positions.
+            ValueError: the rows are not the cache's, a token id does not exist, or the model has too few positions.
             SeesOthersError: a row would see other tokens than in HuggingFace's forward.
             OutOfPagesError: the pages for the new tokens are not free; nothing was stored.
         """

@@ -1,7 +1,6 @@
-"""One layer of a ``PagedCache``, with HuggingFace's interface.
+"""One layer of a ``PagedCache``, with HuggingFace's interface."""
 
-Shapes: B rows, C tokens a row has been given, K kv heads, D head dimension.
-"""
+# Shapes: B rows, C tokens a row has been given, K kv heads, D head dimension.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Reads caches of HuggingFace's into pages, if they are of a kind that can be read and added to.
+"""Reads caches of HuggingFace's into pages, if they are of a kind that can be read and added to."""
 
-Shapes: B rows, C columns, C' of them that a layer still has, K kv heads, D head dimension.
-"""
+# Shapes: B rows, C columns, C' of them that a layer still has, K kv heads, D head dimension.
 
 from __future__ import annotations
 
@@ -35,11 +34,9 @@ _READABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, Static
 
 @deferred()
 def read_into(cache: PagedCache, original: Cache, shown: NDArray[np.bool_], positions: Sequence[int]) -> None:
-    """Read the columns of a cache of HuggingFace's that ``cache`` does not have yet.
+    """Read the columns of a ``readable`` cache of HuggingFace's that ``cache``, of as many rows or empty, lacks.
 
     Args:
-        cache: of as many rows, or empty.
-        original: ``readable``.
         shown: ``[B, C]`` up to the original's last column, False where the mask hides it.
         positions: the rotary position of each row's next token.
 
@@ -75,10 +72,7 @@ def _index_keys(layer: Any, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def readable(cache: Cache, layers: Sequence[Layer], state: RunnerState, rows: int, most: int) -> bool:
-    """Whether a cache, one of ``READABLE``, can be read into pages, and later tokens be appended to it.
-
-    The call has ``rows`` rows, B, and ``most`` columns at the end. Layers whose tokens lie in pages get them back.
-    """
+    """Whether a cache can be read into pages; ``rows`` are B, and ``most`` the columns at the call's end."""
     move_out(cache)
     if cache.offloading:
         return False

@@ -1,9 +1,7 @@
-"""Pages that stand in for a cache of HuggingFace's: they read it in, and write new tokens back at the end.
+"""Pages that stand in for a cache of HuggingFace's: they read it in, and write new tokens back at the end."""
 
-So HuggingFace's own forward may compute a prompt, over its own cache, and decode steps run over pages.
-
-Shapes: B rows, C columns.
-"""
+# So HuggingFace's own forward may compute a prompt, over its own cache, and decode steps run over pages. Shapes: B
+# rows, C columns.
 
 from __future__ import annotations
 

@@ -77,10 +77,7 @@ class PagedCall(LoopArguments):
 
     @classmethod
     def of(cls, arguments: LoopArguments, runtime: CompiledModel, copies: HostCopies) -> PagedCall | None:
-        """Read HuggingFace's arguments of a decoding method; return None if the cache is not ours.
-
-        ValueError if the cache does not fit the rows or their mask, or hidden tokens lie in a sliding window.
-        """
+        """Read HuggingFace's arguments of a decoding method; None if the cache is not ours, or ValueError."""
         inputs = arguments.kwargs
         cache, mask = inputs.get(runtime.facts.generate_argument), inputs.get("attention_mask")
         if not isinstance(cache, PagedCache):
@@ -130,10 +127,8 @@ class PagedCall(LoopArguments):
 
     @property
     def max_new(self) -> int:
-        """The most tokens that a row can get; HuggingFace checks lengths after a token, so never none.
-
-        A subclass of ``MaxLengthCriteria`` has a rule of its own, in addition to the limit that ``generate`` sets.
-        """
+        """The most tokens that a row can get; HuggingFace checks lengths after a token, so never none."""
+        # A subclass of ``MaxLengthCriteria`` has a rule of its own, in addition to the limit that ``generate`` sets.
         limits = [entry for entry in self.criteria if isinstance(entry, MaxLengthCriteria)]
         plain = [entry.max_length for entry in limits if type(entry) is MaxLengthCriteria]
         limit = whole_limit(min(plain or [entry.max_length for entry in limits]))

@@ -14,10 +14,8 @@ Result = TypeVar("Result")
 def takes_fields_of(
     dataclass: Callable[Fields, object],
 ) -> Callable[[Callable[[First], Result]], Callable[Concatenate[First, Fields], Result]]:
-    """Spell out the ``**options`` of a function of one argument: they are the fields of a dataclass, all keyword-only.
-
-    So each option has its name, its type and its default in one place. The function itself stays as it is.
-    """
+    """Spell out the ``**options`` of a function of one argument: the fields of a dataclass, all keyword-only."""
+    # So each option has its name, its type and its default in one place.
 
     def spell_out(function: Callable[[First], Result]) -> Callable[Concatenate[First, Fields], Result]:
         signature = inspect.signature(function)

@@ -1,7 +1,6 @@
-"""Further inputs of vision-language models: those that have no effect, and positions with several axes.
+"""Further inputs of vision-language models: those that have no effect, and positions with several axes."""
 
-Shapes: A axes, B rows, T tokens.
-"""
+# Shapes: A axes, B rows, T tokens.
 
 from __future__ import annotations
 
@@ -39,11 +38,8 @@ def sees(model: PreTrainedModel) -> bool:
 
 
 def one_a_token(position_ids: Tensor, config: PretrainedConfig) -> Tensor | None:
-    """Return positions as a text model has them; None if the axes of a token's position differ, as in an image.
-
-    ``position_ids`` are ``[B, T]``, or ``[A, B, T]``; if there is one more axis than the model rotates by, the first is
-    for masks alone.
-    """
+    """Return positions ``[B, T]`` or ``[A, B, T]`` as a text model has them; None if axes differ, as in an image."""
+    # If there is one more axis than the model rotates by, the first is for masks alone.
     if position_ids.dim() != 3:
         return position_ids if position_ids.dim() == 2 else None
     rotated = position_ids[-_axes(config) :]

@@ -1,7 +1,6 @@
-"""``forward`` of a wrapped model: one packed prefill over pages if that can serve the call, else HuggingFace's own.
+"""``forward`` of a wrapped model: one packed prefill over pages if that can serve the call, else HuggingFace's own."""
 
-Shapes: B rows, Q tokens a row, V vocabulary.
-"""
+# Shapes: B rows, Q tokens a row, V vocabulary.
 
 from __future__ import annotations
 
@@ -223,10 +222,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
 def _cache_for(
     runtime: CompiledModel, given: Cache | None, arguments: Mapping[str, Any], keeps: bool
 ) -> PagedCache | None:
-    """Return the pages that a call runs over: those of its cache, with what its mask shows of it; None if it has none.
-
-    ``keeps`` says whether a call without a cache gets one. OutOfPagesError if a cache does not fit.
-    """
+    """Return the pages that a call runs over of its cache or, if it ``keeps`` one, new; or None, or OutOfPagesError."""
     if isinstance(given, DynamicCache):
         return _pages_of(runtime, given, arguments)
     assert given is None or isinstance(given, PagedCache)

@@ -74,10 +74,7 @@ def _cache_names(original: Callable[..., Any]) -> tuple[str, str]:
 def forward_obstacle(
     original: Callable[..., Any], model: PreTrainedModel, arguments: Mapping[str, Any], placement: Placement
 ) -> Reason | None:
-    """Return why a call of ``forward`` has to run HuggingFace's own, or None.
-
-    ``arguments`` are by name; ``placement`` is the model's, as it is now.
-    """
+    """Return why a call of ``forward`` has to run HuggingFace's own with its arguments and placement, or None."""
     return next(_obstacles(original, model, arguments, placement), None)
 
 

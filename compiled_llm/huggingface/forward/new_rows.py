@@ -1,7 +1,6 @@
-"""Calls of ``forward`` that need no pages: each row is new, and only logits are asked for.
+"""Calls of ``forward`` that need no pages: each row is new, and only logits are asked for."""
 
-Shapes: B rows, Q columns, Q' of them whose logits are wanted, T packed tokens, V vocabulary.
-"""
+# Shapes: B rows, Q columns, Q' of them whose logits are wanted, T packed tokens, V vocabulary.
 
 from __future__ import annotations
 
@@ -51,10 +50,7 @@ class NewRows(NamedTuple):
         return cls(model_runner, ids[shown], positions, shown, columns)
 
     def forward(self, keeps: bool) -> tuple[Tensor, PagedCache | None]:
-        """Return ``[B, Q', V]`` logits in the model's dtype, and a cache of these tokens if the call ``keeps`` one.
-
-        Logits of tokens that are not shown are zeros.
-        """
+        """Return ``[B, Q', V]`` logits in the model's dtype, zeros if hidden, and a cache if it ``keeps`` one."""
         places = self.shown.cumsum().reshape(self.shown.shape)[:, self.columns] - 1
         wanted = self.shown[:, self.columns]
         keep = places[wanted]

@@ -1,8 +1,7 @@
-"""Prompts that HuggingFace's own forward computes before our decode steps: with images, or padded on the right.
+"""Prompts that HuggingFace's own forward computes before our decode steps: with images, or padded on the right."""
 
-Pages hold no masked tokens, and nothing is computed for them. HuggingFace's forward computes them as well: the text of
-a row that is padded on the right continues from its padding, and caches of HuggingFace's keep them.
-"""
+# Pages hold no masked tokens, and nothing is computed for them. HuggingFace's forward computes them as well: the text
+# of a row that is padded on the right continues from its padding, and caches of HuggingFace's keep them.
 
 from __future__ import annotations
 
@@ -27,11 +26,9 @@ OF_PREFILLS = frozenset(
 
 
 def prefill_reason(others: Sequence[str], inputs: Mapping[str, Any], known: int | None) -> Reason | None:
-    """Return why HuggingFace's own forward has to compute the prompt, or None.
-
-    ``others`` are inputs besides tokens, mask, positions and cache; ``known`` is how many columns the cache holds that
-    the user gets back, None if it is not HuggingFace's.
-    """
+    """Return why HuggingFace's own forward has to compute the prompt, or None."""
+    # ``others`` are inputs besides tokens, mask, positions and cache; ``known`` is how many columns the cache holds
+    # that the user gets back, None if it is not HuggingFace's.
     if others:
         return Reason("prefill", f"the model is given {', '.join(others)}")
     mask = inputs.get("attention_mask")

@@ -29,10 +29,8 @@ def forward_reasons(model: PreTrainedModel, facts: ModelFacts, placement: Placem
 
 
 def inner_reasons(facts: ModelFacts, placement: Placement | None = None) -> Iterator[Reason]:
-    """Yield why HuggingFace's own modules have to run: hooks look into them, they mix tokens, or they train.
-
-    Or they attend by a function of the user's, or see other tokens than pages can serve.
-    """
+    """Yield why HuggingFace's own modules have to run: hooks look into them, they mix tokens, or they train."""
+    # Or they attend by a function of the user's, or see other tokens than pages can serve.
     if (observer := observer_of_operations()) is not None:
         yield Reason("observed", observer)
     hooked, mixing, training = facts.version.obstacles(placement)

@@ -1,10 +1,9 @@
-"""The user's replacements of HuggingFace's functions, looked up in every call, so that a removed one counts.
+"""The user's replacements of HuggingFace's functions, looked up in every call, so that a removed one counts."""
 
-A wrapped model's class stands before the user's own, so the user's class is the base of a wrapped model's class.
-
-This is no part of ``ModelVersion``: what counts is what is overridden now, not whether that has changed, and names of
-HuggingFace's belong to this room. The functions found last are kept because to judge one takes longer than to find it.
-"""
+# A wrapped model's class stands before the user's own, so the user's class is the base of a wrapped model's class. This
+# is no part of ``ModelVersion``: what counts is what is overridden now, not whether that has changed, and names of
+# HuggingFace's belong to this room. The functions found last are kept because to judge one takes longer than to find
+# it.
 
 from __future__ import annotations
 
@@ -43,10 +42,8 @@ class Overrides:
 
 
 def own_forward(model: PreTrainedModel) -> str | None:
-    """Return whose forward runs in place of that of the model's class, or None; the class's is compiled.
-
-    Known functions of trainers do nothing beside the forward that they call, in calls like ours.
-    """
+    """Return whose forward runs in place of that of the model's class, or None; the class's is compiled."""
+    # Known functions of trainers do nothing beside the forward that they call, in calls like ours.
     if (found := forward_of_object(model)) is None or is_compiled_in_place(model):
         return found
     return None if _is_classs(model, "forward", forward_called(vars(model)["forward"])) else found
@@ -62,11 +59,9 @@ def forward_of_object(model: PreTrainedModel) -> str | None:
 
 
 def forget_restored_forward(model: PreTrainedModel) -> None:
-    """Remove an attribute ``forward`` that is the method of the model's class anyway.
-
-    accelerate leaves it when its hooks are removed. If they were there before ``wrap``, it is the method of the class
-    that the model had then, and hides ours.
-    """
+    """Remove an attribute ``forward`` that is the method of the model's class anyway."""
+    # accelerate leaves it when its hooks are removed. If they were there before ``wrap``, it is the method of the class
+    # that the model had then, and hides ours.
     if "forward" in vars(model) and _is_the_classs(model, "forward"):
         del vars(model)["forward"]
 
@@ -82,10 +77,8 @@ def _is_the_classs(model: PreTrainedModel, name: str) -> bool:
 
 
 def _is_classs(model: PreTrainedModel, name: str, value: Any) -> bool:
-    """Whether a function is a method of the model's class, or the function in it that decorators wrap.
-
-    Bound to another model, it is not. accelerate binds the innermost one when it takes its own wrappers off.
-    """
+    """Whether a function is a method of the model's class, or the function in it that decorators wrap."""
+    # Bound to another model, it is not. accelerate binds the innermost one when it takes its own wrappers off.
     method: Any = getattr(type(model), name, None)
     while method is not None:
         if getattr(value, "__func__", value) is method:

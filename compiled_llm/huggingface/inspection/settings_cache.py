@@ -1,9 +1,8 @@
-"""Caches the generation configs that HuggingFace's ``generate`` prepares, for calls with the same settings.
+"""Caches the generation configs that HuggingFace's ``generate`` prepares, for calls with the same settings."""
 
-It merges its defaults, the model's generation config and the call's arguments again in each call, through several deep
-copies and (up to transformers 5.22) a default config of the model's class. That is a third of the host's time before
-the first token. The result depends on the content of these alone, and its warnings come once.
-"""
+# It merges its defaults, the model's generation config and the call's arguments again in each call, through several
+# deep copies and (up to transformers 5.22) a default config of the model's class. That is a third of the host's time
+# before the first token. The result depends on the content of these alone, and its warnings come once.
 
 from __future__ import annotations
 
@@ -40,11 +39,9 @@ class PreparedConfigs:
         of_call: GenerationConfig | None,
         arguments: dict[str, Any],
     ) -> Prepared:
-        """Return the result of ``prepare(of_call, **arguments)``, with a new config each time.
-
-        HuggingFace's ``prepare`` depends on these arguments alone; of the model's ``config`` it reads which attributes
-        are set.
-        """
+        """Return the result of ``prepare(of_call, **arguments)``, with a new config each time."""
+        # HuggingFace's ``prepare`` depends on these arguments alone; of the model's ``config`` it reads which
+        # attributes are set.
         plain = {name: value for name, value in arguments.items() if _is_plain(value)}
         contents = _content(of_model), None if of_call is None else _content(of_call), marshal.dumps(plain, 2)
         if contents[0] is None or (of_call is not None and contents[1] is None):

@@ -1,7 +1,4 @@
-"""The special tokens of a call of ``generate`` as tensors, kept for calls that have the same ones.
-
-HuggingFace uploads each of them, and asks the device questions about them, in every call.
-"""
+"""Special tokens of ``generate`` as tensors, kept for equal calls: HuggingFace uploads and reads them each time."""
 
 from __future__ import annotations
 
@@ -28,11 +25,7 @@ class SpecialTokens:
     def prepare(
         self, original: Callable[[], object], config: GenerationConfig, device: torch.device, copies: HostCopies
     ) -> None:
-        """Do the same as ``original``, HuggingFace's method that sets the config's tensors on ``device``.
-
-        It must have no warning about these tokens. Ids are cached if they are whole numbers from 0 on; ``copies`` gets
-        their values.
-        """
+        """Set the config's tensors as ``original`` does, without its warnings; ``copies`` gets cached ids."""
         ids = [getattr(config, name) for name in _IDS]
         if not all(map(_are_tokens, ids)):
             original()

@@ -1,7 +1,6 @@
-"""A grammar as a logits processor: it gives the tokens that may follow, and the graph need not wait for it.
+"""A grammar as a logits processor: it gives the tokens that may follow, and the graph need not wait for it."""
 
-Shapes: B rows, V vocabulary; a mask has a bit for each token, in words of 32.
-"""
+# Shapes: B rows, V vocabulary; a mask has a bit for each token, in words of 32.
 
 from __future__ import annotations
 
@@ -34,11 +33,9 @@ def all_tokens(width: int) -> NDArray[np.int32]:
 def masks_from(
     grammar: Any, rows: Sequence[Row], settings: Sequence[Sampling | None], ids: Callable[[], Tensor]
 ) -> Callable[[], Masks] | None:
-    """Return a function that gives the masks of each step; None without a grammar.
-
-    ``grammar``, a logits processor, is called as HuggingFace calls it, once a step, with ``ids()``: ``[B, T]`` int64 on
-    the host, all tokens so far of ``rows``. Tokens that the masks of ``settings`` forbid stay forbidden.
-    """
+    """Return a function that gives each step's masks; None without a grammar."""
+    # ``grammar``, a logits processor, is called as HuggingFace calls it, once a step, with ``ids()``: ``[B, T]`` int64
+    # on the host, all tokens so far of ``rows``. Tokens that the masks of ``settings`` forbid stay forbidden.
     if grammar is None:
         return None
     always = np.stack([sampling.mask for sampling in settings if sampling is not None and sampling.mask is not None])

@@ -1,10 +1,8 @@
-"""Classifier-free guidance (``guidance_scale``) as two rows a request: one step computes a prompt and its negative.
+"""Classifier-free guidance (``guidance_scale``) as two rows a request: one step computes a prompt and its negative."""
 
-HuggingFace's processor calls the model for the negative prompts, with a cache of their own, between any two steps. Here
-each row has a twin instead, which holds the negative prompt and is fed the same tokens.
-
-Shapes: B rows, V vocabulary.
-"""
+# HuggingFace's processor calls the model for the negative prompts, with a cache of their own, between any two steps.
+# Here each row has a twin instead, which holds the negative prompt and is fed the same tokens. Shapes: B rows, V
+# vocabulary.
 
 from __future__ import annotations
 
@@ -85,10 +83,7 @@ def with_twins(call: PagedCall) -> tuple[PagedCall, Twins | None]:
 def _negative_prompts(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, call: PagedCall
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]] | None:
-    """Return each row's tokens and the columns that they stand in; None if HuggingFace would not begin with them.
-
-    Without a negative prompt it is the last token of the prompt.
-    """
+    """Return rows' negative tokens (by default the prompt's last) and columns; None if HuggingFace has others."""
     context = processor.unconditional_context
     if processor.model is not call.runtime.facts.model or not (context["first_pass"] and context["use_cache"]):
         return None

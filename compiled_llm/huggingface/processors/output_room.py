@@ -10,10 +10,8 @@ from compiled_llm.model.sizes import logits_width
 
 
 def check_room(call: PagedCall) -> None:
-    """Raise ValueError if memory lacks for the outputs of all steps in the fast loop, where their number is known.
-
-    A call whose rows may end early is as in HuggingFace's loop: it takes memory as it goes, after its prompts'.
-    """
+    """Raise ValueError if memory lacks for the outputs of all steps in the fast loop, where their number is known."""
+    # A call whose rows may end early is as in HuggingFace's loop: it takes memory as it goes, after its prompts'.
     if not call.config.return_dict_in_generate:
         return  # before the device is asked for its memory: that takes longer than all else before the first token
     known = all(type(entry) is MaxLengthCriteria for entry in call.criteria)

@@ -1,7 +1,6 @@
-"""HuggingFace's logits processors as settings of our sampling.
+"""HuggingFace's logits processors as settings of our sampling."""
 
-Shapes: B rows, T prompt columns, V vocabulary.
-"""
+# Shapes: B rows, T prompt columns, V vocabulary.
 
 from __future__ import annotations
 
@@ -85,10 +84,7 @@ class Prompts(NamedTuple):
 
 
 def read_processors(call: PagedCall) -> list[Sampling] | None:
-    """Return each row's settings; None if there is a processor that the graph does not have.
-
-    The seeds of drawn rows come from torch's default generator.
-    """
+    """Return each row's settings, seeds from torch's default generator; None if the graph lacks a processor."""
     vocabulary, scored = logits_width(call.runtime.facts.model), call.wants_scores("output_scores")
     prompts, do_sample = Prompts(call.ids, call.copies, vocabulary, scored), bool(call.config.do_sample)
     if (settings := samplings_of(call.processors, do_sample, prompts)) is None or not do_sample:

@@ -1,10 +1,7 @@
-"""Each step's logits and scores, for calls that get them: ``output_logits`` and ``output_scores``.
+"""Each step's logits and scores, for calls that get them: ``output_logits`` and ``output_scores``."""
 
-The fast loop copies logits on the device, after each step, without waiting. HuggingFace's own processors make scores of
-them when the tokens are known, at the end.
-
-Shapes: B rows, T prompt columns, G tokens generated so far, V vocabulary.
-"""
+# The fast loop copies logits on the device, after each step, without waiting. HuggingFace's own processors make scores
+# of them when the tokens are known, at the end. Shapes: B rows, T prompt columns, G tokens so far, V vocabulary.
 
 from __future__ import annotations
 
@@ -39,10 +36,7 @@ class StepScores(Tap):
             self._scores.append(scores)
 
     def logits(self, steps: int) -> tuple[Tensor, ...] | None:
-        """Return the logits of the first steps, ``[B, V]`` float32 each, where ``input_ids`` is; None if not asked for.
-
-        The loop may have launched more steps than it has read.
-        """
+        """Return the logits of the first steps, of more launched, ``[B, V]`` float32 each; None if not asked for."""
         return tuple(self._logits_of(step) for step in range(steps)) if self._wants_logits else None
 
     def scores(self, ids: Tensor) -> tuple[Tensor, ...] | None:

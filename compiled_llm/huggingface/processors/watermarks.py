@@ -1,9 +1,8 @@
-"""HuggingFace's watermark of green tokens, with each row's last token from the host.
+"""HuggingFace's watermark of green tokens, with each row's last token from the host."""
 
-Its processor seeds a generator with that token, row by row, and reads it from the device each time. The host knows it
-by then: tokens are read while the forward runs. (SynthID's processor reads nothing; the "selfhash" of this one reads
-what the device has just sorted.)
-"""
+# Its processor seeds a generator with that token, row by row, and reads it from the device each time. The host knows it
+# by then: tokens are read while the forward runs. (SynthID's processor reads nothing; the "selfhash" of this one reads
+# what the device has just sorted.)
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Mixtures of experts: HuggingFace's layers choose, and ops of ours compute what was chosen.
+"""Mixtures of experts: HuggingFace's layers choose, and ops of ours compute what was chosen."""
 
-A layer's experts ask HuggingFace's ``ExpertsInterface`` for a function by the name in their config. While one of our
-programs runs, its thread reads our name there (``attention_switch``). What the ops cannot do goes to the function that
-the config really names.
-
-Shapes: T rows, k experts of each, H size of a row, I size between both products.
-"""
+# A layer's experts ask HuggingFace's ``ExpertsInterface`` for a function by the name in their config. While one of our
+# programs runs, its thread reads our name there (``attention_switch``). What the ops cannot do goes to the function
+# that the config really names. Shapes: T rows, k experts of each, H size of a row, I size between both products.
 
 from __future__ import annotations
 

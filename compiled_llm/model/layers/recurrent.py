@@ -1,14 +1,12 @@
-"""Recurrent layers: linear attention and state-space models, whose rows have states of fixed size in place of keys.
+"""Recurrent layers: linear attention and state-space models, whose rows have states of fixed size in place of keys."""
 
-HuggingFace's layers hand states to its cache, and compute by functions that take padded rows, or one row. Here
-``RecurrentStates`` is in the cache's place. Layers find no earlier state in it, so they take the way of a prompt, for
-one token, too, and it stands in for the functions that they call there (``compat/recurrent_forwards.py``): ops that
-read and write the states of packed rows. A layer may keep several; each has a place, the layer's number and its own.
-
-Shapes: B rows, T packed tokens, [b, q] the tokens as the model has them (T = b * q), C channels, W width of a
-convolution, K heads of queries and keys, H heads, D size of a key, V size of a value, P size of a head, N size of a
-state, G groups of heads, E entries.
-"""
+# HuggingFace's layers hand states to its cache, and compute by functions that take padded rows, or one row. Here
+# ``RecurrentStates`` is in the cache's place. Layers find no earlier state in it, so they take the way of a prompt, for
+# one token, too, and it stands in for the functions that they call there (``compat/recurrent_forwards.py``): ops that
+# read and write the states of packed rows. A layer may keep several; each has a place, the layer's number and its own.
+# Shapes: B rows, T packed tokens, [b, q] the tokens as the model has them (T = b * q), C channels, W width of a
+# convolution, K heads of queries and keys, H heads, D size of a key, V size of a value, P size of a head, N size of a
+# state, G groups of heads, E entries.
 
 from __future__ import annotations
 
@@ -71,12 +69,7 @@ class StateMemory(NamedTuple):
 
 
 class RecurrentStates:
-    """In place of HuggingFace's cache while a forward runs whose layers keep states.
-
-    Attributes:
-        rows: where they lie.
-        attending: takes what layers that attend hand over; None if they hand keys and values on.
-    """
+    """States of ``rows``, in place of HuggingFace's cache; ``attending`` takes what layers that attend hand over."""
 
     def __init__(self, rows: StateRows, memory: Mapping[Place, StateMemory]) -> None:
         self.rows, self._memory = rows, memory
@@ -158,10 +151,7 @@ class RecurrentStates:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Return ``[b, q, H, V]``, of queries and keys ``[b, q, K, D]``, and no numbers for a state.
-
-        ``g``, the decay, is ``[b, q, H]`` or ``[b, q, H, D]``.
-        """
+        """Return ``[b, q, H, V]``, of ``[b, q, K, D]`` and decay ``g``, ``[b, q, H]`` or ``[b, q, H, D]``; no state."""
         tokens = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), g.flatten(0, 1), beta.flatten(0, 1)
         memory = self._recurrent(value.shape[2], query.shape[3], value.shape[3], query.device)
         scale = query.shape[3] ** -0.5
@@ -275,10 +265,7 @@ def has_states(model: nn.Module) -> bool:
 
 
 def let_layers_pack(model: nn.Module) -> None:
-    """Give recurrent layers classes that compute packed rows by ``RecurrentStates``, and as before without.
-
-    StatesNotFoundError if one keeps states in a way that is not known; none has changed.
-    """
+    """Let recurrent layers compute packed rows by ``RecurrentStates``; StatesNotFoundError if one cannot."""
     layers = [module for module in model.modules() if keeps_states(type(module))]
     classes = [with_packed_rows(type(module), RecurrentStates) for module in layers]
     for module, packed in zip(layers, classes, strict=True):
@@ -296,15 +283,10 @@ def packing(model: nn.Module) -> Iterator[None]:
 
 
 def let_layers_compute_on_fakes(model: nn.Module, tokens: int) -> None:
-    """Let recurrent layers of known kinds compute by our ops, whatever cache a forward gives them.
-
-    By themselves they may launch kernels of others (flash-linear-attention's, mamba-ssm's), which know nothing of fake
-    tensors, and would read memory that is not there. To be called where tensors are fake.
-
-    Args:
-        model: its layers get a ``forward`` each, which the caller takes off again.
-        tokens: how many the forward runs on, all of one row.
-    """
+    """Let recurrent layers of known kinds compute by our ops on fake tensors, whatever cache a forward gives them."""
+    # By themselves they may launch kernels of others (flash-linear-attention's, mamba-ssm's), which know nothing of
+    # fake tensors, and would read memory that is not there. Layers get a ``forward`` each, which the caller takes off
+    # again. ``tokens`` is how many the forward runs on, all of one row.
     layers = [module for module in model.modules() if keeps_states(type(module))]
     for kind in {type(layer) for layer in layers}:
         with suppress(StatesNotFoundError):  # refused later, by name

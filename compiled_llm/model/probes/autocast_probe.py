@@ -1,9 +1,8 @@
-"""Learns whether ``torch.autocast`` changes a model's operations; mostly not if its weights have the same type.
+"""Learns whether ``torch.autocast`` changes a model's operations; mostly not if its weights have the same type."""
 
-Of HuggingFace's models in bfloat16, on a CPU under autocast to bfloat16, those alone compute something else that
-choose experts in float32 (DeepSeek's): that product reads rounded numbers. On CUDA also those with layer
-norms, which autocast makes float32.
-"""
+# Of HuggingFace's models in bfloat16, on a CPU under autocast to bfloat16, those alone compute something else that
+# choose experts in float32 (DeepSeek's): that product reads rounded numbers. On CUDA also those with layer norms, which
+# autocast makes float32.
 
 from __future__ import annotations
 

@@ -20,10 +20,7 @@ from compiled_llm.model.weights.foreign_weights import changes_in_first_call
 def layers_of(
     model: PreTrainedModel, variants: VariantLayers, watch: AbstractContextManager[object] | None = None
 ) -> Probed:
-    """Return the layers of a model that is not wrapped; UnsupportedModelError if it cannot run over pages.
-
-    ``watch`` is entered for the first trial forward.
-    """
+    """Return the layers of an unwrapped model, or UnsupportedModelError; ``watch`` is entered for the first trial."""
     with paged_attention_in(model), watch or nullcontext():
         fake = not changes_in_first_call(model)
         layers, states = probe_layers(model, BATCH_ARGUMENT, fake, variants)

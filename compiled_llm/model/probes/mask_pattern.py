@@ -1,7 +1,6 @@
-"""The pattern of a HuggingFace mask function, found by calling it at positions that tell patterns apart.
+"""The pattern of a HuggingFace mask function, found by calling it at positions that tell patterns apart."""
 
-Shapes: N positions of the model.
-"""
+# Shapes: N positions of the model.
 
 from __future__ import annotations
 
@@ -19,11 +18,8 @@ class PatternError(ValueError):
 
 
 def window_of(function: MaskFunction, positions: int, device: torch.device | str = "cpu") -> int | None:
-    """Return how many tokens a query sees, itself included; None if all before it. PatternError for any other pattern.
-
-    Patterns that begin to differ after the last of N ``positions`` are equal. The function's own tensors are on
-    ``device``.
-    """
+    """Return how many tokens a query sees, itself included, None if all before it; PatternError for other patterns."""
+    # Patterns that begin to differ after the last of N ``positions`` are equal.
     keys = torch.arange(positions, device=device)
 
     def seen(query: int) -> Tensor:

@@ -1,9 +1,8 @@
-"""Finds the tokens that each layer sees in HuggingFace's forward, and whether ours can serve that.
+"""Finds the tokens that each layer sees in HuggingFace's forward, and whether ours can serve that."""
 
-Some patterns stand in the arguments of attention, others only in the mask, and others only in the tokens that
-HuggingFace's cache drops. So HuggingFace makes its masks once, on real tensors, up to the first attention, and the
-probe reads them. Where masks differ, a forward on fake tensors tells which layer gets which.
-"""
+# Some patterns stand in the arguments of attention, others only in the mask, and others only in the tokens that
+# HuggingFace's cache drops. So HuggingFace makes its masks once, on real tensors, up to the first attention, and the
+# probe reads them. Where masks differ, a forward on fake tensors tells which layer gets which.
 
 from __future__ import annotations
 
@@ -29,10 +28,7 @@ from compiled_llm.model.sizes import max_positions_of
 
 
 def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
-    """Return the layers with the windows that only HuggingFace's masks have, and as kinds of what they keep.
-
-    UnsupportedModelError if a layer sees something else than all tokens before it, or the last ones.
-    """
+    """Return the layers with windows that only HuggingFace's masks have; UnsupportedModelError for other patterns."""
     found = _windows(model, len(layers), [number for number, layer in enumerate(layers) if layer.kind.attends])
     positions = max_positions_of(model)
     windowed = [_seeing(layer, window, positions) for layer, window in zip(layers, found, strict=True)]

@@ -1,7 +1,6 @@
-"""Learns a model's default positions from the queries and keys that reach its attention.
+"""Learns a model's default positions from the queries and keys that reach its attention."""
 
-Most number the columns, some the tokens that are not masked, and others something of their own.
-"""
+# Most number the columns, some the tokens that are not masked, and others something of their own.
 
 from __future__ import annotations
 

@@ -31,11 +31,9 @@ def containers(value: Any) -> Iterator[Part]:
 
 
 class Contents:
-    """The entries of dictionaries, lists, tuples, sets, deques and configs, and of those inside them.
+    """The entries of containers (dictionaries, lists, sets, configs) and those inside them, with tensors' writes."""
 
-    PEFT keeps the scales of adapters in such containers. And how often each tensor was written to: parameters, buffers,
-    and those in attributes and containers.
-    """
+    # PEFT keeps the scales of adapters in such containers.
 
     def __init__(
         self,

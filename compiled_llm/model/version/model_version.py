@@ -66,15 +66,10 @@ class ModelVersion:
         walked: Callable[[PreTrainedModel], None] = lambda model: None,
         code: Callable[[], Sequence[object]] = tuple,
     ) -> None:
-        """Remember each part when it is first asked for.
-
-        Args:
-            model: only a weak reference is kept.
-            layers: how many it has.
-            walked: called with the model at the first walk over its modules, and whenever modules were replaced.
-            code: returns functions of the user's that its programs run besides its modules; the same sequence until
-                they are others.
-        """
+        """Remember each part when it is first asked for; only a weak reference to the model is kept."""
+        # ``walked`` is called with the model at the first walk over its modules, and whenever modules were replaced.
+        # ``code`` returns functions of the user's that its programs run besides its modules; the same sequence until
+        # they are others.
         self.looks = 0  # how many have begun
         # an object of its own for each time that code of the user's may have changed the model
         self.expected = object()
@@ -157,10 +152,8 @@ class ModelVersion:
             self._code.watch(places)
 
     def let_go(self) -> None:
-        """Drop the remembered tensors, and modules that the model no longer has; the next comparison remembers anew.
-
-        A tensor that was replaced may share its memory with the new one, which would count as someone else's.
-        """
+        """Drop the remembered tensors, and modules that the model no longer has; the next comparison remembers anew."""
+        # A tensor that was replaced may share its memory with the new one, which would count as someone else's.
         with self._lock:
             self.look()
             if self._known.layers is not None:
@@ -302,10 +295,9 @@ class ModelVersion:
 
 @dataclass
 class _Remembered:
-    """A model's parts as they were; ``compared`` names those that the current look has compared already.
+    """A model's parts as they were; ``compared`` names those that the current look has compared already."""
 
-    ``functions`` are the user's, which ``read`` this; ``held`` has the addresses of the tensors in it.
-    """
+    # ``functions`` are the user's, which ``read`` this; ``held`` has the addresses of the tensors in it.
 
     tree: ModuleTree | None = None
     layers: ModuleState | None = None

@@ -20,10 +20,7 @@ _HOLDERS = ("_modules", "_parameters", "_buffers")
 
 
 class ModuleState:
-    """The attributes of modules, remembered as they are now, and the names and the order of their tensors.
-
-    A root beside them is remembered by its attributes alone, so that nothing here keeps a model alive.
-    """
+    """The attributes of modules, and tensors' names and order; of a root attributes alone: no model is kept alive."""
 
     def __init__(self, modules: Sequence[nn.Module], root: nn.Module | None = None) -> None:
         self.modules = modules
@@ -44,10 +41,7 @@ class ModuleState:
         return same(self._known_holders, self._holders_now())
 
     def has_its_attributes(self) -> bool:
-        """Whether the attributes are the same objects; the dictionaries have been compared.
-
-        Tensors are told apart by their order, so their names count.
-        """
+        """Whether attributes are the same objects (dictionaries are compared); tensors' names count."""
         return same(self._known, self._now()) and self._tensor_names == self._tensor_names_now()
 
     def _holders_now(self) -> list[Any]:

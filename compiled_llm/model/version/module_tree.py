@@ -74,10 +74,7 @@ class ModuleTree:
         return training_difference([("", model), *self._named]) if trains else None
 
     def hooks(self) -> Hooks:
-        """Return what tells the forward hooks of all modules but the model itself apart from others.
-
-        Those that are known to do nothing are not among them.
-        """
+        """Return what tells forward hooks of inner modules apart, without those known to do nothing."""
         found = filter(None, chain.from_iterable(map(_HOOKS, self._inside)))
         passed = {id(module._forward_hooks) for _, module in self._embeddings}
         return frozenset(

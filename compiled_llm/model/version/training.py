@@ -1,10 +1,9 @@
-"""What modules do otherwise in training mode: the code of their classes says where it reads ``training``.
+"""What modules do otherwise in training mode: the code of their classes says where it reads ``training``."""
 
-Most of it does nothing: a dropout of 0, a checkpoint that is off. Such a read stands beside what it depends on, in
-``F.dropout(x, p=self.p, training=self.training)``, ``0.0 if not self.training else self.p``, or
-``self.jitter and self.training``; all other reads count as doing something. So programs need no modules in evaluation
-mode, and the flag stays the user's: nobody sees it change.
-"""
+# Most of it does nothing: a dropout of 0, a checkpoint that is off. Such a read stands beside what it depends on, in
+# ``F.dropout(x, p=self.p, training=self.training)``, ``0.0 if not self.training else self.p``, or ``self.jitter and
+# self.training``; all other reads count as doing something. So programs need no modules in evaluation mode, and the
+# flag stays the user's: nobody sees it change.
 
 from __future__ import annotations
 
@@ -65,10 +64,7 @@ class Difference(NamedTuple):
 
 
 def training_difference(modules: Iterable[tuple[str, nn.Module]]) -> Difference | None:
-    """Return the first of the named modules that is in training mode and acts otherwise there, or None.
-
-    One that only checkpoints gradients comes after all others.
-    """
+    """Return the first named module that acts otherwise in its training mode; those that only checkpoint come last."""
     found = (difference(name, module) for name, module in modules if module.training)
     differences = sorted(filter(None, found), key=lambda each: each.checkpoints)
     return differences[0] if differences else None

@@ -1,8 +1,7 @@
-"""What code of the user's may read besides its arguments: opened one after the other, by ``Contents``.
+"""What code of the user's may read besides its arguments: opened one after the other, by ``Contents``."""
 
-Functions have closures, defaults, and globals that their code names; objects have attributes, and the attributes of
-their classes. Code of libraries is not looked into, nor what C code holds, such as arrays of NumPy.
-"""
+# Functions have closures, defaults, and globals that their code names; objects have attributes, and the attributes of
+# their classes. Code of libraries is not looked into, nor what C code holds, such as arrays of NumPy.
 
 from __future__ import annotations
 

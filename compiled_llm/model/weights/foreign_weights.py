@@ -1,8 +1,7 @@
-"""Checks of weights in formats of other libraries, before ``wrap`` tries a model that has some.
+"""Checks of weights in formats of other libraries, before ``wrap`` tries a model that has some."""
 
-A product with such a weight is left to the module that holds it. That takes a module which can be tried on tensors
-without memory, and which computes a token from that token alone.
-"""
+# A product with such a weight is left to the module that holds it. That takes a module which can be tried on tensors
+# without memory, and which computes a token from that token alone.
 
 from __future__ import annotations
 
@@ -18,20 +17,14 @@ from compiled_llm.kinds.refusals import UnsupportedModelError
 
 
 def check_weights(model: PreTrainedModel, config: WrapConfig) -> None:
-    """Check that modules with weights of other libraries can be tried, compute row by row, and can be compiled.
-
-    If one cannot, UnsupportedModelError names it, and how to load the model instead.
-    """
+    """Check that foreign weights can be tried, compiled, and compute row by row, or raise UnsupportedModelError."""
     for name, module in model.named_modules():
         if (refusal := _writes(name, module) or _mixes(name, module) or _packs(name, module, config)) is not None:
             raise UnsupportedModelError(refusal)
 
 
 def changes_in_first_call(model: PreTrainedModel) -> bool:
-    """Whether the first call converts weights: four bits of bitsandbytes do so on a CPU.
-
-    That call must compute with real tensors, or the weights would lose their values.
-    """
+    """Whether the first call converts weights (bitsandbytes' four bits on a CPU), and so must have real tensors."""
     return model.device.type == "cpu" and any(hasattr(weight, "quant_state") for weight in model.parameters())
 
 

@@ -1,10 +1,8 @@
-"""Weights that multiply the same input, laid out in one storage, so that one matmul can read them all.
+"""Weights that multiply the same input, laid out in one storage, so that one matmul can read them all."""
 
-They stay the user's: the same ``Parameter`` objects, each now a view of its part. Whatever takes one out of the storage
-(``model.to``, a new parameter, ``.data = ...``) is noticed before anything is computed with it, by ``ModelVersion``.
-
-Shapes: I inputs, O outputs of one layer.
-"""
+# They stay the user's: the same ``Parameter`` objects, each now a view of its part. Whatever takes one out of the
+# storage (``model.to``, a new parameter, ``.data = ...``) is noticed before anything is computed with it, by
+# ``ModelVersion``. Shapes: I inputs, O outputs of one layer.
 
 from __future__ import annotations
 
@@ -92,10 +90,8 @@ class FusedWeights:
     """Groups of weights, each in one storage."""
 
     def __init__(self, model: nn.Module, groups: Sequence[FusedGroup]) -> None:
-        """Lay the groups out, one after the other, so that at most one is in memory twice.
-
-        Only a weak reference to the model is kept. Groups that share memory with other tensors are left alone.
-        """
+        """Lay the groups out, one after the other, so that at most one is in memory twice."""
+        # Only a weak reference to the model is kept. Groups that share memory with other tensors are left alone.
         # those in one storage. One that no longer can be leaves for good: a model whose weights are swapped back and
         # forth is compiled once more, not at each swap
         self.groups = list(groups)
@@ -104,10 +100,7 @@ class FusedWeights:
 
     @property
     def laid_out(self) -> bool:
-        """Whether all groups lie in one storage each, wherever that is; takes a millisecond.
-
-        So it is asked when ``ModelVersion.tensors`` has changed.
-        """
+        """Whether all groups lie in one storage each (a millisecond): ask when ``ModelVersion.tensors`` changed."""
         stacks = [self.stacks(group) for group in self.groups]
         return all(map(bool, stacks)) and all(map(is_one, chain.from_iterable(stacks)))
 

@@ -1,8 +1,7 @@
-"""Weights that wait in host memory, and come back to their device.
+"""Weights that wait in host memory, and come back to their device."""
 
-Whole storages move: what shares memory goes on sharing it, tied weights and those that are multiplied as one included.
-The ``Parameter`` objects stay the same, so that an optimizer's are still the model's.
-"""
+# Whole storages move: what shares memory goes on sharing it, tied weights and those that are multiplied as one
+# included. The ``Parameter`` objects stay the same, so that an optimizer's are still the model's.
 
 from __future__ import annotations
 

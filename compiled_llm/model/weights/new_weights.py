@@ -1,8 +1,7 @@
-"""New weights for a model, read from a folder and checked before any of its own changes; then written in their place.
+"""New weights for a model, read and checked before any of its own changes; then written in their place."""
 
-Parameters keep their objects and addresses. So fused weights, compiled programs and CUDA graphs go on with the new
-ones; nothing else is made of weights.
-"""
+# Parameters keep their objects and addresses. So fused weights, compiled programs and CUDA graphs go on with the new
+# ones; nothing else is made of weights.
 
 from __future__ import annotations
 
@@ -28,13 +27,7 @@ class NewWeights:
     """A model's next weights, in host memory."""
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        """Read a folder of ``save_pretrained`` and check that its tensors are the model's, which does not change.
-
-        Floating-point numbers get the dtype that the model has, as they do when it is loaded.
-
-        Raises:
-            ValueError: the model's weights are quantised; or the folder is damaged, or another model's.
-        """
+        """Read a folder of ``save_pretrained``, in the model's dtypes; ValueError if it does not fit."""
         self._model = model
         self._own = own = _own_tensors(model)
         check_config(model, read_config(folder))
@@ -48,10 +41,7 @@ class NewWeights:
         self._new = new
 
     def write(self) -> None:
-        """Write them over the model's weights; no thread may read those meanwhile.
-
-        RuntimeError if the model has other tensors by now; nothing has changed.
-        """
+        """Write them over the model's, which nobody may read meanwhile; RuntimeError if its tensors are others now."""
         present: dict[str, Any] = self._model.state_dict(keep_vars=True)
         if any(present.get(name) is not tensor for name, tensor in self._own.items()):
             raise RuntimeError("update_weights: tensors of the model were replaced meanwhile; call it again")

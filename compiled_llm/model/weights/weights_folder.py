@@ -30,10 +30,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the tensors in a folder by their names, once all of its files have been found to be whole.
-
-    ValueError if it is no folder of weights, or a file is missing, damaged or no safetensors.
-    """
+    """Return a folder's tensors by name, once all files are found whole; ValueError if one is not."""
     if (folder / _WHOLE).is_file():
         return _stored(folder / _WHOLE)
     if (folder / _INDEX).is_file():
