@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from compiled_llm.kvcache.errors import OutOfPagesError, WrongPageError
     from compiled_llm.requests.outputs import RequestOutput
     from compiled_llm.requests.sampling_params import SamplingParams
-    from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+    from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.env import Env, enable_logs
@@ -70,7 +70,7 @@ _HOMES = {
     "RequestOutput": "compiled_llm.requests.outputs",
     "SamplingParams": "compiled_llm.requests.sampling_params",
     "Stats": "compiled_llm.execution.reporting.stats",
-    "StructuredOutputsParams": "compiled_llm.requests.structured_outputs.params",
+    "StructuredOutputsParams": "compiled_llm.requests.structured_outputs",
     "UnsupportedModelError": "compiled_llm.kinds.refusals",
     "WrapConfig": "compiled_llm.config",
     "WrongPageError": "compiled_llm.kvcache.errors",

@@ -7,6 +7,7 @@ from typing import Any
 
 FEATURES = {
     "cascade": "compiled_llm.execution.cascade.cascade",
+    "structured_outputs": "compiled_llm.engine.grammars.part",
 }
 """The module of each."""
 

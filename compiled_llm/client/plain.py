@@ -13,7 +13,7 @@ import msgspec
 
 from compiled_llm.requests.prompts import content_of, is_dictionary
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 T = TypeVar("T", int, str)
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import LogprobsMode, check_can_mix, check_options, is_count
-from compiled_llm.engine.grammars.compiling import Grammars, compilers_of
 from compiled_llm.engine.input_processing.input_processor import (
     QueueFullError as QueueFullError,
     TokenFacts,
@@ -23,7 +22,7 @@ from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
-from compiled_llm.engine.lifecycle.warmup import prepare_grammars, warm_up
+from compiled_llm.engine.lifecycle.warmup import warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.steps.loop import LoopSettings, Mixed
 from compiled_llm.engine.steps.request import Request
@@ -35,6 +34,7 @@ from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.taps import part_in
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.features import check_has, feature
 from compiled_llm.kvcache.specs import token_numbers
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.answer_text import TextFormat
@@ -42,9 +42,6 @@ from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.prompts import with_params
 from compiled_llm.requests.sampling_params import SamplingParams
-
-if TYPE_CHECKING:  # imports msgspec, which only a server needs
-    from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
 
 class Engine:
@@ -68,7 +65,7 @@ class Engine:
         max_queue: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         grammar_timeout: float = 30.0,
-        grammar_worker: WorkerProcess | None = None,
+        grammar_worker: Any = None,
         watch_model: bool = True,
         tokenizer_eos: bool = False,
     ) -> None:
@@ -125,12 +122,10 @@ class Engine:
         self._max_queue = max_queue
         settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed)
         self._engine_thread = EngineThread(model, self._runtime, settings)
-        compilers = compilers_of(tokenizer, grammar_worker, float(grammar_timeout))
-        self._grammars = Grammars(
-            compilers,
-            float(grammar_timeout),
-            self._engine_thread.request_table.paused_requests.arrive,
-            self._engine_thread.cancel,
+        arrive, end = self._engine_thread.request_table.paused_requests.arrive, self._engine_thread.cancel
+        grammars = feature("structured_outputs")  # None if that was taken out
+        self._grammars = grammars and grammars.grammars_of(
+            tokenizer, grammar_worker, float(grammar_timeout), arrive, end
         )
         self._runtime.engine = weakref.ref(self._engine_thread)
         self._runtime.engines.add(self._engine_thread)
@@ -238,7 +233,8 @@ class Engine:
     def _add(self, handles: Sequence[RequestHandle]) -> None:
         self._engine_thread.add(handles, self._max_queue)
         for handle in handles:
-            self._grammars.await_grammar(handle.requests)
+            if not handle.requests[0].ready:
+                self._grammars.await_grammar(handle.requests)
 
     def _look(self) -> ModelRunner:
         self._check_open()
@@ -259,12 +255,14 @@ class Engine:
             self.token_facts,
             model_runner,
             self._tokenizer,
+            self._grammars,
             max_model_len=self._max_model_len,
             enter=enter,
             request_samplings=request_samplings,
             **waiting,
         )
-        self._grammars.begin(requests, params.structured_outputs)
+        if params.structured_outputs is not None:
+            self._grammars.begin(requests, params.structured_outputs)
         if (constraint := requests[0].constraint) is not None and constraint.processors:
             names = ", ".join(processor.name for processor in constraint.processors)
             self._runtime.counters.took_request(Reason("processors", names))
@@ -316,7 +314,8 @@ class Engine:
                 f"rows: {wrong[0]!r} is not a whole number between 1 and max_num_seqs={self._max_num_seqs}"
             )
         if structured or (self._tokenizer is not None and wanted.structured):
-            prepare_grammars(self._grammars, self.token_facts, self._tokenizer)
+            check_has("structured_outputs", "structured=True")
+            self._grammars.prepare(self.token_facts.logits, self.token_facts.eos_token_ids)
         warm_up(self._runtime, self._engine_thread, wanted, structured, report)
 
     def stats(self) -> EngineStats:
@@ -476,7 +475,8 @@ class Engine:
         """
         if not (self._engine_thread.closed or self._runtime.home.left):
             self._engine_thread.close()
-            self._grammars.close()
+            if self._grammars is not None:
+                self._grammars.close()
             let_rise(self._runtime)
 
     def __enter__(self) -> Engine:

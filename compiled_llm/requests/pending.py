@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.pending_answer import PendingAnswer
-from compiled_llm.requests.text_stream import TextStream
-from compiled_llm.requests.token_stream import TokenStream
+from compiled_llm.requests.streams import TextStream, TokenStream
 
 A = TypeVar("A", bound=PendingAnswer)
 

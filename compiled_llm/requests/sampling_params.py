@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 MAX_BIASED = 300  # how many tokens ``logit_bias`` may have, as in OpenAI's API
 

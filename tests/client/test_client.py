@@ -44,7 +44,7 @@ from compiled_llm.protocol.messages import (
     Welcome,
 )
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.characters import character_tokenizer
 from support.server.engine_processes import PATIENCE, until
 

@@ -21,7 +21,7 @@ from compiled_llm.engine.thread import starvation
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, huggingfaces, tiny, wrapped
 from support.execution.failing_calls import fail_once

@@ -17,7 +17,7 @@ from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine.sampling_settings import COMBINED, ENDS, GREEDY, VOCABULARY, Setting, generated, together
 from support.engine.text_tokenizers import Numbers, byte_level
 from support.engine.tiny_engines import wrapped

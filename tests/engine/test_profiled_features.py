@@ -15,7 +15,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine import tiny_engines
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import tiny

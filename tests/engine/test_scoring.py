@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import wrapped
 from support.parity import assert_account_is_empty

@@ -13,7 +13,7 @@ from compiled_llm.client import Client
 from compiled_llm.engine.engine import Engine
 from compiled_llm.protocol.messages import Cancel, Ended, StepUpdates, Submit
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from compiled_llm.server.engine_process import stream
 from support.server.engine_processes import PATIENCE, Bytes, Loop, until
 

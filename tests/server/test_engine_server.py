@@ -19,7 +19,7 @@ from compiled_llm.protocol.frames import frame_of
 from compiled_llm.protocol.messages import AskStats, Cancel, Preparing, Refused, StepUpdates, Submit, Welcome
 from compiled_llm.requests.outputs import Completion, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from compiled_llm.server.engine_process import connection, stream
 from support.engine.text_tokenizers import byte_level
 from support.execution.failing_calls import fail_once

@@ -97,9 +97,10 @@ FEATURES = {
     ),
     "structured outputs": Feature(
         "structured_output|grammar",
-        ("compiled_llm/engine/grammars", "compiled_llm/requests/structured_outputs", "compiled_llm/compat/xgrammar.py"),
+        ("compiled_llm/engine/grammars",),  # `generate` follows grammars of xgrammar's processor without it
         ("engine/grammars",),
-        lacks="requests, the engine, its steps, processors, server and client import it",
+        'compiled_llm/features.py: "structured_outputs": ',
+        asks="StructuredOutputsParams(regex='a')",
     ),
 }
 

@@ -24,6 +24,7 @@ import compiled_llm
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level, decode
 from support.engine.tiny_engines import greedy, huggingfaces, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture

@@ -23,6 +23,7 @@ from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.reporting.progress import Watcher, watched
+from compiled_llm.features import feature
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
 
@@ -239,10 +240,8 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
 
 
 def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) -> tuple[Engine, Ready]:
-    from compiled_llm.engine.grammars.worker_process import WorkerProcess
-    from compiled_llm.requests.structured_outputs.grammar_source import is_installed as grammars_installed
-
-    worker = WorkerProcess() if grammars_installed() else None  # compiles grammars
+    grammars = feature("structured_outputs")
+    worker = grammars.start_worker() if grammars else None
     with importing(served.shows_progress):
         import compiled_llm
         from compiled_llm.commands.loading.load import fetched, load

@@ -8,12 +8,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 
 if TYPE_CHECKING:
     import xgrammar
 
-    from compiled_llm.engine.steps.constraint import Constraint  # imports torch, which the worker process does not
+    from compiled_llm.engine.grammars.form import GrammarForm  # imports torch, which the worker process does not
 
 KEPT = 2**28
 """Bytes of compiled grammars that are kept, and of parts that they share with later ones."""
@@ -40,7 +40,7 @@ class Compilers(Protocol):
         """Learn the tokenizer's tokens, which the first grammar has to wait for otherwise."""
         ...
 
-    def compile(self, constraint: Constraint, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:
+    def compile(self, form: GrammarForm, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:
         """Compile a grammar, which may take seconds; raises UnwantedError, or why there is none."""
         ...
 
@@ -61,10 +61,9 @@ class CompilersHere:
     def prepare(self, vocabulary: int, stops: frozenset[int]) -> None:
         self._compilers.of((vocabulary, stops, False))
 
-    def compile(self, constraint: Constraint, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:
+    def compile(self, form: GrammarForm, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:
         """Compile a grammar, also if it is not wanted any more: it is kept for later requests."""
-        source, key = asked(constraint)
-        return source.compiled(self._compilers.of(key))
+        return form.source.compiled(self._compilers.of(vocabulary_of(form)))
 
     def close(self) -> None:
         self._compilers.clear()
@@ -96,11 +95,8 @@ class Latest(Generic[T]):
             self._made.clear()
 
 
-def asked(constraint: Constraint) -> tuple[GrammarSource, Key]:
-    """Return the source of a grammar, and its vocabulary."""
-    source = constraint.source
-    assert source is not None, "there is no grammar"
-    return source, (constraint.vocabulary, constraint.stops, source.kind == "structural_tag")
+def vocabulary_of(form: GrammarForm) -> Key:
+    return form.vocabulary, form.stops, form.source.kind == "structural_tag"
 
 
 def max_at_once() -> int:

@@ -8,11 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compiled_llm.engine.grammars.compilers import Key, Latest, asked, compiler, max_at_once, spelled
+from compiled_llm.engine.grammars.compilers import Key, Latest, compiler, max_at_once, spelled, vocabulary_of
+from compiled_llm.engine.grammars.form import GrammarForm
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
-from compiled_llm.engine.steps.constraint import Constraint
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
 
 if TYPE_CHECKING:
     import xgrammar
@@ -43,11 +43,11 @@ class CompilersApart:
         """Learn the tokenizer's tokens, here and there."""
         self._process.learn(self._tokens.of((vocabulary, stops, False)).sent)
 
-    def compile(self, constraint: Constraint, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:
+    def compile(self, form: GrammarForm, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:
         """Have a grammar compiled, until it is not wanted any more."""
-        source, key = asked(constraint)
+        source = form.source
         self.check(source)  # an equal one may have ended a process meanwhile
-        tokens = self._tokens.of(key)
+        tokens = self._tokens.of(vocabulary_of(form))
         wish = Compile(tokens.sent.number, source, self._seconds, MAX_MEMORY)
         match self._process.compile(wish, tokens.sent, wanted):
             case Compiled(grammar):

@@ -9,21 +9,22 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from compiled_llm.compat.condition import Condition
-from compiled_llm.engine.grammars.compilers import KEPT, Compilers, CompilersHere, UnwantedError, max_at_once
-from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.engine.grammars.compilers import KEPT, Compilers, UnwantedError, max_at_once
+from compiled_llm.engine.grammars.ends import ends_of
+from compiled_llm.engine.grammars.form import GrammarForm
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, said
+from compiled_llm.engine.grammars.mask_writer import MaskWriter
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.requests.outputs import FinishReason
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource, said
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import xgrammar
-
-    from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
 _MAX_THREADS = 16
 """One place of them is kept for grammars that begin: one that takes long there is put off, and begins again later."""
@@ -35,7 +36,7 @@ _LONG = 0.5
 class _GrammarJob:
     """A grammar to compile."""
 
-    constraint: Constraint  # of one of the requests; those of the others have the same source
+    form: GrammarForm  # of one of the requests; those of the others have the same source
     # the requests, and until when each waits, on ``time.monotonic``'s clock
     waiting: dict[Request, float] = field(default_factory=dict)
     started: float | None = None  # when a thread has begun to compile it
@@ -56,6 +57,7 @@ class Grammars:
 
     def __init__(
         self,
+        tokenizer: Any,
         compilers: Compilers,
         timeout: float,
         arrive: Callable[[Sequence[Request]], None],
@@ -64,12 +66,15 @@ class Grammars:
         """Begin without grammars and threads.
 
         Args:
+            tokenizer: whose tokens they are about; None if there is none.
             compilers: compile them.
             timeout: seconds that a request waits for its grammar.
             arrive: a method that lets requests wait for their turn; its object is not kept alive.
             end: a method that ends requests; neither is its object.
         """
+        self._tokenizer = tokenizer
         self._compilers = compilers
+        self._writer = MaskWriter()
         self._timeout = timeout
         self._arrive, self._end = weakref.WeakMethod(arrive), weakref.WeakMethod(end)
         self._kept: OrderedDict[_Key, xgrammar.CompiledGrammar] = OrderedDict()
@@ -90,40 +95,47 @@ class Grammars:
 
     # ---- requests
 
-    def begin(self, requests: Sequence[Request], form: StructuredOutputsParams | None) -> None:
+    def forms_of(self, params: SamplingParams, eos: frozenset[int], vocabulary: int) -> list[GrammarForm]:
+        """Return the form of each of the ``n`` answers to a prompt; raises as ``ends_of``."""
+        assert params.structured_outputs is not None, "the answer has a form"
+        others = params.stop_token_ids or ()
+        form = GrammarForm(
+            source=params.structured_outputs.source,
+            stops=ends_of(eos, others, vocabulary, self._tokenizer),
+            vocabulary=vocabulary,
+            writer=self._writer,
+            stop_token_ids=frozenset(token for token in (*eos, *others) if token < vocabulary),
+            least=params.min_tokens,
+        )
+        return [replace(form) for _ in range(params.n)]
+
+    def begin(self, requests: Sequence[Request], asked: StructuredOutputsParams) -> None:
         """Give the answers to one prompt their grammar, if it was compiled before.
 
         Raises:
-            ValueError: there is no grammar of ``form``, as far as that is known at once.
+            ValueError: there is no grammar of what is asked for, as far as that is known at once.
         """
-        constraint = requests[0].constraint
-        if constraint is None or constraint.source is None:
-            return
+        form = _form(requests[0])
         with self._changed:
-            grammar = self._kept.get(_key(constraint))
+            grammar = self._kept.get(_key(form))
             if grammar is not None:
-                self._kept.move_to_end(_key(constraint))
+                self._kept.move_to_end(_key(form))
         if grammar is not None:
             _begin(requests, grammar)
-        elif form is not None:
-            self._check(constraint.source, form)
-
-    def _check(self, source: GrammarSource, form: StructuredOutputsParams) -> None:
+            return
         try:
-            self._compilers.check(source)
+            self._compilers.check(form.source)
         except ValueError as error:
-            value = reprlib.repr(getattr(form, form.name))
-            raise ValueError(f"structured_outputs: could not compile {form.name}={value}: {error}") from error
+            value = reprlib.repr(getattr(asked, asked.name))
+            raise ValueError(f"structured_outputs: could not compile {asked.name}={value}: {error}") from error
 
     def await_grammar(self, requests: Sequence[Request]) -> None:
         """Have the grammar of the answers to one prompt compiled, and let them arrive then."""
-        constraint = requests[0].constraint
-        if constraint is None or constraint.ready:
-            return
+        form = _form(requests[0])
         with self._changed:
-            job = self._jobs.get(_key(constraint))
+            job = self._jobs.get(_key(form))
             if job is None:
-                job = self._jobs[_key(constraint)] = _GrammarJob(constraint)
+                job = self._jobs[_key(form)] = _GrammarJob(form)
                 self._queue.append(job)
             job.waiting |= dict.fromkeys(requests, time.monotonic() + self._timeout)
             self._start_threads()
@@ -132,9 +144,9 @@ class Grammars:
                 threading.Thread(target=self._watch, name="compiled_llm grammars' clock", daemon=True).start()
             self._changed.notify_all()
 
-    def prepare(self, vocabulary: int, stops: frozenset[int]) -> None:
-        """Learn the tokenizer's tokens, which the first grammar has to wait for otherwise."""
-        self._compilers.prepare(vocabulary, stops)
+    def prepare(self, vocabulary: int, eos: frozenset[int]) -> None:
+        """Learn the tokenizer's tokens, which the first grammar has to wait for otherwise; raises as ``ends_of``."""
+        self._compilers.prepare(vocabulary, ends_of(eos, (), vocabulary, self._tokenizer))
 
     # ---- threads
 
@@ -156,8 +168,8 @@ class Grammars:
             self._finish(job, grammar, error)
 
     def _compiled(self, job: _GrammarJob) -> xgrammar.CompiledGrammar:
-        grammar = self._compilers.compile(job.constraint, lambda: self._is_wanted(job))
-        job.constraint.begin(grammar)  # what does not go here would go for none of those that wait
+        grammar = self._compilers.compile(job.form, lambda: self._is_wanted(job))
+        job.form.begin(grammar)  # what does not go here would go for none of those that wait
         return grammar
 
     def _is_wanted(self, job: _GrammarJob) -> bool:
@@ -176,7 +188,7 @@ class Grammars:
                     self._long += job.long
                     self._changed.notify_all()
                     return job
-                del self._jobs[_key(job.constraint)]
+                del self._jobs[_key(job.form)]
             self._threads -= 1
             return None
 
@@ -193,10 +205,10 @@ class Grammars:
                 self._queue.append(job)
                 self._changed.notify_all()
                 return
-            del self._jobs[_key(job.constraint)]
+            del self._jobs[_key(job.form)]
             waiting = list(job.waiting)
             if grammar is not None:
-                self._keep(_key(job.constraint), grammar)
+                self._keep(_key(job.form), grammar)
             self._changed.notify_all()
         if grammar is None:
             self._give_up(waiting, "error", _failure(error))
@@ -268,23 +280,18 @@ def _failure(error: BaseException | None) -> RequestError:
     return kind(f"structured_outputs: no grammar could be compiled: {why}")
 
 
-_Key = tuple[GrammarSource | None, int, frozenset[int]]
+_Key = tuple[GrammarSource, int, frozenset[int]]
 
 
-def _key(constraint: Constraint) -> _Key:
-    return constraint.source, constraint.vocabulary, constraint.stops
+def _key(form: GrammarForm) -> _Key:
+    return form.source, form.vocabulary, form.stops
+
+
+def _form(request: Request) -> GrammarForm:
+    assert request.constraint is not None, "its answer has a form"
+    return cast("GrammarForm", request.constraint.form)
 
 
 def _begin(requests: Sequence[Request], grammar: xgrammar.CompiledGrammar) -> None:
     for request in requests:
-        if request.constraint is not None:
-            request.constraint.begin(grammar)
-
-
-def compilers_of(tokenizer: Any, worker: WorkerProcess | None, timeout: float) -> Compilers:
-    """Return the compilers of an engine: in the worker process, or without one in this process."""
-    if worker is None:
-        return CompilersHere(tokenizer)
-    from compiled_llm.engine.grammars.compilers_apart import CompilersApart  # imports msgspec
-
-    return CompilersApart(tokenizer, worker, timeout)
+        _form(request).begin(grammar)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, said
 from compiled_llm.engine.grammars.worker_messages import (
     MAX_BYTES,
     MAX_COMPILED,
@@ -32,7 +33,6 @@ from compiled_llm.engine.grammars.worker_messages import (
     received,
 )
 from compiled_llm.protocol.frames import frame_of
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource, said
 
 _WARMING = GrammarSource("json", '{"type": "object"}')
 """Compiled once for each vocabulary: forks have what it shares with other grammars."""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from compiled_llm.engine.grammars.compilers import UnwantedError
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.protocol.frames import Frames
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
 
 NEXT = b"n"
 """To the worker, with one end of a pair of sockets: a message waits there, and its answer goes back there."""

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from compiled_llm.engine.input_processing.constraints import check_tokenizer, constraints_for, stops_of
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
 from compiled_llm.engine.input_processing.sampling import RequestSamplings
+from compiled_llm.engine.steps.constraint import Constraint, Processor
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.taps import part_in
@@ -61,6 +61,7 @@ def requests_for(
     model: TokenFacts,
     model_runner: ModelRunner,
     tokenizer: Any,
+    grammars: Any = None,
     *,
     max_model_len: int | None = None,
     priority: int = 0,
@@ -77,6 +78,7 @@ def requests_for(
         model: its token facts.
         model_runner: of the model.
         tokenizer: for text and messages; None if there is none.
+        grammars: give answers a form; None if none asks for one.
         max_model_len: the most tokens of a prompt and its answer; None for the model's positions.
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
@@ -97,14 +99,18 @@ def requests_for(
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
     stops, eos, width = frozenset(params.stop_token_ids or ()), model.eos_token_ids, model.logits
     ends = stops if params.ignore_eos else stops | eos
-    constraints = constraints_for(params, eos, width, tokenizer)
+    forms = [None] * params.n if params.structured_outputs is None else grammars.forms_of(params, eos, width)
+    processors = tuple(map(Processor.of, params.logits_processors or ()))
     scored = params.logprobs is not None or params.prompt_logprobs is not None
     scores = part_in("engine", "logprobs").asked(params=params) if scored else None
     requests: list[Request] = []
     request_sampling = (request_samplings or RequestSamplings()).of(params, stops | eos, width, tokenizer)
     for index, sampling in enumerate(request_sampling.samplings(ids)):
-        if (constraint := constraints[index]) is not None:
-            ends |= constraint.stops
+        form, constraint = forms[index], None
+        if form is not None:
+            ends |= form.stops
+        if form is not None or processors:
+            constraint = Constraint(processors, form)
             sampling = constraint.applied_to(sampling)
         request = Request(
             prompt=ids,
@@ -124,12 +130,6 @@ def requests_for(
             lets_have(request)
         requests.append(request)
     return requests
-
-
-def check_grammars(model: TokenFacts, tokenizer: Any) -> frozenset[int]:
-    """Check that answers may have forms, and return the tokens that end those; raises as ``requests_for``."""
-    check_tokenizer(tokenizer)
-    return stops_of(model.eos_token_ids, (), model.logits, tokenizer)
 
 
 def _check_waiting(priority: int, timeout: float | None, salt: Hashable) -> None:

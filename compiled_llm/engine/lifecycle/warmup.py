@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from compiled_llm.engine.grammars.compiling import Grammars
-from compiled_llm.engine.input_processing.input_processor import TokenFacts, check_grammars
 from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report, Wanted
-
-
-def prepare_grammars(grammars: Grammars, model: TokenFacts, tokenizer: Any) -> None:
-    """Learn a tokenizer's tokens for grammars; raises as ``check_grammars``."""
-    stops = check_grammars(model, tokenizer)
-    grammars.prepare(model.logits, stops)
 
 
 def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: Wanted, structured: bool, report: Report) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
-from compiled_llm.engine.steps.constraint import Constraint, MaskWriter, accept
+from compiled_llm.engine.steps.constraint import AnswerForm, Constraint
 from compiled_llm.engine.steps.processors import processed_logits
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput
@@ -35,17 +35,15 @@ class Constrained:
 
     def __init__(self, members: list[_Member]) -> None:
         self.members = members  # in the plan's order
-        # those that have grammars, with their ``rows`` and ``matchers``
-        self.formed = [each for each in members if each.constraint.matcher is not None]
-        self.rows = [each.row for each in self.formed]
-        self.matchers = [each.constraint.matcher for each in self.formed if each.constraint.matcher is not None]
+        # those whose answers have forms, and these
+        self.formed = [(each, each.constraint.form) for each in members if each.constraint.form is not None]
+        self.rows = [each.row for each, _ in self.formed]
+        self.matchers = [form.matcher for _, form in self.formed]
         # places in ``formed`` of those whose settings may bar more
-        self.narrowed = [
-            at for at, each in enumerate(self.formed) if each.constraint.mask is not None or each.constraint.least
-        ]
+        self.narrowed = [at for at, (_, form) in enumerate(self.formed) if form.mask is not None or form.least]
         self.processed = [each for each in members if each.constraint.processors]  # those with logits processors
-        barring = any(each.constraint.mask is not None for each in members)
-        # nothing but a grammar constrains any of them
+        barring = any(form.mask is not None for _, form in self.formed)
+        # nothing but a form constrains any of them
         self.plain = len(self.formed) == len(members) and not (self.processed or barring)
 
     @classmethod
@@ -61,6 +59,10 @@ class Constrained:
     @property
     def count(self) -> int:
         return len(self.members)
+
+    @property
+    def writer(self) -> Any:
+        return self.formed[0][1].writer
 
     def present(self) -> Constrained:
         """Return those that have not ended."""
@@ -82,7 +84,7 @@ class LateSampling:
         self._arriving: list[UnreadOutput] = []
         self.failed: dict[Request, RequestError] = {}  # errors that end single requests; their tokens are not read
 
-    def sample(self, model_runner: ModelRunner, persistent: PersistentBatch, writer: MaskWriter) -> None:
+    def sample(self, model_runner: ModelRunner, persistent: PersistentBatch) -> None:
         """Sample the tokens, the previous ones having been read, and wait for nothing.
 
         After a failure, what was done before it is not repeated.
@@ -92,7 +94,7 @@ class LateSampling:
         masks = None
         if self._tokens is None:
             present = self._requests.present()
-            masks = self._masks = _masks(present, model_runner.state.staging, writer) if present.formed else None
+            masks = self._masks = _masks(present, model_runner.state.staging) if present.formed else None
             if self._processed is None:
                 self._processed = self._edit(model_runner, persistent, present.processed)
         model_runner.thread.call(self._sample, model_runner, persistent, masks)
@@ -125,7 +127,7 @@ class LateSampling:
         return processed
 
     def read(self, tokens: list[int]) -> list[UnreadOutput]:
-        """Write late tokens among a step's, advance the grammars, and return what taps have of them."""
+        """Write late tokens among a step's, advance the forms, and return what taps have of them."""
         if self._readback is None:
             return []
         for each, token in zip(self._requests.members, self._readback.result(), strict=True):
@@ -137,7 +139,7 @@ class LateSampling:
         requests = self._requests.present()
         sampled = [tokens[each.place] for each in requests.members]
         if requests.plain and NOT_A_TOKEN not in sampled:
-            fits = accept(requests.matchers, sampled)
+            fits = requests.writer.accept(requests.matchers, sampled) if sampled else []
             if not all(fits):
                 members = zip(requests.members, sampled, fits, strict=True)
                 lost = [
@@ -156,26 +158,25 @@ class LateSampling:
                 continue
             if token == NOT_A_TOKEN and request in processed:
                 self.failed[request] = _unusable(request)
-            elif self._is_lost(row, constraint, token):
+            elif constraint.form is not None and self._is_lost(row, constraint.form, token):
                 self.failed[request] = _lost(request)
 
-    def _is_lost(self, row: Row, constraint: Constraint, token: int) -> bool:
-        """Advance by a token, if there is one; True if the grammar, with what the request bars, leaves none."""
-        unsure = constraint.matcher is not None and (token == NOT_A_TOKEN or constraint.mask is not None)
-        masks = self._masks if unsure else None
+    def _is_lost(self, row: Row, form: AnswerForm, token: int) -> bool:
+        """Advance by a token, if there is one; True if the form, with what the request bars, leaves none."""
+        masks = self._masks if token == NOT_A_TOKEN or form.mask is not None else None
         if masks is not None and not masks.bits[masks.rows.index(row)].any():
             return True
-        return token != NOT_A_TOKEN and not constraint.accepts(token)
+        return token != NOT_A_TOKEN and not form.accepts(token)
 
 
-def _masks(requests: Constrained, staging: Staging, writer: MaskWriter) -> Masks:
-    """Return the tokens that grammars allow next."""
-    words = -(-requests.formed[0].constraint.vocabulary // 32)
+def _masks(requests: Constrained, staging: Staging) -> Masks:
+    """Return the tokens that forms allow next."""
+    words = -(-requests.formed[0][1].vocabulary // 32)
     bits = staging.lend(len(requests.formed), words)
-    writer.fill(requests.matchers, bits)
+    requests.writer.fill(requests.matchers, bits)
     for at in requests.narrowed:
-        _, request, _, constraint = requests.formed[at]
-        constraint.narrow(bits[at], len(request.tokens))
+        each, form = requests.formed[at]
+        form.narrow(bits[at], len(each.request.tokens))
     return Masks(requests.rows, bits)
 
 

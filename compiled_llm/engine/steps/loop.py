@@ -14,7 +14,6 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.engine_options import LogprobsMode
-from compiled_llm.engine.steps.constraint import MaskWriter
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
@@ -107,7 +106,6 @@ class Loop:
         self.prefixes = prefixes
         self._persistent = PersistentBatch(model_runner.state, model_runner.steps, model_runner.readbacks)
         self._taps = [tap(model_runner, scheduler, logprobs_mode) for tap in engine_taps()]
-        self._masks = MaskWriter()
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
         self._mixed: Mixed = mixed
@@ -319,7 +317,7 @@ class Loop:
 
     def _sample_late(self, step: _Launched) -> None:
         if step.late is not None:
-            step.late.sample(self.model_runner, self._persistent, self._masks)
+            step.late.sample(self.model_runner, self._persistent)
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = [token for readback in step.readbacks for token in readback.result()]

@@ -8,8 +8,9 @@ import msgspec
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.input_processing.input_processor import TokenFacts, check_grammars
+from compiled_llm.engine.input_processing.input_processor import TokenFacts
 from compiled_llm.execution.lifecycle.runtime import runtime_of
+from compiled_llm.features import feature
 from compiled_llm.protocol.messages import Ready, StatsReply
 from compiled_llm.requests.default_sampling import default_sampling
 
@@ -46,12 +47,10 @@ def ready_of(
 
 
 def _form_ends(model: TokenFacts, tokenizer: Any) -> list[int]:
+    grammars = feature("structured_outputs")
     try:
-        return sorted(check_grammars(model, tokenizer))
-    except (
-        RuntimeError,
-        ValueError,
-    ):  # answers can have no form here; a request for one is refused
+        return sorted(grammars.ends_of(model.eos_token_ids, (), model.logits, tokenizer)) if grammars else []
+    except (RuntimeError, ValueError):  # answers can have no form here; a request for one is refused
         return []
 
 

@@ -29,8 +29,7 @@ from compiled_llm.protocol.messages import (
 )
 from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarsMissingError
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import GrammarsMissingError, StructuredOutputsParams
 
 K = TypeVar("K", int, str)
 

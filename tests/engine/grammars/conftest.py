@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import tiny, wrapped
 from support.parity import assert_account_is_empty
+
+if TYPE_CHECKING:
+    from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +32,8 @@ def engine(model: PreTrainedModel) -> Iterator[Engine]:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerProcess]:
+    from compiled_llm.engine.grammars.worker_process import WorkerProcess  # a part that can be taken out
+
     process = WorkerProcess()
     yield process
     process.close()

@@ -15,8 +15,8 @@ import pydantic
 import pytest
 from hypothesis import strategies as st
 
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 jsonschema = pytest.importorskip("jsonschema")
 xgr = pytest.importorskip("xgrammar")

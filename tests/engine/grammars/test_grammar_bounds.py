@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.engine.grammars.forms import bounds
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.engine.grammars.worker_messages import Compile, Failed, WorkerVocabulary
-from compiled_llm.requests.structured_outputs import bounds
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 
 def groups(levels: int) -> str:

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars import compilers, compiling
 from compiled_llm.engine.grammars.compilers import CompilersHere
-from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.engine.grammars.form import GrammarForm
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine import text_tokenizers
 from support.engine.text_tokenizers import byte_level, slow
 from support.engine.tiny_engines import PATIENCE
@@ -158,13 +158,13 @@ def test_a_small_form_begins_beside_any_number_of_those_that_take_long(engine, c
     monkeypatch.setattr(compiling, "_LONG", 0.01)
     as_ever = engine._grammars._compilers.compile
 
-    def compile(constraint: Constraint, wanted: Callable[[], bool]) -> Any:  # in a process, which can be stopped
-        while constraint.source is not None and constraint.source.text.startswith("slow"):
+    def compile(form: GrammarForm, wanted: Callable[[], bool]) -> Any:  # in a process, which can be stopped
+        while form.source.text.startswith("slow"):
             if compiler.go_on.wait(0.01):
                 break
             if not wanted():
                 raise compilers.UnwantedError
-        return as_ever(constraint, wanted)
+        return as_ever(form, wanted)
 
     monkeypatch.setattr(engine._grammars._compilers, "compile", compile)
     heavy = [engine.submit([5], matching(f"slow{n}")) for n in range(6)]
@@ -265,7 +265,7 @@ def unchecked(source: GrammarSource) -> None:
     """As of a text that is too long to read at once."""
 
 
-def fails_to_begin(constraint: Constraint, grammar: Any) -> None:
+def fails_to_begin(form: GrammarForm, grammar: Any) -> None:
     raise RuntimeError("no room")
 
 
@@ -273,7 +273,7 @@ def fails_to_begin(constraint: Constraint, grammar: Any) -> None:
     ("regex", "spoiled", "said"),
     [
         ("a(b", (GrammarSource, "check", unchecked), "Regex parsing error at position 4"),
-        ("ab", (Constraint, "begin", fails_to_begin), "no room"),
+        ("ab", (GrammarForm, "begin", fails_to_begin), "no room"),
         ("ab", (text_tokenizers, "byte_level", slow), "Unsupported tokenizer type"),
     ],
     ids=["a wrong form", "a form that cannot begin", "a tokenizer of another kind"],

@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compilers_apart import CompilersApart
+from compiled_llm.engine.grammars.form import GrammarForm
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
-from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE
 from support.parity import assert_account_is_empty
@@ -214,7 +214,7 @@ def test_a_large_grammar_is_vetted_there_and_compiled_here(worker, vocabulary):
     large = GrammarSource("regex", "[a-y]" * 40_000)
     assert isinstance(worker.compile(Compile(0, large, 30, 2**29), vocabulary, wanted), Vetted)
     compilers = CompilersApart(byte_level(), worker, 30.0)
-    grammar = compilers.compile(Constraint(source=large, stops=frozenset({1}), vocabulary=380), wanted)
+    grammar = compilers.compile(GrammarForm(source=large, stops=frozenset({1}), vocabulary=380), wanted)
     assert grammar.memory_size_bytes > 2**23
 
 

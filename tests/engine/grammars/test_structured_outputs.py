@@ -13,13 +13,14 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import constraint, scheduler
+from compiled_llm.engine.grammars import mask_writer
+from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.decode import deferred_sampling as deferred_sampling
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine import tiny_engines
 from support.engine.text_tokenizers import byte_fallback, byte_level
 from support.engine.tiny_engines import tiny
@@ -200,10 +201,10 @@ def test_64_requests_with_64_schemas(model, monkeypatch):
 def test_threads_fill_masks_that_take_long(engine, monkeypatch):
     params = [settings(n, structured_outputs=form(json=schema)) for n, schema in enumerate(schemas()[:12])]
     expected = tokens_of(engine.generate([[5]] * 12, params))
-    monkeypatch.setattr(constraint, "_THREADS", 2)
+    monkeypatch.setattr(mask_writer, "_THREADS", 2)
     for few in (0, 5):  # all of them, and some
-        monkeypatch.setattr(constraint, "_FEW", few)
-        monkeypatch.setattr(constraint, "_SOON", -1.0)
+        monkeypatch.setattr(mask_writer, "_FEW", few)
+        monkeypatch.setattr(mask_writer, "_SOON", -1.0)
         assert tokens_of(engine.generate([[5]] * 12, params)) == expected
 
 

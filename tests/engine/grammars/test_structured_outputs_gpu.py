@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from engine.grammars.test_structured_outputs import assert_follows, schemas
 from support.engine.text_tokenizers import byte_level
 from support.execution.twins import OPTIONS, small_qwen3

@@ -30,7 +30,7 @@ from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.outputs import Completion, Logprob, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.token_stream import Token
+from compiled_llm.requests.streams import Token
 from compiled_llm_ops import sample_tokens
 from compiled_llm_ops.contracts.sampling import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped

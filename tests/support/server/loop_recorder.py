@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from compiled_llm.requests.structured_outputs.grammar_source import GrammarSource
+from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 FOLDER = "LOOP_RECORDER"

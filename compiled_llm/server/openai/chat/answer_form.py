@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.structured_outputs.params import MAX_BLANKS
+from compiled_llm.requests.structured_outputs import MAX_BLANKS
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.openai.chat.prompt import ChatPrompt
 from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA

@@ -6,7 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from compiled_llm.requests.structured_outputs.params import MAX_BLANKS, StructuredOutputsParams
+from compiled_llm.requests.structured_outputs import MAX_BLANKS, StructuredOutputsParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.response_format import MAX_SCHEMA, AnyFormat, form_of

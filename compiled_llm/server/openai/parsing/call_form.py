@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_llm.requests.structured_outputs.params import MAX_BLANKS
+from compiled_llm.requests.structured_outputs import MAX_BLANKS
 from compiled_llm.server.openai.fields.tools import Function
 from compiled_llm.server.openai.parsing.answer_parts import Parts
 

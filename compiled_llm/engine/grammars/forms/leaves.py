@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from compiled_llm.requests.structured_outputs.keywords import NotFollowedError
-from compiled_llm.requests.structured_outputs.patterns import occurs
+from compiled_llm.engine.grammars.forms.keywords import NotFollowedError
+from compiled_llm.engine.grammars.forms.patterns import occurs
 
 Leaf = dict[str, Any]
 Leaves = list[Leaf]

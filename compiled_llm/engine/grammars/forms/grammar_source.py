@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from compiled_llm.requests.structured_outputs.strings import has_strings, with_escapes
+from compiled_llm.engine.grammars.forms.strings import has_strings, with_escapes
+from compiled_llm.requests.structured_outputs import GrammarsMissingError
 
 if TYPE_CHECKING:
     import xgrammar
@@ -19,10 +20,6 @@ GrammarKind = Literal["json", "regex", "ebnf", "lark", "structural_tag"]
 _LONG = 20_000  # characters of a text that is not read while its user waits
 _PLACE = re.compile(r"^(\[[\d:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?")
 """The beginning of xgrammar's messages: the time, and the place in its own code."""
-
-
-class GrammarsMissingError(RuntimeError):
-    """The lack of a library that compiles grammars."""
 
 
 class GrammarSource(NamedTuple):
@@ -40,33 +37,35 @@ class GrammarSource(NamedTuple):
 
     def compiled(self, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
         """Compile it, which may take seconds; RuntimeError or ValueError if it fails."""
-        if self.kind == "json" and not has_strings(self.text):
-            return compiler.compile_json_schema(self.text, **self._blanks)
-        if self.kind == "regex":
-            return compiler.compile_regex(self.text)
-        if self.kind == "structural_tag":
-            return compiler.compile_structural_tag(_as_format(self.text))
-        if self.kind == "lark":
-            return compiler.compile_lark(self.text)
-        return compiler.compile_grammar(self.text if self.kind == "ebnf" else _rules(self.text, **self._blanks))
+        made: xgrammar.CompiledGrammar = self._made(
+            compiler.compile_json_schema,
+            regex=compiler.compile_regex,
+            structural_tag=compiler.compile_structural_tag,
+            lark=compiler.compile_lark,
+            ebnf=compiler.compile_grammar,
+        )
+        return made
 
     def read(self) -> xgrammar.Grammar:
         """Read it, without a vocabulary; RuntimeError or ValueError if it fails."""
         from xgrammar import Grammar
 
-        if self.kind == "json" and not has_strings(self.text):
-            return Grammar.from_json_schema(self.text, **self._blanks)
-        if self.kind == "regex":
-            return Grammar.from_regex(self.text)
-        if self.kind == "structural_tag":
-            return Grammar.from_structural_tag(_as_format(self.text))
-        if self.kind == "lark":
-            return Grammar.from_lark(self.text)
-        return Grammar.from_ebnf(self.text if self.kind == "ebnf" else _rules(self.text, **self._blanks))
+        made: xgrammar.Grammar = self._made(
+            Grammar.from_json_schema,
+            regex=Grammar.from_regex,
+            structural_tag=Grammar.from_structural_tag,
+            lark=Grammar.from_lark,
+            ebnf=Grammar.from_ebnf,
+        )
+        return made
 
-    @property
-    def _blanks(self) -> dict[str, Any]:
-        return {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
+    def _made(self, of_schema: Callable[..., Any], **makers: Callable[[Any], Any]) -> Any:
+        """Return what one of these makes of it: ``of_schema`` of JSON, or that of its kind."""
+        if self.kind == "json":
+            blanks = {"any_whitespace": self.any_whitespace, "max_whitespace_cnt": self.max_whitespace_cnt}
+            has_rules = has_strings(self.text)
+            return makers["ebnf"](_rules(self.text, **blanks)) if has_rules else of_schema(self.text, **blanks)
+        return makers[self.kind](_as_format(self.text) if self.kind == "structural_tag" else self.text)
 
 
 @lru_cache(maxsize=256)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from compiled_llm.requests.structured_outputs.bounds import check_json, check_length, check_parts
-from compiled_llm.requests.structured_outputs.rewriting import rewritten
+from compiled_llm.engine.grammars.forms.bounds import check_json, check_length, check_parts
+from compiled_llm.engine.grammars.forms.rewriting import rewritten
 
 _SCHEMAS_OF_TAGS = ("json_schema", "schema")
 """Keys of structural tags, of the present kind and of the older one, whose values are schemas."""

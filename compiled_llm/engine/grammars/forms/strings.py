@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from compiled_llm.requests.structured_outputs.patterns import STAND_IN, any_characters
+from compiled_llm.engine.grammars.forms.patterns import STAND_IN, any_characters
 
 _PATTERN = re.compile(r'^(\S+ ::= Regex\(".*"), json_string=true\)$', re.MULTILINE)
 _BOUNDED = re.compile(

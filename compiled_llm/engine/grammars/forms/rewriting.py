@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from compiled_llm.requests.structured_outputs import patterns
-from compiled_llm.requests.structured_outputs.keywords import (
+from compiled_llm.engine.grammars.forms import patterns
+from compiled_llm.engine.grammars.forms.keywords import (
     FORMATS,
     OF_TYPE,
     TYPES,
     NotFollowedError,
     check_keywords,
 )
-from compiled_llm.requests.structured_outputs.leaves import (
+from compiled_llm.engine.grammars.forms.leaves import (
     ANY,
     UNMEANT,
     Leaf,

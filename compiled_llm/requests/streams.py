@@ -1,0 +1,128 @@
+"""An answer as it comes, token by token or text by text, for threads and for event loops."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from compiled_llm.requests.listeners import Listeners
+from compiled_llm.requests.outputs import Logprob
+from compiled_llm.requests.pending_answer import PendingAnswer
+
+if TYPE_CHECKING:  # imports torch
+    from compiled_llm.requests.answer_text import AnswerText
+
+T = TypeVar("T")
+
+
+class _AnswerStream(ABC, Generic[T]):
+    """Parts of an answer as they come, for ``for`` and ``async for``; each loop begins with the first."""
+
+    def __init__(self, answer: PendingAnswer, listeners: Listeners) -> None:
+        self._answer = answer
+        self._listeners = listeners
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the parts as they come.
+
+        Raises:
+            Exception: the error that ended the answer with the finish reason ``"error"``.
+        """
+        given = 0
+        while not self._is_over(given):
+            self._wait(given)
+            parts, given = self._parts(given)
+            yield from parts
+        self._raise_error()
+
+    def _wait(self, given: int) -> None:
+        self._listeners.wait_until(lambda: self._has_more(given) or self._is_over(given))
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        """As ``__iter__``, for ``async for``."""
+        given = 0
+        with self._listeners.listening() as event:
+            while not self._is_over(given):
+                event.clear()
+                if self._has_more(given):
+                    parts, given = self._parts(given)
+                    for part in parts:
+                        yield part
+                elif not self._is_over(given):
+                    await event.wait()
+        self._raise_error()
+
+    @abstractmethod
+    def _has_more(self, given: int) -> bool: ...
+
+    @abstractmethod
+    def _is_over(self, given: int) -> bool:
+        """Whether no more comes."""
+
+    @abstractmethod
+    def _parts(self, given: int) -> tuple[Sequence[T], int]:
+        """Return what has come since, and how much has been given with that."""
+
+    def _raise_error(self) -> None:
+        if self._answer.error is not None:
+            raise self._answer.error
+
+
+class Token(NamedTuple):
+    """One token of an answer.
+
+    Attributes:
+        id: its number in the vocabulary.
+        logprobs: as those of a ``Completion``: by token id, its own entry first; None if not asked for.
+    """
+
+    id: int
+    logprobs: dict[int, Logprob] | None
+
+
+class TokenStream(_AnswerStream[Token]):
+    """An answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
+
+    def __init__(self, answer: PendingAnswer, listeners: Listeners, scored: bool = True) -> None:
+        """``scored``: yield log-probabilities; otherwise they are not computed."""
+        super().__init__(answer, listeners)
+        self._scored = scored
+
+    def _has_more(self, given: int) -> bool:
+        return self._answer.tokens > given
+
+    def _is_over(self, given: int) -> bool:
+        return self._answer.done and self._answer.tokens == given
+
+    def _parts(self, given: int) -> tuple[Sequence[Token], int]:
+        tokens = self._answer.tokens_behind(given)
+        entries = self._answer.logprobs_behind(given) if tokens and self._scored else None
+        if entries is None:
+            found = [Token(token, None) for token in tokens]
+        else:
+            found = [Token(*both) for both in zip(tokens, entries, strict=False)]
+        return found, given + len(found)
+
+
+class TextStream(_AnswerStream[str]):
+    """Pieces of an answer's text as they come, for ``for`` and ``async for``; each loop begins with the first.
+
+    A piece has whole characters, and nothing that may become part of a stop string. Joined, pieces are the ``text`` of
+    the output.
+    """
+
+    def __init__(self, answer: PendingAnswer, text: AnswerText, listeners: Listeners) -> None:
+        super().__init__(answer, listeners)
+        self._text = text
+
+    def _has_more(self, given: int) -> bool:
+        return self._text.shown > given
+
+    def _is_over(self, given: int) -> bool:
+        """Whether no more comes; the request has ended too, so that its result is there."""
+        return self._text.ended and self._text.shown == given and self._answer.done
+
+    def _parts(self, given: int) -> tuple[Sequence[str], int]:
+        piece = self._text.text[given : self._text.shown]
+        return [piece] if piece else [], given + len(piece)

@@ -1,0 +1,69 @@
+"""The user's settings for the form of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_llm.features import check_has, feature
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+MAX_BLANKS = 32
+"""Blanks between two parts of JSON, unless a user says otherwise: enough for deep indentation, and not for ever."""
+
+
+class GrammarsMissingError(RuntimeError):
+    """The lack of a library that compiles grammars."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form that an answer has; names and defaults are vLLM's. Exactly one of the first six is given.
+
+    Attributes:
+        json: a JSON schema that the answer follows: a dict, its JSON, or a model class of pydantic's; kept as JSON.
+            Properties that the schema does not name are written only if it says ``additionalProperties``.
+        regex: a regular expression that the whole answer matches.
+        choice: texts, one of which the answer is.
+        grammar: rules in EBNF, as llama.cpp and xgrammar have them, the first one called ``root``; or Lark's, the first
+            one called ``start``.
+        json_object: True for any JSON object.
+        structural_tag: forms of the parts between tags, as xgrammar's structural tags: a dict, its JSON, or an object
+            of xgrammar's; kept as JSON.
+        disable_any_whitespace: JSON has one space after ``,`` and ``:``, and no other whitespace.
+        disable_additional_properties: accepted for vLLM's sake: see ``json``.
+        whitespace_pattern: None; xgrammar, which vLLM uses by default, does not follow one either.
+        max_whitespace_cnt: how many blanks JSON has between two parts at most, as xgrammar calls it; None for any
+            number, which small models may write until ``max_tokens``.
+
+    Raises:
+        ValueError: none or several forms are given, or the given one is impossible or too large.
+    """
+
+    json: str | Mapping[str, Any] | type | None = None
+    regex: str | None = None
+    choice: Iterable[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    max_whitespace_cnt: int | None = MAX_BLANKS
+
+    def __post_init__(self) -> None:
+        check_has("structured_outputs", "StructuredOutputsParams")
+        for name, value in feature("structured_outputs").kept(self).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def source(self) -> Any:
+        """The source of its grammar."""
+        return feature("structured_outputs").source_of(self)
+
+    @property
+    def name(self) -> str:
+        """The name of the form that is given."""
+        return next(name for name in FORMS if getattr(self, name) is not None)
