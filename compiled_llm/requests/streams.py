@@ -24,11 +24,7 @@ class _AnswerStream(ABC, Generic[T]):
         self._listeners = listeners
 
     def __iter__(self) -> Iterator[T]:
-        """Yield the parts as they come.
-
-        Raises:
-            Exception: the error that ended the answer with the finish reason ``"error"``.
-        """
+        """Yield the parts as they come; an answer that has failed raises its error."""
         given = 0
         while not self._is_over(given):
             self._wait(given)
@@ -70,12 +66,7 @@ class _AnswerStream(ABC, Generic[T]):
 
 
 class Token(NamedTuple):
-    """One token of an answer.
-
-    Attributes:
-        id: its number in the vocabulary.
-        logprobs: as those of a ``Completion``: by token id, its own entry first; None if not asked for.
-    """
+    """One token of an answer: its ``id`` in the vocabulary, and ``logprobs`` as those of a ``Completion``."""
 
     id: int
     logprobs: dict[int, Logprob] | None
@@ -120,7 +111,7 @@ class TextStream(_AnswerStream[str]):
         return self._text.shown > given
 
     def _is_over(self, given: int) -> bool:
-        """Whether no more comes; the request has ended too, so that its result is there."""
+        # The request has ended too, so that its result is there.
         return self._text.ended and self._text.shown == given and self._answer.done
 
     def _parts(self, given: int) -> tuple[Sequence[str], int]:
