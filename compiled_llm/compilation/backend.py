@@ -45,16 +45,10 @@ class Inductor:
         decode_ops: Sequence[torch._ops.OpOverload] = (),
         compile_graph: CompileGraph | None = None,
     ) -> None:
-        """Compile later, at each call.
-
-        Args:
-            options: Inductor's.
-            passes: each rewrites the whole graph in place, before Inductor.
-            layers_in_region: compile equal regions of so many layers once; 0 gives Inductor the whole graph. A region
-                costs the host 0.1 to 0.3 ms a call, which the replay of a CUDA graph does not pay.
-            decode_ops: those that attend without a plan: a graph is cut before them, too.
-            compile_graph: compiles a graph, or finds it compiled; Inductor with its own cache if None.
-        """
+        """Compile later, at each call; ``passes`` rewrite the whole graph in place, before Inductor."""
+        # ``layers_in_region``: compile equal regions of so many layers once; 0 gives Inductor the whole graph. A region
+        # costs the host 0.1 to 0.3 ms a call, which the replay of a CUDA graph does not pay. A graph is cut before
+        # ``decode_ops``, too, which attend without a plan.
         self._options = dict(options)
         self._passes = passes
         self._attentions = (*PLANNED, *LATENT, *VARIANTS, *decode_ops)

@@ -1,9 +1,8 @@
-"""A compiled function that goes on uncompiled once torch has compiled it as often as it will.
+"""A compiled function that goes on uncompiled once torch has compiled it as often as it will."""
 
-Dynamo compiles a function again for each new value that its graphs rely on, such as a number in a module's attribute,
-up to ``torch._dynamo.config.recompile_limit`` times. From then on it raises in every call that none of the graphs fits.
-It is not worth compiling for values that change that often.
-"""
+# Dynamo compiles a function again for each new value that its graphs rely on, such as a number in a module's attribute,
+# up to ``torch._dynamo.config.recompile_limit`` times. From then on it raises in every call that none of the graphs
+# fits. It is not worth compiling for values that change that often.
 
 from __future__ import annotations
 
@@ -31,10 +30,7 @@ class Bounded:
     """A program that is compiled until torch's limit is reached, and runs uncompiled from then on."""
 
     def __init__(self, function: Callable[..., Any], backend: Inductor, falls_back: bool = True) -> None:
-        """Compile at the first call; ``own_copy`` made the function, and it is called with positional arguments.
-
-        ``falls_back`` says whether it may run uncompiled.
-        """
+        """Compile at the first call; ``falls_back`` says whether the function, ``own_copy``'s, may run uncompiled."""
         self._function = function
         self._falls_back = falls_back
         self._compiled = compile_whole(function, backend)
@@ -42,11 +38,7 @@ class Bounded:
         self.uncompiled = 0  # how many calls have run uncompiled since
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run a graph that fits, a new one if torch makes it, else the function itself.
-
-        CompileError if the function has a part that cannot be in a graph; RuntimeError if it would run uncompiled, and
-        may not.
-        """
+        """Run a graph that fits, or a new one, else the function itself, if it may, or raise CompileError."""
         if not self.full or is_compiled_for(self._function, self._by_name(arguments)):
             try:
                 return self._compiled(*arguments)

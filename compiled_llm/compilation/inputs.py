@@ -1,8 +1,7 @@
-"""The inputs of compiled programs, besides the pages.
+"""Inputs of compiled programs, besides the pages."""
 
-Shapes: B rows, T packed tokens, q new tokens of each row in decode, L tokens with logits, C of them with a sampled
-token, N entries of the page table.
-"""
+# Shapes: B rows, T packed tokens, q new tokens of each row in decode, L tokens with logits, C of them with a sampled
+# token, N entries of the page table.
 
 from __future__ import annotations
 

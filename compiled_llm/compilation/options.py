@@ -43,11 +43,9 @@ def _invariant_passes(config: WrapConfig, device: torch.device, decodes: bool) -
 
 
 def prefill_options(config: WrapConfig, device: torch.device) -> dict[str, Any]:
-    """Return Inductor's options for prefill; cudagraph trees do not capture it.
-
-    Whether to pad a product, Inductor would decide by the number of tokens that is traced, and keep a guard on it: a
-    captured prefill of more tokens would be compiled again.
-    """
+    """Return Inductor's options for prefill; cudagraph trees do not capture it."""
+    # Whether to pad a product, Inductor would decide by the number of tokens that is traced, and keep a guard on it: a
+    # captured prefill of more tokens would be compiled again.
     return {**_shared(device), **_products(config, device), "triton.cudagraphs": False, "shape_padding": False}
 
 

@@ -1,10 +1,7 @@
-"""The compiled programs of one model, those of ``program_list``.
+"""The compiled programs of one model, those of ``program_list``, each of which ends with sampling."""
 
-Each ends with sampling, greedy or by each row's own settings.
-
-Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, V vocabulary, N entries of the
-page table.
-"""
+# Shapes: B rows, T packed tokens, L tokens with logits, C of them with a sampled token, V vocabulary, N entries of the
+# page table.
 
 from __future__ import annotations
 
@@ -83,11 +80,10 @@ class Arguments(NamedTuple):
 
 
 class PreparedCall(NamedTuple):
-    """A call of a program, independent of all other calls: any thread may make it, within ``paged``.
+    """A call of a program, independent of all other calls: any thread may make it, within ``paged``."""
 
-    ``function`` is the source of ``program``; ``arguments`` are by name, in order; ``code`` is the compiled code of the
-    program if its guards were just checked, which runs in its place.
-    """
+    # ``function`` is the source of ``program``; ``arguments`` are by name, in order; ``code`` is the compiled code of
+    # the program if its guards were just checked, which runs in its place.
 
     program: Callable[..., Any]
     function: Callable[..., Any]
@@ -104,10 +100,7 @@ class PreparedCall(NamedTuple):
         return self.interpreted or is_compiled_for(self.function, self.arguments)
 
     def unguarded(self, ran: Callable[..., Any] | None) -> PreparedCall:
-        """Return a call like the one just made, which checks no guards: it is good until something changes.
-
-        ``ran`` is the code that ran, if that is known.
-        """
+        """Return the call just made without guards, good until something changes; ``ran`` is its code, if known."""
         if self.interpreted:
             return self
         return self._replace(code=ran or self.code or compiled_code(self.function, self.arguments))
@@ -128,8 +121,6 @@ class Programs:
         outlines_layers: whether equal layers may be traced once; nodes of the others then get other names.
         eager: whether they run uncompiled, until others take over, or because ``torch.compile`` is switched off.
         cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
-        in_trees: whether cudagraph trees capture decode steps and replay them.
-        compiling: notices when a graph is compiled, its code being in no cache.
     """
 
     outlines_layers = True
@@ -144,11 +135,9 @@ class Programs:
         artifacts: Artifacts | None = None,
         compilers: int | None = None,
     ) -> None:
-        """Compile later, at the first call of each program.
-
-        ``weights``, the fused ones, must be ``laid_out`` at each call; ``artifacts`` hold code in place of compiling.
-        Of ``compilers`` of kernels, so many run at once; of None, as many as there are cores.
-        """
+        """Compile later, at the first call of each program; ``artifacts`` hold code in place of compiling."""
+        # ``weights``, the fused ones, must be ``laid_out`` at each call. Of ``compilers`` of kernels, so many run at
+        # once; of None, as many as there are cores.
         self._version = facts.version
         self._version.watch_code(places_of([facts.model_class]))
         self._code = self._version.code
@@ -229,10 +218,7 @@ class Programs:
         return logits
 
     def prepared(self, arguments: Arguments, compare: bool = True) -> PreparedCall:
-        """Return a call of the program that serves these arguments, for now.
-
-        ``compare`` says to check for recompilation of a prefill now; if False, the caller must, for any program.
-        """
+        """Return a call for these arguments; ``compare`` checks for a prefill's recompilation, else the caller must."""
         if arguments.inputs.wants and not self._captures_outputs:
             let_outputs_be_captured(arguments.model)
             self._captures_outputs = True
@@ -249,26 +235,18 @@ class Programs:
         return self._call(name, arguments._replace(model=self._stand_in(arguments))).compiled
 
     def look(self, model: PreTrainedModel, replays: bool) -> bool:
-        """Refresh the set of active adapters.
-
-        ``replays`` says whether CUDA graphs read them. Returns whether those that were captured before still may.
-        """
+        """Refresh the active adapters; if CUDA graphs read them (``replays``), return if old ones still may."""
         return self._config.mode == "eager" or self._adapters.look(model, fixed=replays)
 
     def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Guards:
-        """Return the guards of the program that serves these arguments, in a ``call`` that is captured.
-
-        They do not notice layers whose tensors have been replaced since then: ``ModelVersion.tensors`` does.
-        """
+        """Return the guards of the program that serves these arguments, in a ``call`` that is captured."""
+        # They do not notice layers whose tensors have been replaced since then: ``ModelVersion.tensors`` does.
         function, named = self._functions[self._name_for(arguments.inputs)], self._by_name(arguments)
         called_with = None if call is None else call.arguments
         return Guards(function, named, lambda: {"model": self._stand_in(arguments)}, called_with)
 
     def code_valid(self) -> bool:
-        """Whether the model's classes still define the traced methods, and torch still compiles, or still does not.
-
-        Dynamo's guards look at neither.
-        """
+        """Whether classes still define the traced methods, and torch still compiles or not; Dynamo guards neither."""
         return self._code == self._version.code and self._stance == off_by_stance()
 
     def drop_tensors(self) -> None:

@@ -1,9 +1,8 @@
-"""Piecewise compilation: a graph is cut into regions before attentions, and equal regions are compiled once.
+"""Piecewise compilation: a graph is cut into regions before attentions, and equal regions are compiled once."""
 
-Dynamo's graph of a model is the same operations again and again. Cut before attentions and recurrences, which Inductor
-does not fuse, all regions but the first and the last are equal but for the weights, so one compiled function serves
-them all. Weights, pages and cosines are its inputs.
-"""
+# Dynamo's graph of a model is the same operations again and again. Cut before attentions and recurrences, which
+# Inductor does not fuse, all regions but the first and the last are equal but for the weights, so one compiled function
+# serves them all. Weights, pages and cosines are its inputs.
 
 from __future__ import annotations
 
@@ -109,11 +108,8 @@ def _symbols(description: str) -> list[str]:
 
 
 def layers_in_equal_regions(layers: Sequence[object], at_least: int) -> int:
-    """Return how many layers a region needs, ``at_least`` or more, so that each has the same kinds of layers in order.
-
-    Models with two kinds of layers have them in turns, or one of a kind every so often: a region holds whole turns.
-    Layers of one kind are equal.
-    """
+    """How many layers a region needs, ``at_least`` or more, so that each has the same kinds of layers in order."""
+    # Models with two kinds of layers have them in turns, or one of a kind every so often: a region holds whole turns.
     turns = range(1, len(layers) + 1)
     turn = next((length for length in turns if all(map(operator.eq, layers, layers[length:]))), 1)
     return -(-at_least // turn) * turn
@@ -167,19 +163,14 @@ class Examples:
     """Examples of each region's inputs and outputs: fake tensors and symbolic sizes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        """Start from the inputs of the whole graph as Dynamo has made it.
-
-        The examples that it keeps for other nodes may be from before a pass, and are not read.
-        """
+        """Start from the inputs of Dynamo's whole graph; its examples for other nodes may be from before a pass."""
         self._module = module
         self._values = {node: example_of(node) for node in module.graph.find_nodes(op="placeholder")}
         self._known: dict[str, tuple[list[str], list[Any]]] = {}
 
     def complete(self, region: Region) -> None:
-        """Give a region the sizes that none of its inputs has, as inputs of their own: Inductor has no other source.
-
-        Of a page table, ``indptr`` may be ``[B + 1]`` where no other input is ``[B]``.
-        """
+        """Give a region the sizes that none of its inputs has, as inputs of their own: Inductor has no other source."""
+        # Of a page table, ``indptr`` may be ``[B + 1]`` where no other input is ``[B]``.
         pairs = [sizes_of(value) for value in self.of(region)]
         missing = set().union(*(parts for _, parts in pairs)) - set().union(*(alone for alone, _ in pairs))
         first = next(node for node in region.graph.nodes if node.op != "placeholder")
@@ -216,10 +207,7 @@ class Examples:
 
 
 def _can_be_made_again(values: Sequence[Any], count: int) -> bool:
-    """Whether all ``values`` but the first ``count`` are new tensors, fully described by their layout.
-
-    The parts of a fused matmul share memory.
-    """
+    """Whether values after ``count`` are new tensors, described by layout; parts of a fused matmul share memory."""
     made = values[count:]
     if not all(isinstance(value, Tensor) for value in made):
         return False

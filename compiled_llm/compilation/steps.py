@@ -1,11 +1,9 @@
-"""The compiled functions: a prefill and a decode step of a whole model, from token ids to the next tokens.
+"""The compiled functions: a prefill and a decode step of a whole model, from token ids to the next tokens."""
 
-Both hand HuggingFace's own ``forward`` a batch of pages, which reaches each layer's attention
-(``compiled_llm.model.attention``), and sample the next tokens inside the graph.
-
-Shapes: B rows, T packed tokens, q new tokens of each row in decode, L tokens with logits, C of them with a sampled
-token, V vocabulary.
-"""
+# Both hand HuggingFace's own ``forward`` a batch of pages, which reaches each layer's attention
+# (``compiled_llm.model.attention``), and sample the next tokens inside the graph.
+# Shapes: B rows, T packed tokens, q new tokens of each row in decode, L tokens with logits, C of them with a sampled
+# token, V vocabulary.
 
 from __future__ import annotations
 
@@ -34,13 +32,8 @@ def prefill_step(
     pages: list[Tensor],
     specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
-    """Run packed tokens through the model, by ``forward`` of its class.
-
-    Each layer has a memory in ``pages``, which its spec reads and writes.
-
-    Returns:
-        ``[L, V]`` logits in the model's dtype, ``[C]`` int64, the next tokens, and what was asked for besides.
-    """
+    """Run packed tokens through the model: ``[L, V]`` logits in its dtype, ``[C]`` int64 next tokens, and more."""
+    # Each layer has a memory in ``pages``, which its spec reads and writes.
     tokens = (inputs.token_rows, inputs.token_positions)
     table = (inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
     rows = PackedTokens(*tokens, *table, inputs.plans, alone=inputs.alone)
@@ -74,13 +67,8 @@ def unpaged_step(
     pages: list[Tensor],
     specs: tuple[KVCacheSpec, ...],
 ) -> Tensor:
-    """Run the packed tokens of new rows through the model, by ``forward`` of its class, and sample nothing.
-
-    Each layer leaves its keys and values in its one of ``pages``, which here are ``[2, T, K, D]``.
-
-    Returns:
-        ``[L, V]`` logits in the model's dtype.
-    """
+    """Run the packed tokens of new rows, and sample nothing: ``[L, V]`` logits in the model's dtype."""
+    # Each layer leaves its keys and values in its one of ``pages``, which here are ``[2, T, K, D]``.
     ends = () if torch.compiler.is_compiling() else inputs.ends
     batch = PagedBatch(pages, specs, UnpagedRows(inputs.qo_indptr, ends))
     out = forward(
@@ -107,11 +95,9 @@ def decode_step(
 
     Several tokens are sampled as steps of one token would: each counts those that the ones before have sampled.
 
-    ``pages`` and ``specs`` as in ``prefill_step``; ``tables`` get the sampled tokens.
-
     Returns:
         ``[T, V]`` logits in the model's dtype, ``[T]`` int64, the next tokens, or ``NOT_A_TOKEN``, and what was asked
-        for besides; T = B * q, the tokens of a row next to each other.
+            for besides; T = B * q, the tokens of a row next to each other.
     """
     ids = tables.next_token[inputs.slots][:, None] if inputs.fed is None else inputs.fed
     positions, new = inputs.positions[:, None], ids.shape[1]
@@ -150,10 +136,7 @@ def _known(ids: Tensor, tables: SamplingTables) -> Tensor:
 
 
 def _states(inputs: DecodeInputs) -> StateRows | None:
-    """Return where the states of rows lie that have a new token each: in one of a row's places, and then in the other.
-
-    The state after n tokens is in the place n % 2 (``kvcache/state_pool.py``).
-    """
+    """Return where states of rows with a new token lie: after n tokens in place n % 2 (``kvcache/state_pool.py``)."""
     if inputs.states is None:
         return None
     even, odd = (entries[inputs.slots] for entries in inputs.states)

@@ -1,17 +1,9 @@
-"""Compiled code in a folder: written by one process, checked and read by others, which then compile nothing.
+"""Compiled code in a folder: written by one process, checked and read by others, which then compile nothing."""
 
-::
-
-    DIR/manifest.json     its requirements, and each file with its size and SHA-256
-        profile.json      which steps to prepare before the first request, if it was given
-        inductor/         what Inductor and AOTAutograd keep in their caches: graphs, and on a CPU built kernels
-        triton/           Triton's cache: Inductor's kernels and our own, on CUDA
-        flashinfer/       NAME/NAME.so, FlashInfer's kernels, on CUDA
-        compiler/         what stands for the C++ compiler, on a CPU
-
-Files hold code and pickles. So a folder is read only if no user but this one and root can have written it, and each
-file is compared with the manifest before anything is imported or unpickled. What is read is a copy, in a folder of this
-process alone: what was compared is what runs, several processes can share a folder, and it can be read-only.
-
-What Dynamo traces is not among it: torch stores neither its bytecode nor its guards for graphs like ours.
-"""
+# manifest.json has the requirements, and each file with its size and SHA-256; profile.json the steps to prepare before
+# the first request; inductor/ what Inductor and AOTAutograd cache; triton/ Triton's cache and flashinfer/ NAME/NAME.so,
+# on CUDA; compiler/ what stands for the C++ compiler, on a CPU.
+# Files hold code and pickles. So a folder is read only if no user but this one and root can have written it, and each
+# file is compared with the manifest before anything is imported or unpickled. What is read is a copy, in a folder of
+# this process alone: what was compared is what runs, several processes can share a folder, and it can be read-only.
+# What Dynamo traces is not among it: torch stores neither its bytecode nor its guards for graphs like ours.

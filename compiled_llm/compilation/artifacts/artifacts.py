@@ -51,10 +51,7 @@ class Artifacts:
 
     @classmethod
     def read(cls, source: str | os.PathLike[str], here: MadeFor, installation: Installation) -> Artifacts:
-        """Check a folder, and copy it; ``here`` are the requirements that it must meet.
-
-        ValueError if it is damaged or not whole, other users can write it, or it has other requirements.
-        """
+        """Check a folder against the requirements ``here``, and copy it; ValueError if it is unsafe or unfit."""
         path = Path(os.path.abspath(os.path.expanduser(source)))
         try:
             manifest = manifest_of(path)
@@ -125,8 +122,7 @@ class Artifacts:
 
 
 _NO_PROCESSES = {"compile_threads": 1}
-"""Inductor starts a process for each core as soon as it loads a kernel that it cannot launch without Triton; they
-import torch all at once, to build what is there already."""
+"""Inductor starts processes as it loads kernels that need Triton; all import torch, to build what is there already."""
 
 
 def _libraries(folder: Path) -> frozenset[Path]:

@@ -32,10 +32,7 @@ def manifest_of(folder: Path) -> Manifest:
 
 
 def copy(folder: Path, manifest: Manifest, into: Path) -> None:
-    """Copy each file into a new folder that only this user can write, once it is known to match the manifest.
-
-    RefusedError if a file is missing or too much, differs, is a link, or other users can write it.
-    """
+    """Copy files that match the manifest into a new folder of this user's, or raise RefusedError."""
     found = set()
     for path in _files_in(folder):
         name = path.relative_to(folder).as_posix()

@@ -33,10 +33,7 @@ _UNSAID = {"transformers_version", "dtype", "torch_dtype"}
 
 
 def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig) -> dict[str, Any]:
-    """Return the requirements by name: they must be equal where code is written and where it is read.
-
-    ``model_class`` is the model's own class; a wrapped model's is ours.
-    """
+    """Return the requirements by name: they must be equal where code is written and where it is read."""
     kind = model.device.type
     packages = ["torch", "transformers", *(["triton", "flashinfer-python"] if kind == "cuda" else [])]
     found = {

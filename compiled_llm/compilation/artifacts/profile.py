@@ -1,7 +1,4 @@
-"""Profiles: which steps requests have used and how often, in a file, so that the next process prepares these first.
-
-A profile is JSON, without the content of requests.
-"""
+"""Profiles: JSON of which steps requests have used and how often, without content, for the next process to prepare."""
 
 from __future__ import annotations
 

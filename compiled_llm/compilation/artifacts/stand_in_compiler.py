@@ -1,8 +1,7 @@
-"""A stand-in for the C++ compiler while kernels are looked up: nothing is compiled, so none need be installed.
+"""A stand-in for the C++ compiler while kernels are looked up: nothing is compiled, so none need be installed."""
 
-Inductor asks the compiler for its version before it looks for a kernel, as part of the key, and tries whether there is
-one at all.
-"""
+# Inductor asks the compiler for its version before it looks for a kernel, as part of the key, and tries whether there
+# is one at all.
 
 from __future__ import annotations
 
@@ -18,10 +17,8 @@ _QUESTIONS = ("--version", "-v")
 
 
 def write_to(folder: Path) -> None:
-    """Write a program of the compiler's name, which prints the same version as the compiler here.
-
-    A compiler that is called by its path is found by that, and needs to be there when kernels are looked for.
-    """
+    """Write a program of the compiler's name, which prints the same version as the compiler here."""
+    # A compiler that is called by its path is found by that, and needs to be there when kernels are looked for.
     name = cpp_compiler()
     if os.sep in name:
         return

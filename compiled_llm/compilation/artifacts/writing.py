@@ -47,10 +47,7 @@ def unfinished(target: Path) -> Iterator[Path]:
 
 
 def seal(folder: Path, made_for: MadeFor, rows: int) -> Manifest:
-    """Keep the builds that later processes need, and write the manifest, last of all.
-
-    ``folder`` is the one given to ``variables``; the programs have room for ``rows`` rows.
-    """
+    """Keep the builds that later processes need, and write the manifest, last of all."""
     _take_kernels_of_flashinfer(folder)
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_dir():

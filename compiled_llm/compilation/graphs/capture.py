@@ -1,13 +1,11 @@
-"""CUDA graphs of whole steps, captured around the compiled programs and replayed with one launch.
+"""CUDA graphs of whole steps, captured around the compiled programs and replayed with one launch."""
 
-Cudagraph trees check every weight and every guard at each call, which takes the host longer than a small model takes
-the device. Our CUDA graphs are launched unchecked; ``validity`` checks whether they may still be replayed, when the
-model may have changed.
-
-A capture runs no kernels: it notes launches. So it may be made while steps run, in a thread of its own, which lives as
-long as the process: cuBLAS keeps its workspace for a thread and a stream, and graphs would go on using that of an ended
-thread. The thread works in slices, between the launches of steps, and may pause at each layer's attention.
-"""
+# Cudagraph trees check every weight and every guard at each call, which takes the host longer than a small model takes
+# the device. Our CUDA graphs are launched unchecked; ``validity`` checks whether they may still be replayed, when the
+# model may have changed.
+# A capture runs no kernels: it notes launches. So it may be made while steps run, in a thread of its own, which lives
+# as long as the process: cuBLAS keeps its workspace for a thread and a stream, and graphs would go on using that of an
+# ended thread. The thread works in slices, between the launches of steps, and may pause at each layer's attention.
 
 from __future__ import annotations
 
@@ -64,8 +62,7 @@ class _Place(NamedTuple):
 
 
 _idle: defaultdict[torch.device, list[_Place]] = defaultdict(list)
-"""Those of captures whose graphs are all gone. A model that sleeps and wakes again and again would leave tens of MB
-each time, so the next capture has them."""
+"""Captures whose graphs are all gone, for the next one: waking again and again would leave tens of MB each time."""
 
 
 def _new_place(device: torch.device) -> _Place:
@@ -106,10 +103,7 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, launch: Callable[[], Outputs]) -> CapturedGraph[Outputs]:
-        """Capture the launches of ``launch`` while no other capture runs; otherwise as ``begin``.
-
-        RuntimeError if an operation in it cannot be captured.
-        """
+        """Capture ``launch`` while no other capture runs; otherwise as ``begin``, or raise RuntimeError."""
         wait_for(self._device)
         torch.cuda.empty_cache()  # a pool grows only by what is free
         underway = self.begin(launch)
@@ -124,14 +118,9 @@ class GraphCapture:
     def begin(
         self, launch: Callable[[], Outputs], check: Callable[[], None] = lambda: None
     ) -> Future[CapturedGraph[Outputs]]:
-        """Begin to capture the launches of ``launch``, in the slices to come; it is called in our thread.
-
-        Meanwhile steps run and graphs are replayed; none of these graphs is released, and no other begun.
-
-        Args:
-            launch: reads and writes tensors at fixed addresses only, without waiting.
-            check: called before; if it raises, nothing is captured.
-        """
+        """Begin to capture ``launch``, in our thread and the slices to come, unless ``check`` raises before."""
+        # Meanwhile steps run and graphs are replayed; none of these graphs is released, and no other begun. ``launch``
+        # reads and writes tensors at fixed addresses only, without waiting.
         return self._place.thread.submit(functools.partial(self._capture, launch, check))
 
     def run_slice(self) -> None:

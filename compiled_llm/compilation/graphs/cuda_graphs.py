@@ -1,9 +1,8 @@
-"""The CUDA graphs of one model, decode steps by padded batch size and prefills by shape, and whether they are valid.
+"""One model's CUDA graphs, decode steps by padded batch size and prefills by shape, and whether they are valid."""
 
-All of this runs in the model's executor, but for a capture between steps: that calls ``StepToCapture.launch`` in the
-capturer's thread, in slices, and touches no state of this module. One is underway at a time. Code that drops CUDA
-graphs finishes it first.
-"""
+# All of this runs in the model's executor, but for a capture between steps: that calls ``StepToCapture.launch`` in the
+# capturer's thread, in slices, and touches no state of this module. One is underway at a time. Code that drops CUDA
+# graphs finishes it first.
 
 from __future__ import annotations
 
@@ -115,10 +114,7 @@ class CudaGraphs:
     # ---- while steps go on
 
     def want(self, key: StepKey, begin: Begin) -> None:
-        """Capture a step after this one was launched, if no other capture runs, and this one is possible.
-
-        ``begin`` calls ``self.begin`` with it, or returns a function that does so after the next step.
-        """
+        """Capture a step after this one, if possible; ``begin`` calls ``self.begin`` now or in the next."""
         if self._capturer is not None and self.table.state(key) != "failed" and self.table.has_room_for(key):
             self._wanted = key, begin
             self.table.changed()  # steps that repeat themselves would leave it no time
@@ -166,10 +162,8 @@ class CudaGraphs:
             self.table.give_up(key)
 
     def adopt(self) -> None:
-        """Add the graph underway if it is captured; the least recently used ones make room for it.
-
-        A failure is logged the first time, and counted; later steps try again, a few times.
-        """
+        """Add the graph underway if it is captured; the least recently used ones make room for it."""
+        # A failure is logged the first time, and counted; later steps try again, a few times.
         underway = self._underway
         if underway is None or not underway.captured.done():
             return

@@ -11,8 +11,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.step_key import StepKey
 
 Emitted: TypeAlias = Mapping[int | str, Tensor]
-"""Outputs of a step besides logits, ``[T, ...]`` each: hidden states by the layer's number in HuggingFace's output, and
-what traced hooks emit, by name."""
+"""Outputs of a step besides logits, ``[T, ...]``: hidden states by layer number, and what hooks emit, by name."""
 
 
 class StepOutputs(NamedTuple):
@@ -37,10 +36,7 @@ class SharedOutputs:
     def writing(
         self, launch: Callable[[], StepOutputs], key: StepKey, like: StepOutputs | None
     ) -> Callable[[], StepOutputs]:
-        """Return a launch of the same step that leaves its outputs here.
-
-        ``like`` are its earlier outputs; None if it has never run, or other steps have overwritten them since.
-        """
+        """Return the same launch, which leaves its outputs here; ``like``: earlier ones, if there are any."""
         logits, tokens = self._first(*key.outputs) if like is None else self._views(like)
 
         def launch_and_copy() -> StepOutputs:

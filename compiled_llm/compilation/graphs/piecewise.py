@@ -1,9 +1,8 @@
-"""A CUDA graph in pieces: ops that cannot or shall not be captured are launched between two of them.
+"""A CUDA graph in pieces: ops that cannot or shall not be captured are launched between two of them."""
 
-Each piece is a CUDA graph of its own, and all allocate from one pool. The piece before a launch writes the launch's
-arguments, and its results are copied to where the next piece reads them. The pool may give that memory to a
-later piece of the same step, as it would in one graph: pieces and launches run one after the other, on one stream.
-"""
+# Each piece is a CUDA graph of its own, and all allocate from one pool. The piece before a launch writes the launch's
+# arguments, and its results are copied to where the next piece reads them. The pool may give that memory to a later
+# piece of the same step, as it would in one graph: pieces and launches run one after the other, on one stream.
 
 from __future__ import annotations
 

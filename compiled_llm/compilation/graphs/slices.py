@@ -1,8 +1,7 @@
-"""A thread that works in slices: only while another, urgent one lets it.
+"""A thread that works in slices: only while another, urgent one lets it."""
 
-Python lets two busy threads take turns of 5 ms, whatever their urgency. Here one of them says when the other may
-work, and goes on when that pauses.
-"""
+# Python lets two busy threads take turns of 5 ms, whatever their urgency. Here one of them says when the other may
+# work, and goes on when that pauses.
 
 from __future__ import annotations
 
@@ -22,20 +21,17 @@ SLICE = 0.0005
 """Seconds. A decode step of a small model takes the device about as long, so that its host would have waited."""
 
 PATIENCE = 0.001
-"""Seconds until the giver of a slice goes on, if the thread has not paused by then.
-
-It pauses every few hundred microseconds, but for what may take far longer: loading a kernel, instantiating a graph.
-That continues concurrently, mostly without holding the interpreter.
-"""
+"""Seconds until the giver of a slice goes on, if the thread has not paused by then, as it mostly does in 1 ms."""
+# Loading a kernel or instantiating a graph take far longer, and go on concurrently, mostly without the interpreter
+# lock.
 
 _State = Literal["idle", "waiting", "working"]
 
 
 class SlicedThread:
-    """A thread that does one job at a time, and lives as long as the process.
+    """A thread that does one job at a time, and lives as long as the process."""
 
-    A job calls ``pause`` as often as it can. It waits there when its slice is over, until it is given another one.
-    """
+    # A job calls ``pause`` as often as it can. It waits there when its slice is over, until it is given another one.
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
         """``begin`` is called in the thread, before the first job."""
@@ -55,11 +51,9 @@ class SlicedThread:
         return self._state == "idle"
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Do a job in the slices to come, once another one that is underway is finished.
-
-        PyTorch uses as many threads in it as in the caller's thread: programs that are compiled for one number of
-        threads would be compiled again for another.
-        """
+        """Do a job in the slices to come, once another one that is underway is finished."""
+        # PyTorch uses as many threads in it as in the caller's thread: programs that are compiled for one number of
+        # threads would be compiled again for another.
         self.finish()
         future: Future[T] = Future()
         threads = torch.get_num_threads()
@@ -68,12 +62,7 @@ class SlicedThread:
         return future
 
     def run_slice(self, seconds: float = SLICE, patience: float | None = PATIENCE) -> None:
-        """Let it work, if a job waits for that, and return when it pauses, or has done it.
-
-        Args:
-            seconds: it pauses at the first chance after so long.
-            patience: seconds after which this returns anyhow; None for any.
-        """
+        """Let it work until it pauses, after ``seconds`` if it can, or after ``patience`` seconds anyhow."""
         with self._changed:
             if self._state == "waiting":
                 self._state, self._until = "working", time.perf_counter() + seconds

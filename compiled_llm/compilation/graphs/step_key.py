@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Phase = Literal["decode", "prefill", "scoring", "sampling"]
-"""A decode step; a prefill; one that gives the logits of all its tokens, and samples none; or a sampling of tokens that
-is made later than the step before it."""
+"""A decode step; a prefill; one that gives all tokens' logits and samples none; or a sampling made later."""
 STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")  # those that run the model
 
 

@@ -1,10 +1,8 @@
-"""The steps of a model: the state of each, the memory of those that have a CUDA graph, and which of these go first.
+"""The steps of a model: the state of each, the memory of those that have a CUDA graph, and which of these go first."""
 
-If there are too many, the least recently used is evicted. The largest decode step and the largest prefill go last: any
-smaller step of as many new tokens a row can run in them.
-
-This module does not use CUDA. All of it runs in the model's executor, but for ``table``.
-"""
+# If there are too many, the least recently used is evicted. The largest decode step and the largest prefill go last:
+# any smaller step of as many new tokens a row can run in them. This module does not use CUDA. All of it runs in the
+# model's executor, but for ``table``.
 
 from __future__ import annotations
 
@@ -26,12 +24,7 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 
 class Replayable(Protocol):
-    """A captured graph.
-
-    Attributes:
-        launch: launches it, and returns nothing.
-        outputs: what it writes.
-    """
+    """A captured graph, launched by ``launch``, and the ``outputs`` that it writes."""
 
     @property
     def launch(self) -> Callable[[], object]: ...
@@ -57,8 +50,8 @@ class Budget(NamedTuple):
 UNBOUNDED = Budget()
 
 ATTEMPTS = 3
-"""Failed captures in a row after which a step is not captured again. One failure says little: another thread may have
-disturbed the capture, and a step that is given up runs kernel by kernel from then on."""
+"""Failed captures in a row after which a step runs kernel by kernel for good."""
+# One failure says little: another thread may have disturbed the capture.
 
 
 class Cost(NamedTuple):
@@ -81,17 +74,11 @@ KeptT = TypeVar("KeptT", bound=Replayable)
 
 
 class StepEntry(Generic[KeptT]):
-    """A step: its state, its CUDA graph, and its account.
+    """A step: its state, which only the table changes, its CUDA graph, and its account.
 
     Attributes:
-        state: only the table changes it.
-        cuda_graph: None unless it is ready.
-        guards: of the compiled program in the graph, if these are known.
-        filled: the graph's input, if that is filled before each replay.
         looked: the number of the look at the model at which the step was last found to be as its state says.
         spare: whether it was captured for others to run in, and no step has wanted it for itself.
-        used: when it was last captured or replayed, by ``clock``.
-        replays: how often it was; who launches it counts that here.
         losses: how often its graph was dropped because the model, or what it reads, had changed.
         failed: how many of its captures have failed since the last one that did not.
     """
@@ -138,15 +125,12 @@ class StepTable:
     """The steps of a model, each in one state. If they are bounded, the least recently used graphs make room.
 
     Attributes:
-        entries: those of all steps that are not just missing; read them, and change states by the methods here.
         at_best: the state of a step that runs at once: ready, or compiled if nothing is captured.
-        look: the number of the last look at the model.
-        shared: device memory that graphs of one pool share, by capturer.
         anchors: of each phase, those in which all others can run, the most important first; they go last. Of decode,
             those of one new token a row; of several, steps of as many rows are anchors, too.
         pending: whether a graph may be to capture or to release between steps; who has looked says that none is.
-        when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of
-            graphs goes back with the last reference, not at the next garbage collection.
+        when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of graphs
+            goes back with the last reference, not at the next garbage collection.
     """
 
     def __init__(
@@ -158,16 +142,7 @@ class StepTable:
         changed: Callable[[], None] = lambda: None,
         captures: bool = True,
     ) -> None:
-        """Begin without graphs.
-
-        Args:
-            budget: limits of memory and number.
-            wait: waits until all launched work has ended.
-            clock: the time in seconds.
-            mark: returns a function that tells whether all work launched by now has ended.
-            changed: called when a graph comes or goes, and when a capture is wanted or has ended.
-            captures: whether steps are captured at all.
-        """
+        """Begin without graphs; ``wait`` waits until launched work has ended, ``mark`` what tells whether it has."""
         self.budget = budget
         self.at_best: StepState = "ready" if captures else "compiled"
         self.look = 0
@@ -200,11 +175,9 @@ class StepTable:
         return [entry.key for entry in self._ready if entry.key.phase in phases]
 
     def at_once(self, phase: Phase) -> list[StepKey]:
-        """Return the steps that run at once, smallest first; any thread may ask.
-
-        Of decode those of one new token, which any rows can run in: without the ones that read shared pages once, or
-        give more than logits.
-        """
+        """Return the steps that run at once, smallest first; any thread may ask."""
+        # Of decode those of one new token, which any rows can run in: without the ones that read shared pages once, or
+        # give more than logits.
         keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
         plain = [key for key in keys if key.phase == phase and not (key.shares or key.wants)]
         return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
@@ -315,11 +288,8 @@ class StepTable:
         self._release_evicted()
 
     def add(self, key: StepKey, cuda_graph: Replayable, cost: Cost, owner: str) -> None:
-        """Keep a graph for which room was made, and evict the graphs that have to go for it.
-
-        It shares memory with graphs of the same ``owner``. ValueError if it does not fit together with the graphs that
-        the same step replays; it is dropped then.
-        """
+        """Keep a graph for which room was made, and evict others for it; graphs of an ``owner`` share memory."""
+        # ValueError if it does not fit together with the graphs that the same step replays; it is dropped then.
         self._add(key, cuda_graph, cost, owner)
         while self._exceeds() and (victim := self._victim(key)) is not None:
             self._evict(victim)
@@ -333,10 +303,7 @@ class StepTable:
             )
 
     def try_to_add(self, key: StepKey, cuda_graph: Replayable, cost: Cost, owner: str) -> bool:
-        """Keep a graph if dispensable ones can make room for it; else drop it. Return whether it was kept.
-
-        Arguments are those of ``add``.
-        """
+        """As ``add``, if dispensable graphs can make room; return whether it was kept, and else drop it."""
         self._add(key, cuda_graph, cost, owner)
         fits = self.has_room_for(key)
         while fits and self._exceeds():
@@ -363,10 +330,7 @@ class StepTable:
         entry.padded += padded
 
     def _victim(self, new: StepKey) -> StepEntry[Any] | None:
-        """Return the graph to evict for a capture that is needed now, but none that runs in one step with that.
-
-        The least recently used, and after these anchors, the least important first.
-        """
+        """The graph to evict for a capture, none of the same step: the least recently used, then the least anchor."""
         return max(self._apart_from(new), key=lambda entry: (self._rank(entry.key), -entry.used), default=None)
 
     def _smaller(self, new: StepKey) -> list[StepEntry[Any]]:
@@ -388,10 +352,7 @@ class StepTable:
         return [entry for entry in self._ready if entry.key != new and entry not in stay]
 
     def _rank(self, key: StepKey) -> float:
-        """Return its rank as an anchor; larger is less important.
-
-        Steps of several new tokens a row run in none of one: each number has an anchor of its own, of as many rows.
-        """
+        """Return a key's rank as an anchor, larger if less important; each number of new tokens a row has its own."""
         anchors = self.anchors.get(key.phase, [])
         like = StepKey.decode(key.rows) if key.phase == "decode" else key
         return anchors.index(like) if like in anchors else math.inf

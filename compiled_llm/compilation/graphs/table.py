@@ -9,16 +9,14 @@ from typing import Literal
 from compiled_llm.compilation.graphs.step_key import Phase
 
 StepState = Literal["missing", "compiled", "capturing", "ready", "stale", "failed", "evicted"]
-"""The state of a step.
-
-- missing: nothing; its program may have to be compiled before it runs.
-- compiled: it can be launched kernel by kernel. Where nothing is captured, that is all there is to it.
-- capturing: its CUDA graph is being captured, in slices between other steps.
-- ready: it has a CUDA graph, which is replayed once the model is known to be the same.
-- stale: its graph was dropped, since the model, or the memory that the graph reads, had changed.
-- failed: it could not be captured, in several attempts; only ``warmup`` tries again.
-- evicted: its graph has made room for others, or has found none.
-"""
+"""The state of a step."""
+# missing: nothing; its program may have to be compiled before it runs.
+# compiled: it can be launched kernel by kernel. Where nothing is captured, that is all there is to it.
+# capturing: its CUDA graph is being captured, in slices between other steps.
+# ready: it has a CUDA graph, which is replayed once the model is known to be the same.
+# stale: its graph was dropped, since the model, or the memory that the graph reads, had changed.
+# failed: it could not be captured, in several attempts; only ``warmup`` tries again.
+# evicted: its graph has made room for others, or has found none.
 
 
 @dataclass(frozen=True)

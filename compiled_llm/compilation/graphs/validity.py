@@ -1,10 +1,9 @@
-"""Whether a CUDA graph may still be replayed: a replay would not notice that the model has changed.
+"""Whether a CUDA graph may still be replayed: a replay would not notice that the model has changed."""
 
-Two things are checked. ``Guards`` are Dynamo's own, about all assumptions of the compiled program (attributes, hooks,
-grad mode, sizes and types of tensors): only Dynamo knows them, each program has its own, and they look at more than the
-model. They say nothing about *which* tensors there are, since a compiled program takes any that fit: ``ModelVersion``
-does.
-"""
+# Two things are checked. ``Guards`` are Dynamo's own, about all assumptions of the compiled program (attributes, hooks,
+# grad mode, sizes and types of tensors): only Dynamo knows them, each program has its own, and they look at more than
+# the model. They say nothing about *which* tensors there are, since a compiled program takes any that fit:
+# ``ModelVersion`` does.
 
 from __future__ import annotations
 
@@ -24,14 +23,7 @@ class Guards:
         rebuild: Callable[[], dict[str, Any]] = dict,
         called_with: dict[str, Any] | None = None,
     ) -> None:
-        """``find`` looks for the guards.
-
-        Args:
-            function: made by ``own_copy``, and called with the arguments before.
-            arguments: by name.
-            rebuild: returns those that are made again for each check.
-            called_with: those of the call that is captured, if they are made already.
-        """
+        """The guards of ``function``, ``own_copy``'s; ``rebuild`` returns arguments made again for each check."""
         self._function = function
         self._arguments = arguments
         self._rebuild = rebuild
@@ -39,10 +31,7 @@ class Guards:
         self._check: Callable[[dict[str, Any]], bool] | None = None
 
     def find(self) -> None:
-        """Find the code compiled for the arguments, right before a call with them is captured; any thread may.
-
-        RuntimeError if there is none: the call would compile.
-        """
+        """Find the code compiled for the arguments, right before a call is captured, or raise RuntimeError."""
         arguments, self._called_with = self._called_with or self._arguments | self._rebuild(), None
         self._check = guards_for(self._function, arguments)
 

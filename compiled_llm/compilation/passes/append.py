@@ -26,10 +26,7 @@ _ROPE_APPEND = torch.ops.compiled_llm.rope_append_paged_kv.default
 
 
 class PreparedInAppend:
-    """Moves norm and rotary embedding of queries and keys into the op that writes keys and values into pages.
-
-    The queries are its result. It runs on the graph as Dynamo made it, like ``PreparedInAttention``.
-    """
+    """Moves norm and rotary embedding of queries and keys into the op that writes pages, which returns the queries."""
 
     pattern = "rotary in prefill"
 

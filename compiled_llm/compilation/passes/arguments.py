@@ -8,10 +8,7 @@ from torch import fx
 
 
 def arguments_of(node: fx.Node, signature: type[Any]) -> Any:
-    """Return the arguments of a call of an op as ``signature``, its tuple in ``compiled_llm_ops.contracts``.
-
-    Nodes stand in the tensors' places.
-    """
+    """Return the arguments of a call of an op as ``signature``, its tuple in ``contracts``, with nodes for tensors."""
     return signature(*node.args, **node.kwargs)
 
 

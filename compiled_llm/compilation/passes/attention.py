@@ -31,11 +31,10 @@ _Contract = DecodeAttention | DecodeAttentionVariant | LatentDecode
 
 
 class PreparedInAttention:
-    """Moves norm and rotary embedding of queries and keys into decode attention, which reads them anyway.
+    """Moves norm and rotary embedding of queries and keys into decode attention, which reads them anyway."""
 
-    It also lets decode attention, to latents as well, begin before the previous kernel has ended, if that is safe. It
-    runs on the graph as Dynamo made it, before any other pass: the examples of its nodes are still true.
-    """
+    # It also lets decode attention, to latents as well, begin before the previous kernel has ended, if that is safe. It
+    # runs before any other pass: the examples of its nodes are still true.
 
     pattern = "rotary"
 

@@ -1,8 +1,7 @@
-"""The passes of batch-invariant programs: matmuls and sums become ops whose bits do not depend on the number of rows.
+"""Passes of batch-invariant programs: matmuls and sums become ops whose bits do not depend on the number of rows."""
 
-What is left to Inductor are operations on single numbers, which it is told to round as PyTorch does, wherever it fuses
-them: so a decode step and a prefill, whose graphs it fuses otherwise, have the same bits.
-"""
+# What is left to Inductor are operations on single numbers, which it is told to round as PyTorch does, wherever it
+# fuses them: so a decode step and a prefill, whose graphs it fuses otherwise, have the same bits.
 
 from __future__ import annotations
 
@@ -26,10 +25,7 @@ _SUMS |= {"logsumexp", "linalg_vector_norm", "norm", "native_layer_norm", "_fuse
 
 
 class InvariantProducts:
-    """Turns linear layers into ``invariant_linear``.
-
-    It runs on the graph as Dynamo made it, after the passes that make one linear layer of several.
-    """
+    """Turns linear layers into ``invariant_linear``, after the passes that make one linear layer of several."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=nn.functional.linear):
@@ -56,10 +52,9 @@ def _replace(graph: fx.Graph, node: fx.Node, rows: Any, weight: Any, bias: Any) 
 
 
 class InvariantSums(CustomGraphPass):
-    """Turns sums of floating numbers over the last dimension into ``invariant_sum``, and means and variances likewise.
+    """Turns sums over the last dimension, means and variances into ``invariant_sum``; RuntimeError for other sums."""
 
-    RuntimeError if the graph has a matmul, or a sum of another kind, whose bits may depend on the number of rows.
-    """
+    # Bits of a matmul, or of a sum of another kind, may depend on the number of rows.
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):

@@ -23,11 +23,10 @@ _SILU = nn.functional.silu
 
 
 class NormedProducts:
-    """Makes one op of a normed sum, the only matmul that reads it, and the gate after that (SwiGLU).
+    """Makes one op of a normed sum, the only matmul that reads it, and the gate after that (SwiGLU)."""
 
-    With more rows than one, the matmul whose output is added belongs to it, too. The pass runs on the graph as Dynamo
-    made it, after ``NormedSums`` and ``FusedProducts``.
-    """
+    # With more rows than one, the matmul whose output is added belongs to it, too. It runs after ``NormedSums`` and
+    # ``FusedProducts``.
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=_ADD_RMS_NORM):

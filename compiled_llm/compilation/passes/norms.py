@@ -15,10 +15,7 @@ _ADD_RMS_NORM = torch.ops.compiled_llm.add_rms_norm.default
 
 
 class NormedSums:
-    """Makes one op of a sum and its norm, which stand between the matmuls of a layer.
-
-    It runs on the graph as Dynamo made it, like ``PreparedInAttention``.
-    """
+    """Makes one op of a sum and its norm, which stand between the matmuls of a layer."""
 
     pattern = "norm"
 

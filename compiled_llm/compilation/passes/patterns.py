@@ -74,18 +74,9 @@ def _same(one: object, other: object) -> bool:
 
 
 def rotary(states: Tensor, cos: Tensor, sin: Tensor, half: int, packed_over: int) -> Tensor:
-    """Rotate the heads of tokens by their positions (rotary embedding).
-
-    Args:
-        states: ``[B, 1, H, D]``, one token of each row, or ``[1, T, H, D]``.
-        cos: ``[B, 1, D]`` or ``[1, T, D]``.
-        sin: likewise.
-        half: half of D.
-        packed_over: the dimension that has one entry, 1 or 0.
-
-    Returns:
-        ``[B, H, D]`` or ``[T, H, D]``, as ``attention_forward`` packs them.
-    """
+    """Rotate heads ``[B, 1, H, D]`` or ``[1, T, H, D]`` by ``cos`` and ``sin`` ``[B, 1, D]`` or ``[1, T, D]``."""
+    # The result is ``[B, H, D]`` or ``[T, H, D]``, as ``attention_forward`` packs them; ``half`` is half of D,
+    # ``packed_over`` the dimension that has one entry, 1 or 0.
     heads, cos, sin = states.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1)
     rotated = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
     return (heads * cos + rotated * sin).transpose(1, 2).squeeze(packed_over)

@@ -30,10 +30,9 @@ _skinny_linear = torch.ops.compiled_llm.skinny_linear.default
 
 
 class OuterProducts:
-    """Turns matmuls with an inner size of 1 into multiplications; rotary embeddings compute their angles so.
+    """Turns matmuls with an inner size of 1 (rotary embeddings' angles) into multiplications."""
 
-    It runs on the graph as Dynamo made it. A launch of cuBLAS becomes a part of a kernel of Inductor's.
-    """
+    # A launch of cuBLAS becomes a part of a kernel of Inductor's.
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=operator.matmul):
@@ -43,11 +42,10 @@ class OuterProducts:
 
 
 class FusedProducts:
-    """Turns the matmuls of one input with a group's weights into a single one, followed by slices of its output.
+    """Turns the matmuls of one input with a group's weights into a single one, followed by slices of its output."""
 
-    It runs on the graph as Dynamo made it, so that readers of the slices are traced with their strides: an op that
-    takes any strides gets them as they are, and nothing is copied.
-    """
+    # It runs on the graph as Dynamo made it, so that readers of the slices are traced with their strides: an op that
+    # takes any strides gets them as they are, and nothing is copied.
 
     def __init__(self, weights: FusedWeights) -> None:
         """``weights`` must be ``laid_out`` whenever the graph runs."""
@@ -71,10 +69,7 @@ def _parameters(product: fx.Node) -> tuple[object, ...]:
 
 
 def _fuse(graph: fx.Graph, products: Sequence[fx.Node], stacks: Sequence[Sequence[Tensor]]) -> None:
-    """Replace matmuls of one input, in the order of their weights in memory, by slices of one.
-
-    ``stacks``: their weights, and their biases if they have any, each one after the other in one storage.
-    """
+    """Replace matmuls of one input, in the order of their weights in memory, by slices of one with ``stacks``."""
     first = products[0]
     rows, *inputs = first.args[: len(stacks) + 1]
     with graph.inserting_before(first):
@@ -97,10 +92,7 @@ def _whole(graph: fx.Graph, first: Any, stack: Sequence[Tensor]) -> fx.Node:
 
 
 class SkinnyProducts(CustomGraphPass):
-    """Turns matmuls with a weight into ``skinny_linear`` if that has a kernel of its own for the weight.
-
-    The op chooses by the number of rows at run time.
-    """
+    """Turns matmuls into ``skinny_linear``, which chooses by rows at run time, if it has a kernel for the weight."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in [*graph.find_nodes(op="call_function", target=_mm), *_plain_addmms(graph)]:

@@ -31,10 +31,7 @@ class RawHeads(NamedTuple):
 
 
 def raw_heads(packed: Any, packed_over: int) -> RawHeads | None:
-    """Return the source of ``[T, heads, D]``, if it is rotated as our ops do it, with or without a norm before.
-
-    ``packed_over`` is ``EACH_ROW`` or ``ALL_ROWS``.
-    """
+    """Return the source of ``[T, heads, D]``, if it is rotated as our ops do it, with or without a norm before."""
     match = ROTARY.match(packed)
     if match is None:
         return None

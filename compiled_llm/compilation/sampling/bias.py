@@ -44,10 +44,8 @@ def packed(biases: Iterable[Bias]) -> NDArray[np.int32]:
 
 
 def packed_values(values: Mapping[int, float], others: Iterable[Bias] = ()) -> NDArray[np.int32]:
-    """Return the same as ``packed``, of tokens whose logits change at every step, and of other biases.
-
-    One request may have hundreds of the former: making a ``Bias`` of each would take longer than all its other work.
-    """
+    """Return the same as ``packed``, of tokens whose logits change at every step, and of other biases."""
+    # One request may have hundreds of the former: making a ``Bias`` of each would take longer than all its other work.
     rest = packed(others)
     if not values:
         return rest
@@ -60,12 +58,7 @@ def packed_values(values: Mapping[int, float], others: Iterable[Bias] = ()) -> N
 
 
 def from_position(biases: NDArray[np.int32], starts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return packed biases ``[n, 4 + F, N]`` whose steps are positions.
-
-    Args:
-        biases: ``[4 + F, N]``.
-        starts: ``[n]``, positions of the first tokens of answers.
-    """
+    """Return biases ``[4 + F, N]`` as ``[n, 4 + F, N]`` whose steps are positions, from ``starts`` ``[n]``."""
     each = np.repeat(biases[None], len(starts), axis=0)
     each[:, 2:4] = np.minimum(biases[2:4] + starts[:, None, None], ALWAYS)
     return each

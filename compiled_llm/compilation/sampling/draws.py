@@ -1,7 +1,6 @@
-"""Draws tokens outside the graph, from scores that processors have finished with.
+"""Draws tokens outside the graph, from scores that processors have finished with."""
 
-Shapes: B rows, V vocabulary.
-"""
+# Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
@@ -12,26 +11,17 @@ from compiled_llm.compilation.sampling.sampling import SamplingTables, sample_wi
 
 
 class Draws:
-    """Draws tokens from scores that processors have finished with, one step after the other, without a wait.
-
-    The tokens are those that ``sample`` would draw for the same seeds and positions.
-    """
+    """Draws tokens from finished scores: those that ``sample`` would for the same seeds and positions."""
 
     def __init__(self, seeds: Tensor | None, positions: Tensor) -> None:
-        """Take the largest score if there are no ``seeds``, else draw with them, from ``positions`` on.
-
-        Both are ``[B]`` int64; the seeds are on the device of the scores.
-        """
+        """Draw with ``seeds`` ``[B]`` int64, on the scores' device, from ``positions`` on; without, take the largest."""
         self._seeds = seeds
         self._positions = positions
         self._tables: SamplingTables | None = None
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Draw the next step's tokens from scores ``[B, V]`` float32.
-
-        Returns:
-            ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is drawn and whose scores are NaN, +inf or all -inf.
-        """
+        """Draw tokens ``[B]`` int64 from scores ``[B, V]`` float32."""
+        # ``NOT_A_TOKEN`` for a row that is drawn and whose scores are NaN, +inf or all -inf.
         if self._seeds is None:
             return scores.argmax(dim=-1)
         if self._tables is None:

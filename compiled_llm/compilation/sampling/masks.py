@@ -1,7 +1,6 @@
-"""Masks of allowed tokens, a bit for each: ``sample_tokens`` reads them, and grammars write them.
+"""Masks of allowed tokens, a bit for each: ``sample_tokens`` reads them, and grammars write them."""
 
-Shapes: V vocabulary; a mask is ``[ceil(V / 32)]`` int32, the lowest bit of a word its first token.
-"""
+# Shapes: V vocabulary; a mask is ``[ceil(V / 32)]`` int32, the lowest bit of a word its first token.
 
 from __future__ import annotations
 
@@ -14,13 +13,7 @@ from numpy.typing import NDArray
 def mask_of(
     vocabulary: int, allowed: Iterable[int] | None = None, banned: Iterable[int] = ()
 ) -> NDArray[np.int32] | None:
-    """Return the mask of tokens that are allowed and not banned; None if all are.
-
-    Args:
-        vocabulary: V; tokens beyond it are ignored.
-        allowed: None for all.
-        banned: none of these.
-    """
+    """The mask of a vocabulary's tokens that are ``allowed`` (None for all) and not ``banned``; None if all are."""
     banned = list(banned)
     if allowed is None and not banned:  # as mostly; a vocabulary takes long to look at
         return None

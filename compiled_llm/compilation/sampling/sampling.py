@@ -1,13 +1,11 @@
-"""Samples the next token inside the graph, with settings and random numbers for each row.
+"""Samples the next token inside the graph, with settings and random numbers for each row."""
 
-A draw is a race: of competitors with exponential random numbers, the one whose number divided by its probability is the
-smallest wins, first among tiles of neighbouring tokens, then among the tokens of that tile. The numbers come from a
-counter-based generator keyed by the row's seed and counted by the position and the token. So a replayed graph draws
-with other numbers each step (positions advance in the graph), and a row draws the same tokens whatever other rows are
-in its batch: logits that are rounded otherwise there change a draw only if two are nearly level.
-
-Shapes: B rows, V vocabulary, X rows with settings of their own.
-"""
+# A draw is a race: of competitors with exponential random numbers, the one whose number divided by its probability is
+# the smallest wins, first among tiles of neighbouring tokens, then among the tokens of that tile. The numbers come from
+# a counter-based generator keyed by the row's seed and counted by the position and the token. So a replayed graph draws
+# with other numbers each step (positions advance in the graph), and a row draws the same tokens whatever other rows are
+# in its batch: logits that are rounded otherwise there change a draw only if two are nearly level.
+# Shapes: B rows, V vocabulary, X rows with settings of their own.
 
 from __future__ import annotations
 
@@ -126,18 +124,12 @@ NUMBERS = {
 
 
 class SamplingTables(NamedTuple):
-    """The slots' tables on the device; the last of the X entries is that of padding rows.
+    """The slots' tables on the device, float32 where nothing else is said; the last of X entries is padding rows'.
 
     Attributes:
         next_token: ``[X]`` int64, the last sampled token, the row's next input.
-        temperature: ``[X]`` float32.
         top_k: ``[X]`` int32.
-        top_p: ``[X]`` float32.
-        min_p: ``[X]`` float32.
         adjustments: ``[X]`` int32, flags: the tables below that change the row's logits.
-        repetition_penalty: ``[X]`` float32.
-        presence_penalty: ``[X]`` float32.
-        frequency_penalty: ``[X]`` float32.
         seed: ``[X]`` int64.
         counts: ``[X, V]`` int16, twice how often the answer has a token, and 1 more if the prompt has it.
         allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
@@ -187,18 +179,16 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False) -> Tensor:
-    """Sample each row's next token, store it in its slot, and count and remember it.
+    """Sample each row's next token of logits ``[B, V]``, store it in its slot, and count and remember it.
 
     Args:
-        logits: ``[B, V]``.
         slots: ``[B]`` int64, each row's entry in ``tables``.
         positions: ``[B]`` int64, the position of the sampled token.
-        tables: the settings; ``next_token``, ``counts`` and ``recent`` are written.
         deferred: whether to sample the deferred rows or all others; rows of both kinds may be there if it is False.
 
     Returns:
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row of the other kind, whose slot keeps any token until its own is sampled,
-        and for one that is drawn and whose logits are NaN, +inf or all -inf.
+            and for one that is drawn and whose logits are NaN, +inf or all -inf.
     """
     sampled = sample_with_seeds(tables.seed[slots], logits, slots, positions, tables, deferred)
     tables.next_token.index_put_((slots,), sampled.clamp(min=0))

@@ -1,15 +1,13 @@
-"""The stand-in for a model with LoRA adapters: in it, layers have the active ones alone, by number.
+"""The stand-in for a model with LoRA adapters: in it, layers have the active ones alone, by number."""
 
-PEFT keeps adapters by name, and Dynamo guards each name that it reads: a model would be compiled again for each adapter
-that becomes the active one. So a program is given shallow copies of the model's modules down to PEFT's layers, which
-have what PEFT's forward reads of the active adapters, under their numbers; a layer in which none acts is left out, and
-the one below stands in its place. Adapters of the same shapes and scales, on the same layers, are then one program's,
-and so are all that are disabled or merged.
-
-A CUDA graph reads weights where they were when it was captured. For it the tensors of the active adapters are copied
-into memory of the stand-in's own, at each look at the model, so that one graph serves all of these adapters, and sees
-each write to them. That is as much memory as the adapters have that act at once, and a launch or two in each look.
-"""
+# PEFT keeps adapters by name, and Dynamo guards each name that it reads: a model would be compiled again for each
+# adapter that becomes the active one. So a program is given shallow copies of the model's modules down to PEFT's
+# layers, which have what PEFT's forward reads of the active adapters, under their numbers; a layer in which none acts
+# is left out, and the one below stands in its place. Adapters of the same shapes and scales, on the same layers, are
+# then one program's, and so are all that are disabled or merged.
+# A CUDA graph reads weights where they were when it was captured. For it the tensors of the active adapters are copied
+# into memory of the stand-in's own, at each look at the model, so that one graph serves all of these adapters, and sees
+# each write to them. That is as much memory as the adapters have that act at once, and a launch or two in each look.
 
 from __future__ import annotations
 
@@ -41,15 +39,8 @@ class ActiveAdapters:
         self._memory = _AdapterMemory()
 
     def look(self, model: PreTrainedModel, fixed: bool) -> bool:
-        """Take in the model as it is in this look.
-
-        Args:
-            model: the one that ``version`` compares.
-            fixed: whether tensors of adapters are copied into memory that stays, as CUDA graphs need it.
-
-        Returns:
-            Whether that memory is where it was at the last look.
-        """
+        """Take in the model as it is in this look; return whether memory that is ``fixed`` is where it was."""
+        # CUDA graphs need it fixed: tensors of adapters are copied into memory that stays.
         before, known = self._memory.own, (self._values, self._fixed)
         self._values, self._fixed = self._version.values if self._version.adapted else 0, fixed
         if known != (self._values, self._fixed):
@@ -58,10 +49,7 @@ class ActiveAdapters:
         return same(before, self._memory.own)
 
     def of(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the stand-in as of the last look, or the model itself if it has no adapters.
-
-        It is made again: a kept one would keep the model alive.
-        """
+        """Return the stand-in as of the last look, made again, as a kept one would keep the model alive."""
         if self._values is None:
             self.look(model, self._fixed)
         if not self._children:

@@ -13,10 +13,7 @@ from compiled_llm.model.traced_hooks import PlacedHook
 
 
 def hooked_model(model: nn.Module, hooks: Sequence[PlacedHook]) -> Any:
-    """Return a model that calls the hooks; the user's own does not.
-
-    ValueError if it no longer has a module that a hook is on.
-    """
+    """Return a model that calls the hooks, as the user's own does not; ValueError if a module of theirs is gone."""
     below: defaultdict[str, list[PlacedHook]] = defaultdict(list)
     for hook in hooks:
         if hook.path:

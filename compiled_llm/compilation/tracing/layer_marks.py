@@ -50,11 +50,9 @@ _begins, _ends = torch.ops.compiled_llm.layer_begins.default, torch.ops.compiled
 
 @functools.cache
 def marked_class(kind: Any) -> Any:
-    """Return a subclass of a layer's class that stands between marks, and does nothing if another layer equals it.
-
-    Its instances have ``_tensors``, ``_number``, the number of the layer that they are ``_like``, and ``_beside``: what
-    they return in a tuple with their output, None if they return the output alone.
-    """
+    """Return a subclass of a layer's class that stands between marks, and does nothing if another layer equals it."""
+    # Its instances have ``_tensors``, ``_number``, the number of the layer that they are ``_like``, and ``_beside``:
+    # what they return in a tuple with their output, None if they return the output alone.
 
     def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         hidden = _begins(hidden, self._tensors, self._number)
@@ -74,10 +72,8 @@ def marked_class(kind: Any) -> Any:
 
 @functools.cache
 def listing_class(kind: Any) -> Any:
-    """Return a subclass of the class of a list of layers, of which the part that has all of them is the list itself.
-
-    HuggingFace goes through ``layers[:config.num_hidden_layers]``, for which Dynamo would trace how a list is made.
-    """
+    """Return a subclass of the class of a list of layers, of which the part that has all of them is the list itself."""
+    # HuggingFace goes through ``layers[:config.num_hidden_layers]``, for which Dynamo would trace how a list is made.
 
     def item(self: Any, index: Any) -> Any:
         if isinstance(index, slice) and index.start is index.step is None and index.stop == len(self._modules):

@@ -1,9 +1,8 @@
-"""Runs a model on fake tensors, and notes each layer's calls.
+"""Runs a model on fake tensors, and notes each layer's calls."""
 
-A function takes a tenth of a millisecond and more on fake tensors, and a layer calls a hundred. So a layer with modules
-like those of an earlier one gets that one's results, as long as it calls the same functions on the same things.
-Functions that return an existing tensor, or None, do run.
-"""
+# A function takes a tenth of a millisecond and more on fake tensors, and a layer calls a hundred. So a layer with
+# modules like those of an earlier one gets that one's results, as long as it calls the same functions on the same
+# things. Functions that return an existing tensor, or None, do run.
 
 from __future__ import annotations
 
@@ -71,10 +70,7 @@ class LayerTracer(TorchFunctionMode):
         return [tuple(call.line for call in lines) for lines in self._called]
 
     def trace(self, layer: int, original: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run a layer's ``original`` forward and note its calls.
-
-        NoOutlineError if it is not the next layer, or its output is not like ``hidden``, nor a tuple of that and None.
-        """
+        """Run a layer's ``original`` forward and note its calls; NoOutlineError if its turn or output is unexpected."""
         if layer != len(self._called) or self._layer is not None:
             raise NoOutlineError("layers are not called one after the other")
         self._layer, self._lines = layer, []
@@ -123,10 +119,7 @@ class LayerTracer(TorchFunctionMode):
         return _UNKNOWN
 
     def _can_be_expected(self, result: Any) -> bool:
-        """Whether a result is plain, or new tensors.
-
-        A function without a result was called for its side effects.
-        """
+        """Whether a result is plain, or new tensors; a function without one was called for its side effects."""
         if isinstance(result, Tensor) or type(result) in (tuple, list):
             return all(
                 stands_for_plain(entry) and not entry.requires_grad and id(entry) not in self._names

@@ -1,22 +1,16 @@
-"""Tracing equal layers once (regional tracing: like torch's ``nested_compile_region``), from an outline of the model.
+"""Tracing equal layers once (regional tracing: torch's ``nested_compile_region``), from an outline of the model."""
 
-Dynamo takes longer to trace a model than all later stages take with warm caches, and it traces the same layer again and
-again. So we give it an outline: shallow copies of the model and of the modules down to its layers. In it each layer
-stands between two marks, and of several equal layers only the first does anything there. ``fill`` copies what that one
-does between the marks of the others, with their own weights and pages. The graph is then the one that Dynamo would have
-made of the model itself.
-
-Layers are equal if all their attributes are the same, and if a run on fake tensors right before tracing has seen them
-call the same functions on the same things. Later, Dynamo's guards check the layer that was traced, what lies outside
-the layers, and all tensors. They do not cover the layers that were not traced: ``ModelVersion.layers`` does.
-
-| what | for | ends when |
-| --- | --- | --- |
-| the outline | seconds of each start | ``nested_compile_region`` takes ops that mutate, and user objects |
-
-The first was pytorch#186807, closed after torch 2.12 was cut; the second is pytorch#191781, open. Look at both again
-with each torch.
-"""
+# Dynamo takes longer to trace a model than all later stages take with warm caches, and it traces the same layer again
+# and again. So we give it an outline: shallow copies of the model and of the modules down to its layers. In it each
+# layer stands between two marks, and of several equal layers only the first does anything there. ``fill`` copies what
+# that one does between the marks of the others, with their own weights and pages. The graph is then the one that Dynamo
+# would have made of the model itself.
+# Layers are equal if all their attributes are the same, and if a run on fake tensors right before tracing has seen them
+# call the same functions on the same things. Later, Dynamo's guards check the layer that was traced, what lies outside
+# the layers, and all tensors. They do not cover the layers that were not traced: ``ModelVersion.layers`` does.
+# It saves seconds of each start, and ends when ``nested_compile_region`` takes ops that mutate, and user objects. The
+# first was pytorch#186807, closed after torch 2.12 was cut; the second is pytorch#191781, open. Look at both again with
+# each torch.
 
 from __future__ import annotations
 
@@ -55,17 +49,13 @@ class Prepared(NamedTuple):
 
 
 class Outline:
-    """The stand-in for a model that one program is traced from.
+    """The stand-in for a model that one program is traced from, used for one trace."""
 
-    It is used for one trace. A change that makes Dynamo trace again may have changed the layers' work, so from then on
-    Dynamo is given the model itself.
-    """
+    # A change that makes Dynamo trace again may have changed the layers' work, so from then on Dynamo is given the
+    # model itself.
 
     def __init__(self, program: Callable[..., Any], version: ModelVersion, following: Sequence[int] = ()) -> None:
-        """``program`` will be traced; ``own_copy`` made it, with arguments ``model``, ``pages`` and ``specs``.
-
-        ``following`` names the layer of each of ``pages`` that follows those of all layers.
-        """
+        """Outline ``program``, ``own_copy``'s; ``following`` names the layers of ``pages`` beyond all layers'."""
         self._program = program
         self._version = version
         self._following = following
@@ -104,10 +94,7 @@ class Outline:
         return self.standing_for(arguments["model"])
 
     def of(self, arguments: Mapping[str, Any]) -> PreTrainedModel:
-        """Return the stand-in for the model: the model itself from the moment that a layer has changed.
-
-        The layers' tensors are those of the last call of ``prepare``.
-        """
+        """Return the stand-in, with tensors as of ``prepare``, or the model itself once a layer has changed."""
         if self._layers is not None and self._layers.number != self._version.layers:
             self._trace_all("a layer has changed")
         return self.standing_for(arguments["model"])
@@ -142,12 +129,10 @@ class Outline:
 
 
 class _Layers:
-    """The layers of a model, and which of them are equal.
+    """The layers of a model, and which of them are equal."""
 
-    Attributes:
-        number: ``ModelVersion.layers``, as long as these are the model's layers, unchanged but for their tensors.
-        like: for each layer the number of the first that equals it, its own if there is none before it.
-    """
+    # ``number`` is ``ModelVersion.layers``, as long as these are the model's layers, unchanged but for their tensors.
+    # ``like`` has for each layer the number of the first that equals it, its own if there is none before it.
 
     def __init__(self, version: ModelVersion, count: int) -> None:
         """Find the list of ``count`` layers; NoOutlineError if there is none."""

@@ -1,8 +1,7 @@
-"""Finds traced Python code that Dynamo does not guard: methods of classes, functions of torch.
+"""Finds traced Python code that Dynamo does not guard: methods of classes, functions of torch."""
 
-Dynamo guards functions that it finds in the globals of traced code, and attributes of modules, but not what a class
-defines. Kernel libraries replace methods such as ``Qwen3MLP.forward``.
-"""
+# Dynamo guards functions that it finds in the globals of traced code, and attributes of modules, but not what a class
+# defines. Kernel libraries replace methods such as ``Qwen3MLP.forward``.
 
 from __future__ import annotations
 
@@ -22,11 +21,10 @@ _TORCH = (torch, torch.nn.functional)
 
 
 class TracedCodeWatch:
-    """Watches the places where Dynamo has found the functions in a graph; called like a pass, inside a backend.
+    """Watches the places where Dynamo has found the functions in a graph; called like a pass, inside a backend."""
 
-    It only borrows the version of the model. Dynamo holds a backend for as long as the function that it compiled, whose
-    owner knows the version: a cycle through Dynamo, where Python's garbage collector does not look.
-    """
+    # It only borrows the version of the model. Dynamo holds a backend for as long as the function that it compiled,
+    # whose owner knows the version: a cycle through Dynamo, where Python's garbage collector does not look.
 
     def __init__(self, version: ModelVersion) -> None:
         """Watch for ``version``, which is there whenever a graph is compiled."""
