@@ -1,14 +1,13 @@
-"""The names under which models of transformers take a cache and hand it back: the only place that knows them.
+"""The names under which models of transformers take a cache and hand it back: the only place that knows them."""
 
-Up to 5.23 it is ``past_key_values``, or ``cache_params`` in Mamba's models. From 5.24 it is ``cache`` in all models, in
-``generate`` and in outputs; a decorator, ``deprecate_kwarg``, takes the names of old with a notice. A model that was
-written before keeps its own name, and ``generate`` hands it the new one.
-
-Nothing here asks for a version: signatures and fields tell the name, and the decorators of a function the names of old
-that it takes. ``taking_old_names`` puts these decorators, HuggingFace's own, around our functions, so that a user gets
-HuggingFace's notices; without it, a name of old takes HuggingFace's own forward. It ends when 5.24 is the oldest
-version that is supported and 6 the newest, which takes no names of old. Tested in ``tests/compat/test_cache_names.py``.
-"""
+# Up to 5.23 it is ``past_key_values``, or ``cache_params`` in Mamba's models. From 5.24 it is ``cache`` in all models,
+# in ``generate`` and in outputs; a decorator, ``deprecate_kwarg``, takes the names of old with a notice. A model that
+# was written before keeps its own name, and ``generate`` hands it the new one.
+# Nothing here asks for a version: signatures and fields tell the name, and the decorators of a function the names of
+# old that it takes. ``taking_old_names`` puts these decorators, HuggingFace's own, around our functions, so that a user
+# gets HuggingFace's notices; without it, a name of old takes HuggingFace's own forward. It ends when 5.24 is the oldest
+# version that is supported and 6 the newest, which takes no names of old. Tested in
+# ``tests/compat/test_cache_names.py``.
 
 from __future__ import annotations
 
@@ -66,10 +65,7 @@ def gives_cache(arguments: Mapping[str, Any]) -> bool:
 
 
 def taking_old_names(function: Function, original: Callable[..., Any]) -> Function:
-    """Return ``function`` taking the arguments that ``original`` takes by names of old, with HuggingFace's notices.
-
-    It is called with the new names alone; ``function`` itself if ``original`` has none of old.
-    """
+    """Return ``function`` taking the names of old that ``original`` takes, with HuggingFace's notices."""
     taking: Any = function
     for decorator in reversed([*_decorators(original)]):
         taking = _around(taking, decorator)

@@ -45,10 +45,9 @@ _KEPT = "_cached_continuous_batching_manager"
 
 
 class ManagerParts(ContinuousBatchingManager):
-    """HuggingFace's manager without the part that runs the model: its ids, its queue of outputs, its thread.
+    """HuggingFace's manager without the part that runs the model: its ids, its queue of outputs, its thread."""
 
-    Its attributes are set here: its own ``__init__`` changes the attention of the model.
-    """
+    # Its attributes are set here: its own ``__init__`` changes the attention of the model.
 
     def __init__(self, model: PreTrainedModel, config: GenerationConfig, batching: ContinuousBatchingConfig) -> None:
         self.model: Any = model

@@ -37,11 +37,9 @@ class HomeProcess:
 
 
 def lock() -> threading.RLock:
-    """Return a lock that a forked process finds free, unless the thread that forks holds it.
-
-    The garbage collector, the end of the interpreter and what a callback returns to take such locks in a forked process
-    as well. What another thread was changing under one stays half changed; nothing there reads it again.
-    """
+    """Return a lock that a forked process finds free, unless the thread that forks holds it."""
+    # The garbage collector, the end of the interpreter and what a callback returns to take such locks in a forked
+    # process as well. What another thread was changing under one stays half changed; nothing there reads it again.
     made = threading.RLock()
     _locks.add(made)
     return made

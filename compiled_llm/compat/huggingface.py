@@ -103,12 +103,10 @@ _SERVED_CLASSES = frozenset(
         *("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"),
     }
 )
-"""Classes of transformers and torch whose methods of these names our loops do the work of.
-
-Gemma 3 gives the types of tokens to the prompt alone. Phi-3 and PhiMoE begin again without a cache where they switch to
-longrope, which ``wrap`` refuses. Bamba, Falcon-H1 and Nemotron-H ask for the last logits, which is what our loops
-compute. Models without attention leave the mask out after the prompt.
-"""
+"""Classes of transformers and torch whose methods of these names our loops do the work of."""
+# Gemma 3 gives the types of tokens to the prompt alone. Phi-3 and PhiMoE begin again without a cache where they switch
+# to longrope, which ``wrap`` refuses. Bamba, Falcon-H1 and Nemotron-H ask for the last logits, which is what our loops
+# compute. Models without attention leave the mask out after the prompt.
 
 
 @functools.cache
@@ -123,11 +121,9 @@ def warn_if_newer(version: str, stacklevel: int) -> None:
 
 
 def is_stood_in_for(function: object) -> bool:
-    """Return whether ``function``, found on a class under a name in ``STOOD_IN_FOR``, is one that our loops replace.
-
-    A replacement is recognised by where its code stands: ``functools.wraps`` copies names. (``contextlib`` is where
-    ``contextmanager`` puts a function.)
-    """
+    """Return whether ``function``, found on a class under a name in ``STOOD_IN_FOR``, is one that our loops replace."""
+    # A replacement is recognised by where its code stands: ``functools.wraps`` copies names. (``contextlib`` is where
+    # ``contextmanager`` puts a function.)
     if not isinstance(function, FunctionType):
         return False
     package = function.__globals__["__name__"].partition(".")[0]
@@ -163,11 +159,10 @@ def _experts_of_this_thread() -> str | None:
 
 
 class _View:
-    """A second class of a config while some thread reads another implementation than the one that it names.
+    """A second class of a config while some thread reads another implementation than the one that it names."""
 
-    Configs are shared: among models, and among threads. So a config's value is never changed; it gets a class that
-    answers each thread by itself, until the last of these threads is done.
-    """
+    # Configs are shared: among models, and among threads. So a config's value is never changed; it gets a class that
+    # answers each thread by itself, until the last of these threads is done.
 
     def __init_subclass__(cls) -> None:
         """Keep transformers from making a dataclass of it."""
@@ -194,10 +189,8 @@ def _view_of(config: PretrainedConfig) -> type[PretrainedConfig]:
 
 
 def _reads_plainly(config: PretrainedConfig) -> bool:
-    """Return whether to read an attribute of a config finds it as in any object.
-
-    HuggingFace looks first whether its name stands for another one, and whether each layer has an own one.
-    """
+    """Return whether to read an attribute of a config finds it as in any object."""
+    # HuggingFace looks first whether its name stands for another one, and whether each layer has an own one.
     kind, own = type(config), object.__getattribute__(config, "__dict__")
     looks = kind.attribute_map or "attribute_map" in own or "_heterogeneity_spec" in own
     return kind.__getattribute__ is PretrainedConfig.__getattribute__ and not looks
@@ -269,10 +262,7 @@ def attention_implementation(config: PretrainedConfig) -> str | None:
 
 
 def attention_function_of_user(config: PretrainedConfig) -> str | None:
-    """Return the name in a config of an attention function that is neither HuggingFace's nor a kernel of its hub.
-
-    A name like ``owner/kernels`` is one of the hub.
-    """
+    """Return the name of an attention function that is neither HuggingFace's nor of its hub (``owner/kernels``)."""
     name = attention_implementation(config)
     if name is None or "/" in name:
         return None
@@ -285,10 +275,7 @@ def attention_function_of_user(config: PretrainedConfig) -> str | None:
 
 
 def captures_outputs(hook: object) -> bool:
-    """Return whether a forward hook is one that HuggingFace leaves on modules once hidden states were asked for.
-
-    It does nothing in calls that do not ask for them.
-    """
+    """Whether HuggingFace left a forward hook once hidden states were asked for; it does nothing in other calls."""
     return getattr(hook, "__module__", None) == output_capturing.__name__
 
 
@@ -309,10 +296,7 @@ def _is_capturing(forward: Any) -> bool:
 
 
 def indexed_layers() -> tuple[type, ...]:
-    """Return the layers of HuggingFace's dynamic caches that keep index keys; none in old versions.
-
-    That of a model which brings its own is there once the model's module is imported.
-    """
+    """Return the layers of dynamic caches that keep index keys, of a model's own once its module is imported."""
     known = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
     found = (getattr(cache_utils, "DynamicIndexedLayer", None), known.get("minimax_m3_sparse"))
     return tuple(layer for layer in found if layer is not None)
@@ -329,19 +313,14 @@ def add_states(cache: Cache, layer: int, number: int, conv: Tensor | None, recur
 
 
 def keeps_nothing(layer: Any) -> bool:
-    """Return whether a layer of HuggingFace's cache has no memory: it reads another one's keys and values, or none.
-
-    From 5.23 on; older caches have fewer layers than such a model.
-    """
+    """Whether a layer of a cache has no memory, from 5.23 on: it reads another one's keys and values, or none."""
     nothing: type | None = getattr(cache_utils, "DummyLayer", None)
     return nothing is not None and isinstance(layer, nothing)
 
 
 def keeps_all(config: PretrainedConfig, attending: Sequence[bool]) -> bool:
-    """Return whether HuggingFace's caches keep something of each layer that is ``attending``.
-
-    They do not keep of a layer what it takes from an earlier one.
-    """
+    """Return whether HuggingFace's caches keep something of each layer that is ``attending``."""
+    # They do not keep of a layer what it takes from an earlier one.
     layers = DynamicCache(config=config).layers
     both = zip(layers, attending, strict=False)
     return len(layers) >= len(attending) and not any(attends and keeps_nothing(layer) for layer, attends in both)
@@ -354,10 +333,8 @@ def keeps_state(layer: Any) -> bool:
 
 
 def state_beside_keys(config: PretrainedConfig) -> tuple[int, str] | None:
-    """Return the first layer that keeps a state of its row besides keys and values, and its class in a dynamic cache.
-
-    None if no layer does. Layers with a state alone have no attention, so that a trial forward does not reach them.
-    """
+    """Return the first layer that keeps a state besides keys and values, and its class in a dynamic cache; or None."""
+    # Layers with a state alone have no attention, so that a trial forward does not reach them.
     layers = enumerate(DynamicCache(config=config).layers)
     both = ((number, kept) for number, kept in layers if isinstance(kept, CacheLayerMixin) and keeps_state(kept))
     return next(((number, type(kept).__name__) for number, kept in both), None)
@@ -413,10 +390,7 @@ def with_end_tokens(
 
 
 def mask_width(config: GenerationConfig, tokens: int) -> int:
-    """Return how many columns an attention mask had that generate has dropped because it hides nothing.
-
-    ``tokens`` is the width if none was noted.
-    """
+    """Return how wide a mask was that generate dropped because it hides nothing; ``tokens`` if none was noted."""
     return getattr(config, "_mask_length", tokens)
 
 
@@ -445,12 +419,9 @@ class Misfits(NamedTuple):
 
 
 def load_checkpoint(model: PreTrainedModel, into: nn.Module, tensors: Mapping[str, Any]) -> Misfits:
-    """Load a checkpoint's tensors into a stand-in without memory, as ``from_pretrained`` would.
-
-    The class and config of ``model``, which is not changed, say how tensors are named and stacked in files. ``into``
-    has parameters and buffers of the same names, shapes and dtypes, which are replaced. ``tensors`` are those of the
-    checkpoint by name, each read by ``tensor[...]``.
-    """
+    """Load a checkpoint's tensors into a stand-in without memory, as ``from_pretrained`` would."""
+    # The class and config of ``model``, which is not changed, say how tensors are named and stacked in files. ``into``
+    # has parameters and buffers of the same names, shapes and dtypes, which are replaced.
     mapping: Any = get_model_conversion_mapping(model)
     config = LoadStateDictConfig(weight_mapping=mapping)
     shown: Any = into

@@ -1,10 +1,9 @@
-"""Undocumented parts of PEFT: where its LoRA layers keep adapters, each by name.
+"""Undocumented parts of PEFT: where its LoRA layers keep adapters, each by name; this imports no PEFT."""
 
-Importing this module does not import PEFT. A LoRA layer has a dictionary for each thing that adapters have (matrices,
-scales, dropout), whose keys are names; the layer's class lists most of these dictionaries. Its forward reads of them
-what the active adapters have, in their order. If one moves, tests/compat/test_peft.py tells; until then a switch to
-another adapter compiles again, or PEFT's forward finds no adapter in a layer. Ends when PEFT runs adapters by number.
-"""
+# A LoRA layer has a dictionary for each thing that adapters have (matrices, scales, dropout), whose keys are names; the
+# layer's class lists most of these dictionaries. Its forward reads of them what the active adapters have, in their
+# order. If one moves, tests/compat/test_peft.py tells; until then a switch to another adapter compiles again, or PEFT's
+# forward finds no adapter in a layer. Ends when PEFT runs adapters by number.
 
 from __future__ import annotations
 
@@ -28,11 +27,9 @@ def is_lora_layer(module: nn.Module) -> bool:
 
 
 def acting_adapters(layer: Any) -> list[str] | None:
-    """Return the names of the adapters whose results a LoRA layer's forward adds, in order.
-
-    None if it does something else: it takes merged ones out of the weight once they are disabled, and the code of
-    variants, such as DoRA, may read anything.
-    """
+    """Return the adapters whose results a LoRA layer's forward adds, in order; None if it does something else."""
+    # It takes merged ones out of the weight once they are disabled, and the code of variants, such as DoRA, may read
+    # anything.
     if layer.disable_adapters or layer.merged:
         return None if layer.disable_adapters and layer.merged else []
     active: list[str] = [*layer.active_adapters]

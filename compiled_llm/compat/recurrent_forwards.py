@@ -1,16 +1,14 @@
-"""How recurrent layers of transformers reach states that are not in its caches.
+"""How recurrent layers of transformers reach states that are not in its caches."""
 
-A layer's ``forward`` hands its states to the cache (``Cache.update_conv_state``, ``update_recurrent_state``), and
-computes by functions of its module's globals. These are padded, or raise on packed rows (``cu_seqlens``), and none gets
-the cache. So a second ``forward`` is made from the source of the first one, in which the cache's methods of
-``FUNCTIONS`` stand in the place of these functions; everything else is HuggingFace's code, and its globals are its
-module's own. A class of the layer's name chooses the second one where the cache is one of ours, and the first one
-anywhere else, so that nothing changes for other callers, other models and other threads.
-
-Without it, models with recurrent layers are refused. It ends when transformers computes packed rows without
-flash-linear-attention and mamba-ssm, and its caches may bring their own functions. ``tests/compat/
-test_recurrent_forwards.py`` names what no longer fits.
-"""
+# A layer's ``forward`` hands its states to the cache (``Cache.update_conv_state``, ``update_recurrent_state``), and
+# computes by functions of its module's globals. These are padded, or raise on packed rows (``cu_seqlens``), and none
+# gets the cache. So a second ``forward`` is made from the source of the first one, in which the cache's methods of
+# ``FUNCTIONS`` stand in the place of these functions; everything else is HuggingFace's code, and its globals are its
+# module's own. A class of the layer's name chooses the second one where the cache is one of ours, and the first one
+# anywhere else, so that nothing changes for other callers, other models and other threads.
+# Without it, models with recurrent layers are refused. It ends when transformers computes packed rows without
+# flash-linear-attention and mamba-ssm, and its caches may bring their own functions.
+# ``tests/compat/test_recurrent_forwards.py`` names what no longer fits.
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ FUNCTIONS = {
     "mamba_selective_scan": "selective_scan",
     "mamba2_chunk_scan": "chunk_scan",
 }
-"""Functions of HuggingFace's modules, and the cache's methods that stand in for them.
-
-Those of a single token are not among them: layers call them for rows whose states the cache hands out.
-"""
+"""Functions of HuggingFace's modules, and the cache's methods that stand in for them."""
+# Those of a single token are not among them: layers call them for rows whose states the cache hands out.
 KEPT = frozenset({"update_conv_state", "update_recurrent_state"})  # the cache's methods by which layers keep states
 
 
@@ -57,11 +53,7 @@ _made: dict[tuple[type[nn.Module], type], type[nn.Module]] = {}
 
 
 def with_packed_rows(layer: type[nn.Module], states: type) -> type[nn.Module]:
-    """Return a class of a layer's name whose ``forward`` lets a cache of the class ``states`` compute.
-
-    Raises:
-        StatesNotFoundError: the layer keeps states, and there is no function that the cache stands in for.
-    """
+    """Return a class of a layer's name whose ``forward`` lets ``states`` compute; StatesNotFoundError if none can."""
     if (layer, states) in _made:
         return _made[layer, states]
     argument, packed = packed_forward(layer)
@@ -83,11 +75,7 @@ def with_packed_rows(layer: type[nn.Module], states: type) -> type[nn.Module]:
 
 
 def packed_forward(layer: type[nn.Module]) -> tuple[str, Callable[..., Any]]:
-    """Return the name of the cache among a ``forward``'s arguments, and the ``forward`` that calls its methods.
-
-    Raises:
-        StatesNotFoundError: as of ``with_packed_rows``.
-    """
+    """Return a ``forward``'s name for the cache, and one that calls its methods; errors as of ``with_packed_rows``."""
     written = _written(layer.forward)
     name = f"{layer.__module__}.{layer.__qualname__}"
     if written.__code__.co_freevars:

@@ -1,9 +1,8 @@
-"""Response templates of models whose tokenizers come without one; ``tests/compat/test_response_templates.py`` tests it.
+"""Response templates of models whose tokenizers lack one; ``tests/compat/test_response_templates.py`` tests it."""
 
-``transformers.cli.serving.utils._RESPONSE_TEMPLATE_FALLBACKS`` is private: ``transformers serve`` reads the answers of
-Qwen's and Gemma's models with it. Without it, their answers are plain text. Ends when their tokenizers have templates,
-or transformers has a public place for these.
-"""
+# ``transformers.cli.serving.utils._RESPONSE_TEMPLATE_FALLBACKS`` is private: ``transformers serve`` reads the answers
+# of Qwen's and Gemma's models with it. Without it, their answers are plain text. Ends when their tokenizers have
+# templates, or transformers has a public place for these.
 
 from __future__ import annotations
 

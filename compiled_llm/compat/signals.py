@@ -1,8 +1,7 @@
-"""The handler of a signal, as ``signal.getsignal`` and ``signal.signal`` return and set it, in a tenth of their time.
+"""A signal's handler, as ``signal.getsignal`` and ``signal.signal`` have it, in a tenth of their time."""
 
-These call the functions of ``_signal``, and look up what they return among constants, which is an exception for any
-function: 13 µs, four times in each call of a model. Ends when they do without. Beside it, how a thread blocks Ctrl-C.
-"""
+# These call the functions of ``_signal``, and look up what they return among constants, which is an exception for any
+# function: 13 µs, four times in each call of a model. Ends when they do without. Beside it, how a thread blocks Ctrl-C.
 
 from __future__ import annotations
 

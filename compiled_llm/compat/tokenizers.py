@@ -1,9 +1,8 @@
-"""Decodes as HuggingFace's tokenizers do, token by token.
+"""Decodes as HuggingFace's tokenizers do, token by token."""
 
-``_decode`` of its fast tokenizers is private. It is what ``tokenizers`` decodes, cleaned up if the tokenizer says so
-and its model is not BPE. If another class, or a later version, does more, texts are decoded by ``decode`` itself, in
-windows: three times as slow, and right. Ends when transformers offers streams of text for a tokenizer.
-"""
+# ``_decode`` of its fast tokenizers is private. It is what ``tokenizers`` decodes, cleaned up if the tokenizer says so
+# and its model is not BPE. If another class, or a later version, does more, texts are decoded by ``decode`` itself, in
+# windows: three times as slow, and right. Ends when transformers offers streams of text for a tokenizer.
 
 from __future__ import annotations
 

@@ -16,22 +16,18 @@ _REPLAYS = 5  # of that graph; the fastest counts
 
 @functools.cache
 def time_kernels_in_graphs() -> None:
-    """Let Inductor choose the tilings of its kernels by launches that follow each other in a CUDA graph.
-
-    It times single launches, each after a copy of what the kernel overwrites, with an empty L2 cache. For kernels that
-    run for microseconds that measures mostly the copy, and not how they overlap: in one compile or another it chose
-    tilings that took three times as long as others. This holds for all that the process compiles from then on.
-    """
+    """Let Inductor choose its kernels' tilings, from now on, by launches that follow each other in a CUDA graph."""
+    # It times single launches, each after a copy of what the kernel overwrites, with an empty L2 cache. For kernels
+    # that run for microseconds that measures mostly the copy, and not how they overlap: in one compile or another it
+    # chose tilings that took three times as long as others.
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     setattr(CachingAutotuner, "bench", timed_in_a_graph(CachingAutotuner.bench))  # noqa: B010
 
 
 def timed_in_a_graph(bench: Callable[..., float]) -> Callable[..., float]:
-    """Return Inductor's ``bench`` of one tiling, which returns milliseconds, with launches in a graph.
-
-    Kernels that a user has written, and tilings that spill registers, are left to Inductor, which may refuse them.
-    """
+    """Return Inductor's ``bench`` of one tiling, in milliseconds, with launches in a graph."""
+    # Kernels that a user has written, and tilings that spill registers, are left to Inductor, which may refuse them.
 
     @functools.wraps(bench)
     def timed(self: Any, launcher: Any, *args: Any, **kwargs: Any) -> float:

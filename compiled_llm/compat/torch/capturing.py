@@ -32,25 +32,19 @@ _ended_badly: list[Graph] = []
 
 
 def new_graph() -> Graph:
-    """Return a graph that is captured on its thread's current stream, while other threads may draw random numbers.
-
-    Before torch 2.12 a generator either is captured or not, in all threads. ``CUDAGraph`` always captured the default
-    one: until the capture had ended, a thread that drew from it or replayed another graph got an error.
-    """
+    """Return a graph that is captured on its thread's current stream, while other threads may draw random numbers."""
+    # Before torch 2.12 a generator either is captured or not, in all threads. ``CUDAGraph`` always captured the default
+    # one: until the capture had ended, a thread that drew from it or replayed another graph got an error.
     if torch.__version__ >= (2, 12) or _runtime() is None:  # type: ignore[operator]
         return torch.cuda.CUDAGraph()
     return GraphWithoutGenerators()
 
 
 def captured_into(graph: Graph, pool: Any, device: torch.device, launch: Callable[[], Outputs]) -> Outputs:
-    """Capture the launches of ``launch`` on the current stream of this thread, and return its result.
-
-    Unlike in ``torch.cuda.graph``, nothing waits for the device, and the allocator keeps its cached memory. Whatever
-    fails, this thread and the allocator can go on, but with another pool.
-
-    ``graph`` is a new one; ``pool``, for the allocations of ``launch``, is one of ``torch.cuda.graph_pool_handle``.
-    RuntimeError if an operation of ``launch``, which must not wait, cannot be captured.
-    """
+    """Capture ``launch``, which must not wait, on this thread's stream; RuntimeError if an operation cannot be."""
+    # Unlike in ``torch.cuda.graph``, nothing waits for the device, and the allocator keeps its cached memory. Whatever
+    # fails, this thread and the allocator can go on, but with another ``pool``, one of
+    # ``torch.cuda.graph_pool_handle``.
     with _underway.one_more():
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -80,13 +74,9 @@ def _end(graph: Graph, pool: Any, device: torch.device) -> None:
 
 
 def when_nothing_is_captured(wait: Callable[[], None]) -> None:
-    """Call a function that waits for the whole device: now, or when the captures of ``captured_into`` have ended.
-
-    CUDA refuses such a wait while any thread captures, and lets the capture fail.
-
-    Args:
-        wait: must not raise; the thread that ends the last capture may call it.
-    """
+    """Call what waits for the device, and must not raise: now, or when the captures of ``captured_into`` have ended."""
+    # CUDA refuses such a wait while any thread captures, and lets the capture fail. The thread that ends the last
+    # capture may call it.
     _underway.call_later(wait)
 
 

@@ -13,20 +13,16 @@ _MORE_TRIES = 2
 
 
 def compilers_uninterrupted() -> AbstractContextManager[None]:
-    """Keep Ctrl-C in a terminal, which is sent to all of its processes, from those that this thread starts.
-
-    In the main thread it goes on to end them, as it ends what waits for them.
-    """
+    """Keep a terminal's Ctrl-C, which all of its processes get, from those that this thread starts."""
+    # In the main thread it goes on to end them, as it ends what waits for them.
     return nullcontext() if threading.current_thread() is threading.main_thread() else interrupts_blocked()
 
 
 @functools.cache
 def compile_to_the_end() -> None:
-    """Let Ctrl-C end no compiler of Inductor's that another thread than the main one starts, in its pools too.
-
-    One that a signal has ended nevertheless runs again: Inductor keeps the failure of a thread of its pool, and would
-    raise it again for the same kernel as long as the process lives. Ends when Inductor keeps Ctrl-C from them.
-    """
+    """Let Ctrl-C end no compiler of Inductor's that another thread than the main one starts, in its pools too."""
+    # One that a signal has ended nevertheless runs again: Inductor keeps the failure of a thread of its pool, and would
+    # raise it again for the same kernel as long as the process lives. Ends when Inductor keeps Ctrl-C from them.
     from torch._inductor import cpp_builder
 
     run = cpp_builder.run_compile_cmd

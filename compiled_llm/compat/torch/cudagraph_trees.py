@@ -14,11 +14,9 @@ import torch
 
 
 def adopt_cudagraph_trees() -> None:
-    """Give the current thread cudagraph trees of its own.
-
-    Before pytorch#184357 (torch 2.13) only the thread that first imported the module had them, and a call from any
-    other failed an assertion.
-    """
+    """Give the current thread cudagraph trees of its own."""
+    # Before pytorch#184357 (torch 2.13) only the thread that first imported the module had them, and a call from any
+    # other failed an assertion.
     from torch._inductor import cudagraph_trees
 
     local = cudagraph_trees.local
@@ -28,11 +26,9 @@ def adopt_cudagraph_trees() -> None:
 
 
 def prepare_cudagraph_trees() -> None:
-    """Let the calling thread be the one that imports cudagraph trees, and so keep them for the user's own graphs.
-
-    Before torch 2.13 only the importing thread has them; ours get theirs from ``adopt_cudagraph_trees``. A model whose
-    graphs are not those of cudagraph trees leaves the import to the user.
-    """
+    """Let the calling thread be the one that imports cudagraph trees, and so keep them for the user's own graphs."""
+    # Before torch 2.13 only the importing thread has them; ours get theirs from ``adopt_cudagraph_trees``. A model
+    # whose graphs are not those of cudagraph trees leaves the import to the user.
     importlib.import_module("torch._inductor.cudagraph_trees")
 
 
@@ -44,10 +40,9 @@ def cudagraph_skips() -> int:
 
 
 def cudagraph_tree_graphs(device: torch.device) -> int:
-    """Return how many CUDA graphs the current thread's trees have captured; call it on the thread that replays.
-
-    Before torch 2.13 a thread has trees only if it imported the module or has adopted some: others have captured none.
-    """
+    """Return how many CUDA graphs the current thread's trees have captured; call it on the thread that replays."""
+    # Before torch 2.13 a thread has trees only if it imported the module or has adopted some: others have captured
+    # none.
     from torch._inductor.cudagraph_trees import local
 
     container = getattr(local, "tree_manager_containers", {}).get(device.index or 0)

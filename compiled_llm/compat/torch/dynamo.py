@@ -60,11 +60,9 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def own_copy(function: F) -> F:
-    """Return the function with a code object of its own.
-
-    Dynamo keeps what it compiled on the code object; without a copy, two models would share one cache, its limit, and
-    each other's guards.
-    """
+    """Return the function with a code object of its own."""
+    # Dynamo keeps what it compiled on the code object; without a copy, two models would share one cache, its limit, and
+    # each other's guards.
     assert isinstance(function, FunctionType)
     code: CodeType = function.__code__.replace()
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
@@ -86,11 +84,9 @@ def forget(functions: list[Callable[..., Any]]) -> None:
 
 
 def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``torch.compile`` of a function that must be one graph, of which Dynamo keeps nothing once it is gone.
-
-    Dynamo remembers each backend for as long as the process lives, only to call its ``reset``, and with ours all that
-    it refers to: a model's tensors and pages. Compiled code keeps its own backend alive.
-    """
+    """Return ``torch.compile`` of a function that must be one graph, of which Dynamo keeps nothing once it is gone."""
+    # Dynamo remembers each backend for as long as the process lives, only to call its ``reset``, and with ours all that
+    # it refers to: a model's tensors and pages. Compiled code keeps its own backend alive.
     from torch._dynamo.eval_frame import cached_backends
 
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
@@ -101,11 +97,8 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
 
 
 def leave_unguarded(attributes: Collection[str]) -> None:
-    """Let the code that a backend is called for stay valid whatever becomes of these attributes of modules.
-
-    Also if they begin to exist. ``torch.compile`` takes a filter of guards, and then builds all of them twice: a
-    twelfth of what tracing takes.
-    """
+    """Let the code that a backend is called for stay valid whatever becomes of these attributes, or if they appear."""
+    # ``torch.compile`` takes a filter of guards, and then builds all of them twice: a twelfth of what tracing takes.
     from torch._guards import TracingContext
 
     if (context := TracingContext.try_get()) is not None:
@@ -130,11 +123,9 @@ def graph_count(function: Callable[..., Any]) -> int:
 
 
 def forget_entries_of(backend: Callable[..., Any]) -> None:
-    """Free code that was compiled with ``backend`` and no other, wherever Dynamo keeps it.
-
-    A graph break makes Dynamo compile the functions on the way to it one by one, and keep that on their code objects. A
-    function that has been compiled with other backends too keeps all of it: ours never serves their calls.
-    """
+    """Free code that was compiled with ``backend`` and no other, wherever Dynamo keeps it."""
+    # A graph break makes Dynamo compile the functions on the way to it one by one, and keep that on their code objects.
+    # A function that has been compiled with other backends too keeps all of it: ours never serves their calls.
     from torch._dynamo.eval_frame import remove_from_cache
 
     for function, entries in _functions_with_entries():
@@ -162,11 +153,9 @@ def _backend_of(entry: Any) -> Any:
 
 @contextmanager
 def graph_breaks_logged() -> Iterator[list[str]]:
-    """Collect Dynamo's messages about each graph break while the block runs.
-
-    It goes to the structured trace, which unlike the log of graph breaks repeats itself in a second run. Functions
-    compiled one by one are as many as a model has layers, which the usual limits would cut short.
-    """
+    """Collect Dynamo's messages about each graph break while the block runs."""
+    # It goes to the structured trace, which unlike the log of graph breaks repeats itself in a second run. Functions
+    # compiled one by one are as many as a model has layers, which the usual limits would cut short.
     collector = _GraphBreaks()
     trace = logging.getLogger("torch.__trace")
     skipped_frames = logging.getLogger("torch._dynamo.convert_frame.__graph_breaks")
@@ -225,10 +214,8 @@ def is_compiled_for(function: Callable[..., Any], arguments: dict[str, Any]) -> 
 
 
 def compiled_code(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any] | None:
-    """Return what Dynamo has compiled a function made by ``own_copy`` to for these arguments, by name; None if nothing.
-
-    It takes them in order, and checks no guards: those hold now. To call the function would check them again.
-    """
+    """Return the code of a function of ``own_copy``'s for arguments by name, which it takes in order; None if none."""
+    # It checks no guards: those hold now. To call the function would check them again.
     for entry in _entries(function):
         if entry.guard_manager.check(arguments):
             whole = cast(FunctionType, function)
@@ -237,10 +224,8 @@ def compiled_code(function: Callable[..., Any], arguments: dict[str, Any]) -> Ca
 
 
 def guards_for(function: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[dict[str, Any]], bool]:
-    """Return the check that Dynamo makes before it runs the code compiled for ``arguments``, by name.
-
-    ``own_copy`` made the function, which was called with them before; RuntimeError if Dynamo has no code for them.
-    """
+    """Return Dynamo's check before it runs the code for ``arguments``, by name, of a function of ``own_copy``'s."""
+    # The function was called with them before; RuntimeError if Dynamo has no code for them.
     for entry in _entries(function):
         check: Callable[[dict[str, Any]], bool] = entry.guard_manager.check
         if check(arguments):
@@ -268,10 +253,7 @@ def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def tracing_seconds(functions: Sequence[Callable[..., Any]]) -> float:
-    """Return how long Dynamo took over functions made by ``own_copy``, without the time of their backend.
-
-    Dynamo keeps the last 64 compiles.
-    """
+    """Return how long Dynamo took over functions of ``own_copy``'s, of its last 64 compiles, without their backend."""
     from torch._dynamo.utils import get_compilation_metrics
 
     ours = {str(entry.compile_id) for function in functions for entry in _entries(function)}
@@ -289,10 +271,8 @@ def reason_of(error: BaseException, kind: type[E]) -> E | None:
 
 @contextmanager
 def no_bytecode_hooks() -> Iterator[None]:
-    """Keep hooks that rewrite Dynamo's bytecode, such as depyf's, from seeing the block's.
-
-    The code of depyf 0.20 in place of a function that uses ``super()`` after a graph break does not run.
-    """
+    """Keep hooks that rewrite Dynamo's bytecode, such as depyf's, from seeing the block's."""
+    # The code of depyf 0.20 in place of a function that uses ``super()`` after a graph break does not run.
     from torch._dynamo import convert_frame
 
     hooks = convert_frame._bytecode_hooks

@@ -30,10 +30,8 @@ _NO_VARIABLES: Mapping[str, str] = {}
 
 
 def traced_by_inductor(folder: str) -> dict[str, Any]:
-    """Return options with which Inductor writes a graph's trace, in a new folder in ``folder/torchinductor``.
-
-    Cached code is not written again, so Inductor is told to compile again.
-    """
+    """Return options with which Inductor writes a graph's trace, in a new folder in ``folder/torchinductor``."""
+    # Cached code is not written again, so Inductor is told to compile again.
     return {
         "trace.enabled": True,
         "trace.debug_dir": folder,
@@ -68,12 +66,10 @@ def compile_with_inductor(
 
 @functools.cache
 def make_kernels_wait_first() -> None:
-    """Make each Inductor kernel that may begin before the previous one has ended wait for that one at once.
-
-    Inductor leaves waiting out if a kernel does not read what the previous one writes. But that one may have begun
-    while earlier ones still ran, as kernels of ours do; it may even be writing memory that the next one overwrites.
-    This holds for all that the process compiles with that option from then on; it can only add waiting.
-    """
+    """Make each Inductor kernel that may begin before the previous one has ended wait for that one at once."""
+    # Inductor leaves waiting out if a kernel does not read what the previous one writes. But that one may have begun
+    # while earlier ones still ran, as kernels of ours do; it may even be writing memory that the next one overwrites.
+    # This holds for all that the process compiles with that option from then on; it can only add waiting.
     from torch._inductor.codegen.triton import TritonKernel
     from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 
@@ -93,12 +89,10 @@ def make_kernels_wait_first() -> None:
 
 @functools.cache
 def describe_ops_for_readers_only() -> None:
-    """Let Inductor describe an op that it has no lowering for when its log is read, as torch 2.13 does.
-
-    A description has those of the op's arguments in it, each with those of what led to it. Where ops follow each other,
-    as in decode steps, that grows exponentially: a decode step of four layers was lowered for three minutes, and with
-    28 layers ``mode="reduce-overhead"``, which compiles all of them as one graph, had not begun after nine.
-    """
+    """Let Inductor describe an op that it has no lowering for when its log is read, as torch 2.13 does."""
+    # A description has those of the op's arguments in it, each with those of what led to it. Where ops follow each
+    # other, as in decode steps, that grows exponentially: a decode step of four layers was lowered for three minutes,
+    # and with 28 layers ``mode="reduce-overhead"``, which compiles all of them as one graph, had not begun after nine.
     from torch._inductor.exc import MissingOperatorWithDecomp, MissingOperatorWithoutDecomp
 
     if torch.__version__ >= (2, 13):  # type: ignore[operator]
@@ -112,11 +106,9 @@ def _read_later(describe: Callable[..., str]) -> Callable[..., object]:
 
 
 def refusing_races(codegen: Callable[..., str], waits: list[int]) -> Callable[..., str]:
-    """Return Inductor's ``codegen`` of a kernel, which raises if that may begin early and was not made to wait first.
-
-    A torch that no longer calls ``_filter_pdl`` would leave kernels to race, now and then and without a message. The
-    first entry of ``waits`` counts the kernels that were made to wait.
-    """
+    """Return Inductor's ``codegen`` of a kernel, which raises if that may begin early and was not made to wait."""
+    # A torch that no longer calls ``_filter_pdl`` would leave kernels to race, now and then and without a message. The
+    # first entry of ``waits`` counts the kernels that were made to wait.
 
     @functools.wraps(codegen)
     def checked(*args: Any, **kwargs: Any) -> str:
@@ -138,10 +130,8 @@ MAY_BEGIN_EARLY = "'launch_pdl': True"
 
 @functools.cache
 def keep_probes_from_current_folder() -> None:
-    """Let the Python that Inductor starts to try vector instructions import nothing from the current folder.
-
-    ``python -c`` looks there first: a ``ctypes.py`` in it would run, and vector instructions would count as missing.
-    """
+    """Let the Python that Inductor starts to try vector instructions import nothing from the current folder."""
+    # ``python -c`` looks there first: a ``ctypes.py`` in it would run, and vector instructions would count as missing.
     from torch._inductor.cpu_vec_isa import VecISA
 
     script = getattr(VecISA, "_avx_py_load", "")
@@ -150,12 +140,10 @@ def keep_probes_from_current_folder() -> None:
 
 @functools.cache
 def build_probes_early() -> None:
-    """Begin to build, on a thread, Inductor's test programs for vector instructions, if its cache is new.
-
-    Inductor builds these programs one after the other, while nothing else runs, in the midst of compiling. The thread
-    only puts them where Inductor looks for them; its own findings are ignored.
-    It can end once Inductor ships these programs, or builds them in parallel with other work.
-    """
+    """Begin to build, on a thread, Inductor's test programs for vector instructions, if its cache is new."""
+    # Inductor builds these programs one after the other, while nothing else runs, in the midst of compiling. The thread
+    # only puts them where Inductor looks for them; its own findings are ignored. It can end once Inductor ships these
+    # programs, or builds them in parallel with other work.
     if (inductor_cache() / "locks").exists():
         return
     from torch._inductor import codecache, config, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
@@ -177,11 +165,9 @@ def build_probes_early() -> None:
 
 @functools.cache
 def hash_sources_early() -> None:
-    """Begin to hash, on two threads, the sources of torch, and those of Triton with its library.
-
-    They are part of the key of each graph in Inductor's cache, which takes a second for them once a graph is traced.
-    The threads let tracing begin meanwhile. They can end once Inductor goes by versions.
-    """
+    """Begin to hash, on two threads, the sources of torch, and those of Triton with its library."""
+    # They are part of the key of each graph in Inductor's cache, which takes a second for them once a graph is traced.
+    # The threads let tracing begin meanwhile. They can end once Inductor goes by versions.
     from torch._inductor import codecache  # on this thread: imports in two may cross
     from torch._inductor.runtime import triton_compat
 
@@ -194,23 +180,19 @@ def hash_sources_early() -> None:
 
 
 def choose_ptxas() -> None:
-    """Make Triton assemble with torch's own ptxas from now on, if torch brings one (TRITON_PTXAS_PATH).
-
-    Inductor sets that once it loads a kernel of Triton's in this process, and does not as long as it has processes of
-    its own that do so. The version of ptxas is part of each kernel's key; so without this it would depend on the speed
-    of those processes under which keys our own kernels are kept, and looked for.
-    """
+    """Make Triton assemble with torch's own ptxas from now on, if torch brings one (TRITON_PTXAS_PATH)."""
+    # Inductor sets that once it loads a kernel of Triton's in this process, and does not as long as it has processes of
+    # its own that do so. The version of ptxas is part of each kernel's key; so without this it would depend on the
+    # speed of those processes under which keys our own kernels are kept, and looked for.
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
     _set_triton_ptxas_path()
 
 
 def start_processes_early() -> None:
-    """Start Inductor's processes that build Triton's kernels, as ``torch.compile`` does for its own backend.
-
-    A backend of one's own gets them with the first graph, whose kernels Inductor then builds one after the other in
-    this process, until they are ready. TORCH_WARM_POOL=0 leaves them to that, TORCHINDUCTOR_COMPILE_THREADS=1 out.
-    """
+    """Start Inductor's processes that build Triton's kernels, as ``torch.compile`` does for its own backend."""
+    # A backend of one's own gets them with the first graph, whose kernels Inductor then builds one after the other in
+    # this process, until they are ready. TORCH_WARM_POOL=0 leaves them to that, TORCHINDUCTOR_COMPILE_THREADS=1 out.
     from torch._inductor.async_compile import maybe_warm_pool
 
     with interrupts_blocked():  # until they ignore Ctrl-C themselves, which would leave Inductor a pool that is closed
@@ -218,11 +200,9 @@ def start_processes_early() -> None:
 
 
 def try_vector_instructions_early(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> None:
-    """Begin to try vector instructions, on a thread, with programs that were built in a folder of artifacts.
-
-    Inductor starts a Python for them that imports torch, and waits for it, before it loads the first C++ kernel.
-    Arguments as for ``inductor_cache_at``; a caller that takes a graph from the folder waits for the thread.
-    """
+    """Begin to try vector instructions, on a thread, with programs that were built in a folder of artifacts."""
+    # Inductor starts a Python for them that imports torch, and waits for it, before it loads the first C++ kernel. A
+    # caller that takes a graph from the folder waits for the thread.
     from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401 (imports in two threads may cross)
 
     keep_probes_from_current_folder()
@@ -270,12 +250,10 @@ def cache_variables(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def inductor_cache_at(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[None]:
-    """Let Inductor look for code in this folder alone while the block runs; one thread after the other.
-
-    Inductor reads the place from the environment each time, here and in the processes that it starts, and from nowhere
-    else. Code that another thread compiles meanwhile, outside such a block, lands in the folder as well. ``variables``
-    are set meanwhile, too.
-    """
+    """Let Inductor look for code in this folder alone while the block runs; one thread after the other."""
+    # Inductor reads the place from the environment each time, here and in the processes that it starts, and from
+    # nowhere else. Code that another thread compiles meanwhile, outside such a block, lands in the folder as well.
+    # ``variables`` are set meanwhile, too.
     import torch._dynamo.package  # noqa: F401 (remembers the place that it finds when it is imported)
 
     with _one_cache, replaced({**cache_variables(folder), **variables}):
@@ -287,11 +265,9 @@ _one_cache = lock()
 
 @contextmanager
 def without_precompiled_headers() -> Iterator[None]:
-    """Keep Inductor from compiling a header while the block looks for C++ kernels that are built.
-
-    It has the compiler preprocess that header first, each time and for seconds, to see whether it has changed. Neither
-    the kernels' keys nor their code depend on it.
-    """
+    """Keep Inductor from compiling a header while the block looks for C++ kernels that are built."""
+    # It has the compiler preprocess that header first, each time and for seconds, to see whether it has changed.
+    # Neither the kernels' keys nor their code depend on it.
     from torch._inductor import codecache
 
     precompile = codecache._precompile_header

@@ -23,11 +23,9 @@ def inside_torch_modes() -> bool:
 
 
 def observer_of_operations() -> str | None:
-    """Return the name of an observer of each operation of this thread, which would miss a graph's; or None.
-
-    That is a mode of the caller's (``FlopCounterMode``), a transform of ``torch.func``, a forward derivative or
-    ``torch.jit.trace``. A default device has no effect in a graph, whose tensors all name theirs.
-    """
+    """Return the name of an observer of each operation of this thread, which would miss a graph's; or None."""
+    # That is a mode of the caller's (``FlopCounterMode``), a transform of ``torch.func``, a forward derivative or
+    # ``torch.jit.trace``. A default device has no effect in a graph, whose tensors all name theirs.
     modes = _dispatch_modes() or _function_modes()
     if modes:
         return modes[-1].lstrip("_")

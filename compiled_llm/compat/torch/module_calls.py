@@ -27,11 +27,9 @@ class _Noted:
 
 
 def note_calls(module: nn.Module, note: Callable[[], object]) -> None:
-    """Call ``note``, a bound method, before each call of a module, until ``stop_noting`` or ``module.compile()``.
-
-    Programs that Dynamo traces do not: it goes from a module to its forward. Copies and pickles do not have it, and a
-    module that is compiled in place already stays as it is.
-    """
+    """Call ``note``, a bound method, before each call of a module, until ``stop_noting`` or ``module.compile()``."""
+    # Programs that Dynamo traces do not: it goes from a module to its forward. Copies and pickles do not have it, and a
+    # module that is compiled in place already stays as it is.
     if vars(module).get("_compiled_call_impl") is None:
         vars(module)["_compiled_call_impl"] = _Noted(module, note)
 

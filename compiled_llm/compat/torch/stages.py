@@ -26,10 +26,8 @@ _CACHE = ("_inductor/codecache.py", "load_with_key")
 
 
 def compiling_stage(thread: int) -> str:
-    """Return a running thread's stage of compilation, for example "writing kernels"; empty if it compiles nothing.
-
-    Kernels are not counted: each region has its own, and how many follow is unknown.
-    """
+    """Return a running thread's stage of compilation, for example "writing kernels"; empty if it compiles nothing."""
+    # Kernels are not counted: each region has its own, and how many follow is unknown.
     stage, frame = "", sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code

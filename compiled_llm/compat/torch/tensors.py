@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class Fakes(NamedTuple):
-    """Makers of tensors without data.
+    """Makers of tensors without data: ``of`` for those in containers, the same each time, ``another`` a new one."""
 
-    ``of`` replaces tensors in nested containers by fakes, the same ones each time. ``another`` returns a new one, in
-    memory of its own, with the layout of one that needs no gradient; in a tenth of the time that a function takes.
-    """
+    # ``another`` has memory of its own, with the layout of one that needs no gradient; it takes a tenth of the time of
+    # a function.
 
     of: Callable[[Any], Any]
     another: Callable[[Tensor], Tensor]
@@ -26,10 +25,8 @@ class Fakes(NamedTuple):
 
 @contextmanager
 def fake_tensors(run: nn.Module | None = None) -> Iterator[Fakes]:
-    """Run the block on tensors without data, and without log messages about errors on them; yield their makers.
-
-    Operations on real tensors alone still change those. The block may ``run`` a module of any kind.
-    """
+    """Run the block on tensors without data, and without log messages about errors on them; yield their makers."""
+    # Operations on real tensors alone still change those. The block may ``run`` a module of any kind.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._mode_utils import no_dispatch
     from torch.utils._pytree import tree_map_only
@@ -61,11 +58,9 @@ def _packs_weights(model: nn.Module) -> bool:
 
 
 def fake_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Return what ``nn.functional.linear`` makes of a fake input, in one operation where torch takes four.
-
-    So a trial forward takes a fourth less. None if it may make something else: the input has data, or the weight is of
-    another size, type, device or class than a plain product takes.
-    """
+    """Return what ``nn.functional.linear`` makes of a fake input, in one operation where torch takes four."""
+    # So a trial forward takes a fourth less. None if it may make something else: the input has data, or the weight is
+    # of another size, type, device or class than a plain product takes.
     fits = (weight.dim(), weight.dtype, weight.device) == (2, input.dtype, input.device)
     plain = type(weight) in (Tensor, nn.Parameter) and fits
     if not (plain and isinstance(input, FakeTensor) and input.shape[-1:] == weight.shape[1:]):
@@ -79,10 +74,8 @@ def has_unknown_sizes(error: BaseException) -> bool:
 
 
 def inputs_by_tensor(graph: fx.Graph) -> Callable[[Tensor], fx.Node | None]:
-    """Return a function that finds the input of a graph, as Dynamo has made it, for a real tensor.
-
-    Dynamo's fake tensors are made once for each real one, and remembered.
-    """
+    """Return a function that finds the input of a graph, as Dynamo has made it, for a real tensor."""
+    # Dynamo's fake tensors are made once for each real one, and remembered.
     inputs = graph.find_nodes(op="placeholder")
     fakes = {id(fake): node for node in inputs if isinstance(fake := node.meta.get("example_value"), FakeTensor)}
     modes = [node.meta["example_value"].fake_mode for node in fakes.values()]

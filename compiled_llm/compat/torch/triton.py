@@ -21,11 +21,9 @@ def has_triton() -> bool:
 
 
 def find_kernels_in(folder: Path) -> None:
-    """Let Triton look in a folder like its cache before it looks into that, for this process.
-
-    A kernel's key covers all that its code depends on, so a hit is the code that Triton would have built. Missing
-    kernels are built, and kept where they always were.
-    """
+    """Let Triton look in a folder like its cache before it looks into that, for this process."""
+    # A kernel's key covers all that its code depends on, so a hit is the code that Triton would have built. Missing
+    # kernels are built, and kept where they always were.
     _folders.append(folder)
     _look_in_folders()
 
@@ -37,11 +35,9 @@ def forget_kernels_in(folder: Path) -> None:
 
 
 def kernels_built() -> list[str]:
-    """Return the files that Triton has not found anywhere, since it was first told of a folder.
-
-    Those of kernels end in ``.json``. Those that a C compiler makes end in ``.so``: launchers for kernels of one
-    signature, and Triton's bindings to CUDA.
-    """
+    """Return the files that Triton has not found anywhere, since it was first told of a folder."""
+    # Those of kernels end in ``.json``. Those that a C compiler makes end in ``.so``: launchers for kernels of one
+    # signature, and Triton's bindings to CUDA.
     return list(_built)
 
 

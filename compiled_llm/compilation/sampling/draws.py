@@ -14,7 +14,7 @@ class Draws:
     """Draws tokens from finished scores: those that ``sample`` would for the same seeds and positions."""
 
     def __init__(self, seeds: Tensor | None, positions: Tensor) -> None:
-        """Draw with ``seeds`` ``[B]`` int64, on the scores' device, from ``positions`` on; without, take the largest."""
+        """Draw with ``seeds`` ``[B]`` int64, on the scores' device, from ``positions`` on, or take the largest."""
         self._seeds = seeds
         self._positions = positions
         self._tables: SamplingTables | None = None
