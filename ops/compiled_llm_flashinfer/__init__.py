@@ -3,9 +3,21 @@
 ``import compiled_llm_flashinfer as flashinfer`` in place of ``import flashinfer``. Modules have FlashInfer's
 names, too: ``flashinfer.decode``, ``flashinfer.prefill``, ``flashinfer.page``, ``flashinfer.mla`` and so on.
 
-What arguments mean wherever they stand, if nothing else is said:
+What arguments mean wherever they stand, if nothing else is said. B rows, T packed tokens, H query heads, K kv heads,
+D head dimension (E that of values), P pages, S page size, N entries of the page table:
 
     num_qo_heads, num_kv_heads, head_dim, page_size: H, K, D and S of the shapes.
+    qo_indptr: ``[B + 1]`` int32 or int64, where each row's queries begin; its last ones, up to the last key.
+    (paged_kv_)indptr, indices, last_page_len: ``[B + 1]``, where each row's pages begin; ``[N]`` page numbers;
+        ``[B]`` tokens in each row's last page. On any device.
+    ..._buf, ..._buffer: with CUDA graphs, tensors of these shapes, for the largest N that is planned.
+    q, out: ``[T, H, D]`` float16, bfloat16, float32 or fp8, any strides; ``out`` is written and returned if given.
+    k, v: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of those dtypes.
+    paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
+        values, each without the second axis.
+    lse: ``[T, H]`` float32, written if given. A query that sees no key has minus infinity, and zeros in ``out``.
+    custom_mask: bool, in place of ``causal``: which keys each query sees, one row after the other.
+    packed_custom_mask: uint8, the same as of ``segment_packbits`` with ``bitorder="little"``, which is read first.
     kv_layout: "NHD" or "HND".
     causal: whether queries see no keys after their own position.
     window_left: tokens visible to the left of each query; -1 for all.
@@ -22,6 +34,10 @@ What arguments mean wherever they stand, if nothing else is said:
     non_blocking: whether copies to the device may go on after the return.
     backend: one of FlashInfer's, cuDNN's apart; kernels are ours in any case.
     use_fp16_qk_reduction: not read: sums are float32.
+
+KeyError is for a layout or mode that does not exist, NotImplementedError for an argument that is left out here,
+RuntimeError for a ``run`` without a plan, and ValueError for shapes, dtypes or buffers that do not fit together, or not
+what was planned: nothing is written then.
 """
 
 from compiled_llm_flashinfer import cascade, decode, mla, page, prefill, quantization, sparse

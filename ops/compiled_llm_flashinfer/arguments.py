@@ -1,7 +1,6 @@
-"""Arguments that FlashInfer's functions have in common: those that are left out here, scales, positions, dtypes.
+"""Arguments that FlashInfer's functions have in common: those that are left out here, scales, positions, dtypes."""
 
-Shapes: H query heads.
-"""
+# Shapes: H query heads.
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ LEFT_OUT = {
 BACKENDS = ("auto", "fa2", "fa3", "cutlass", "trtllm-gen", "cute-dsl")
 """FlashInfer's backends whose calls mean the same here."""
 
-MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-"""Values of ``pos_encoding_mode``."""
+MODES = ("NONE", "ROPE_LLAMA", "ALIBI")  # values of ``pos_encoding_mode``
 
 
 def refuse(**given: Any) -> None:
@@ -82,11 +80,7 @@ def positions(
 
 
 def alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    """``[H]`` float32: ``2 ** (-8 i / n)`` for n heads, a power of two; heads above it lie between those.
-
-    Source:
-        https://arxiv.org/abs/2108.12409.
-    """
+    """``[H]`` float32: ``2 ** (-8 i / n)`` (https://arxiv.org/abs/2108.12409), n a power of two; others lie between."""
     whole = 1 << (heads.bit_length() - 1)
     exponents = torch.arange(1, whole + 1, device=device, dtype=torch.float32) * (-8.0 / whole)
     between = torch.arange(1, 2 * (heads - whole) + 1, 2, device=device, dtype=torch.float32) * (-4.0 / whole)

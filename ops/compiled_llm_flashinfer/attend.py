@@ -1,8 +1,7 @@
-"""One call of ``strided_attention`` for all of FlashInfer's functions: where tokens lie, and how logits are made.
+"""One call of ``strided_attention`` for all of FlashInfer's functions: where tokens lie, and how logits are made."""
 
-Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension of queries and keys, E that of values, P
-pages, S page size, N entries of the page table.
-"""
+# Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension of queries and keys, E that of values, P
+# pages, S page size, N entries of the page table.
 
 from __future__ import annotations
 
@@ -67,11 +66,7 @@ def attend(
     logit_scales: dict[str, Scale],
     value_scales: dict[str, Scale],
 ) -> None:
-    """Attend with ``[T, H, D]`` to pages ``[P, K, S, D]`` and ``[P, K, S, E]``; write ``[T, H, E]`` and ``[T, H]``.
-
-    Scales, by the names of their arguments, are factors on logits and on results. ValueError if shapes or dtypes do not
-    fit together; nothing is written then.
-    """
+    """Attend with ``[T, H, D]`` to pages ``[P, K, S, D]`` and ``[P, K, S, E]``; write ``[T, H, E]`` and ``[T, H]``."""
     heads = query.shape[1]
     by_logit = product(heads, softmax_scale(how.sm_scale, query.shape[2]), logit_scales)
     by_value = product(heads, 1.0, value_scales)

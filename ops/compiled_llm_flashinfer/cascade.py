@@ -1,11 +1,9 @@
-"""FlashInfer's merges of results over parts of the keys, and its wrappers of rows that share some.
+"""FlashInfer's merges of results over parts of the keys, and its wrappers of rows that share some."""
 
-Rows share levels of pages, or one prefix that all begin with. Each part of the keys is attended to by all queries that
-see it, and the results are merged by their log-sum-exps.
-
-Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size, N entries of the
-page table, or states to merge, L tokens of the prefix.
-"""
+# Rows share levels of pages, or one prefix that all begin with. Each part of the keys is attended to by all queries
+# that see it, and the results are merged by their log-sum-exps.
+# Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size, N entries of the
+# page table, or states to merge, L tokens of the prefix.
 
 from __future__ import annotations
 
@@ -26,51 +24,19 @@ from compiled_llm_ops.attention import merge
 
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two results of attention over different keys.
-
-    Args:
-        v_a: ``[T, H, D]``, any float dtype.
-        s_a: ``[T, H]``, the log-sum-exps in base 2; those of other dtypes are made float32.
-        v_b: ``[T, H, D]``.
-        s_b: ``[T, H]``.
-
-    Returns:
-        ``[T, H, D]``, and ``[T, H]`` float32.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together.
-    """
+    """Merge results ``[T, H, D]`` over different keys by log-sum-exps ``[T, H]`` in base 2, made float32."""
     return merge.merge_state(v_a, s_a.to(torch.float32), v_b, s_b.to(torch.float32))
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge any number of results of attention over different keys.
-
-    Args:
-        v: ``[T, N, H, D]``, any float dtype.
-        s: ``[T, N, H]``, the log-sum-exps in base 2; those of other dtypes are made float32.
-
-    Returns:
-        ``[T, H, D]``, and ``[T, H]`` float32.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together.
-    """
+    """Merge results ``[T, N, H, D]`` over different keys by log-sum-exps ``[T, N, H]`` in base 2, made float32."""
     return merge.merge_states(v, s.to(torch.float32))
 
 
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    """Merge a second result of attention, over other keys, into the first.
+    """Merge a second result of attention, over other keys, into the first, at tokens of the ``mask`` ``[T]`` bool.
 
-    Args:
-        v: ``[T, H, D]``, contiguous, written.
-        s: ``[T, H]`` float32, contiguous, written.
-        v_other: ``[T, H, D]``.
-        s_other: ``[T, H]``; those of other dtypes are made float32.
-        mask: ``[T]`` bool, the tokens that are merged; None for all.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together; nothing is written.
+    ``v`` ``[T, H, D]`` and ``s`` ``[T, H]`` float32 are contiguous, and written; those of the other are alike.
     """
     merge.merge_state_in_place(v, s, v_other, s_other.to(torch.float32), None if mask is None else mask.to(torch.bool))
 
@@ -79,10 +45,9 @@ _Buffers = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class MultiLevelCascadeAttentionWrapper:
-    """Attention over levels of pages: those of the first levels are shared by rows, those of the last are each row's.
+    """Attention over levels of pages: those of the first levels are shared by rows, those of the last are a row's."""
 
-    A level divides the same queries into rows of its own, and says where the keys of these lie.
-    """
+    # A level divides the same queries into rows of its own, and says where the keys of these lie.
 
     def __init__(
         self,
@@ -95,19 +60,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: Sequence[Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: Sequence[Tensor] | None = None,
     ) -> None:
-        """Make a wrapper for a device.
-
-        Args:
-            num_levels: at least 1.
-            qo_indptr_buf_arr: with CUDA graphs, those of each level, as of ``BatchPrefillWithPagedKVCacheWrapper``.
-            paged_kv_indptr_buf_arr: likewise.
-            paged_kv_indices_buf_arr: likewise.
-            paged_kv_last_page_len_buf_arr: likewise.
-
-        Raises:
-            KeyError: the layout does not exist.
-            ValueError: there is no level, or with CUDA graphs a buffer is missing or of another size.
-        """
+        """Make a wrapper for a device, with at least one level; with CUDA graphs, buffers are those of each level."""
         if num_levels < 1:
             raise ValueError(f"num_levels must be at least 1; got {num_levels}")
         self._use_cuda_graph, self._levels = use_cuda_graph, num_levels
@@ -132,11 +85,7 @@ class MultiLevelCascadeAttentionWrapper:
         return self._use_cuda_graph
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffers: Sequence[Tensor]) -> None:
-        """Name another device's workspace. Nothing is written.
-
-        Args:
-            int_workspace_buffers: not read, one for each level.
-        """
+        """Name another device's workspace; nothing is written, and ``int_workspace_buffers`` are not read."""
         self._checked_levels(int_workspace_buffers=int_workspace_buffers)
         for wrapper, own in zip(self._wrappers, int_workspace_buffers, strict=True):
             wrapper.reset_workspace_buffer(float_workspace_buffer, own)
@@ -164,19 +113,8 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         """Say where queries and pages of each level lie, and how logits are made.
 
-        Positions, and windows with them, count from the first key of a level.
-
-        Args:
-            qo_indptr_arr: ``[B + 1]`` of each level, where each of its rows' queries begin; all end with T.
-            paged_kv_indptr_arr: ``[B + 1]`` of each level, where each row's pages begin.
-            paged_kv_indices_arr: ``[N]`` of each level, page numbers.
-            paged_kv_last_page_len: ``[B]`` of each level, tokens in each row's last page.
-            causal: whether queries see no keys after their own position in the last level; they see all of the others.
-            q_data_type: dtype of queries and results.
-
-        Raises:
-            KeyError: the mode does not exist.
-            ValueError: there are other levels, they have other numbers of queries, or tables do not fit together.
+        Positions, and windows with them, count from the first key of a level; ``causal`` holds in the last level alone.
+        ``q_data_type`` is that of results, too.
         """
         tables = self._checked_levels(
             qo_indptr_arr=qo_indptr_arr,
@@ -201,20 +139,7 @@ class MultiLevelCascadeAttentionWrapper:
     begin_forward = plan
 
     def run(self, q: Tensor, paged_kv_cache: Pages) -> Tensor:
-        """Attend as planned.
-
-        Args:
-            q: ``[T, H, D]``, any strides.
-            paged_kv_cache: pages of all levels: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or
-                a tuple of keys and values, each without the second axis.
-
-        Returns:
-            ``[T, H, D]``.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes do not fit together, or not what was planned.
-        """
+        """Attend as planned, with ``q`` ``[T, H, D]`` over pages of all levels; return ``[T, H, D]``."""
         out, lse = self._wrappers[-1].run_return_lse(q, paged_kv_cache)
         for wrapper in self._wrappers[:-1]:
             merge_state_in_place(out, lse, *wrapper.run_return_lse(q, paged_kv_cache))
@@ -247,11 +172,6 @@ class _SharedPrefixWrapper(Planned):
     """Rows that begin with one prefix, whose keys lie outside of the pages; all queries see all of it."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
-        """Make a wrapper for a device.
-
-        Raises:
-            KeyError: the layout does not exist.
-        """
         check_layout(kv_layout)
         super().__init__(float_workspace_buffer, use_cuda_graph=False)
         self._kv_layout = kv_layout
@@ -299,37 +219,11 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         page_size: int,
         data_type: str | torch.dtype = "float16",
     ) -> None:
-        """Say where the pages of rows lie, without the prefix.
-
-        ``num_qo_heads``, ``num_kv_heads``, ``head_dim``, ``page_size`` and ``data_type`` are not read.
-
-        Args:
-            unique_kv_indptr: ``[B + 1]``, where each row's pages begin in ``unique_kv_indices``.
-            unique_kv_indices: ``[N]``, page numbers.
-            unique_kv_last_page_len: ``[B]``, tokens in each row's last page.
-
-        Raises:
-            ValueError: tables do not fit together.
-        """
+        """Say where the pages of rows lie, without the prefix; sizes and ``data_type`` are not read."""
         self._plan(None, unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len)
 
     def forward(self, q: Tensor, k_shared: Tensor, v_shared: Tensor, unique_kv_cache: Pages) -> Tensor:
-        """Attend with one query of each row.
-
-        Args:
-            q: ``[B, H, D]``.
-            k_shared: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of the prefix.
-            v_shared: likewise.
-            unique_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
-                values, each without the second axis.
-
-        Returns:
-            ``[B, H, D]``.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes do not fit together.
-        """
+        """Attend with one query a row, ``[B, H, D]``, and a prefix's ``k_shared`` and ``v_shared``, like ``k``."""
         return self._attend(q, k_shared, v_shared, unique_kv_cache, causal=False, sm_scale=None)
 
 
@@ -347,19 +241,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         head_dim: int,
         page_size: int,
     ) -> None:
-        """Say where queries and the pages of rows lie, without the prefix.
-
-        ``num_qo_heads``, ``num_kv_heads``, ``head_dim`` and ``page_size`` are not read.
-
-        Args:
-            qo_indptr: ``[B + 1]``, where each row's queries begin.
-            paged_kv_indptr: ``[B + 1]``, where each row's pages begin in ``paged_kv_indices``.
-            paged_kv_indices: ``[N]``, page numbers.
-            paged_kv_last_page_len: ``[B]``, tokens in each row's last page.
-
-        Raises:
-            ValueError: tables do not fit together.
-        """
+        """Say where queries and the pages of rows lie, without the prefix; sizes are not read."""
         self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
 
     def forward(
@@ -374,23 +256,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Tensor:
-        """Attend with the last queries of each row.
+        """Attend with the last queries of each row, and the prefix's ``k_shared`` and ``v_shared``, like ``k``.
 
-        ``rope_theta`` is not read.
-
-        Args:
-            q: ``[T, H, D]``.
-            k_shared: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of the prefix.
-            v_shared: likewise.
-            unique_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
-                values, each without the second axis.
-            rope_scale: not read: there is no rotation.
-
-        Returns:
-            ``[T, H, D]``.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes do not fit together.
+        ``rope_scale`` and ``rope_theta`` are not read: there is no rotation.
         """
         return self._attend(q, k_shared, v_shared, unique_kv_cache, causal, sm_scale)

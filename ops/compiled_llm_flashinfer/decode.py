@@ -1,8 +1,7 @@
-"""FlashInfer's decode: one query a row, or equally many, over one row or over pages.
+"""FlashInfer's decode: one query a row, or equally many, over one row or over pages."""
 
-Shapes: B rows, Q queries of a row, T = B * Q, H query heads, K kv heads, D head dimension, L tokens of the one row, P
-pages, S page size, N entries of the page table.
-"""
+# Shapes: B rows, Q queries of a row, T = B * Q, H query heads, K kv heads, D head dimension, L tokens of the one row, P
+# pages, S page size, N entries of the page table.
 
 from __future__ import annotations
 
@@ -41,21 +40,10 @@ def single_decode_with_kv_cache(
     rope_theta: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend with one query over one row.
-
-    ``use_tensor_cores`` is not read.
-
-    Args:
-        q: ``[H, D]`` float16, bfloat16, float32 or fp8.
-        k: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of those dtypes.
-        v: like ``k``.
+    """Attend with one query ``[H, D]`` over one row; ``use_tensor_cores`` is not read.
 
     Returns:
         ``[H, D]`` of the query's dtype and, if wanted, ``[H]`` float32: the log-sum-exp in base 2.
-
-    Raises:
-        KeyError: a layout or mode does not exist.
-        ValueError: shapes or dtypes do not fit together.
     """
     if q.dim() != 2:
         raise ValueError(f"q must be [H, D]; got {tuple(q.shape)}")
@@ -88,20 +76,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
         backend: str = "auto",
         jit_args: list[Any] | None = None,
     ) -> None:
-        """Make a wrapper for a device.
-
-        ``use_tensor_cores`` is not read; ``jit_args`` must be None.
-
-        Args:
-            paged_kv_indptr_buffer: ``[B + 1]`` int32 or int64, with CUDA graphs.
-            paged_kv_indices_buffer: ``[N]`` likewise, of the largest N that is planned.
-            paged_kv_last_page_len_buffer: ``[B]`` likewise.
-
-        Raises:
-            KeyError: the layout does not exist.
-            ValueError: with CUDA graphs, a buffer is missing or of another size.
-            NotImplementedError: an argument is left out here.
-        """
+        """Make a wrapper for a device; ``use_tensor_cores`` is not read, and ``jit_args`` must be None."""
         check_layout(kv_layout)
         check_backend(backend)
         refuse(jit_args=jit_args)
@@ -144,22 +119,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
     ) -> None:
-        """Say where pages lie, and how logits are made.
+        """Say where pages lie, and how logits are made; ``data_type`` is the dtype of what is None.
 
-        ``seq_lens`` is not read; ``block_tables`` must be None.
-
-        Args:
-            indptr: ``[B + 1]`` int32 or int64, where each row's pages begin in ``indices``; on any device.
-            indices: ``[N]``, page numbers.
-            last_page_len: ``[B]``, tokens in each row's last page.
-            head_dim: D; not read, nor is ``page_size``: the states say it.
-            data_type: dtype of what is None.
-            q_len_per_req: not read: ``run`` counts the queries.
-
-        Raises:
-            KeyError: the mode does not exist.
-            ValueError: sizes do not fit together, or tables not into the buffers; nothing is written.
-            NotImplementedError: an argument is left out here; nothing is written.
+        ``seq_lens``, ``head_dim``, ``page_size`` and ``q_len_per_req`` are not read; ``block_tables`` must be None.
         """
         refuse(block_tables=block_tables)
         self._check_rows(indptr, last_page_len, "table")
@@ -224,23 +186,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PlannedRun):
         ``enable_pdl`` is not read; ``sinks``, ``skip_softmax_threshold_scale_factor`` and ``kv_cache_sf`` must be None.
 
         Args:
-            q: ``[T, H, D]``, the queries of a row next to each other.
-            paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
-                values, each without the second axis.
             *args: scales of queries, keys and values in fp8, ``[H]`` or ``[K]`` float32.
-            out: ``[T, H, D]``, written and returned if given.
-            lse: ``[T, H]`` float32, likewise.
             window_left: as planned, or None.
             q_len_per_req: deprecated: Q, which is checked.
 
         Returns:
-            ``[T, H, D]`` of the planned dtype and, if wanted, ``[T, H]`` float32. A query that sees no key has zeros,
-            and minus infinity.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes are not as planned; nothing is written.
-            NotImplementedError: an argument is left out here; nothing is written.
+            ``[T, H, D]`` of the planned dtype and, if wanted, ``[T, H]`` float32.
         """
         refuse(
             sinks=sinks,
@@ -370,12 +321,8 @@ def fast_decode_plan(
 ) -> None:
     """``plan`` without copies: with CUDA graphs, the caller has written to the buffers.
 
-    Arguments and errors are those of ``plan``; ``global_override_indptr_cpu`` is not read, nor is a table on the host.
-
-    Args:
-        self: a wrapper.
-        indptr: without CUDA graphs on the device, like ``indices`` and ``last_page_len``.
-        q_data_type: None for ``data_type``.
+    ``global_override_indptr_cpu`` is not read, nor is a table on the host: without CUDA graphs tables lie on the
+    device.
     """
     if self.is_cuda_graph_enabled:
         given = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len}

@@ -1,7 +1,6 @@
-"""FlashInfer's layouts of keys and values, all as views ``[P, K, S, D]`` of whatever strides: nothing is copied.
+"""FlashInfer's layouts of keys and values, all as views ``[P, K, S, D]`` of whatever strides: nothing is copied."""
 
-Shapes: P pages, K kv heads, S page size, D head dimension, N tokens of all rows.
-"""
+# Shapes: P pages, K kv heads, S page size, D head dimension, N tokens of all rows.
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-LAYOUTS = ("NHD", "HND")
-"""Tokens before heads, and heads before tokens."""
+LAYOUTS = ("NHD", "HND")  # tokens before heads, and heads before tokens
 
 Pages = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 """``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), or keys and values apart, without the axis of 2."""
@@ -23,12 +21,7 @@ def check_layout(kv_layout: str) -> None:
 
 
 def paged(paged_kv_cache: Pages, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """Return keys and values of pages as ``[P, K, S, D]``. The axis of a page size of 1 may be left out.
-
-    Raises:
-        KeyError: the layout, or what holds the pages, is none of FlashInfer's.
-        ValueError: the shape is none.
-    """
+    """Return keys and values of pages as ``[P, K, S, D]``. The axis of a page size of 1 may be left out."""
     check_layout(kv_layout)
     if isinstance(paged_kv_cache, Tensor):
         whole = _with_page_axis("paged_kv_cache", paged_kv_cache, kv_layout, 5)
@@ -45,12 +38,7 @@ def paged(paged_kv_cache: Pages, kv_layout: str) -> tuple[Tensor, Tensor]:
 
 
 def ragged(name: str, states: Tensor, kv_layout: str) -> Tensor:
-    """Return ``[N, K, D]`` (NHD) or ``[K, N, D]`` (HND) as pages of one token each, ``[N, K, 1, D]``.
-
-    Raises:
-        KeyError: the layout is none of FlashInfer's.
-        ValueError: the shape is none.
-    """
+    """Return ``[N, K, D]`` (NHD) or ``[K, N, D]`` (HND) as pages of one token each, ``[N, K, 1, D]``."""
     check_layout(kv_layout)
     if states.dim() != 3:
         axes = "[N, K, D]" if kv_layout == "NHD" else "[K, N, D]"

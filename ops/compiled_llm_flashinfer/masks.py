@@ -1,7 +1,6 @@
-"""Masks of a batch: what each query of each row sees, as FlashInfer's plans take them.
+"""Masks of a batch: what each query of each row sees, as FlashInfer's plans take them."""
 
-Shapes: B rows, Q queries and L tokens of one row.
-"""
+# Shapes: B rows, Q queries and L tokens of one row.
 
 from __future__ import annotations
 
@@ -14,17 +13,8 @@ from compiled_llm_flashinfer.quantization import packed_indptr, segment_packbits
 def packed_mask(
     custom_mask: Tensor | None, packed_custom_mask: Tensor | None, qo_indptr: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return a batch's mask in bits, and where each row's bytes begin; None if there is none.
-
-    Args:
-        custom_mask: bool, ``Q * L`` of each row, one row after the other; not read if there is a packed one.
-        packed_custom_mask: uint8, as of ``segment_packbits`` with ``bitorder="little"``.
-        qo_indptr: ``[B + 1]``, where each row's queries begin.
-        lengths: ``[B]``, L of each row.
-
-    Raises:
-        ValueError: the mask has another size than the rows.
-    """
+    """Return a batch's mask in bits, and where each row's bytes begin; None if there is none."""
+    # ``custom_mask`` has Q * L bools of each row; ``lengths`` is ``[B]``, L of each row.
     if custom_mask is None and packed_custom_mask is None:
         return None
     pairs = (qo_indptr[1:] - qo_indptr[:-1]) * lengths.to(qo_indptr.device)

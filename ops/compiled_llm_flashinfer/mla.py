@@ -1,8 +1,7 @@
-"""FlashInfer's attention over latents (multi-head latent attention), with absorbed queries.
+"""FlashInfer's attention over latents (multi-head latent attention), with absorbed queries."""
 
-Shapes: B rows, T packed tokens, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
-entries of the page table.
-"""
+# Shapes: B rows, T packed tokens, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
+# entries of the page table.
 
 from __future__ import annotations
 
@@ -42,19 +41,9 @@ class BatchMLAPagedAttentionWrapper(Planned):
         kv_len_arr: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        """Make a wrapper for a device.
+        """Make a wrapper for a device; with CUDA graphs, tables ``[B + 1]``, ``[B + 1]``, ``[N]`` and ``[B]`` int32.
 
-        Args:
-            qo_indptr: ``[B + 1]`` int32, with CUDA graphs.
-            kv_indptr: ``[B + 1]`` int32, likewise.
-            kv_indices: ``[N]`` int32, likewise, of the largest N that is planned.
-            kv_len_arr: ``[B]`` int32, likewise.
-            backend: one of FlashInfer's; kernels are ours in any case. With "cutlass" there is no plan: ``run`` takes
-                lengths and page numbers.
-
-        Raises:
-            ValueError: with CUDA graphs, a buffer is missing.
-            NotImplementedError: ``backend`` is left out here.
+        With ``backend="cutlass"`` there is no plan: ``run`` takes lengths and page numbers.
         """
         check_backend(backend)
         super().__init__(float_workspace_buffer, use_cuda_graph)
@@ -85,16 +74,10 @@ class BatchMLAPagedAttentionWrapper(Planned):
         """Say where rows lie.
 
         Args:
-            qo_indptr: ``[B + 1]`` int32, where each row's queries begin, the last ones of the row.
             kv_indptr: ``[B + 1]`` int32, where each row's pages begin in ``kv_indices``; more are not read.
-            kv_indices: ``[N]`` int32, page numbers.
             kv_len_arr: ``[B]`` int32, tokens of each row.
             sm_scale: factor on the logits: that of heads before absorption.
             use_profiler: must be False.
-
-        Raises:
-            ValueError: tables do not fit together, or their buffers; nothing is written.
-            NotImplementedError: ``use_profiler`` is left out here.
         """
         refuse(use_profiler=use_profiler or None)
         rows = len(kv_len_arr)
@@ -129,28 +112,19 @@ class BatchMLAPagedAttentionWrapper(Planned):
         return_lse_base_on_e: bool = False,
         o_scale: float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend as planned.
-
-        ``profiler_buffer`` and ``o_scale`` must be None.
+        """Attend as planned; ``profiler_buffer`` and ``o_scale`` must be None.
 
         Args:
             q_nope: ``[T, H, R]``, the part of queries that is not rotated, absorbed.
             q_pe: ``[T, H, E]``, the rotated part.
             ckv_cache: ``[P, S, R]``, latents, any strides.
             kpe_cache: ``[P, S, E]``, their rotated parts, any strides.
-            out: ``[T, H, R]``, written and returned if given.
-            lse: ``[T, H]`` float32, written if given.
             kv_len: ``[B]``, tokens of each row, with ``backend="cutlass"``: one query a row.
             page_table: ``[B, n]``, page numbers of each row, likewise.
             return_lse_base_on_e: whether the log-sum-exp is the natural one; else it has base 2.
 
         Returns:
             ``[T, H, R]`` and, if wanted, ``[T, H]`` float32.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes do not fit together; nothing is written.
-            NotImplementedError: an argument is left out here.
         """
         refuse(profiler_buffer=profiler_buffer, o_scale=o_scale)
         if self._without_plan:

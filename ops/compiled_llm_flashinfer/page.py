@@ -1,7 +1,6 @@
-"""FlashInfer's functions of pages: writing into them, and tables for that.
+"""FlashInfer's functions of pages: writing into them, and tables for that."""
 
-Shapes: T packed tokens, B rows, K kv heads, D head dimension, P pages, S page size, N entries of the page table.
-"""
+# Shapes: T packed tokens, B rows, K kv heads, D head dimension, P pages, S page size, N entries of the page table.
 
 from __future__ import annotations
 
@@ -28,19 +27,10 @@ def append_paged_kv_cache(
     """Write keys and values of new tokens into pages that rows already have.
 
     Args:
-        append_key: ``[T, K, D]``, any strides and float dtype; written in that of the pages.
-        append_value: ``[T, K, D]``, likewise.
+        append_key: ``[T, K, D]``, any strides and float dtype, like ``append_value``; written in that of the pages.
         batch_indices: ``[T]`` int32 or int64, the row of each token; tokens of negative ones are left out.
         positions: ``[T]``, the position of each token in its row.
-        paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
-            values, each without the second axis; written.
-        kv_indices: ``[N]``, page numbers.
-        kv_indptr: ``[B + 1]``, where each row's pages begin in ``kv_indices``.
         kv_last_page_len: not read: positions say where tokens go.
-
-    Raises:
-        KeyError: the layout does not exist.
-        ValueError: shapes or dtypes do not fit together; nothing is written.
     """
     keys, values = paged(paged_kv_cache, kv_layout)
     table = (as_index(column) for column in (batch_indices, positions, kv_indptr, kv_indices))
@@ -58,22 +48,13 @@ def append_paged_mla_kv_cache(
     kv_indptr: Tensor,
     kv_last_page_len: Tensor,
 ) -> None:
-    """Write latents and their rotated parts into pages.
-
-    ``kv_last_page_len`` is not read.
+    """Write latents and their rotated parts into pages; ``kv_last_page_len`` is not read.
 
     Args:
-        append_ckv: ``[T, R]``, latents of new tokens.
-        append_kpe: ``[T, E]``, their rotated parts.
+        append_ckv: ``[T, R]``, latents of new tokens; ``append_kpe``, their rotated parts, is ``[T, E]``.
         batch_indices: ``[T]`` int32, the row of each token; tokens of negative ones are left out.
         positions: ``[T]`` int32, the position of each token in its row.
-        ckv_cache: ``[P, S, R]``, any strides, written.
-        kpe_cache: ``[P, S, E]``, likewise.
-        kv_indices: ``[N]`` int32, page numbers.
-        kv_indptr: ``[B + 1]`` int32, where each row's pages begin in ``kv_indices``.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together; nothing is written.
+        ckv_cache: ``[P, S, R]``, any strides, written; ``kpe_cache``, likewise, is ``[P, S, E]``.
     """
     given = {"append_ckv": append_ckv, "append_kpe": append_kpe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
     for name, states in given.items():
@@ -96,20 +77,13 @@ def get_batch_indices_positions(
     batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the row and the position of each token that is appended, the last ones of their rows.
+    """Return the row and the position of each token that is appended, the last ones of their rows: ``[T]`` int32.
 
     Args:
         append_indptr: ``[B + 1]`` int32 or int64, where each row's new tokens begin.
         seq_lens: ``[B]``, tokens of each row, the new ones included.
         nnz: T; those after the last row's have row -1 and position 0.
-        batch_indices: ``[T]`` int32, written and returned if given.
-        positions: ``[T]`` int32, likewise.
-
-    Returns:
-        Two ``[T]`` int32.
-
-    Raises:
-        ValueError: a given tensor has another shape, dtype or device.
+        batch_indices: ``[T]`` int32, written and returned if given, like ``positions``.
     """
     rows_out, positions_out = (
         None if given is None else result_like(name, given, (nnz,), torch.int32, append_indptr)
@@ -131,10 +105,5 @@ def get_batch_indices_positions(
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """Return the tokens of each row, ``[B]``.
-
-    Args:
-        kv_indptr: ``[B + 1]``, where each row's pages begin.
-        kv_last_page_len: ``[B]``, tokens in each row's last page; 0 for a row without pages.
-    """
+    """Return the tokens of each row, ``[B]``; ``kv_last_page_len`` is 0 for a row without pages."""
     return torch.clamp(kv_indptr[1:] - kv_indptr[:-1] - 1, min=0) * page_size + kv_last_page_len

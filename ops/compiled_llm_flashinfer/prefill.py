@@ -1,8 +1,7 @@
-"""FlashInfer's prefill: any number of queries a row, over one row or over pages; ``ragged`` has that without pages.
+"""FlashInfer's prefill: any number of queries a row, over one row or over pages; ``ragged`` has that without pages."""
 
-Shapes: B rows, T packed tokens, Q queries and L tokens of the one row, H query heads, K kv heads, D head dimension of
-queries and keys, E that of values, P pages, S page size, N entries of the page table.
-"""
+# Shapes: B rows, T packed tokens, Q queries and L tokens of the one row, H query heads, K kv heads, D head dimension of
+# queries and keys, E that of values, P pages, S page size, N entries of the page table.
 
 from __future__ import annotations
 
@@ -58,28 +57,16 @@ def single_prefill_with_kv_cache(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend with the last queries of one row.
-
-    ``kv_cache_sf`` must be None.
+    """Attend with the last queries of one row, ``[Q, H, D]``; ``kv_cache_sf`` must be None.
 
     Args:
-        q: ``[Q, H, D]`` float16, bfloat16, float32 or fp8.
-        k: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of those dtypes.
         v: like ``k``, or of another head size E.
-        scale_q: ``[H]`` float32 or one for all, factors on the logits, like ``scale_k``.
-        scale_k: ``[K]``, as ``scale_q``.
+        scale_q: ``[H]`` float32 or one for all, factors on the logits, like ``scale_k`` ``[K]``.
         scale_v: ``[K]``, factors on the results.
-        o_dtype: of results; None for that of queries.
-        custom_mask: ``[Q, L]`` bool, in place of ``causal``: which keys each query sees.
-        packed_custom_mask: uint8, the same as of ``packbits`` with ``bitorder="little"``; then the other is not read.
+        custom_mask: ``[Q, L]`` bool, or packed as of ``packbits``.
 
     Returns:
         ``[Q, H, E]`` and, if wanted, ``[Q, H]`` float32: the log-sum-exp in base 2.
-
-    Raises:
-        KeyError: a layout or mode does not exist.
-        ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: an argument is left out here.
     """
     refuse(kv_cache_sf=kv_cache_sf)
     check_backend(backend)
@@ -134,22 +121,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Make a wrapper for a device.
+        """Make a wrapper for a device; ``jit_args`` and ``jit_kwargs`` must be None.
 
-        ``jit_args`` and ``jit_kwargs`` must be None.
-
-        Args:
-            qo_indptr_buf: ``[B + 1]`` int32 or int64, with CUDA graphs.
-            paged_kv_indptr_buf: ``[B + 1]`` likewise.
-            paged_kv_indices_buf: ``[N]`` likewise, of the largest N that is planned.
-            paged_kv_last_page_len_buf: ``[B]`` likewise.
-            custom_mask_buf: uint8, of the largest mask that is planned; None without masks.
-            mask_indptr_buf: ``[B + 1]`` int32 or int64, with a mask.
-
-        Raises:
-            KeyError: the layout does not exist.
-            ValueError: with CUDA graphs, a buffer is missing or of another size.
-            NotImplementedError: an argument is left out here.
+        ``custom_mask_buf``, uint8, has room for the largest mask; ``mask_indptr_buf`` is ``[B + 1]``. None without
+        masks.
         """
         check_layout(kv_layout)
         check_backend(backend)
@@ -207,29 +182,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        """Say where queries and pages lie, and how logits are made.
+        """Say where queries and pages lie, and how logits are made; ``page_size`` gives the sizes of masks.
 
-        ``token_pos_in_items_len``, ``seq_lens``, ``seq_lens_q``, ``max_token_per_sequence`` and ``max_sequence_kv`` are
-        not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``, ``max_item_len_ptr`` and ``block_tables`` must be
-        None.
-
-        Args:
-            qo_indptr: ``[B + 1]`` int32 or int64, where each row's queries begin; on any device.
-            paged_kv_indptr: ``[B + 1]``, where each row's pages begin in ``paged_kv_indices``.
-            paged_kv_indices: ``[N]``, page numbers.
-            paged_kv_last_page_len: ``[B]``, tokens in each row's last page.
-            head_dim_qk: D; not read: the states say it.
-            page_size: S, from which the sizes of masks follow.
-            head_dim_vo: E; not read.
-            custom_mask: bool, in place of ``causal``: which keys each query sees, ``[Q, L]`` of each row, one row after
-                the other.
-            packed_custom_mask: uint8, the same as of ``segment_packbits`` with ``bitorder="little"``; then the other is
-                not read.
-
-        Raises:
-            KeyError: the mode does not exist.
-            ValueError: sizes do not fit together, or tables not into the buffers; nothing is written.
-            NotImplementedError: an argument is left out here; nothing is written.
+        ``head_dim_qk``, ``head_dim_vo``, ``token_pos_in_items_len``, ``seq_lens``, ``seq_lens_q``,
+        ``max_token_per_sequence`` and ``max_sequence_kv`` are not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``, ``max_item_len_ptr`` and
+        ``block_tables`` must be None.
         """
         refuse(
             prefix_len_ptr=prefix_len_ptr,
@@ -285,22 +242,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
         ``enable_pdl`` is not read; ``sinks``, ``kv_cache_sf`` and ``skip_softmax_threshold_scale_factor`` must be None.
 
         Args:
-            q: ``[T, H, D]``, any strides.
-            paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
-                values, each without the second axis.
             *args: scales of queries, keys and values in fp8, ``[H]`` or ``[K]`` float32.
-            out: ``[T, H, E]``, written and returned if given.
-            lse: ``[T, H]`` float32, likewise.
             window_left: as planned, or None.
 
         Returns:
-            ``[T, H, E]`` of the planned dtype and, if wanted, ``[T, H]`` float32. A query that sees no key has zeros,
-            and minus infinity.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes are not as planned; nothing is written.
-            NotImplementedError: an argument is left out here; nothing is written.
+            ``[T, H, E]`` of the planned dtype and, if wanted, ``[T, H]`` float32.
         """
         refuse(
             sinks=sinks,

@@ -1,7 +1,6 @@
-"""Masks packed into bits, as FlashInfer takes them: eight keys in a byte.
+"""Masks packed into bits, as FlashInfer takes them: eight keys in a byte."""
 
-Shapes: X bits, B rows.
-"""
+# Shapes: X bits, B rows.
 
 from __future__ import annotations
 
@@ -12,14 +11,10 @@ _BITORDERS = ("big", "little")
 
 
 def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
-    """Return ``[ceil(X / 8)]`` uint8 of ``[X]`` bool; the last byte ends with zeros.
+    """Return ``[ceil(X / 8)]`` uint8 of ``[X]`` bool, of any shape; the last byte ends with zeros.
 
     Args:
-        x: ``[X]`` bool, any shape that can be flattened.
-        bitorder: "big" if the first of eight is the highest bit, "little" if it is the lowest.
-
-    Raises:
-        ValueError: there is no such order.
+        bitorder: "big" if the first of eight is the highest bit, "little" if it is the lowest; ValueError for others.
     """
     if bitorder not in _BITORDERS:
         raise ValueError(f"bitorder={bitorder!r} does not exist; use 'big' or 'little'")
@@ -31,17 +26,10 @@ def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
 
 
 def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[Tensor, Tensor]:
-    """Pack the bits of each row by themselves, so that each row begins with a byte of its own.
-
-    Args:
-        x: ``[X]`` bool, those of all rows.
-        indptr: ``[B + 1]``, where each row's bits begin.
+    """Pack the bits ``[X]`` of each row by themselves, so that each row begins with a byte of its own.
 
     Returns:
         uint8, the bytes of all rows, and ``[B + 1]`` of the type of ``indptr``, where each row's bytes begin.
-
-    Raises:
-        ValueError: there is no such order.
     """
     starts, counts = indptr[:-1].to(x.device), (indptr[1:] - indptr[:-1]).to(x.device)
     byte_indptr = packed_indptr(indptr)

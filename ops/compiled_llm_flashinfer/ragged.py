@@ -1,8 +1,7 @@
-"""FlashInfer's prefill over keys and values that lie next to each other, row after row.
+"""FlashInfer's prefill over keys and values that lie next to each other, row after row."""
 
-Shapes: B rows, T packed tokens, N tokens of keys, Q queries and L tokens of one row, H query heads, K kv heads, D head
-dimension of queries and keys, E that of values.
-"""
+# Shapes: B rows, T packed tokens, N tokens of keys, Q queries and L tokens of one row, H query heads, K kv heads, D
+# head dimension of queries and keys, E that of values.
 
 from __future__ import annotations
 
@@ -34,20 +33,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Make a wrapper for a device.
+        """Make a wrapper for a device; ``jit_args`` and ``jit_kwargs`` must be None.
 
-        ``jit_args`` and ``jit_kwargs`` must be None.
-
-        Args:
-            qo_indptr_buf: ``[B + 1]`` int32 or int64, with CUDA graphs.
-            kv_indptr_buf: ``[B + 1]`` likewise.
-            custom_mask_buf: uint8, of the largest mask that is planned; None without masks.
-            mask_indptr_buf: ``[B + 1]`` int32 or int64, with a mask.
-
-        Raises:
-            KeyError: the layout does not exist.
-            ValueError: with CUDA graphs, a buffer is missing or of another size.
-            NotImplementedError: an argument is left out here.
+        ``custom_mask_buf``, uint8, has room for the largest mask; ``mask_indptr_buf`` is ``[B + 1]``. None without
+        masks.
         """
         check_layout(kv_layout)
         check_backend(backend)
@@ -95,28 +84,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
         v_indptr: Tensor | None = None,
         o_indptr: Tensor | None = None,
     ) -> None:
-        """Say where queries and keys lie, and how logits are made.
+        """Say where queries and keys lie, and how logits are made; ``o_data_type`` is that of ``out``, if given.
 
-        ``token_pos_in_items_len``, ``seq_lens``, ``seq_lens_q``, ``max_token_per_sequence`` and ``max_sequence_kv`` are
-        not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``, ``max_item_len_ptr``, ``v_indptr`` and ``o_indptr``
-        must be None.
+        ``head_dim_qk``, ``head_dim_vo``, ``token_pos_in_items_len``, ``seq_lens``, ``seq_lens_q``,
+        ``max_token_per_sequence`` and ``max_sequence_kv`` are not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``, ``max_item_len_ptr``,
+        ``v_indptr`` and ``o_indptr`` must be None.
 
         Args:
-            qo_indptr: ``[B + 1]`` int32 or int64, where each row's queries begin; on any device.
             kv_indptr: ``[B + 1]``, where each row's keys and values begin.
-            head_dim_qk: D; not read: the states say it.
-            head_dim_vo: E; not read.
-            custom_mask: bool, in place of ``causal``: which keys each query sees, ``[Q, L]`` of each row, one row after
-                the other.
-            packed_custom_mask: uint8, the same as of ``segment_packbits`` with ``bitorder="little"``; then the other is
-                not read.
-            kv_data_type: dtype of keys and values; None for that of queries.
-            o_data_type: dtype of ``out``, where one is given; None for that of queries.
-
-        Raises:
-            KeyError: the mode does not exist.
-            ValueError: sizes do not fit together, or tables not into the buffers; nothing is written.
-            NotImplementedError: an argument is left out here; nothing is written.
         """
         refuse(
             prefix_len_ptr=prefix_len_ptr,
@@ -159,26 +134,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
         enable_pdl: bool | None = None,
         kv_cache_sf: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend as planned.
-
-        ``enable_pdl`` is not read; ``o_scale`` and ``kv_cache_sf`` must be None.
+        """Attend as planned; ``enable_pdl`` is not read, ``o_scale`` and ``kv_cache_sf`` must be None.
 
         Args:
-            q: ``[T, H, D]``, any strides.
-            k: ``[N, K, D]`` (NHD) or ``[K, N, D]`` (HND), any strides.
-            v: ``[N, K, E]`` or ``[K, N, E]``, likewise.
+            k: ``[N, K, D]`` (NHD) or ``[K, N, D]`` (HND), any strides; ``v`` likewise, with E.
             *args: scales of queries, keys and values in fp8, ``[H]`` or ``[K]`` float32.
-            out: ``[T, H, E]``, written and returned if given.
-            lse: ``[T, H]`` float32, likewise.
 
         Returns:
             ``[T, H, E]`` of the queries' dtype (bfloat16 for fp8), or of the planned one where ``out`` is given and, if
-            wanted, ``[T, H]`` float32. A query that sees no key has zeros, and minus infinity.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes are not as planned; nothing is written.
-            NotImplementedError: an argument is left out here; nothing is written.
+                wanted, ``[T, H]`` float32.
         """
         refuse(o_scale=o_scale, kv_cache_sf=kv_cache_sf)
         table = self._checked(q, None)

@@ -1,15 +1,12 @@
-"""FlashInfer's two wrappers of block-sparse attention.
+"""FlashInfer's two wrappers of block-sparse attention."""
 
-Plain ones run by ``block_sparse_attention`` and ``variable_block_sparse_attention``, whose work is divided on the host.
-Those with causal blocks, positions, packed masks, fp8, or what else these have no kernel for, run by
-``strided_attention``: each row of blocks is a row whose pages are the blocks that it reads.
-
-With ``max_items`` and ``max_entries``, which FlashInfer lacks, a wrapper's tables have fixed sizes and addresses, so
-that a captured ``run`` follows each later ``plan``.
-
-Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB rows
-and NB columns of blocks, X blocks or pieces of keys.
-"""
+# Plain ones run by ``block_sparse_attention`` and ``variable_block_sparse_attention``, whose work is divided on the
+# host. Those with causal blocks, positions, packed masks, fp8, or what else these have no kernel for, run by
+# ``strided_attention``: each row of blocks is a row whose pages are the blocks that it reads.
+# With ``max_items`` and ``max_entries``, which FlashInfer lacks, a wrapper's tables have fixed sizes and addresses, so
+# that a captured ``run`` follows each later ``plan``.
+# Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB
+# rows and NB columns of blocks, X blocks or pieces of keys.
 
 from __future__ import annotations
 
@@ -62,28 +59,20 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         o_data_type: str | torch.dtype = "float16",
         non_blocking: bool = True,
     ) -> None:
-        """Say which blocks there are, and decide on the host how they are divided.
-
-        ``non_blocking`` is not read.
+        """Say which blocks there are, and decide on the host how they are divided; ``non_blocking`` is not read.
 
         Args:
             indptr: ``[MB + 1]``, where each row of blocks begins in ``indices``; on any device, of any integer type.
             indices: ``[X]``, columns of blocks.
             M: queries; the last row may have fewer than R.
             N: keys, a multiple of C.
-            R: queries of a block.
-            C: keys of a block.
+            R: queries of a block; C keys of a block.
             mask: ``[X, R, C]`` bool, which keys of each block its queries see; None if they see all.
             packed_mask: uint8, the same for all keys of a row, ``[R, n * C]`` bits for its n blocks, as of
                 ``segment_packbits`` with ``bitorder="little"``; then the other is not read.
             causal: without a mask: whether the last queries of a row see no keys after their own place among its
-                blocks.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI", by places among the blocks of a row.
+                blocks; ``pos_encoding_mode`` goes by these places, too.
             o_data_type: dtype of results; float16 as in FlashInfer, whatever the queries have.
-
-        Raises:
-            KeyError: the mode does not exist.
-            ValueError: blocks do not divide queries or keys, the matrix is none, or tables have no room for it.
         """
         types, short = data_types(q_data_type, kv_data_type, None), M % R if R > 0 else 0
         how = logits(
@@ -130,26 +119,10 @@ class BlockSparseAttentionWrapper(SparseWrapper):
         return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend as planned.
+        """Attend as planned, with ``q`` and ``out`` ``[M, H, D]``, ``k`` and ``v`` ``[N, K, D]``, ``lse`` ``[M, H]``.
 
-        ``enable_pdl`` is not read.
-
-        Args:
-            q: ``[M, H, D]``.
-            k: ``[N, K, D]``.
-            v: ``[N, K, D]``.
-            scale_q: ``[H]`` float32, factors on the logits, like ``scale_k``; with queries of fp8.
-            scale_k: ``[K]`` float32, as ``scale_q``.
-            scale_v: ``[K]`` float32, factors on the results, likewise.
-            out: ``[M, H, D]``, written and returned if given.
-            lse: ``[M, H]`` float32, written if given.
-
-        Returns:
-            ``[M, H, D]`` and, if wanted, ``[M, H]`` float32.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes do not fit together, or not what was planned; nothing is written.
+        ``enable_pdl`` is not read. With queries of fp8, ``scale_q`` ``[H]`` and ``scale_k`` ``[K]`` float32 are factors on
+        the logits, ``scale_v`` ``[K]`` on the results.
         """
         self._check_run("q", q)
         for name, states in (("k", k), ("v", v)):
@@ -226,21 +199,15 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
     ) -> None:
-        """Say which blocks there are, and decide on the host how they are divided.
-
-        ``non_blocking`` is not read.
+        """Say which blocks there are, and decide on the host how they are divided; ``non_blocking`` is not read.
 
         Args:
             block_mask_map: ``[K, MB, NB]`` bool, whether a row of blocks reads a column.
             block_row_sz: ``[K, MB]``, queries of each row; of each kv head M in all.
             block_col_sz: ``[K, NB]``, keys of each column; of each kv head N in all.
             causal: whether the last queries of a row see no keys after their own place among its blocks.
-            pos_encoding_mode: "NONE", "ROPE_LLAMA" or "ALIBI", by places among the blocks of a row; slopes are by the
-                number of a query head in the group of its kv head.
-
-        Raises:
-            KeyError: the mode does not exist.
-            ValueError: sizes and map do not fit together, or tables have no room for them.
+            pos_encoding_mode: by places among the blocks of a row; slopes of "ALIBI" are by the number of a query head
+                in the group of its kv head.
         """
         if len(block_mask_map) != num_kv_heads:
             raise ValueError(
@@ -288,23 +255,9 @@ class VariableBlockSparseAttentionWrapper(SparseWrapper):
         return_lse: bool = False,
         enable_pdl: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend as planned.
+        """Attend as planned, with ``q`` and ``out`` ``[H, M, D]``, ``k`` and ``v`` ``[K, N, D]``, ``lse`` ``[H, M]``.
 
         ``enable_pdl`` is not read.
-
-        Args:
-            q: ``[H, M, D]``.
-            k: ``[K, N, D]``.
-            v: ``[K, N, D]``.
-            out: ``[H, M, D]``, written and returned if given.
-            lse: ``[H, M]`` float32, written if given.
-
-        Returns:
-            ``[H, M, D]`` and, if wanted, ``[H, M]`` float32.
-
-        Raises:
-            RuntimeError: nothing was planned.
-            ValueError: shapes or dtypes do not fit together, or not what was planned; nothing is written.
         """
         self._check_run("q, its first two axes exchanged,", q.transpose(0, 1))
         out = result_like("out", out, tuple(q.shape), q.dtype, q)

@@ -1,8 +1,7 @@
-"""What FlashInfer's wrappers of block-sparse attention have in common: tables that plans write, on the host first.
+"""What FlashInfer's wrappers of block-sparse attention have in common: tables that plans write, on the host first."""
 
-Shapes: M queries, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB rows and NB
-columns of blocks, X blocks.
-"""
+# Shapes: M queries, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB rows and
+# NB columns of blocks, X blocks.
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from compiled_llm_flashinfer.masks import packed_mask
 from compiled_llm_flashinfer.workspace import Planned
 from compiled_llm_ops.attention.decode import device_of
 
-PARTS = 1024
-"""Partial results that there is room for, of each kv head."""
+PARTS = 1024  # partial results that there is room for, of each kv head
 
 
 class SparseWrapper(Planned):
@@ -39,7 +37,7 @@ class SparseWrapper(Planned):
         max_parts: int = PARTS,
         max_entries: int | None = None,
     ) -> None:
-        """Make a wrapper for a device.
+        """Make a wrapper for a device, with room for ``max_items`` and ``max_entries``, both or neither.
 
         Args:
             max_items: work items that plans may make; None for any.
@@ -47,10 +45,6 @@ class SparseWrapper(Planned):
                 programs.
             max_entries: blocks that plans may have; where blocks have any sizes, pieces of up to 64 keys, or keys where
                 ``strided_attention`` runs, of all rows and kv heads. None for any.
-
-        Raises:
-            ValueError: one of ``max_items`` and ``max_entries`` is given alone.
-            NotImplementedError: ``backend`` is left out here.
         """
         check_backend(backend)
         if (max_items is None) != (max_entries is None):
@@ -72,10 +66,7 @@ class SparseWrapper(Planned):
         return most + self._max_parts if self._max_items is None else self._max_items
 
     def _write(self, **tables: tuple[Tensor, int | None]) -> list[Tensor]:
-        """Return tensors that begin with these rows, the same ones each time where there is a size.
-
-        ValueError if some have no room there; then none is written.
-        """
+        """Tensors that begin with these rows, of a given size the same ones each time; ValueError without room."""
         held = [self._held_for(name, rows, size) for name, (rows, size) in tables.items()]
         for (rows, _), own in zip(tables.values(), held, strict=True):
             if own is not None:

@@ -1,8 +1,7 @@
-"""What FlashInfer's wrappers have in common: a workspace that names the device, and tables that plans write.
+"""What FlashInfer's wrappers have in common: a workspace that names the device, and tables that plans write."""
 
-With CUDA graphs, tables have fixed addresses, those of the user's buffers: captured launches follow what is written to
-them, by ``plan`` or by the user.
-"""
+# With CUDA graphs, tables have fixed addresses, those of the user's buffers: captured launches follow what is written
+# to them, by ``plan`` or by the user.
 
 from __future__ import annotations
 
@@ -17,10 +16,7 @@ from compiled_llm_flashinfer.attend import BatchTable, Logits, attend, logits
 
 
 class Planned:
-    """A wrapper that is planned before it runs.
-
-    Its workspace is not written: it names the device.
-    """
+    """A wrapper that is planned before it runs; its workspace is not written: it names the device."""
 
     def __init__(self, float_workspace_buffer: Tensor, use_cuda_graph: bool) -> None:
         self.device = float_workspace_buffer.device
@@ -47,11 +43,9 @@ class Planned:
         return buffer
 
     def _place(self, non_blocking: bool, **tables: tuple[Tensor, Tensor | None]) -> list[Tensor]:
-        """Return tables as their buffers, into which they are written, or else on the device, by the buffers' names.
-
-        A table may be shorter than its buffer, which is returned whole; ValueError if one is longer, and nothing is
-        written.
-        """
+        """Return tables as their buffers, into which they are written, or else on the device, by the buffers' names."""
+        # A table may be shorter than its buffer, which is returned whole; ValueError if one is longer, and nothing is
+        # written.
         for name, (table, buffer) in tables.items():
             if buffer is not None and len(table) > len(buffer):
                 raise ValueError(f"{name} has room for {len(buffer)} entries; got {len(table)}: make it longer")
@@ -143,10 +137,8 @@ class PlannedPrefill(PlannedRun):
     def _place_with_mask(
         self, non_blocking: bool, mask: tuple[Tensor, Tensor] | None, **tables: tuple[Tensor, Tensor | None]
     ) -> list[Tensor | None]:
-        """Return tables as ``_place`` does, then the mask and where its rows begin, None without one.
-
-        With CUDA graphs, the buffer of a mask is read whether this plan has one or not, as FlashInfer does.
-        """
+        """Return tables as ``_place`` does, then the mask and where its rows begin, None without one."""
+        # With CUDA graphs, the buffer of a mask is read whether this plan has one or not, as FlashInfer does.
         if mask is None:
             return [*self._place(non_blocking, **tables), *self._mask_buffers]
         names = ("custom_mask_buf", "mask_indptr_buf")

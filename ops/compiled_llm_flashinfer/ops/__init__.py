@@ -1,8 +1,4 @@
-"""Ops under FlashInfer's API that no program of ``compiled_llm`` runs: keys and values in any layout, sparse blocks.
-
-Each has a fake for tracing, a Triton kernel for CUDA and a kernel in plain PyTorch for the CPU, as those of
-``compiled_llm_ops`` have.
-"""
+"""Ops under FlashInfer's API that no program of ``compiled_llm`` runs: keys and values in any layout, sparse blocks."""
 
 from compiled_llm_flashinfer.ops.sparse.block_sparse import block_sparse_attention, block_sparse_attention_lse
 from compiled_llm_flashinfer.ops.sparse.variable import (

@@ -1,7 +1,6 @@
-"""Signatures of the ops, as those of ``compiled_llm_ops.contracts``, and constants that they share with their kernels.
+"""Signatures of the ops, as those of ``compiled_llm_ops.contracts``, and constants shared with their kernels."""
 
-Shapes: B rows.
-"""
+# Shapes: B rows.
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ class SparseItem(NamedTuple):
     parts: int  # how many they are; 1 if there is nothing to merge
 
 
-SPARSE_PIECE = 64
-"""Keys of a piece of ``variable_block_sparse_attention``, at most."""
+SPARSE_PIECE = 64  # keys of a piece of ``variable_block_sparse_attention``, at most
 
 
 class BlockSparseAttention(NamedTuple):

@@ -1,8 +1,7 @@
-"""Attention of queries over the keys of a sparse matrix of blocks, the same for all heads.
+"""Attention of queries over the keys of a sparse matrix of blocks, the same for all heads."""
 
-Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB =
-M / R rows of blocks, X blocks, W work items.
-"""
+# Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB =
+# M / R rows of blocks, X blocks, W work items.
 
 from __future__ import annotations
 

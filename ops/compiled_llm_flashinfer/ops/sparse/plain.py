@@ -1,8 +1,7 @@
-"""Block-sparse attention in plain PyTorch, from its blocks alone, and checks that both ops share.
+"""Block-sparse attention in plain PyTorch, from its blocks alone, and checks that both ops share."""
 
-Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB rows
-and NB columns of blocks.
-"""
+# Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, R queries of a block, C keys of a block, MB
+# rows and NB columns of blocks.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Attention over blocks of any sizes, which each kv head has of its own.
+"""Attention over blocks of any sizes, which each kv head has of its own."""
 
-Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, MB rows and NB columns of blocks, X pieces of
-keys, W work items.
-"""
+# Shapes: M queries, N keys, H query heads, K kv heads, D head dimension, MB rows and NB columns of blocks, X pieces of
+# keys, W work items.
 
 from __future__ import annotations
 

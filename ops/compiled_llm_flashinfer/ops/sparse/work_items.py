@@ -1,11 +1,9 @@
-"""The tables of block-sparse attention, made on the host when blocks change.
+"""The tables of block-sparse attention, made on the host when blocks change."""
 
-They divide the queries of each row of blocks into tiles, and the keys of long rows into shares where there are fewer
-tiles than programs. Their sizes are fixed, so a captured launch follows the tables of the next blocks.
-
-Shapes: M queries, N keys, R queries of a block, C keys of a block, MB = M / R rows and NB columns of blocks, X blocks
-or pieces, H query heads, K kv heads, D head dimension, W work items.
-"""
+# They divide the queries of each row of blocks into tiles, and the keys of long rows into shares where there are fewer
+# tiles than programs. Their sizes are fixed, so a captured launch follows the tables of the next blocks.
+# Shapes: M queries, N keys, R queries of a block, C keys of a block, MB = M / R rows and NB columns of blocks, X blocks
+# or pieces, H query heads, K kv heads, D head dimension, W work items.
 
 from __future__ import annotations
 
@@ -16,14 +14,11 @@ from numpy.typing import NDArray
 
 from compiled_llm_flashinfer.ops.contracts import SPARSE_PIECE, SparseItem
 
-MIN_SHARE = 256
-"""Keys of a share, at least, of a row of blocks that several programs read."""
+MIN_SHARE = 256  # keys of a share, at least, of a row of blocks that several programs read
 
-MAX_SHARES = 64
-"""Programs that share a row at most: the last of them reads the results of all."""
+MAX_SHARES = 64  # programs that share a row at most: the last of them reads the results of all
 
-PROGRAMS = 4
-"""Programs of a multiprocessor that rows are shared for."""
+PROGRAMS = 4  # programs of a multiprocessor that rows are shared for
 
 Int32s = NDArray[np.int32]
 
@@ -71,13 +66,8 @@ def block_sparse_items(
     Args:
         indptr: ``[MB + 1]``, where each row of blocks begins in ``indices``.
         indices: ``[X]``, the columns of blocks.
-        queries: M.
-        keys: N.
-        block_rows: R.
-        block_columns: C.
-        heads: H.
-        kv_heads: K.
-        head_dim: D.
+        queries, keys, block_rows, block_columns: M, N, R and C.
+        heads, kv_heads, head_dim: H, K and D.
         processors: multiprocessors of the device.
         max_items: W.
         max_parts: the op's argument.

@@ -1,8 +1,7 @@
-"""Writing new keys and values into pages where they lie apart, in any layout.
+"""Writing new keys and values into pages where they lie apart, in any layout."""
 
-Shapes: T packed tokens, B rows, K kv heads, D head dimension of keys, E that of values, P pages, S page size, N entries
-of the page table.
-"""
+# Shapes: T packed tokens, B rows, K kv heads, D head dimension of keys, E that of values, P pages, S page size, N
+# entries of the page table.
 
 from __future__ import annotations
 

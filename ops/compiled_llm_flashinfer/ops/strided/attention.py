@@ -1,8 +1,7 @@
-"""Attention over keys and values that lie apart and in any layout: pages of another library, ragged rows, one row.
+"""Attention over keys and values that lie apart and in any layout: pages of another library, ragged rows, one row."""
 
-Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension of queries and keys, E that of values, P
-pages, S page size, N entries of the page table.
-"""
+# Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension of queries and keys, E that of values, P
+# pages, S page size, N entries of the page table.
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def strided_attention(args: StridedAttention) -> None:
 
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES)
-"""Of queries, keys, values and results."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES)  # of queries, keys, values and results
 
 
 def check(args: StridedAttention) -> None:

@@ -1,8 +1,7 @@
-"""Attention over latents whose rotated parts lie apart from them, in pages of any strides.
+"""Attention over latents whose rotated parts lie apart from them, in pages of any strides."""
 
-Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
-entries of the page table, L tokens of one row.
-"""
+# Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
+# entries of the page table, L tokens of one row.
 
 from __future__ import annotations
 

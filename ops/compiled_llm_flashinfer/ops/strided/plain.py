@@ -1,8 +1,7 @@
-"""Attention over keys and values that lie apart, in plain PyTorch: the CPU kernel; arithmetic is float32.
+"""Attention over keys and values that lie apart, in plain PyTorch: the CPU kernel; arithmetic is float32."""
 
-Shapes: T packed tokens, B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension of queries
-and keys, E that of values, L tokens of one row, Q queries of one row.
-"""
+# Shapes: T packed tokens, B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension of queries
+# and keys, E that of values, L tokens of one row, Q queries of one row.
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from torch import Tensor
 from compiled_llm_flashinfer.ops.contracts import StridedAttention
 from compiled_llm_ops.contracts import FP8, FP8_LARGEST
 
-MOST_LOGITS = 2**22
-"""Logits that are in memory at a time."""
+MOST_LOGITS = 2**22  # logits that are in memory at a time
 
 
 class StridedRow(NamedTuple):

@@ -1,12 +1,11 @@
-"""A Triton kernel for attention over blocks of keys that work items list.
+"""A Triton kernel for attention over blocks of keys that work items list."""
 
-A work item is some queries of a row of blocks, with all query heads of a kv head, and the entries of a list of blocks
-that they read. If several items share a row, the last one to end merges what they have found, always in the same order.
-
-Shapes: M queries, N keys, H query heads, K kv heads, G query heads of one kv head, Q queries and heads of a program, D
-head dimension, D' the same as a power of two, X entries, R queries of a block, C keys of an entry at most, W work
-items.
-"""
+# A work item is some queries of a row of blocks, with all query heads of a kv head, and the entries of a list of blocks
+# that they read. If several items share a row, the last one to end merges what they have found, always in the same
+# order.
+# Shapes: M queries, N keys, H query heads, K kv heads, G query heads of one kv head, Q queries and heads of a program,
+# D head dimension, D' the same as a power of two, X entries, R queries of a block, C keys of an entry at most, W work
+# items.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -50,13 +49,10 @@ def _block_sparse_attention(
     R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, CAPPED: tl.constexpr, VARIABLE: tl.constexpr,
 ):  # fmt: skip
-    """Attend by work items. Axes of the grid: kv heads unless items have one, and programs, which take items in turn.
-
-    Programs without any, as unused items make them, begin last: among others they may leave processors idle.
-
-    ``entries`` are ``indices`` ``[X]``, or ``[X, 2]`` if they are VARIABLE. ``partials`` holds ``max_parts``
-    [USED, D'] for each kv head of the grid; ``arrivals`` as many zeros, which they are again afterwards.
-    """
+    """Attend by work items. Axes of the grid: kv heads unless items have one; programs, which take items in turn."""
+    # Programs without any, as unused items make them, begin last: among others they may leave processors idle.
+    # ``entries`` are ``indices`` ``[X]``, or ``[X, 2]`` if they are VARIABLE. ``partials`` holds ``max_parts`` [USED,
+    # D'] for each kv head of the grid; ``arrivals`` as many zeros, which they are again afterwards.
     grid_head, number = tl.program_id(0), tl.program_id(1)
     queries = tl.load(work_items + number * 8 + 2)
     while queries > 0:  # unused items are the last ones
@@ -142,17 +138,9 @@ def attend(
     processors: int,
     tile: SparseTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch attention by work items, on the current device.
-
-    Args:
-        tile: of as many queries as that of ``sparse_tile``, which is taken if None.
-
-    Returns:
-        ``[M, H, D]``, contiguous, and ``[M, H]`` float32, the log-sum-exp in base 2, or None.
-
-    Raises:
-        ValueError: there is no kernel for this head size or dtype, or partial results have no room.
-    """
+    """Launch attention by work items; ``[M, H, D]``, contiguous, and ``[M, H]`` float32, the log-sum-exp in base 2."""
+    # ``tile`` has as many queries as that of ``sparse_tile``. ValueError if there is no kernel for this head size or
+    # dtype, or partial results have no room.
     query, key, value = (
         states if states.stride(2) == 1 else states.contiguous() for states in (args.query, args.key, args.value)
     )

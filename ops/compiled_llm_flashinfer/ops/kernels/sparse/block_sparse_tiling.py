@@ -1,10 +1,8 @@
-"""How programs of the block-sparse kernel divide queries and keys.
+"""How programs of the block-sparse kernel divide queries and keys."""
 
-Tiles of up to 16 queries and heads were fitted on an H200 to rows that read 2,048 keys; larger ones to no times.
-``tools/fit_tilings.py --only block-sparse`` measures that again, on any GPU.
-
-Shapes: H query heads, K kv heads, G query heads of one kv head, D head dimension.
-"""
+# Tiles of up to 16 queries and heads were fitted on an H200 to rows that read 2,048 keys; larger ones to no times.
+# ``tools/fit_tilings.py --only block-sparse`` measures that again, on any GPU.
+# Shapes: H query heads, K kv heads, G query heads of one kv head, D head dimension.
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 FEWEST, MOST, MOST_OF_LARGE = 16, 128, 64
 """Queries and heads of a program: tensor cores take no fewer; sums of more, of large heads of fewer, fill registers."""
 
-LARGE_HEAD, LARGEST_HEAD = 128, 256
-"""Head sizes from which on, beyond, and up to which there are kernels."""
+LARGE_HEAD, LARGEST_HEAD = 128, 256  # head sizes from which on, beyond, and up to which there are kernels
 
 BLOCK_VALUES, FEW_BLOCK_VALUES = 2**13, 2**12
 """Values of keys in a block, 64 of size 128, and for the fewest queries and heads."""
@@ -27,16 +24,14 @@ STAGES, FEW_STAGES = 3, 4
 """Of the pipeline: a block and the list's entries of the next one, or of two, are being loaded at a time."""
 
 MERGED_VALUES, MERGED_COLUMNS = 2**12, 32
-"""Values of partial results that are merged at a time, and columns of a head's that they are of, at least.
-
-Columns are merged one after the other, and each waits for what it loads: with 16 rows, where 4 have results, and four
-times 32 columns, merging took a quarter of the time of 8 rows that read 2,048 keys on an H100.
-"""
+"""Values of partial results that are merged at a time, and columns of a head's that they are of, at least."""
+# Columns are merged one after the other, and each waits for what it loads: with 16 rows, where 4 have results, and four
+# times 32 columns, merging took a quarter of the time of 8 rows that read 2,048 keys on an H100.
 
 RESIDENT = 8
-"""Programs for each multiprocessor, at most: as many as it holds, and more, so that all end together. A captured launch
-may have room for many more items than there are: on an H200, 8 rows of 8 kv heads took 31 microseconds by themselves,
-and 64 with a program for each of 4,096 items and each head."""
+"""Programs for each multiprocessor, at most: as many as it holds, and more, so that all end together."""
+# A captured launch may have room for many more items than there are: on an H200, 8 rows of 8 kv heads took 31
+# microseconds by themselves, and 64 with a program for each of 4,096 items and each head.
 
 
 class SparseTile(NamedTuple):
@@ -50,10 +45,8 @@ class SparseTile(NamedTuple):
 
 
 def sparse_tile(block_rows: int, gqa: int, head_dim: int, masked: bool = False) -> SparseTile:
-    """Return the tile for rows of about so many queries, and G heads; by constant properties of a captured launch.
-
-    A mask inside blocks makes those of keys smaller: its addresses take registers. Queries are as many without.
-    """
+    """Return the tile for rows of about so many queries, and G heads; by constant properties of a captured launch."""
+    # A mask inside blocks makes those of keys smaller: its addresses take registers. Queries are as many without.
     most = MOST if head_dim <= LARGE_HEAD else MOST_OF_LARGE
     padded = max(FEWEST, min(most, _power_of_two(block_rows * gqa)), _power_of_two(gqa))
     stored = max(FEWEST, _power_of_two(head_dim))

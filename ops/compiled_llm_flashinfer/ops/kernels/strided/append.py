@@ -1,7 +1,6 @@
-"""A Triton kernel that writes keys and values into pages where they lie apart, in any layout.
+"""A Triton kernel that writes keys and values into pages where they lie apart, in any layout."""
 
-Shapes: T packed tokens, K kv heads, D head dimension of keys, E that of values.
-"""
+# Shapes: T packed tokens, K kv heads, D head dimension of keys, E that of values.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false

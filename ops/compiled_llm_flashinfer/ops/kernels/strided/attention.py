@@ -1,9 +1,8 @@
-"""A Triton kernel for attention of packed queries over keys and values that lie apart, in any layout.
+"""A Triton kernel for attention of packed queries over keys and values that lie apart, in any layout."""
 
-As in ``kernels.attention.packed``, a program has a tile of queries of one row and kv head. Masks and positions are
-those of FlashInfer's calls. Where there are few tiles, as in decode, several programs share the keys of each: their
-results are merged by their log-sum-exps.
-"""
+# As in ``kernels.attention.packed``, a program has a tile of queries of one row and kv head. Masks and positions are
+# those of FlashInfer's calls. Where there are few tiles, as in decode, several programs share the keys of each: their
+# results are merged by their log-sum-exps.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -31,21 +30,17 @@ from compiled_llm_ops.kernels.attention.packed_tiling import (
     packed_tiling,
 )
 
-PROGRAMS = 2
-"""Programs of a multiprocessor that rows are divided for."""
+PROGRAMS = 2  # programs of a multiprocessor that rows are divided for
 
-SHORTEST_PART = 256
-"""Keys that a program has on average at least, if several share a row."""
+SHORTEST_PART = 256  # keys that a program has on average at least, if several share a row
 
 MOST_PARTS = 64
 
 
 @triton.jit
 def _rotated(states, partners, position, offs_d, scale, log_theta, HEAD: tl.constexpr):
-    """Return ``states`` rotated by ``position``, with ``partners`` of the other half; all but two numbers broadcast.
-
-    Angles are turned back by whole turns: sines of large ones are not exact on a GPU.
-    """
+    """Return ``states`` rotated by ``position``, with ``partners`` of the other half; all but two numbers broadcast."""
+    # Angles are turned back by whole turns: sines of large ones are not exact on a GPU.
     HALF: tl.constexpr = HEAD // 2
     exponents = (offs_d % HALF).to(tl.float32) / HALF
     turns = position.to(tl.float32) * scale * tl.exp2(-exponents * log_theta) * 0.15915494309189535
@@ -71,10 +66,8 @@ def _strided_attention(
     VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr,
     CAPPED: tl.constexpr, ROTATED: tl.constexpr, CLAMPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one tile of queries over one part of its row's keys; axes of the grid: tiles, kv heads, parts.
-
-    Without ``qo_indptr`` rows have equally many tokens, without ``indptr`` there is one row of ``all_keys`` keys.
-    """
+    """Attend with one tile of queries over one part of its row's keys; axes of the grid: tiles, kv heads, parts."""
+    # Without ``qo_indptr`` rows have equally many tokens, without ``indptr`` there is one row of ``all_keys`` keys.
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if qo_indptr is None:
         new = tokens // rows
@@ -198,10 +191,8 @@ def _stored(size: int) -> int:
 
 
 def strided_tiling(args: StridedAttention, shared_memory: int) -> PackedTiling:
-    """Return the tiling of ``packed_tiling``, as far as registers go with strides and rotations.
-
-    How fast that is was not measured: sizes are those that ``ptxas`` gives registers to for Hopper.
-    """
+    """Return the tiling of ``packed_tiling``, as far as registers go with strides and rotations."""
+    # How fast that is was not measured: sizes are those that ``ptxas`` gives registers to for Hopper.
     queries = args.query.shape[0] * (args.query.shape[1] // args.keys.shape[1]) / max(1, args.rows)
     stored = _stored(max(args.query.shape[2], args.values.shape[3]))
     sizes = args.query.element_size(), args.keys.element_size()
@@ -225,10 +216,8 @@ def _parts(args: StridedAttention, tiles: int, device: torch.device) -> int:
 
 
 def attend(args: StridedAttention, tiling: PackedTiling | None = None, parts: int | None = None) -> None:
-    """Launch attention on the current device; so many programs share the keys of a row, None for what the device needs.
-
-    ValueError if heads are larger than there are kernels for, or their numbers do not lie next to each other.
-    """
+    """Launch attention; so many programs share the keys of a row, None for what the device needs."""
+    # ValueError if heads are larger than there are kernels for, or their numbers do not lie next to each other.
     _check(args)
     query = args.query.to(torch.float16) if args.query.element_size() == 1 else args.query  # exact
     args = args._replace(query=query if query.stride(2) == 1 else query.contiguous())

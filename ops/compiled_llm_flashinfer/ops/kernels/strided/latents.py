@@ -1,10 +1,8 @@
-"""A Triton kernel for attention over latents whose rotated parts lie apart, in pages of any strides.
+"""A Triton kernel for attention over latents whose rotated parts lie apart, in pages of any strides."""
 
-A program has some pairs of a token and a head, next to each other, of one row: all heads read the same latents, once.
-Where there are few programs, as in decode, several share the keys of each, and their results are merged.
-
-Shapes: T packed tokens, H query heads, M pairs of a program, R latent size, E size of the rotated part.
-"""
+# A program has some pairs of a token and a head, next to each other, of one row: all heads read the same latents, once.
+# Where there are few programs, as in decode, several share the keys of each, and their results are merged.
+# Shapes: T packed tokens, H query heads, M pairs of a program, R latent size, E size of the rotated part.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -25,14 +23,11 @@ from compiled_llm_ops.kernels.attention.packed import row_of
 from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, QueryTile, missing_kernel, query_tile
 from compiled_llm_ops.kernels.latent.step import attend_block, inner_contiguous
 
-MOST_TOKENS = 4
-"""Tokens of a program, at most: with 16 heads they fill a tile."""
+MOST_TOKENS = 4  # tokens of a program, at most: with 16 heads they fill a tile
 
-SHORTEST_PART = 256
-"""Keys that a program has on average at least, if several share a row."""
+SHORTEST_PART = 256  # keys that a program has on average at least, if several share a row
 
-MOST_PARTS = 16
-"""Programs that share a row at most."""
+MOST_PARTS = 16  # programs that share a row at most
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -101,10 +96,8 @@ def _parts(args: StridedLatentAttention, tiles: int) -> int:
 
 
 def attend(args: StridedLatentAttention, tile: QueryTile | None = None, parts: int | None = None) -> None:
-    """Launch attention on the current device; so many programs share the keys of a row, None for what the device needs.
-
-    ValueError if there is no kernel for the sizes or dtypes, or latents are not next to each other.
-    """
+    """Launch attention; so many programs share the keys of a row, None for what the device needs."""
+    # ValueError if there is no kernel for the sizes or dtypes, or latents are not next to each other.
     _check(args)
     query, query_rope = map(inner_contiguous, args[:2])
     tokens, heads, rank = query.shape
