@@ -185,8 +185,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PlannedPrefill):
         """Say where queries and pages lie, and how logits are made; ``page_size`` gives the sizes of masks.
 
         ``head_dim_qk``, ``head_dim_vo``, ``token_pos_in_items_len``, ``seq_lens``, ``seq_lens_q``,
-        ``max_token_per_sequence`` and ``max_sequence_kv`` are not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``, ``max_item_len_ptr`` and
-        ``block_tables`` must be None.
+        ``max_token_per_sequence`` and ``max_sequence_kv`` are not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``,
+        ``max_item_len_ptr`` and ``block_tables`` must be None.
         """
         refuse(
             prefix_len_ptr=prefix_len_ptr,

@@ -87,8 +87,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PlannedPrefill):
         """Say where queries and keys lie, and how logits are made; ``o_data_type`` is that of ``out``, if given.
 
         ``head_dim_qk``, ``head_dim_vo``, ``token_pos_in_items_len``, ``seq_lens``, ``seq_lens_q``,
-        ``max_token_per_sequence`` and ``max_sequence_kv`` are not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``, ``max_item_len_ptr``,
-        ``v_indptr`` and ``o_indptr`` must be None.
+        ``max_token_per_sequence`` and ``max_sequence_kv`` are not read; ``prefix_len_ptr``, ``token_pos_in_items_ptr``,
+        ``max_item_len_ptr``, ``v_indptr`` and ``o_indptr`` must be None.
 
         Args:
             kv_indptr: ``[B + 1]``, where each row's keys and values begin.

@@ -121,8 +121,8 @@ class BlockSparseAttentionWrapper(SparseWrapper):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend as planned, with ``q`` and ``out`` ``[M, H, D]``, ``k`` and ``v`` ``[N, K, D]``, ``lse`` ``[M, H]``.
 
-        ``enable_pdl`` is not read. With queries of fp8, ``scale_q`` ``[H]`` and ``scale_k`` ``[K]`` float32 are factors on
-        the logits, ``scale_v`` ``[K]`` on the results.
+        ``enable_pdl`` is not read. With queries of fp8, ``scale_q`` ``[H]`` and ``scale_k`` ``[K]`` float32 are factors
+        on the logits, ``scale_v`` ``[K]`` on the results.
         """
         self._check_run("q", q)
         for name, states in (("k", k), ("v", v)):
