@@ -51,6 +51,7 @@ SIDE_BY_SIDE = [
 MAY_IMPORT = {
     f"{OPS}.kernels": {f"{OPS}.kernels", f"{OPS}.contracts"},
     f"{OPS}.attention.cascade.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.attention"},
+    f"{OPS}.recurrent.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.recurrent"},
     f"{FLASHINFER}.ops.kernels": {f"{FLASHINFER}.ops.contracts", f"{OPS}.kernels", f"{OPS}.contracts"},
     f"{OPS}.flashinfer": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.variants"},
     f"{OPS}.triton": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.kernels"},
@@ -58,7 +59,10 @@ MAY_IMPORT = {
     f"{OPS}.varlen": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.kernels"},
 }
 # They import Triton and FlashInfer, which a CPU need not have.
-LAZILY = {f"{OPS}.kernels", f"{OPS}.attention.cascade.kernels", f"{OPS}.flashinfer", f"{FLASHINFER}.ops.kernels"}
+LAZILY = {
+    *(f"{OPS}.kernels", f"{OPS}.attention.cascade.kernels", f"{OPS}.recurrent.kernels", f"{OPS}.flashinfer"),
+    f"{FLASHINFER}.ops.kernels",
+}
 BACKENDS = (f"{OPS}.flashinfer", f"{OPS}.triton", f"{OPS}.varlen", f"{OPS}.reference")
 DOORS = {folder: {f"{OPS}.backends"} for folder in BACKENDS}  # a backend, and the one module outside that imports it
 DOORS[f"{OPS}.triton"].add(f"{OPS}.attention.invariant")  # an op for decode, with the same plain attention

@@ -16,7 +16,7 @@ from compiled_llm.compilation.graphs.outputs import Emitted
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import Stored
-from compiled_llm_ops.contracts.recurrent import NO_ENTRY
+from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 
 class Extension(NamedTuple):

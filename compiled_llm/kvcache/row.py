@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.state_pool import RowStates
-from compiled_llm_ops.contracts.recurrent import NO_ENTRY
+from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 _numbers = itertools.count(1)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from compiled_llm.compat.forks import lock
 from compiled_llm.kvcache.errors import OutOfStatesError
 from compiled_llm.kvcache.step_validity import StepValidity
-from compiled_llm_ops.contracts.recurrent import NO_ENTRY
+from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 ENTRIES_OF_A_ROW = 2
 """While it runs: the state that a step reads, and the one that it writes."""

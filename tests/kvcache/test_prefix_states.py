@@ -21,7 +21,7 @@ from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixMatch, PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.state_pool import RowStates, StatePool
-from compiled_llm_ops.contracts.recurrent import NO_ENTRY
+from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 pytestmark = pytest.mark.core
 

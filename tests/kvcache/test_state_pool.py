@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from compiled_llm.kvcache.errors import OutOfStatesError
 from compiled_llm.kvcache.state_pool import RowStates, StateAccount, StatePool
-from compiled_llm_ops.contracts.recurrent import NO_ENTRY
+from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 pytestmark = pytest.mark.core
 

@@ -25,7 +25,7 @@ from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import FinishReason
-from compiled_llm_ops.contracts.recurrent import NO_ENTRY
+from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 logger = logging.getLogger("compiled_llm.engine")
 

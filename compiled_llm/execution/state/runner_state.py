@@ -43,8 +43,8 @@ from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layers.recurrent import Place, StateMemory, memories, shapes as shapes_of_states
 from compiled_llm.model.sizes import logits_width
-from compiled_llm_ops.contracts.recurrent import NO_ENTRY
 from compiled_llm_ops.plain_attention import as_bytes
+from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 _SPARE_STATES = 2
 _KEPT_STATES_FOR_A_ROW, _MOST_KEPT_STATES = 2, 32

@@ -29,7 +29,7 @@ from compiled_llm.compat.recurrent_forwards import (
     with_packed_rows,
 )
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
-from compiled_llm_ops.contracts.recurrent import NO_ENTRY
+from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 Place = tuple[int, int]  # a layer's number, and that of its state among those of the layer
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import check_int32
-from compiled_llm_ops.contracts.recurrent import CausalConv1d
 from compiled_llm_ops.library import define_op, kernel_of
+from compiled_llm_ops.recurrent.contracts import CausalConv1d
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 
 ACTIVATIONS = ("none", "silu")
@@ -87,7 +87,7 @@ def _activated(states: Tensor, activation: str) -> Tensor:
 
 @kernel_of(causal_conv1d, "CUDA")
 def _cuda(args: CausalConv1d) -> Tensor:
-    from compiled_llm_ops.kernels.recurrent.conv import convolve
+    from compiled_llm_ops.recurrent.kernels.conv import convolve
 
     _check(args)
     out = args.tokens.new_empty(args.tokens.shape)

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import GatedDeltaRule
 from compiled_llm_ops.library import define_op, kernel_of
+from compiled_llm_ops.recurrent.contracts import GatedDeltaRule
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 
 CHUNK = 64
@@ -151,10 +151,10 @@ def _cuda(args: GatedDeltaRule) -> Tensor:
 
 def _launcher(args: GatedDeltaRule) -> Callable[[GatedDeltaRule, Tensor], None]:
     """Return what launches the kernels for these shapes, into ``out``."""
-    from compiled_llm_ops.kernels.recurrent.chunked_channel_rule import apply_channels_in_chunks
-    from compiled_llm_ops.kernels.recurrent.chunked_delta_rule import apply_in_chunks
-    from compiled_llm_ops.kernels.recurrent.chunking import takes_chunks
-    from compiled_llm_ops.kernels.recurrent.delta_rule import apply
+    from compiled_llm_ops.recurrent.kernels.chunked_channel_rule import apply_channels_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_delta_rule import apply_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunking import takes_chunks
+    from compiled_llm_ops.recurrent.kernels.delta_rule import apply
 
     of_channels = args.decay.dim() == 3
     if not takes_chunks(len(args.query), len(args.read), args.query.shape[2]):

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import SelectiveScan
 from compiled_llm_ops.library import define_op, kernel_of
+from compiled_llm_ops.recurrent.contracts import SelectiveScan
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -130,10 +130,10 @@ def _cuda(args: SelectiveScan) -> Tensor:
 
 def _launcher(args: SelectiveScan) -> Callable[[SelectiveScan, Tensor], None]:
     """Return what launches the kernels for these shapes, into ``out``."""
-    from compiled_llm_ops.kernels.recurrent.chunked_scan import scan_in_chunks
-    from compiled_llm_ops.kernels.recurrent.chunking import takes_chunks
-    from compiled_llm_ops.kernels.recurrent.number_scan import scan_numbers, scans_numbers
-    from compiled_llm_ops.kernels.recurrent.selective_scan import scan
+    from compiled_llm_ops.recurrent.kernels.chunked_scan import scan_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunking import takes_chunks
+    from compiled_llm_ops.recurrent.kernels.number_scan import scan_numbers, scans_numbers
+    from compiled_llm_ops.recurrent.kernels.selective_scan import scan
 
     if not takes_chunks(len(args.tokens), len(args.read), args.b.shape[2]):
         return scan

@@ -37,7 +37,7 @@ def check(rows: RecurrentRows, args: Any, launch: Callable[[Any, Tensor], None],
 @pytest.mark.parametrize("width", [4, 2])
 @pytest.mark.parametrize(("bias", "activation"), [(True, "silu"), (False, "none")])
 def test_convolution(counts: Any, dtype: Any, width: int, bias: bool, activation: str, seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.conv import convolve
+    from compiled_llm_ops.recurrent.kernels.conv import convolve
 
     rows = RecurrentRows(counts, seed=seed, dtype=dtype)
     args = rows.conv(channels=300, width=width, bias=bias, activation=activation)
@@ -53,7 +53,7 @@ def test_convolution(counts: Any, dtype: Any, width: int, bias: bool, activation
 def test_delta_rule(
     counts: Any, dtype: Any, of_channels: bool, key_heads: int, size: int, value: int, seed: int
 ) -> None:
-    from compiled_llm_ops.kernels.recurrent.delta_rule import apply
+    from compiled_llm_ops.recurrent.kernels.delta_rule import apply
 
     rows = RecurrentRows(counts, seed=seed, dtype=dtype)
     args = rows.delta(key_heads, 2, size, value, of_channels)
@@ -67,7 +67,7 @@ def test_delta_rule(
 @pytest.mark.parametrize("sizes", [(4, 6, 8, 2), (80, 1, 16, 1), (6, 48, 20, 3)], ids=str)
 @pytest.mark.parametrize("of_numbers", [False, True], ids=["Mamba 2", "Mamba 1"])
 def test_selective_scan(counts: Any, dtype: Any, sizes: Any, of_numbers: bool, seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.selective_scan import scan
+    from compiled_llm_ops.recurrent.kernels.selective_scan import scan
 
     rows = RecurrentRows(counts, seed=seed, dtype=dtype)
     args = rows.scan(*sizes, of_numbers)
@@ -80,7 +80,7 @@ def test_selective_scan(counts: Any, dtype: Any, sizes: Any, of_numbers: bool, s
 @DTYPES
 @pytest.mark.parametrize("sizes", [(80, 1, 16, 1), (64, 1, 12, 2), (16, 4, 8, 2)], ids=str)
 def test_prompts_through_a_scan_with_decays_of_numbers(counts: Any, dtype: Any, sizes: Any, seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.number_scan import scan_numbers, scans_numbers
+    from compiled_llm_ops.recurrent.kernels.number_scan import scan_numbers, scans_numbers
 
     rows = RecurrentRows(counts, padding=10, seed=seed, dtype=dtype)
     args = rows.scan(*sizes, True)
@@ -89,7 +89,7 @@ def test_prompts_through_a_scan_with_decays_of_numbers(counts: Any, dtype: Any, 
 
 
 def test_programs_have_channels_of_one_group() -> None:
-    from compiled_llm_ops.kernels.recurrent.number_scan import scans_numbers
+    from compiled_llm_ops.recurrent.kernels.number_scan import scans_numbers
 
     rows = RecurrentRows([40])
     assert not scans_numbers(rows.scan(8, 1, 16, 2, True))
@@ -116,7 +116,7 @@ def test_kernels_fit_registers(name: str, tmp_path: Any) -> None:
     import importlib
 
     kernel_name, constants = KERNELS[name]
-    kernel = getattr(importlib.import_module(f"compiled_llm_ops.kernels.recurrent.{name}"), kernel_name)
+    kernel = getattr(importlib.import_module(f"compiled_llm_ops.recurrent.kernels.{name}"), kernel_name)
     in_16 = {"tokens", "weight", "bias", "query", "key", "value", "dt", "b", "c", "out"}
     numbers = {"token_rows", "qo_indptr", "read", "write"}
 

@@ -60,7 +60,7 @@ def check(rows: RecurrentRows, args: Any, launch: Callable[..., None], width: in
 def test_delta_rule(
     counts: str, dtype: torch.dtype, key_heads: int, size: int, value: int, normalize: bool, seed: int
 ) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_delta_rule import apply_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_delta_rule import apply_in_chunks
 
     rows = RecurrentRows(COUNTS[counts], padding=3, seed=seed, dtype=dtype)
     args = rows.delta(key_heads, 2, size, value, normalize=normalize)
@@ -71,7 +71,7 @@ def test_delta_rule(
 
 @interpreted
 def test_delta_rule_is_that_of_the_cpu(seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_delta_rule import apply_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_delta_rule import apply_in_chunks
 
     args = RecurrentRows([70, 1, 65], padding=130, seed=seed).delta(1, 2, 16, 16)
     there = args._replace(states=args.states.clone())
@@ -85,7 +85,7 @@ def test_delta_rule_is_that_of_the_cpu(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("change", ["decays", "no decays", "some decays", "-inf", "all", "nothing", "same keys"])
 def test_delta_rule_at_its_limits(change: str, dtype: torch.dtype, seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_delta_rule import apply_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_delta_rule import apply_in_chunks
 
     rows = RecurrentRows([130, 1], seed=seed, dtype=dtype)
     args = rows.delta(1, 1, 16, 16)
@@ -105,7 +105,7 @@ def test_delta_rule_at_its_limits(change: str, dtype: torch.dtype, seed: int) ->
 
 @interpreted
 def test_keys_of_float16_may_be_as_short_as_none() -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_delta_rule import apply_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_delta_rule import apply_in_chunks
 
     rows = RecurrentRows([70], dtype=torch.float16)
     args = rows.delta(1, 1, 16, 16)
@@ -116,8 +116,8 @@ def test_keys_of_float16_may_be_as_short_as_none() -> None:
 
 @interpreted
 def test_bits_of_a_delta_rule_do_not_depend_on_the_tiling(seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_delta_rule import apply_in_chunks
-    from compiled_llm_ops.kernels.recurrent.chunking import ChunkTiling
+    from compiled_llm_ops.recurrent.kernels.chunked_delta_rule import apply_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunking import ChunkTiling
 
     args = RecurrentRows([66, 1], seed=seed, dtype=torch.bfloat16).delta(1, 1, 16, 48)
     each = [args._replace(states=args.states.clone()) for _ in range(2)]
@@ -135,7 +135,7 @@ def test_inverses(equal: bool, seed: int) -> None:
     import triton
     import triton.language as tl
 
-    from compiled_llm_ops.kernels.recurrent.chunks import unit_inverse
+    from compiled_llm_ops.recurrent.kernels.chunks import unit_inverse
 
     @triton.jit
     def invert(matrix, out):  # type: ignore[no-untyped-def]
@@ -163,7 +163,7 @@ def test_inverses(equal: bool, seed: int) -> None:
 def test_channel_rule(
     counts: str, dtype: torch.dtype, key_heads: int, size: int, value: int, normalize: bool, seed: int
 ) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_channel_rule import apply_channels_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_channel_rule import apply_channels_in_chunks
 
     rows = RecurrentRows(COUNTS[counts], padding=3, seed=seed, dtype=dtype)
     args = rows.delta(key_heads, 2, size, value, of_channels=True, normalize=normalize)
@@ -174,7 +174,7 @@ def test_channel_rule(
 
 @interpreted
 def test_channel_rule_is_that_of_the_cpu(seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_channel_rule import apply_channels_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_channel_rule import apply_channels_in_chunks
 
     args = RecurrentRows([70, 1, 65], padding=130, seed=seed).delta(1, 2, 16, 16, of_channels=True)
     there = args._replace(states=args.states.clone())
@@ -188,7 +188,7 @@ def test_channel_rule_is_that_of_the_cpu(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("change", ["decays", "no decays", "some decays", "-inf", "in turn", "all", "same keys"])
 def test_channel_rule_at_its_limits(change: str, dtype: torch.dtype, seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_channel_rule import apply_channels_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_channel_rule import apply_channels_in_chunks
 
     rows = RecurrentRows([130, 1], seed=seed, dtype=dtype)
     args = rows.delta(1, 1, 16, 16, of_channels=True)
@@ -215,7 +215,7 @@ def test_channel_rule_at_its_limits(change: str, dtype: torch.dtype, seed: int) 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("sizes", [(4, 24, 16, 2), (2, 16, 20, 1), (2, 40, 72, 2)], ids=str)
 def test_selective_scan(counts: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_scan import scan_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_scan import scan_in_chunks
 
     rows = RecurrentRows(COUNTS[counts], padding=3, seed=seed, dtype=dtype)
     args = rows.scan(*sizes)
@@ -224,7 +224,7 @@ def test_selective_scan(counts: str, dtype: torch.dtype, sizes: tuple[int, int, 
 
 @interpreted
 def test_selective_scan_is_that_of_the_cpu(seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_scan import scan_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_scan import scan_in_chunks
 
     args = RecurrentRows([70, 1, 65], padding=130, seed=seed).scan(2, 16, 16, 1)
     there = args._replace(states=args.states.clone())
@@ -237,7 +237,7 @@ def test_selective_scan_is_that_of_the_cpu(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("change", ["decays", "no decays", "some decays", "-inf", "nothing"])
 def test_selective_scan_at_its_limits(change: str, dtype: torch.dtype, seed: int) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_scan import scan_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_scan import scan_in_chunks
 
     rows = RecurrentRows([130, 1], seed=seed, dtype=dtype)
     args = rows.scan(1, 16, 16, 1)
@@ -255,7 +255,7 @@ def test_selective_scan_at_its_limits(change: str, dtype: torch.dtype, seed: int
 
 @interpreted
 def test_decays_of_each_number_have_no_chunks() -> None:
-    from compiled_llm_ops.kernels.recurrent.chunked_scan import scan_in_chunks
+    from compiled_llm_ops.recurrent.kernels.chunked_scan import scan_in_chunks
 
     args = RecurrentRows([70]).scan(4, 1, 16, 1, True)
     with pytest.raises(ValueError, match="decay of each number"):
@@ -266,7 +266,7 @@ def test_decays_of_each_number_have_no_chunks() -> None:
 
 
 def test_kernels_are_chosen_by_shapes() -> None:
-    from compiled_llm_ops.kernels.recurrent.chunking import chunks_of, takes_chunks
+    from compiled_llm_ops.recurrent.kernels.chunking import chunks_of, takes_chunks
 
     for rows in (1, 8, 64, 256):
         assert not takes_chunks(rows, rows, 128), "a step of decode"
@@ -313,7 +313,7 @@ def made_for_hopper(name: str, dtype: str, path: Any, absent: set[str], warps: i
     import importlib
 
     module, kernel_name = name.split(".")
-    kernel = getattr(importlib.import_module(f"compiled_llm_ops.kernels.recurrent.{module}"), kernel_name)
+    kernel = getattr(importlib.import_module(f"compiled_llm_ops.recurrent.kernels.{module}"), kernel_name)
     scratch = "bf16" if dtype == "bf16" else "fp32"
     sizes |= {"CHUNK": 64, "GROUP": 2, "NORMALIZE": True, "PRECISION": "tf32x3" if dtype == "fp32" else "tf32"}
     sizes |= {argument: 1 for argument in kernel.arg_names if argument.endswith("_step")}
@@ -368,7 +368,7 @@ def test_what_prepares_chunks_fits_registers(name: str, size: int, dtype: str, t
 def test_the_walk_over_chunks_fits_registers(
     name: str, rows_and_heads: int, size: int, dtype: str, tmp_path: Any
 ) -> None:
-    from compiled_llm_ops.kernels.recurrent.chunking import chunk_tiling
+    from compiled_llm_ops.recurrent.kernels.chunking import chunk_tiling
 
     value = 64 if name == "scan" else size
     columns, stages, warps = chunk_tiling(rows_and_heads, value, 2 if dtype == "bf16" else 4)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import CausalConv1d, GatedDeltaRule, SelectiveScan
+from compiled_llm_ops.recurrent.contracts import CausalConv1d, GatedDeltaRule, SelectiveScan
 
 COUNTS = {
     "decode": [1, 1, 1, 1],

@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import GatedDeltaRule
-from compiled_llm_ops.kernels.recurrent.chunk_walk import ChunkedTokens, multiplied_in, walk, write_zeros
-from compiled_llm_ops.kernels.recurrent.chunking import CHUNK, ChunkTiling, chunk_tiling, chunks_of
-from compiled_llm_ops.kernels.recurrent.chunks import chunk_of, log_factors, unit_inverse
-from compiled_llm_ops.kernels.recurrent.delta_rule import TINY
+from compiled_llm_ops.recurrent.contracts import GatedDeltaRule
+from compiled_llm_ops.recurrent.kernels.chunk_walk import ChunkedTokens, multiplied_in, walk, write_zeros
+from compiled_llm_ops.recurrent.kernels.chunking import CHUNK, ChunkTiling, chunk_tiling, chunks_of
+from compiled_llm_ops.recurrent.kernels.chunks import chunk_of, log_factors, unit_inverse
+from compiled_llm_ops.recurrent.kernels.delta_rule import TINY
 
 
 # Numbers of tokens and rows change from prompt to prompt: none of them makes another kernel.

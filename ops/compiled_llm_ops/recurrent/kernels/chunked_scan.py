@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import SelectiveScan
-from compiled_llm_ops.kernels.recurrent.chunk_walk import ChunkedTokens, Chunks, multiplied_in, walk, write_zeros
-from compiled_llm_ops.kernels.recurrent.chunking import CHUNK, ChunkTiling, chunk_tiling
-from compiled_llm_ops.kernels.recurrent.chunks import chunk_of, log_factors
+from compiled_llm_ops.recurrent.contracts import SelectiveScan
+from compiled_llm_ops.recurrent.kernels.chunk_walk import ChunkedTokens, Chunks, multiplied_in, walk, write_zeros
+from compiled_llm_ops.recurrent.kernels.chunking import CHUNK, ChunkTiling, chunk_tiling
+from compiled_llm_ops.recurrent.kernels.chunks import chunk_of, log_factors
 
 
 # Numbers of tokens and rows change from prompt to prompt: none of them makes another kernel.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import SelectiveScan
+from compiled_llm_ops.recurrent.contracts import SelectiveScan
 
 NUMBERS = 2048
 """Numbers of the state that a program has: 16 registers of a thread, and as many for their decays, b and c."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import CausalConv1d
+from compiled_llm_ops.recurrent.contracts import CausalConv1d
 
 CHANNELS = 256
 """Channels of a program."""

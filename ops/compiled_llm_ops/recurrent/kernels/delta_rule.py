@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import GatedDeltaRule
+from compiled_llm_ops.recurrent.contracts import GatedDeltaRule
 
 VALUES = 32
 """Columns of the state that a program has: with keys of 128 numbers, 32 registers of a thread."""

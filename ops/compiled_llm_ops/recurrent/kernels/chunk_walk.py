@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.kernels.recurrent.chunking import CHUNK, ChunkTiling, chunks_of
+from compiled_llm_ops.recurrent.kernels.chunking import CHUNK, ChunkTiling, chunks_of
 
 
 class ChunkedTokens(NamedTuple):

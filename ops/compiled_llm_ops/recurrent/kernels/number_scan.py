@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts.recurrent import SelectiveScan
+from compiled_llm_ops.recurrent.contracts import SelectiveScan
 
 CHANNELS, AHEAD = 32, 8
 """Channels of a program, and tokens that it computes before it writes; not measured yet."""
