@@ -21,11 +21,8 @@ from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm_ops.attention.cascade import rule
 from compiled_llm_ops.reference.backend import Reference
 from support.engine.random_requests import (
-    BY_WEIGHTS,
     CAPTURES,
-    KINDS,
     MODES,
-    WEIGHTS,
     WORDS,
     answers,
     assert_same,
@@ -128,12 +125,6 @@ def test_shared_pages_are_read_once_where_it_pays(seed: int, whole: bool) -> Non
     )
 
 
-@pytest.mark.drawn(most=2)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "latents"])
-def test_layers_of_each_kind_read_shared_pages_once(kind: str, seed: int) -> None:
-    assert_cascade_changes_nothing(lambda cascade: engine_for(KINDS[kind](), cascade), seed)
-
-
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", MODES)
@@ -143,11 +134,6 @@ def test_shared_pages_are_read_once_in_each_mode(mode: Mode, seed: int, monkeypa
     assert_cascade_changes_nothing(
         lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode=mode if cascade else "eager"), seed
     )
-
-
-@pytest.mark.parametrize("weights", BY_WEIGHTS)
-def test_adapted_and_quantised_weights_multiply_beside_shared_pages(weights: str, seed: int) -> None:
-    assert_cascade_changes_nothing(lambda cascade: engine_for(WEIGHTS[weights](), cascade), seed)
 
 
 @pytest.mark.slow

@@ -22,11 +22,8 @@ from compiled_llm.execution.prefill.mixed_steps import MixedStep
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.random_requests import (
-    BY_WEIGHTS,
     CAPTURES,
-    KINDS,
     MODES,
-    WEIGHTS,
     WORDS,
     answers,
     assert_same,
@@ -109,16 +106,6 @@ def assert_mixed_steps_change_nothing(
             assert_same(output, expected)
 
 
-@pytest.mark.drawn(most=3)
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_of_each_kind_run_in_mixed_steps(
-    kind: str, ways: Sequence[Mixed], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_mixed_steps_change_nothing(
-        lambda mixed: engine_for(KINDS[kind](), mixed), seed, monkeypatch, count=12 if whole else 8, ways=ways
-    )
-
-
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", MODES)
@@ -130,21 +117,6 @@ def test_mixed_steps_run_in_each_mode(
         lambda mixed: engine_for(tiny_qwen3(**WORDS, num_hidden_layers=1), mixed, mode=mode if mixed else "eager"),
         seed,
         monkeypatch,
-        ways=ways,
-    )
-
-
-@pytest.mark.parametrize("weights", BY_WEIGHTS)
-def test_adapted_and_quantised_weights_multiply_in_mixed_steps(
-    weights: str, ways: Sequence[Mixed], seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-    assert_mixed_steps_change_nothing(
-        lambda mixed: engine_for(WEIGHTS[weights](), mixed, tokens=200),
-        seed,
-        monkeypatch,
-        count=40 if whole else 12,
-        preempts=True,
         ways=ways,
     )
 

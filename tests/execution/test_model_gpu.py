@@ -96,8 +96,8 @@ LLAMA: dict[str, Any] = {**SMALL, "hidden_size": 384, "num_attention_heads": 6}
 FAMILIES: dict[str, Callable[[int], Any]] = {
     "Qwen3-0.6B": lambda seed: random_model(Qwen3Config(**QWEN3_06B), seed),
     "two layers of Qwen3-8B": lambda seed: random_model(Qwen3Config(**{**QWEN3_8B, "num_hidden_layers": 2}), seed),
-    "Llama": lambda seed: random_model(LlamaConfig(**LLAMA), seed, uneven=True),
-    "sliding and full layers": lambda seed: random_model(Qwen3Config(**WINDOWED), seed, uneven=True),
+    "Llama": lambda seed: random_model(LlamaConfig(**LLAMA), seed, (1, 2)),
+    "sliding and full layers": lambda seed: random_model(Qwen3Config(**WINDOWED), seed, (1, 2)),
     "head size 96": lambda seed: small_qwen3(seed, head_dim=96, num_attention_heads=8),
 }
 

@@ -40,11 +40,6 @@ def models(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedModel, Pr
     compiled_llm.unwrap(wrapped)
 
 
-def eos_that_ends_some_rows(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> int:
-    """A token that the first row reaches early and, with luck, others later or never."""
-    return int(greedy(model, inputs, 12, eos_token_id=None)[0, -1])
-
-
 def test_tokens_equal_huggingface_for_mixed_lengths_and_repeated_calls(models, seed):
     plain, wrapped = models
     for number, (lengths, new_tokens) in enumerate(BATCHES):
@@ -57,19 +52,6 @@ def test_tokens_equal_huggingface_for_mixed_lengths_and_repeated_calls(models, s
         assert_account_is_empty(wrapped)
 
 
-def test_rows_that_end_early_are_padded_as_huggingface_pads_them(reading, models, seed):
-    plain, wrapped = models
-    ended = set()
-    for number, lengths in enumerate([[7, 3], [5, 9, 2], [3, 17, 1, 8, 25]]):
-        inputs = mixed_prompts(lengths, 128, seed + 50 + number)
-        eos = eos_that_ends_some_rows(plain, inputs)
-        expected = greedy(plain, inputs, 60, eos_token_id=eos, pad_token_id=0)
-        torch.testing.assert_close(greedy(wrapped, inputs, 60, eos_token_id=eos, pad_token_id=0), expected)
-        ended.update((expected[:, max(lengths) :] == eos).any(dim=1).tolist())
-        assert_account_is_empty(wrapped)
-    assert ended == {True, False}, "some rows must end and some must go on, or this test shows nothing"
-
-
 def test_three_graphs_serve_all_batches_and_nothing_recompiles(models, seed):
     _, wrapped = models
     wrapped.compiled.warmup([1, 2, 3, 8])
@@ -79,15 +61,6 @@ def test_three_graphs_serve_all_batches_and_nothing_recompiles(models, seed):
             greedy(wrapped, mixed_prompts(lengths, 128, seed + number), 9, eos_token_id=None)
     stats = wrapped.compiled.stats()
     assert (stats.graphs, stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (3, 0, 0, 0)
-
-
-@pytest.mark.core
-def test_sliding_and_full_layers_in_one_model(seed):
-    config = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "eos_token_id": None}
-    plain, wrapped = tiny_qwen3(**config), compiled_llm.wrap(tiny_qwen3(**config), mode="eager", page_size=4)
-    assert {layer.window_left for layer in wrapped.compiled.facts.layers} == {-1, 6}
-    inputs = mixed_prompts([3, 20, 11], 128, seed)
-    torch.testing.assert_close(greedy(wrapped, inputs, 50), greedy(plain, inputs, 50))
 
 
 @pytest.fixture

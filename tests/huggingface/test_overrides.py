@@ -249,17 +249,6 @@ def test_the_forward_of_a_class_is_compiled():
 # ---- what the model's config asks of every forward, and a head of one's own
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_the_config_asks_of_every_forward(name):
-    def ask(model: PreTrainedModel) -> None:
-        setattr(model.config, name, True)
-
-    plain, model = tiny_qwen3(attn_implementation="eager"), wrapped(tiny_qwen3(attn_implementation="eager"))
-    ask(plain)
-    ask(model)
-    assert_same_tokens(plain, model, "original", name)
-
-
 @pytest.mark.parametrize("width", [128, 100])
 def test_a_head_of_several_layers(width):
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ FEATURES = {
     "latents": Feature(
         "latent",
         ("compiled_llm/kinds/latent.py", "compiled_llm/kinds/latent_probe.py"),
-        ("kvcache/latents/test_latent_pages.py", "kvcache/latents/test_latent_faults.py"),
+        ("kvcache/latents/test_latent_pages.py",),
         line="compiled_llm/kinds/registry.py: compiled_llm.kinds.latent",
     ),
     "indexers": Feature(

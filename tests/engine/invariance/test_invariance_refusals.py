@@ -10,7 +10,6 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from support.engine.invariant_answers import invariant
 from support.engine.random_requests import of_8_bits, of_16_bits
-from support.huggingface.families import FAMILIES, make
 
 
 @pytest.mark.parametrize(
@@ -33,13 +32,6 @@ def test_options_that_do_not_go_with_it(options: dict[str, Any], message: str) -
 def test_its_backend_is_not_chosen_by_name() -> None:
     with pytest.raises(ValueError, match=r"^backend='invariant': choose one of"):
         WrapConfig(backend="invariant")
-
-
-@pytest.mark.parametrize("family", ["Qwen2Moe", "Mixtral", "GptOss"])
-def test_mixtures_of_experts(family: str) -> None:
-    message = rf"^wrap: batch_invariant=True: {family}ForCausalLM multiplies by fused_experts"
-    with pytest.raises(UnsupportedModelError, match=message):
-        invariant(make(family, FAMILIES[family], 0))
 
 
 def test_quantised_weights() -> None:

@@ -173,12 +173,6 @@ def test_a_forward_that_would_have_other_bits_is_refused() -> None:
     assert model(ids).logits.requires_grad
 
 
-def test_running_requests_and_prompts_are_not_mixed() -> None:
-    model = invariant(small_qwen3())
-    with pytest.raises(ValueError, match=r"^mixed=True with a model that is wrapped with batch_invariant=True"):
-        Engine(model, mixed=True)
-
-
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from support.engine.option_table import (
     table,
     written,
 )
-from support.engine.random_requests import CHOOSING, assert_same, requests
+from support.engine.random_requests import BY_WEIGHTS, CHOOSING, WEIGHTS, assert_same, requests
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
 from support.indexed_models import needs_blocks
@@ -37,6 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "short_runs", "without_induct
 
 TOKENS = 140
 """In pages."""
+MODELS = {**LAYERS, **WEIGHTS}
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def engine_of(kind: str, *names: str, plain: Any = None) -> Engine:
     options = {key: value for name in names for key, value in OPTIONS[name].items()}
     mixed = options.pop("mixed", False)
     sizes = {"page_size": 4, "max_batch_size": 8, "prefill_tokens": 32, "cascade": False, **options}
-    model = wrapped(TOKENS, LAYERS[kind]() if plain is None else plain, **sizes)
+    model = wrapped(TOKENS, MODELS[kind]() if plain is None else plain, **sizes)
     return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed)
 
 
@@ -107,6 +108,16 @@ def test_two_options_give_the_answers_of_the_first(cell: Cell, seed: int) -> Non
     within = 0.0 if cell.second == "check_pages" else 0.05 if "kv_dtype" in (cell.first, cell.second) else 1e-3
     for output, before in zip(answers_with(cell.kind, seed, cell.first, cell.second), expected, strict=True):
         assert_same(output, before, within)
+
+
+@pytest.mark.parametrize("weights", BY_WEIGHTS)
+@pytest.mark.parametrize("first", [(), ("kv_dtype",)], ids=["", "fp8"])
+def test_adapted_and_quantised_weights_multiply_in_steps_of_all_kinds(
+    weights: str, first: tuple[str, ...], seed: int
+) -> None:
+    expected = answers_with(weights, seed, *first)
+    for output, before in zip(answers_with(weights, seed, *first, "cascade", "mixed"), expected, strict=True):
+        assert_same(output, before, 0.05 if first else 1e-3)
 
 
 @pytest.mark.parametrize("cell", cases(refused=True))

@@ -36,8 +36,6 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 KINDS = ["Lfm2", "Qwen3_5", "Jamba", "GraniteMoeHybrid"]
 """A short convolution, a delta net, Mamba 1 and Mamba 2."""
-TWO = [pytest.param(family, marks=[pytest.mark.whole] * (number > 1)) for number, family in enumerate(KINDS)]
-"""And all with ``--whole``."""
 
 
 def begun(model: Any, prompts: list[list[int]], new: int = 6, cache: Any = None, **options: Any) -> Any:
@@ -244,25 +242,6 @@ def test_rows_of_a_cache_are_chosen(change: str, seed: int) -> None:
     rows = [texts(prompts, out)[row] for row in chosen]
     assert_goes_on("Lfm2", model, out.past_key_values, rows, seed)
     del out
-    assert_nothing_left(model)
-
-
-@pytest.mark.parametrize("family", TWO)
-def test_forward_goes_on_in_a_cache(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks and single tokens, with an error between them that leaves the cache as it was."""
-    model, plain = wrapped_family(family), plain_family(family)
-    poison_released_states(model, monkeypatch)
-    ids = torch.tensor(prompts_of([27, 27], seed))
-    with torch.no_grad():
-        wanted, cache, found = plain(ids).logits, model.compiled.new_cache(), []
-        for part in ids.split([18, 1, 1, 5, 1, 1], dim=1):
-            if cache.get_seq_length() == 20:
-                with pytest.raises(ValueError, match="input_ids"):
-                    model(torch.full((2, 2), 9999), past_key_values=cache)
-            found.append(model(part, past_key_values=cache).logits)
-    torch.testing.assert_close(torch.cat(found, dim=1), wanted, rtol=1e-3, atol=1e-3)
-    assert set(model.compiled.stats().forward_calls) == {"compiled"}
-    cache.close()
     assert_nothing_left(model)
 
 

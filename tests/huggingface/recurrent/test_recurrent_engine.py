@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.random_requests import CAPTURES
 from support.engine.tiny_engines import PATIENCE, greedy
@@ -29,41 +28,9 @@ from support.parity import assert_account_is_empty
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 
-LENGTHS = [5, 17, 33, 1, 40, 21]
-FAMILIES = ["Qwen3_5", "Lfm2", "Jamba"]
-
 
 def tokens_of(outputs: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-@pytest.mark.drawn(most=2)
-@pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed steps"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_requests_that_lose_their_pages_begin_again(
-    family: str, mixed: bool, reading: None, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts are cut into chunks beside running requests; some are cancelled; released states are NaN."""
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
-    model, prompts = wrapped_family(family, kv_memory="120 tokens"), prompts_of(LENGTHS, seed)
-    released = poison_released_states(model, monkeypatch)
-    expected = of_rows_alone(family, prompts, 30)
-    with Engine(model, max_num_seqs=8, mixed=mixed) as engine:
-        for _ in range(2 if whole else 1):
-            handles = []
-            for prompt in prompts:
-                handles.append(engine.submit(prompt, greedy(30)))
-                cancelled = engine.submit(prompt[::-1], greedy(30))
-                next(iter(cancelled))
-                cancelled.cancel()
-            assert tokens_of(handle.result(PATIENCE) for handle in handles) == expected
-        stats = engine.stats()
-        said = str(engine.describe())
-    assert stats.preemptions > 0
-    assert (stats.mixed_steps > 0) == mixed
-    assert "states" in said
-    assert released
-    assert_account_is_empty(model)
 
 
 def test_samples_of_a_prompt_have_states_of_their_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,19 +122,6 @@ def assert_drawn_from_huggingfaces_logits(family: str, prompts: list[list[int]],
         assert (wanted.topk(20).indices == out.sequences[row, width:, None]).any(-1).all()
 
 
-@pytest.mark.parametrize("family", TWO)
-def test_beams_fork_states(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, model = prompts_of([9, 22], seed), wrapped_family(family)
-    poison_released_states(model, monkeypatch)
-    options = {"num_beams": 3, "eos_token_id": None}
-    for own in prompts:
-        expected = new_tokens_of(plain_family(family), [own], 10, **options)
-        assert new_tokens_of(model, [own], 10, **options) == expected
-    both = new_tokens_of(model, prompts, 10, **options)
-    assert both == [new_tokens_of(plain_family(family), [own], 10, **options)[0] for own in prompts]
-    assert_account_is_empty(model)
-
-
 def test_copies_of_a_row_are_drawn_each_for_itself(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (prompt,) = wrapped_family("Qwen3_5"), prompts_of([21], seed)
     poison_released_states(model, monkeypatch)

@@ -7,17 +7,16 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from compiled_llm import Engine
 from compiled_llm.config import Mode
 from support.engine import tiny_engines
 from support.execution.twins import (
-    DEVICE,
     RowNoise,
     assert_parity_in_most_steps,
     assert_parity_together,
     parity,
+    random_model,
     twins_of,
 )
 from support.huggingface.recurrent_families import ALL_RECURRENT, CONFIGS, RECURRENT, SMALL
@@ -31,16 +30,11 @@ LATENT_SIZES = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 
 """Of latent attention, for which there are kernels."""
 
 
-def random_model(family: str, seed: int) -> PreTrainedModel:
+def model_of(family: str, seed: int) -> Any:
     """In bfloat16; most heads are as small as in float32, and tokens are many."""
     sizes = {**SMALL, **RECURRENT[family], **LARGER, **(LATENT_SIZES if "kv_lora_rank" in RECURRENT[family] else {})}
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**sizes)
-    torch.manual_seed(seed)
-    with torch.device(DEVICE):
-        model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")._from_config(
-            config, dtype=torch.bfloat16
-        )
-    return model.eval()
+    return random_model(config, seed)
 
 
 def assert_as_exact(family: str, rows: list[RowNoise]) -> None:
@@ -54,7 +48,7 @@ def assert_as_exact(family: str, rows: list[RowNoise]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_as_exact_as_huggingfaces(family: str, seed: int) -> None:
-    twins = twins_of(random_model(family, seed))
+    twins = twins_of(model_of(family, seed))
     assert_as_exact(family, parity(twins, [1, 15, 16, 17, 33, 64, 100, 250], 60, seed))
     assert twins.wrapped.compiled.stats().recompiles == 0
 
@@ -63,18 +57,18 @@ def test_logits_are_as_exact_as_huggingfaces(family: str, seed: int) -> None:
 @pytest.mark.parametrize("family", ["Qwen3_5", "GraniteMoeHybrid"])
 def test_every_mode_is_as_exact(family: str, mode: Mode, seed: int) -> None:
     """In most steps: of three rows, a single one whose states carry a burst of noise on would decide the sum."""
-    assert_parity_in_most_steps(parity(twins_of(random_model(family, seed), mode=mode), [5, 100, 33], 40, seed))
+    assert_parity_in_most_steps(parity(twins_of(model_of(family, seed), mode=mode), [5, 100, 33], 40, seed))
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "Lfm2", "KimiLinear"])
 def test_long_prompts_in_chunks(family: str, seed: int) -> None:
-    twins = twins_of(random_model(family, seed), prefill_tokens=64)
+    twins = twins_of(model_of(family, seed), prefill_tokens=64)
     assert_as_exact(family, parity(twins, [300, 10, 128, 64, 47], 40, seed))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_an_engine_gives_all_states_back(mixed: bool, seed: int) -> None:
-    twins = twins_of(random_model("Qwen3_5", seed))
+    twins = twins_of(model_of("Qwen3_5", seed))
     prompts = torch.randint(3, 2048, (12, 90), generator=torch.Generator().manual_seed(seed)).tolist()
     with Engine(twins.wrapped, mixed=mixed) as engine:
         first, again = (engine.generate(prompts, tiny_engines.greedy(40)) for _ in range(2))

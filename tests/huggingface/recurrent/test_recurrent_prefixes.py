@@ -12,7 +12,6 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
-from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.drawing import BY_READING
 from support.engine.random_requests import CAPTURES
@@ -259,20 +258,3 @@ def test_captured_steps_read_kept_states(mode: Any, seed: int, monkeypatch: pyte
         chat = prompts[0] + of_rows_alone(FAMILY, prompts[:1], 30)[0]
         assert asked(engine, [[*chat, 7], [*chat, 8, 9]]) == 2 * (len(chat) - 1)
     assert (model.compiled.stats().graph_breaks, model.compiled.stats().recompiles) == (0, 0)
-
-
-def test_a_state_of_another_page_gives_other_tokens(engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted fault: these tests see it if a state is kept for one page less than it is after."""
-    keep = PrefixTree._keep_state
-
-    def for_the_page_before(tree: PrefixTree, node: Any, state: int) -> None:
-        before = next((above for above, page in tree._pages.items() if page == node[0]), node)
-        keep(tree, before, state)
-
-    monkeypatch.setattr(PrefixTree, "_keep_state", for_the_page_before)
-    (prompt,) = prompts_of([LONG], seed)
-    asked(engine, [prompt])
-    before = engine.stats().cached_tokens
-    with pytest.raises(AssertionError):
-        asked(engine, [prompt])
-    assert engine.stats().cached_tokens - before == 44

@@ -90,24 +90,6 @@ def test_a_forward_of_another_model_stays_in_effect(inputs):
     assert model.compiled.stats().slow_paths == {"own_forward": 2}
 
 
-def test_losses_are_divided_by_the_number_of_items_of_a_larger_batch(inputs):
-    plain, model = pair()
-    ids = torch.arange(5, 15).reshape(2, 5)
-    given = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(16)}
-    with torch.no_grad():
-        torch.testing.assert_close(model(**given).loss, plain(**given).loss)
-        assert not torch.equal(model(**given).loss, model(input_ids=ids, labels=ids).loss)
-    assert model.compiled.stats().forward_calls == {"compiled": 3}
-
-
-def test_drafts_are_the_reason_for_a_call_with_an_assistant(inputs):
-    plain, model = pair()
-    ids = {"input_ids": torch.tensor([[5, 6, 7]])}
-    draft = tiny_qwen3(eos_token_id=None)
-    torch.testing.assert_close(greedy(model, ids, 5, assistant_model=draft), greedy(plain, ids, 5))
-    assert model.compiled.stats().slow_paths == {"assisted_generation": 1}
-
-
 def test_the_fused_head_of_trl_is_the_reason_for_its_calls_of_the_module_inside(inputs):
     trainer_utils = pytest.importorskip("trl.trainer.utils")
     plain, model = pair()

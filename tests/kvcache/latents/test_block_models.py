@@ -16,14 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import Engine
-from compiled_llm.kinds.indexers import blocks as kept_blocks
-from compiled_llm.kinds.indexers.blocks import Blocks, visible_pages
+from compiled_llm.kinds.indexers.blocks import visible_pages
 from compiled_llm.kinds.indexers.index_keys import IndexedRows
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm_ops.reference.backend import Reference
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
-from support.engine import tiny_engines
 from support.engine.random_requests import CAPTURES
 from support.indexed_models import BLOCK, BLOCKS, block_model, needs_blocks
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
@@ -46,11 +43,6 @@ def pair(seed: int, mode: Any = "eager", **options: Any) -> tuple[PreTrainedMode
 def plain_model(seed: int, small: bool = False) -> PreTrainedModel:
     """One that nothing changes, whose answers several tests compare with."""
     return block_model(seed, **(SMALL if small else {}))
-
-
-def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 128, (length,), generator=generator).tolist() for length in lengths]
 
 
 def answer(plain: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
@@ -106,10 +98,6 @@ def test_keys_fill_whole_blocks_and_as_many_as_are_chosen(pages: int) -> None:
 # ---- the same tokens
 
 
-def test_tokens_equal_huggingfaces(seed: int) -> None:
-    check_tokens(*pair(seed), seed, ([5], LENGTHS), 20)
-
-
 def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_tokens(*pair(seed, prefill_tokens=11), seed)
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
@@ -163,36 +151,3 @@ def test_a_pool_holds_what_a_query_reads(seed: int) -> None:
         greedy(model, {"input_ids": torch.tensor([[5, 6]])}, 2)
     plain, least = pair(seed, kv_memory="24 tokens")
     assert greedy(least, {"input_ids": torch.tensor([[5, 6]])}, 20)[0, 2:].tolist() == answer(plain, [5, 6], 20)
-
-
-# ---- planted faults
-
-
-def faulty(seed: int, prompts: list[list[int]]) -> list[list[int]]:
-    _, model = pair(seed)
-    with Engine(model) as engine:
-        return [output.token_ids for output in engine.generate(prompts, tiny_engines.greedy(9))]
-
-
-def test_other_lists_than_those_of_the_step_show(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of the list before, and those of another row."""
-    prompts = prompts_of([3 * READ, 3 * READ], seed)
-    expected = [answer(plain_model(seed), own, 9) for own in prompts]
-    assert faulty(seed, prompts) == expected
-    last = dict[torch.Size, Tensor]()
-
-    def stale(blocks: Tensor, rows: IndexedRows) -> Tensor:
-        own = visible_pages(blocks, rows)
-        before = last.get(own.shape, own)
-        last[own.shape] = own
-        return before
-
-    for fault in (stale, lambda blocks, rows: visible_pages(blocks, rows).roll(1, 0)):
-        monkeypatch.setattr(kept_blocks, "visible_pages", fault)
-        assert faulty(seed, prompts) != expected
-    monkeypatch.setattr(kept_blocks, "visible_pages", visible_pages)
-    attend = Blocks.attend
-    monkeypatch.setattr(
-        Blocks, "attend", lambda self, rows, *args: attend(self, rows._replace(indices=rows.indices.roll(1)), *args)
-    )
-    assert faulty(seed, prompts) != expected, "pages of another row"

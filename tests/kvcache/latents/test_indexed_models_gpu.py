@@ -7,17 +7,16 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.config import Mode
 from support.execution.twins import (
-    DEVICE,
     SMALL,
     assert_parity,
     assert_parity_together,
     parity,
     prompts_on_device,
+    random_model,
     twins_of,
 )
 from support.indexed_models import BLOCKS, needs_blocks, needs_indexers
@@ -33,17 +32,10 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def random_indexed(family: str, seed: int, **options: Any) -> PreTrainedModel:
+def random_indexed(family: str, seed: int, **options: Any) -> Any:
     """Without experts, whose choices near ties would be another source of noise."""
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **SIZES, **options})
-    torch.manual_seed(seed)
-    with torch.device(DEVICE):
-        kind = getattr(transformers, f"{family}ForCausalLM")
-        model: PreTrainedModel = kind._from_config(config, dtype=torch.bfloat16).eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                torch.nn.init.uniform_(parameter, 1, 2)
-    return model
+    return random_model(config, seed, (1, 2))
 
 
 @pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa"])
@@ -82,18 +74,12 @@ def test_scores_of_long_prompts_take_no_more_than_the_account_says(mode: Mode, s
 # ---- chosen blocks
 
 
-def random_blocks(seed: int, chosen: int) -> PreTrainedModel:
+def random_blocks(seed: int, chosen: int) -> Any:
     """Without experts, too."""
     sizes = {"num_attention_heads": 16, "index_block_size": 32, "index_topk_blocks": chosen, "index_head_dim": 128}
     dense = {"num_hidden_layers": 3, "mlp_layer_types": ["dense"] * 3, "dense_intermediate_size": 512}
     config = transformers.MiniMaxM3VLTextConfig(**{**BLOCKS, **SMALL, **sizes, **dense, "rotary_dim": 64})
-    torch.manual_seed(seed)
-    with torch.device(DEVICE):
-        model: PreTrainedModel = transformers.MiniMaxM3VLForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                torch.nn.init.uniform_(parameter, 0, 1)
-    return model
+    return random_model(config, seed, (0, 1))
 
 
 @needs_blocks

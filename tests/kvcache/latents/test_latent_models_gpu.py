@@ -7,12 +7,22 @@ from typing import Any, get_args
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from compiled_llm import Engine
 from compiled_llm.config import Mode
 from support.engine import tiny_engines
-from support.execution.twins import BEYOND_NOISE, DEVICE, SMALL, Twins, assert_parity, hf_logits, parity, rms, twins_of
+from support.execution.twins import (
+    BEYOND_NOISE,
+    DEVICE,
+    SMALL,
+    Twins,
+    assert_parity,
+    hf_logits,
+    parity,
+    random_model,
+    rms,
+    twins_of,
+)
 from support.latent_models import needs_latents
 from support.parity import assert_account_is_empty
 
@@ -24,16 +34,10 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_latents(seed: int, sizes: str = "512 + 64", heads: int = 20) -> PreTrainedModel:
+def random_latents(seed: int, sizes: str = "512 + 64", heads: int = 20) -> Any:
     own = {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": 96}
     config = transformers.YoutuConfig(**{**SMALL, **own, **SIZES[sizes], "head_dim": SIZES[sizes]["qk_rope_head_dim"]})
-    torch.manual_seed(seed)
-    with torch.device(DEVICE):
-        model: PreTrainedModel = transformers.YoutuForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                torch.nn.init.uniform_(parameter, 1, 2)
-    return model
+    return random_model(config, seed, (1, 2))
 
 
 @pytest.mark.parametrize("sizes", SIZES)

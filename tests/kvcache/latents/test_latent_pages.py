@@ -22,15 +22,12 @@ from compiled_llm.kinds.spec import TokenPlaces
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import allocate_pages, page_size_bytes
 from compiled_llm.model.checks import check_layers, on_fastest_backend
-from compiled_llm_ops.reference.backend import Reference
-from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine import tiny_engines
-from support.latent_models import PLAIN, RANK, ROPE, VALUE, WITHOUT_EXPERTS, YARN, latent_model, needs_latents
-from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, wrap_and_compare
+from support.latent_models import PLAIN, RANK, ROPE, VALUE, YARN, latent_model, needs_latents
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts
 
 pytestmark = needs_latents
 
-CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 
 UP = Expansion("up", 128, 128)
 
@@ -99,34 +96,6 @@ def check_tokens(
     stats = model.compiled.stats()
     assert (stats.generate_calls, stats.recompiles) == ({"fast loop": len(batches) + 1}, 0)
     assert_account_is_empty(model)
-
-
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
-def test_decode_by_plan_and_in_chunks(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap_and_compare(latent_model(seed=seed), seed, mode=mode, prefill_tokens=16)
-    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
-    wrap_and_compare(latent_model(seed=seed), seed, mode=mode)
-
-
-@pytest.mark.whole
-@pytest.mark.usefixtures("without_inductor")
-def test_passes_for_gpus_leave_latents_alone(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_passes_run_on_a_cpu(monkeypatch)
-    wrap_and_compare(latent_model(seed=seed, **WITHOUT_EXPERTS), seed, mode="compile")
-
-
-def test_forward_counts_positions_as_huggingface_does(seed: int) -> None:
-    """Without being given them, though values have another size than queries."""
-    plain, model = pair(seed)
-    inputs = mixed_prompts([9, 9], 128, seed)
-    with torch.no_grad():
-        for given in (inputs, {"input_ids": inputs["input_ids"]}):
-            torch.testing.assert_close(model(**given).logits, plain(**given).logits, **CLOSE)
-        cache = model.compiled.new_cache()
-        first = model(**inputs, past_key_values=cache).logits
-    torch.testing.assert_close(first, plain(**inputs).logits, **CLOSE)
-    assert set(model.compiled.stats().forward_calls) == {"compiled"}
 
 
 def test_new_weights_are_read(seed: int) -> None:

@@ -106,16 +106,6 @@ def test_prefill_is_two_programs_compiled_once_each(seed: int) -> None:
     assert model.compiled.stats().recompiles == 0
 
 
-@pytest.mark.slow
-@pytest.mark.whole
-def test_what_inductor_makes_of_latents_gives_the_same_tokens(seed: int) -> None:
-    """Of one layer. What Inductor makes of the ops is tested with them, and what Dynamo traces above."""
-    plain, model = compiled_pair(seed, num_hidden_layers=1)
-    inputs = mixed_prompts([4, 19, 11], 128, seed)
-    torch.testing.assert_close(greedy(model, inputs, 20), greedy(plain, inputs, 20))
-    assert model.compiled.stats().recompiles == 0
-
-
 def compiled_pair(seed: int, **config: Any) -> tuple[Any, Any]:
     model = compiled_llm.wrap(latent_model(seed=seed, **config), mode="compile", **FEW_PAGES)
     return latent_model(seed=seed, **config), model

@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    LlamaForCausalLM as Llama,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM as Qwen3,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 import compiled_llm
 from support.parity import mixed_prompts
@@ -47,21 +41,19 @@ WINDOWED: dict[str, Any] = {
 }
 
 
-def random_model(config: PretrainedConfig, seed: int, uneven: bool = False) -> Any:
-    """A model in bfloat16, built where it runs. With `uneven` norms, attention is neither flat nor a single spike."""
-    family = {"qwen3": Qwen3, "llama": Llama}[config.model_type]
+def random_model(config: PretrainedConfig, seed: int, norms: tuple[float, float] | None = None) -> Any:
+    """A model in bfloat16, built where it runs; with `norms` drawn between, attention is neither flat nor one spike."""
     torch.manual_seed(seed)
     with torch.device(DEVICE):
-        model = family._from_config(config, dtype=torch.bfloat16).eval()
-        if uneven:
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    torch.nn.init.uniform_(parameter, 1, 2)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        for parameter in model.parameters():
+            if norms and parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, *norms)
     return model
 
 
 def small_qwen3(seed: int, **overrides: Any) -> Any:
-    return random_model(Qwen3Config(**{**SMALL, **overrides}), seed, uneven=True)
+    return random_model(Qwen3Config(**{**SMALL, **overrides}), seed, (1, 2))
 
 
 def on_device(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
