@@ -1,8 +1,7 @@
-"""Paged attention, FlashInfer's and our own, as ``torch.library`` ops that trace, compile and replay.
+"""Paged attention, FlashInfer's and our own, as ``torch.library`` ops that trace, compile and replay."""
 
-Usable on its own: needs torch only; on CUDA also flashinfer-python, and the triton that torch brings. Each op has a
-fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kernel in plain PyTorch for the CPU.
-"""
+# Usable on its own: needs torch only; on CUDA also flashinfer-python, and the triton that torch brings. Each op has a
+# fake for tracing, a launcher of FlashInfer's or our kernels for CUDA and a kernel in plain PyTorch for the CPU.
 
 from compiled_llm_ops.attention.append import append_paged_kv
 from compiled_llm_ops.attention.cascade.attention import cascade_attention, cascade_attention_lse

@@ -1,8 +1,7 @@
-"""The registry of backends: those in folders next to this file, and those that other packages bring.
+"""The registry of backends: those in folders next to this file, and those that other packages bring."""
 
-A package registers a backend by an entry point of the group ``compiled_llm_ops.backends``, whose object answers
-``protocol.Backend``. It is imported only once its name is asked for.
-"""
+# A package registers a backend by an entry point of the group ``compiled_llm_ops.backends``, whose object answers
+# ``protocol.Backend``. It is imported only once its name is asked for.
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from compiled_llm_ops.protocol import Backend, DecodeOps, own_decode_ops
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-BACKENDS = ("flashinfer", "triton", "flash-attn", "torch", "reference")
-"""The names of our own."""
+BACKENDS = ("flashinfer", "triton", "flash-attn", "torch", "reference")  # the names of our own
 
 INVARIANT = "invariant"
 """The one that ``wrap(batch_invariant=True)`` takes; it is not chosen by its name, since matmuls belong to it."""
@@ -72,10 +70,8 @@ def backend_for(name: str, device: str, builds: bool = True) -> ChosenBackend:
 
 @functools.cache
 def _fastest_that_runs(builds: bool) -> str:
-    """Return the backend of ``"auto"`` on CUDA: once for a process, since its calls are to have the same kernels.
-
-    If neither can run it is FlashInfer, whose problems are then said.
-    """
+    """Return the backend of ``"auto"`` on CUDA: once for a process, since its calls are to have the same kernels."""
+    # If neither can run it is FlashInfer, whose problems are then said.
     problems = backend_named("flashinfer").installation.problems(builds)
     if not problems or backend_named("triton").installation.problems(builds):
         return "flashinfer"

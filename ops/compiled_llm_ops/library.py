@@ -1,8 +1,7 @@
-"""The ``compiled_llm`` namespace: where ops are defined, and the object that keeps them alive.
+"""The ``compiled_llm`` namespace: where ops are defined, and the object that keeps them alive."""
 
-An op is a function whose body says what its results look like. Its arguments are written once, as the fields of a
-NamedTuple, which its kernels take whole.
-"""
+# An op is a function whose body says what its results look like. Its arguments are written once, as the fields of a
+# NamedTuple, which its kernels take whole.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Attention over pages in plain PyTorch, one row after the other: the CPU kernels, and the reference for all others.
+"""Attention over pages in plain PyTorch, one row after the other: the CPU kernels, and the reference for all others."""
 
-Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension, P pages, S page size, L tokens of one row
-in the cache, Q queries of one row.
-"""
+# Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension, P pages, S page size, L tokens of one
+# row in the cache, Q queries of one row.
 
 from __future__ import annotations
 
@@ -25,15 +24,11 @@ from compiled_llm_ops.contracts import (
     value_size,
 )
 
-Writes = AppendPagedKv | RopeAppendPagedKv | DecodeAttention
-"""Arguments of ops that write keys and values into pages."""
+Writes = AppendPagedKv | RopeAppendPagedKv | DecodeAttention  # arguments of ops that write keys and values into pages
 
 
 def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the keys and the values ``[..., K, n * S, D]`` in the pages ``numbers`` ``[..., n]``.
-
-    Those of fp8 are as they are stored: their scales are left to logits and outputs.
-    """
+    """Keys and values ``[..., K, n * S, D]`` in pages ``numbers`` ``[..., n]``; those of fp8 are not scaled."""
     if has_uneven_heads(pages):
         both = pages[numbers].transpose(-4, -3).flatten(-3, -2).to(dtype)
         return both[..., :head_dim], both[..., head_dim:]
@@ -53,10 +48,8 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
 
 
 def _rows(query: Tensor, pages: Tensor, table: PageTable, batched: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield each row's queries as a slice, and its keys and values ``[1, K, L, D]`` gathered from its pages.
-
-    If ``batched``, rows next to each other come as one batch, if all of their tokens are new ones, and as many.
-    """
+    """Yield each row's queries as a slice, and its keys and values ``[1, K, L, D]`` gathered from its pages."""
+    # If ``batched``, rows next to each other come as one batch, if all of their tokens are new ones, and as many.
     page_size, head_dim = pages.shape[-2], query.shape[2]
     starts, ends = table.qo_indptr.tolist(), table.indptr.tolist()
     queries = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -112,11 +105,9 @@ def attend_lse(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``[Q, H, D]`` and ``[Q, H]``, the log-sum-exp in base 2; arithmetic in float32.
-
-    ``key`` and ``value`` are ``[K, L, D]``, ``visible`` ``[Q, L]``, the scales of keys and values ``[K]``. A query that
-    sees no key has zeros, and minus infinity.
-    """
+    """``[Q, H, D]`` and ``[Q, H]``, the log-sum-exp in base 2; arithmetic in float32."""
+    # ``key`` and ``value`` are ``[K, L, D]``, ``visible`` ``[Q, L]``, the scales of keys and values ``[K]``. A query
+    # that sees no key has zeros, and minus infinity.
     queries, heads, head_dim = query.shape
     kv_heads = key.shape[0]
     grouped = query.float().view(queries, kv_heads, heads // kv_heads, head_dim)
@@ -168,10 +159,8 @@ def attend_row_by_row(
 def attend_to_listed(
     query: Tensor, args: DecodeAttention, visible: Tensor, numbers: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return ``[T, H, D]`` and the log-sum-exp ``[T, H]``, over the pages that ``visible`` ``[B, K, n]`` lists.
-
-    The queries are prepared, and all keys written. ``numbers`` are those of each row's pages.
-    """
+    """Return ``[T, H, D]`` and the log-sum-exp ``[T, H]``, over the pages that ``visible`` ``[B, K, n]`` lists."""
+    # The queries are prepared, and all keys written. ``numbers`` are those of each row's pages.
     new, page_size = args.new_tokens, args.pages.shape[-2]
     group = query.shape[1] // visible.shape[1]
     out = torch.empty((*query.shape[:2], value_size(query, args.pages)), dtype=query.dtype, device=query.device)

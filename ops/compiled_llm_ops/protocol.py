@@ -1,9 +1,7 @@
-"""The interface of a backend: kernels for attention over pages on CUDA, and their plans, made before a graph runs.
+"""The interface of a backend: kernels for attention over pages on CUDA, and their plans, made before a graph runs."""
 
-Launchers run inside compiled, possibly captured, graphs. They find their plan by its address.
-
-Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
-"""
+# Launchers run inside compiled, possibly captured, graphs. They find their plan by its address.
+# Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
 
 # A method of a protocol is its docstring.
 # pyright: reportReturnType=false
@@ -55,31 +53,13 @@ class Plan(Protocol):
         """Plan a batch; see ``plan_paged_attention``."""
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Attend as planned.
-
-        Args:
-            args: ``query`` is ``[T, H, D]`` with D as it is stored.
-            out: ``[T, H, D]``, contiguous, written.
-            lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-        """
+        """Attend as planned; write ``out`` ``[T, H, D]`` and, if given, ``lse`` ``[T, H]`` float32, in base 2."""
 
     def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
-        """Attend by a variant as planned; called only if the backend has ``functions``.
-
-        Args:
-            args: as of ``launch``, with the variant's key for a name.
-            out: likewise.
-            lse: likewise.
-        """
+        """Attend by a variant as planned, if it has ``functions``; ``args`` have the variant's key for a name."""
 
     def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Attend to latents as planned; called only if the backend attends to ``latents``.
-
-        Args:
-            args: absorbed queries, and the pages.
-            out: ``[T, H, R]``, contiguous, written.
-            lse: as of ``launch``.
-        """
+        """Attend to latents as planned, if the backend can: absorbed queries, ``out`` ``[T, H, R]``, contiguous."""
 
 
 class Workspace(Protocol):
@@ -99,10 +79,7 @@ class Installation(Protocol):
     """The packages, compilers and built kernels of a backend."""
 
     def problems(self, builds: bool = True) -> list[str]:
-        """Return the missing parts of an installation for CUDA, each with the way out.
-
-        ``builds``: whether its kernels are to be built, if they did not come so.
-        """
+        """Return what is missing for CUDA, each with the way out; ``builds``: whether its kernels are to be built."""
 
     def compiler(self) -> str | None:
         """Return the path of the compiler that it builds kernels with; None if there is none, or it needs none."""
@@ -214,25 +191,12 @@ class Backend(Protocol):
     def best_variant(
         self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> int:
-        """Return the variant that is fastest for a batch.
-
-        Args:
-            groups: the attention groups of the model.
-            queries: ``[B]``, new tokens of each row.
-            lengths: ``[B]``, all tokens of each row.
-            device: of the launch.
-        """
+        """Return the variant that is fastest for a batch of ``queries`` ``[B]`` new tokens of ``lengths`` ``[B]``."""
 
     def workspace_bytes(
         self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
     ) -> int:
-        """Return the size of the workspace that plans need, in bytes.
-
-        Args:
-            groups: the attention groups of the model.
-            device: of the launches.
-            captured: the fixed properties of captured launches; None for any batch whose launches are not captured.
-        """
+        """Return the size of the workspace that plans need, in bytes; ``captured`` are those of captured launches."""
 
     def plan_bytes(self, groups: Sequence[Geometry], device: torch.device, tokens: int, rows: int) -> int:
         """Return a size that holds the plan of any batch with at most these tokens and rows, in bytes."""
@@ -256,12 +220,11 @@ _owners: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 
 
 def own(plan: Plan) -> None:
-    """Make ``plan`` the one that launches find by the address of its tensor.
-
-    A launch needs integers from the host, ``plan.numbers``, which are no input of ``paged_attention``: cudagraph trees
-    cannot capture a graph with a host tensor among its inputs. Torch 2.11 raises ("storage data ptrs are not allocated
-    in pool") if one reaches an op, and Inductor skips CUDA graphs ("cpu device"). So they stay with their owner.
-    """
+    """Make ``plan`` the one that launches find by the address of its tensor."""
+    # A launch needs integers from the host, ``plan.numbers``, which are no input of ``paged_attention``: cudagraph
+    # trees cannot capture a graph with a host tensor among its inputs. Torch 2.11 raises ("storage data ptrs are not
+    # allocated in pool") if one reaches an op, and Inductor skips CUDA graphs ("cpu device"). So they stay with their
+    # owner.
     _owners[plan.tensor.data_ptr()] = plan
 
 
@@ -271,11 +234,7 @@ def plan_of(tensor: Tensor) -> Plan | None:
 
 
 def owner_of(tensor: Tensor) -> Plan:
-    """Return the plan whose ``tensor`` this is.
-
-    Raises:
-        RuntimeError: it has no owner, or the owner is gone; a launch would follow a stale or foreign plan.
-    """
+    """Return the plan whose ``tensor`` this is; RuntimeError if it is gone: a launch would follow a stale plan."""
     plan = plan_of(tensor)
     if plan is None:
         raise RuntimeError(

@@ -1,7 +1,6 @@
-"""Writing new keys and values into the pages.
+"""Writing new keys and values into the pages."""
 
-Shapes: T packed tokens, K kv heads, D head dimension, P pages, S page size, B rows, N entries of the page table.
-"""
+# Shapes: T packed tokens, K kv heads, D head dimension, P pages, S page size, B rows, N entries of the page table.
 
 from __future__ import annotations
 
@@ -97,10 +96,7 @@ def _cuda(args: AppendPagedKv) -> None:
 
 
 def _append_fp8(args: AppendPagedKv) -> None:
-    """Round keys and values and write them, which a kernel that copies does not, by that of ``rope_append_paged_kv``.
-
-    It is given no queries.
-    """
+    """Write states in fp8, which a kernel that copies does not, without queries by ``rope_append_paged_kv``."""
     from compiled_llm_ops.kernels.attention.rope_append import append
 
     check_capability("append_paged_kv", args.pages)

@@ -1,12 +1,10 @@
-"""Tags beside the slots of pages, by which it is seen that a row reads a page that is not its own.
+"""Tags beside the slots of pages, by which it is seen that a row reads a page that is not its own."""
 
-The tag of a slot is the row's chain before and after its token. A chain is a sum of hashed pairs of token and position,
-modulo 2**32: rows that share pages have the same, the host computes that of a prompt at once, and to forget tokens is
-to subtract. Where a row reads a slot of other tokens, of other positions, or that nobody wrote, its tag does not follow
-from the one before.
-
-Shapes: B rows, T new tokens, P pages, S page size, N page numbers of all rows, X slots.
-"""
+# The tag of a slot is the row's chain before and after its token. A chain is a sum of hashed pairs of token and
+# position, modulo 2**32: rows that share pages have the same, the host computes that of a prompt at once, and to forget
+# tokens is to subtract. Where a row reads a slot of other tokens, of other positions, or that nobody wrote, its tag
+# does not follow from the one before.
+# Shapes: B rows, T new tokens, P pages, S page size, N page numbers of all rows, X slots.
 
 from __future__ import annotations
 
@@ -97,10 +95,8 @@ def chain_after(ids: NDArray[np.int64], first: int = 0, chain: int = CHAIN_ORIGI
 
 
 def chain_before(chains: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return chains ``[B]`` without the last tokens ``[B, q]`` of each row; those that are not known stay as they are.
-
-    ``positions`` ``[B, q]`` int64 are the tokens'; -1 for tokens that stay.
-    """
+    """Return chains ``[B]`` without the last tokens ``[B, q]`` of each row, unless they are not known."""
+    # ``positions`` ``[B, q]`` int64 are the tokens'; -1 for tokens that stay.
     forgotten = torch.where(positions < 0, 0, _mixed(tokens, positions)).sum(1)
     return torch.where(chains < CHAIN_KNOWN, chains, CHAIN_KNOWN + ((chains - forgotten) & _LOW))
 

@@ -1,11 +1,9 @@
-"""Decode: new tokens of each row, mostly one, whose keys and values are written into the pages, and which then attend.
+"""Decode: new tokens of each row, mostly one, whose keys and values are written into pages, and which attend."""
 
-Queries and keys may come straight from their projections: the op norms them and rotates them by their position
-(rotary embedding), if it is given the weights and angles.
-
-Shapes: B rows, T = B * q new tokens, q of each row, H query heads, K kv heads, D head dimension, P pages, S page size,
-N page numbers of all rows.
-"""
+# Queries and keys may come straight from their projections: the op norms them and rotates them by their position
+# (rotary embedding), if it is given the weights and angles.
+# Shapes: B rows, T = B * q new tokens, q of each row, H query heads, K kv heads, D head dimension, P pages, S page
+# size, N page numbers of all rows.
 
 from __future__ import annotations
 
@@ -134,14 +132,10 @@ def _check_visible(op: str, visible: Tensor, args: DecodeAttention) -> None:
 
 
 class RowPlaces:
-    """Where the rows of a step have their tokens: the same in all layers that follow the same page numbers.
+    """Places of the tokens of a step's rows, the same in all layers that follow the same page numbers."""
 
-    Attributes:
-        pages: ``[T]`` int64, the page of each new token.
-        slots: ``[T]`` int64, its place in that page.
-        lengths: tokens of each row, the new ones included.
-        longest: the most of them.
-    """
+    # ``pages`` and ``slots`` are ``[T]`` int64, of each new token; ``lengths`` count the new ones, too, and ``longest``
+    # is the most.
 
     def __init__(self, args: DecodeAttention) -> None:
         page_size, new = args.pages.shape[-2], args.new_tokens
@@ -183,10 +177,9 @@ class RowPlaces:
 
 
 class SharedPlaces:
-    """Attends in all layers of one step that runs uncompiled on a CPU: the first to attend finds the places for all.
+    """Attends in all layers of one step that runs uncompiled on a CPU: the first to attend finds the places for all."""
 
-    The ops find them in each layer, and check their arguments: for few rows that takes longer than to attend.
-    """
+    # The ops find them in each layer, and check their arguments: for few rows that takes longer than to attend.
 
     def __init__(self) -> None:
         self._places: RowPlaces | None = None
@@ -287,10 +280,8 @@ def prepare_on_cuda(
     shared_lengths: Tensor | None = None,
     variant: KernelVariant | None = None,
 ) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
-    """Return the results, and what launches the kernel that writes them, on the current device.
-
-    The kernel leaves out as many of each row's first keys as ``shared_lengths`` says. Arguments are not checked.
-    """
+    """Return the results, and what launches the kernel that writes them; arguments are not checked."""
+    # The kernel leaves out as many of each row's first keys as ``shared_lengths`` says.
     from compiled_llm_ops.kernels.attention import decode_tiling
     from compiled_llm_ops.kernels.attention.decode import prepare_decode
     from compiled_llm_ops.kernels.pdl import has_pdl

@@ -1,11 +1,9 @@
-"""Attention in which a query's bits depend on the tokens of its own row alone, whatever else is in the batch.
+"""Attention in which a query's bits depend on the tokens of its own row alone, whatever else is in the batch."""
 
-Prefill and decode share one order of sums: keys in blocks that begin at fixed positions, one after the other. The
-backend ``invariant`` computes prefills so, and the op here decode steps.
-
-Shapes: B rows, T packed tokens, q new tokens of each row, H query heads, K kv heads, G query heads of one kv head, D
-head dimension, P pages, S page size, N page numbers of all rows.
-"""
+# Prefill and decode share one order of sums: keys in blocks that begin at fixed positions, one after the other. The
+# backend ``invariant`` computes prefills so, and the op here decode steps.
+# Shapes: B rows, T packed tokens, q new tokens of each row, H query heads, K kv heads, G query heads of one kv head, D
+# head dimension, P pages, S page size, N page numbers of all rows.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Ops that a capture may leave out: it ends before such an op, goes on after it, and the op is launched each time.
+"""Ops that a capture may leave out: it ends before such an op, goes on after it, and the op is launched each time."""
 
-So ops that cannot be captured, because they wait for the device or have another grid for each batch, still run between
-captured launches.
-"""
+# So ops that cannot be captured, because they wait for the device or have another grid for each batch, still run
+# between captured launches.
 
 from __future__ import annotations
 
@@ -17,11 +16,8 @@ class Divided(Protocol):
     """A capture that can be interrupted."""
 
     def leave_out(self, launch: Callable[[Any], Any], arguments: Any, allocate: Callable[[Any], Any]) -> Any:
-        """End here, begin again, and return the tensors that ``launch`` will write its results to.
-
-        ``launch`` is not called now. ``arguments``, a NamedTuple, have tensors that lie at the same addresses each
-        time, and ``allocate`` returns tensors like the results.
-        """
+        """End here, begin again, and return tensors by ``allocate``, to which ``launch``, not called now, writes."""
+        # ``arguments``, a NamedTuple, have tensors that lie at the same addresses each time.
         ...
 
 

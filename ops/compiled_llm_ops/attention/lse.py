@@ -53,10 +53,8 @@ def with_lse(attention: Callable[_Parameters, Tensor]) -> Callable[_Parameters, 
 
 
 def kernel_of_both(attention: Callable[..., Tensor], device: str) -> Callable[[_Kernel[Arguments]], _Kernel[Arguments]]:
-    """As ``kernel_of``, for ``with_lse`` of ``attention`` as well; a capture may leave both out.
-
-    The second argument of the kernel is whether it is to return the log-sum-exp.
-    """
+    """As ``kernel_of``, for ``with_lse`` of ``attention`` as well, which the kernel's second argument asks for."""
+    # A capture may leave both out.
     attention_lse = _with_lse[attention]
 
     def register(function: _Kernel[Arguments]) -> _Kernel[Arguments]:

@@ -1,7 +1,6 @@
-"""Results of attention over parts of the keys, merged by their log-sum-exps into that over all of them.
+"""Results of attention over parts of the keys, merged by their log-sum-exps into that over all of them."""
 
-Shapes: T tokens, N states, H heads, D head dimension.
-"""
+# Shapes: T tokens, N states, H heads, D head dimension.
 
 from __future__ import annotations
 

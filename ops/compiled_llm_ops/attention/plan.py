@@ -1,7 +1,6 @@
-"""Planning attention: how the kernels of ``paged_attention`` divide a batch, decided on the host before the graph runs.
+"""How the kernels of ``paged_attention`` divide a batch, decided on the host before the graph runs."""
 
-Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, S page size.
-"""
+# Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, S page size.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Attention over paged keys and values: ragged causal prefill and extend. Decode has ops of its own, in ``decode``.
+"""Attention over paged keys and values: ragged causal prefill and extend. Decode has ops of its own, in ``decode``."""
 
-Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N entries of the
-page table, L tokens of one row in the cache, Q queries of one row.
-"""
+# Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N entries of the
+# page table, L tokens of one row in the cache, Q queries of one row.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Norm and rotary embedding of queries and keys before attention, for the ops that do it: checks, and plain PyTorch.
+"""Norm and rotary embedding of queries and keys before attention, for the ops that do it: checks, and plain PyTorch."""
 
-Shapes: T tokens, D head dimension.
-"""
+# Shapes: T tokens, D head dimension.
 
 from __future__ import annotations
 

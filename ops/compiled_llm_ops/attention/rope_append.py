@@ -1,8 +1,7 @@
-"""Between prefill's projections and its attention: norm, rotary embedding, and the way of keys and values into pages.
+"""Between prefill's projections and its attention: norm, rotary embedding, and the way of keys and values to pages."""
 
-Shapes: T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size, B rows, N entries of the
-page table.
-"""
+# Shapes: T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size, B rows, N entries of the
+# page table.
 
 from __future__ import annotations
 

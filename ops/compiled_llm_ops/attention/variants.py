@@ -1,8 +1,7 @@
-"""Ops that attend as a variant says: over packed queries, and in decode steps, where they write the newest tokens.
+"""Ops that attend as a variant says: over packed queries, and in decode steps, where they write the newest tokens."""
 
-Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size, N page numbers of
-all rows.
-"""
+# Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size, N page numbers of
+# all rows.
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Signatures of the ops, and constants that they share with their kernels.
+"""Signatures of the ops, and constants that they share with their kernels; ops' docstrings explain arguments."""
 
-``DecodeAttention`` has the arguments of ``decode_attention`` and of ``decode_attention_lse``, whose docstring explains
-them; so with all. The fields, their order and defaults are the op's schema (see ``library.define_op``).
-
-Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
-"""
+# Fields, their order and defaults are the op's schema (see ``library.define_op``).
+# Shapes: B rows, T packed tokens, H query heads, K kv heads, D head dimension, P pages, S page size.
 
 from __future__ import annotations
 
@@ -119,17 +116,12 @@ def check_even_heads(op: str, pages: Tensor) -> None:
 
 
 FP8 = torch.float8_e4m3fn
-"""The only dtype of fp8 that pages may have.
+"""The only dtype of fp8 that pages may have: ``clamp(x / scale, -448, 448)`` in e4m3, with scales by kv head."""
+# Before torch 2.12 casting a number beyond 448 gives NaN, so writers clamp first.
 
-A stored number is ``clamp(x / scale, -448, 448)`` in e4m3; what is read is the stored number times the scale. Keys and
-values have scales by kv head. Before torch 2.12 casting a number beyond 448 gives NaN, so writers clamp first.
-"""
+FP8_LARGEST = 448.0  # the largest number in e4m3, which has no infinities
 
-FP8_LARGEST = 448.0
-"""The largest number in e4m3, which has no infinities."""
-
-FP8_CAPABILITY = (8, 9)
-"""The compute capability from which on Triton converts from and to e4m3."""
+FP8_CAPABILITY = (8, 9)  # the compute capability from which on Triton converts from and to e4m3
 
 
 def check_fp8(

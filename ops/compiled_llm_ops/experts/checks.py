@@ -1,7 +1,6 @@
-"""What ops of experts check before they compute.
+"""What ops of experts check before they compute."""
 
-Shapes: T rows, k experts of each, E experts, I inputs, O outputs.
-"""
+# Shapes: T rows, k experts of each, E experts, I inputs, O outputs.
 
 from __future__ import annotations
 

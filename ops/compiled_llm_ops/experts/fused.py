@@ -1,8 +1,7 @@
-"""The whole of a layer's experts: up, activation, down, and the sum over the experts of a row.
+"""The whole of a layer's experts: up, activation, down, and the sum over the experts of a row."""
 
-Shapes: T rows, k experts of each, P = T * k pairs of a row and one of its experts, E experts, H size of a row, I size
-between both products.
-"""
+# Shapes: T rows, k experts of each, P = T * k pairs of a row and one of its experts, E experts, H size of a row, I size
+# between both products.
 
 from __future__ import annotations
 

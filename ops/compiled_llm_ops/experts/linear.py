@@ -1,7 +1,6 @@
-"""One product of each row with the weights of the experts that it chose.
+"""One product of each row with the weights of the experts that it chose."""
 
-Shapes: T rows, k experts of each, P = T * k pairs of a row and one of its experts, E experts, I inputs, O outputs.
-"""
+# Shapes: T rows, k experts of each, P = T * k pairs of a row and one of its experts, E experts, I inputs, O outputs.
 
 from __future__ import annotations
 

@@ -12,10 +12,8 @@ from compiled_llm_ops.flashinfer.versions import import_flashinfer
 def append(
     key: Tensor, value: Tensor, pages: Tensor, token_rows: Tensor, token_positions: Tensor, table: PageTable
 ) -> None:
-    """Copy keys and values ``[T, K, D]`` into pages ``[P, 2, K, S, D]`` in their dtype; positions are not checked.
-
-    Strides that FlashInfer cannot read are copied first; ``qo_indptr`` of the table is not read.
-    """
+    """Copy keys and values ``[T, K, D]`` into pages ``[P, 2, K, S, D]`` in their dtype; positions are not checked."""
+    # Strides that FlashInfer cannot read are copied first; ``qo_indptr`` of the table is not read.
     check_even_heads("append_paged_kv", pages)
     if key.shape[0] == 0:
         return  # FlashInfer would launch a grid of no blocks, which CUDA rejects

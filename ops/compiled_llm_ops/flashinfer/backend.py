@@ -41,10 +41,7 @@ class FlashInferInstallation:
 
 
 class FlashInfer:
-    """FlashInfer's wrappers of paged attention, and ``append_paged_kv_cache``.
-
-    They are ``BatchPrefillWithPagedKVCacheWrapper``, with ``fa2`` or ``fa3``, and ``BatchMLAPagedAttentionWrapper``.
-    """
+    """FlashInfer's wrappers of paged attention (``fa2``, ``fa3``, latents), and ``append_paged_kv_cache``."""
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset(QUERY_DTYPES)

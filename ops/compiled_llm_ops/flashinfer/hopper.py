@@ -1,9 +1,8 @@
-"""FlashInfer's kernels for Hopper, ``fa3``: which geometries have them, whether they are built, and when they pay.
+"""FlashInfer's kernels for Hopper, ``fa3``: which geometries have them, whether they are built, and when they pay."""
 
-They attend up to twice as fast as ``fa2``, but take a minute or two to build. So a process uses them only if they were
-there when it first asked, and otherwise builds them, at the lowest priority, for those that come after it: what it
-computes does not change while it runs.
-"""
+# They attend up to twice as fast as ``fa2``, but take a minute or two to build. So a process uses them only if they
+# were there when it first asked, and otherwise builds them, at the lowest priority, for those that come after it: what
+# it computes does not change while it runs.
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from compiled_llm_ops.flashinfer.splitting import whole_tiles, worth_splitting
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-FA3 = 2
-"""The variant of plans that are for these kernels; ``WHOLE`` and ``SPLIT`` are for ``fa2``."""
+FA3 = 2  # the variant of plans that are for these kernels; ``WHOLE`` and ``SPLIT`` are for ``fa2``
 
 FIELDS: tuple[str, ...] = (
     "qo_tile_indices_offset",
@@ -40,14 +38,12 @@ FIELDS: tuple[str, ...] = (
 )
 """The numbers of a plan, in FlashInfer's order: ``PrefillPlanSM90Info`` in ``scheduler.cuh``."""
 
-HEAD_DIMS = (128,)
-"""FlashInfer also has kernels for 64 and 256, which have not been tested here."""
-LEAST_TOKENS = 32
-"""Of the longest row: a block has 128 queries, and of fewer most is padding."""
+HEAD_DIMS = (128,)  # FlashInfer also has kernels for 64 and 256, which have not been tested here
+LEAST_TOKENS = 32  # of the longest row: a block has 128 queries, and of fewer most is padding
 
 SHORT = 384
-"""Tokens of all rows up to which what ``fa3`` gains is lost on the host, where its plans take longer: first tokens of
-28 layers on an H100 came 34 us later after 128 tokens, and 58 us earlier after 384."""
+"""Tokens of all rows up to which what ``fa3`` gains is lost on the host, where its plans take longer."""
+# First tokens of 28 layers on an H100 came 34 us later after 128 tokens, and 58 us earlier after 384.
 
 _LISTS = 7  # of as many int32 as there are tiles, each aligned to 16 bytes
 
@@ -73,17 +69,11 @@ def plan_bytes(geometry: Geometry, tokens: int, rows: int, processors: int) -> i
 
 
 def worth_fa3(geometry: Geometry, queries: Sequence[int], lengths: Sequence[int], processors: int) -> bool:
-    """Return whether a prefill is faster by these kernels than by ``fa2``, split or not.
-
-    A block has one head of 128 queries, so rows of few new tokens, and heads that share keys, read these several times;
-    and it goes over all keys of its queries, so after long beginnings ``fa2`` gains by sharing them.
-
-    ``queries`` ``[B]`` are the new tokens of each row, ``lengths`` ``[B]`` all tokens.
-
-    Source:
-        Microseconds on an H100, fitted to 242 batches: 16 and 32 query heads, 8 kv heads of size 128, 1 to 65 rows, 1
-        to 32,768 new tokens after 0 to 8,192. Its choices take 0.6% longer than the best on average, at most 28%.
-    """
+    """Return whether a prefill of ``queries`` ``[B]`` new tokens of ``lengths`` ``[B]`` is faster than by ``fa2``."""
+    # A block has one head of 128 queries, so rows of few new tokens, and heads that share keys, read these several
+    # times; and it goes over all keys of its queries, so after long beginnings ``fa2`` gains by sharing them.
+    # Microseconds on an H100, fitted to 242 batches: 16 and 32 query heads, 8 kv heads of size 128, 1 to 65 rows, 1 to
+    # 32,768 new tokens after 0 to 8,192. Its choices take 0.6% longer than the best on average, at most 28%.
     tokens, longest = sum(queries), max(lengths, default=0)
     if max(queries, default=0) < LEAST_TOKENS:
         return False
@@ -151,10 +141,7 @@ _one_at_a_time = threading.Lock()
 
 
 def build_for_later(geometry: Geometry, device: torch.device) -> None:
-    """Begin to build the kernels for a geometry, for processes that start later, unless they are there or given.
-
-    Without a compiler there is nothing to begin.
-    """
+    """Begin to build the kernels for a geometry, for later processes, if they are missing and there is a compiler."""
     if not (has_kernels(device) and _fits(geometry)) or is_there(geometry, device) or kernels_are_given():
         return
     if find_nvcc() is None or os.environ.get("FLASHINFER_DISABLE_JIT"):

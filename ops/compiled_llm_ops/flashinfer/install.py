@@ -11,10 +11,7 @@ from compiled_llm_ops.flashinfer.versions import NEWEST_EXCLUSIVE, OLDEST, versi
 
 
 def missing_for_cuda(builds: bool = True) -> list[str]:
-    """Return the reasons why the ops cannot run on CUDA, each with the way out.
-
-    ``builds``: whether FlashInfer has to compile kernels, unless they are installed built.
-    """
+    """Return why the ops cannot run on CUDA, each with the way out; ``builds``: FlashInfer has to compile kernels."""
     missing = []
     if problem := flashinfer_problem():
         missing.append(problem)

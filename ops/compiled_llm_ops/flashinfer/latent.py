@@ -1,11 +1,9 @@
-"""FlashInfer's kernels for latents: their planner's arguments and results, their memory, and a launch.
+"""FlashInfer's kernels for latents: their planner's arguments and results, their memory, and a launch."""
 
-The planner writes lists of fixed sizes, whatever the batch, and every block reads its part of them, so that a captured
-launch has the numbers of any batch with as many tokens and rows. It writes the rows' lengths, too: a decode step is
-planned again for each token.
-
-Shapes: B rows, T packed tokens, H query heads, R latent size, E size of the rotated part.
-"""
+# The planner writes lists of fixed sizes, whatever the batch, and every block reads its part of them, so that a
+# captured launch has the numbers of any batch with as many tokens and rows. It writes the rows' lengths, too: a decode
+# step is planned again for each token.
+# Shapes: B rows, T packed tokens, H query heads, R latent size, E size of the rotated part.
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.hopper import has_kernels
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, import_flashinfer
 
-SIZES = (512, 64)
-"""R and E, the only ones that the kernels are made for and tested with."""
+SIZES = (512, 64)  # r and E, the only ones that the kernels are made for and tested with
 
 FIELDS: tuple[str, ...] = (
     "num_blks_x",

@@ -37,15 +37,12 @@ class _Run(NamedTuple):
 
 
 class FlashInferPlan:
-    """One attention group's plan; see ``protocol.Plan``.
+    """One attention group's plan, made and launched on one stream: its copy overwrites what earlier launches read."""
 
-    Plan and launch on one stream, or order the streams: the copy to ``tensor`` overwrites what earlier launches read.
-
-    ``numbers`` are the fields of FlashInfer's ``PrefillPlanInfo``, or for ``fa3`` of its ``PrefillPlanSM90Info``, for
-    latents of its ``MLAPlanInfo``, and zeros. A launch reads every one of them on the host: the sizes and switches
-    choose kernels and grids, and the offsets are added to the addresses of plan and workspace. So a captured launch has
-    them baked in, and from then on ``decide`` raises if one changes.
-    """
+    # ``numbers`` are the fields of FlashInfer's ``PrefillPlanInfo``, or for ``fa3`` of its ``PrefillPlanSM90Info``, for
+    # latents of its ``MLAPlanInfo``, and zeros. A launch reads every one of them on the host: the sizes and switches
+    # choose kernels and grids, and the offsets are added to the addresses of plan and workspace. So a captured launch
+    # has them baked in, and from then on ``decide`` raises if one changes.
 
     def __init__(self, workspace: FlashInferWorkspace, nbytes: int) -> None:
         """``workspace`` is on the same device; ``nbytes`` is the size of ``tensor``."""
@@ -161,10 +158,8 @@ class FlashInferPlan:
 
 
 def _of_each_kv_head(states: Tensor, scale: Tensor | None, written: Tensor | None = None) -> Tensor:
-    """Return queries or outputs ``[T, H, D]`` times the ``scale`` ``[K]`` of their kv head: kernels have none by head.
-
-    In one kernel, rounded once, into ``written`` if given.
-    """
+    """Queries or outputs ``[T, H, D]`` times the ``scale`` ``[K]`` of their kv head: kernels have none by head."""
+    # In one kernel, rounded once, into ``written`` if given.
     if scale is None:
         return states
     grouped = states.unflatten(1, (len(scale), -1))

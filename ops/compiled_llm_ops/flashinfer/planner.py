@@ -1,7 +1,6 @@
-"""FlashInfer's planner: its arguments, its results, and our corrections.
+"""FlashInfer's planner: its arguments, its results, and our corrections."""
 
-Shapes: B rows, T packed tokens.
-"""
+# Shapes: B rows, T packed tokens.
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ PLAN_FIELDS: tuple[str, ...] = (
     "enable_cuda_graph",
     "split_kv",
 )
-NUMBERS = max(len(PLAN_FIELDS), len(hopper.FIELDS), len(latent.FIELDS))
-"""How many numbers a plan has room for."""
+NUMBERS = max(len(PLAN_FIELDS), len(hopper.FIELDS), len(latent.FIELDS))  # how many numbers a plan has room for
 _BLOCKS, _TILE = map(PLAN_FIELDS.index, ("padded_batch_size", "cta_tile_q"))
 _ROWS, _QUERY_TILES, _KEY_TILES = map(
     PLAN_FIELDS.index, ("request_indices_offset", "qo_tile_indices_offset", "kv_tile_indices_offset")
@@ -48,11 +46,9 @@ _ROWS, _QUERY_TILES, _KEY_TILES = map(
 
 
 class HostColumns(NamedTuple):
-    """Memory from which the planner reads a batch of B rows: tensors, and the same memory as arrays.
+    """Memory from which the planner reads a batch of B rows: tensors, and the same memory as arrays."""
 
-    Kept from plan to plan: to make a tensor of an array, or an array of a tensor, takes longer than all other work
-    here.
-    """
+    # Kept from plan to plan: to make one of the other takes longer than all other work here.
 
     tensors: tuple[Tensor, ...]  # where queries and pages of rows begin ``[B + 1]``, and their tokens ``[B]``, int32
     arrays: tuple[NDArray[np.int32], ...]
@@ -93,12 +89,10 @@ def lengths_of(batch: PlannedBatch) -> list[int]:
 def decide(
     batch: PlannedBatch, plan: Tensor, columns: HostColumns, known: list[int] | None, workspace: FlashInferWorkspace
 ) -> list[int]:
-    """Plan a batch: queue the copy of the plan to ``plan`` ``[bytes]`` and return the numbers that launches take.
-
-    They are the values of ``PLAN_FIELDS``, or for ``fa3`` and for latents of their ``FIELDS``, filled up with zeros;
-    ``known`` are those of this plan's last batch, None before the first. The batch has columns of exact sizes, as many
-    as ``columns``, which are written, and names its variant. Errors are those of ``FlashInferPlan.decide``.
-    """
+    """Plan a batch: queue the copy to ``plan`` ``[bytes]`` and return the numbers of launches, filled with zeros."""
+    # They are the values of ``PLAN_FIELDS``, or for ``fa3`` and for latents of their ``FIELDS``; ``known`` are those of
+    # this plan's last batch, None before the first. The batch has columns of exact sizes, as many as ``columns``, which
+    # are written, and names its variant. Errors are those of ``FlashInferPlan.decide``.
     captured, geometry, rows = batch.captured_tokens >= 0, batch.geometry, columns.rows
     tokens = tokens_of(batch)
     _check_size(plan, geometry, tokens, rows, workspace)
@@ -134,13 +128,11 @@ def plan_bytes(geometry: Geometry, tokens: int, rows: int, device: torch.device)
 
 
 def fa2_plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) -> int:
-    """Return an upper bound on the size of a plan for ``fa2``, in bytes.
-
-    For each block of the launch up to three int32 and a bool, for each row and each token one int32 more, and
-    some alignment. Split rows fill the device at most once (``max_grid_size`` in scheduler.cuh); rows that are not
-    split take a block for each started tile of 16 or more (token, head of the group) pairs. ``max_blocks`` can be
-    resident on the device at once.
-    """
+    """Return an upper bound on the size of a plan for ``fa2``, in bytes."""
+    # For each block of the launch up to three int32 and a bool, for each row and each token one int32 more, and some
+    # alignment. Split rows fill the device at most once (``max_grid_size`` in scheduler.cuh); rows that are not split
+    # take a block for each started tile of 16 or more (token, head of the group) pairs. ``max_blocks`` can be resident
+    # on the device at once.
     group = geometry.query_heads // geometry.kv_heads
     tiles = tokens * group // 16 + rows
     blocks = max(max_blocks // geometry.kv_heads, tiles) + 1
@@ -200,21 +192,17 @@ def _check_size(plan: Tensor, geometry: Geometry, tokens: int, rows: int, worksp
 
 
 def with_blocks_for_tiles(numbers: list[int], geometry: Geometry, tokens: int, rows: int) -> list[int]:
-    """Return the plan of a captured launch without split with as many blocks as there can be tiles of queries.
-
-    The planner gives it enough to fill the device. Blocks without work would crowd the others onto fewer
-    multiprocessors: on an H200, 1 row of 512 new tokens takes 29 us instead of 19.
-    """
+    """Return the plan of a captured launch without split with as many blocks as there can be tiles of queries."""
+    # The planner gives it enough to fill the device. Blocks without work would crowd the others onto fewer
+    # multiprocessors: on an H200, 1 row of 512 new tokens takes 29 us instead of 19.
     changed = list(numbers)
     changed[_BLOCKS] = max_tiles(geometry, tokens, rows, numbers[_TILE])
     return changed
 
 
 def let_idle_blocks_repeat(words: NDArray[np.int32], plan_info: Any, row: int) -> None:
-    """Let blocks without work, whose part the planner does not write, recompute the first tile of ``row``.
-
-    Blocks that write the same values do no harm. Without split, put a short row last: idle blocks take its time.
-    """
+    """Let blocks without work, whose part the planner does not write, recompute the first tile of ``row``."""
+    # Blocks that write the same values do no harm. Without split, put a short row last: idle blocks take its time.
     blocks = int(plan_info[_BLOCKS])
     for field, value in ((_ROWS, row), (_QUERY_TILES, 0), (_KEY_TILES, 0)):
         first = int(plan_info[field]) // 4

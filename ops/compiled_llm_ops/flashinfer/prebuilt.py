@@ -12,10 +12,8 @@ _built = [0]
 
 
 def find_kernels_in(folder: Path) -> None:
-    """Let FlashInfer look for ``NAME/NAME.so`` in a folder before it looks elsewhere or builds it, for this process.
-
-    A kernel's name covers all that it was built for but FlashInfer's version, CUDA's and the device's.
-    """
+    """Let FlashInfer look for ``NAME/NAME.so`` in a folder before it looks elsewhere or builds it, for this process."""
+    # A kernel's name covers all that it was built for but FlashInfer's version, CUDA's and the device's.
     _folders.append(folder)
     _look_in_folders()
 

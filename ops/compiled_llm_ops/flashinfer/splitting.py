@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from compiled_llm_ops.contracts import Geometry
 from compiled_llm_ops.flashinfer.versions import counts_pairs_as_queries
 
-WHOLE, SPLIT = 0, 1
-"""Variants of a plan: one block goes over all keys of a tile of queries, or several share them."""
+WHOLE, SPLIT = 0, 1  # variants of a plan: one block goes over all keys of a tile of queries, or several share them
 
 _BLOCKS_AT_ONCE = 2  # resident blocks per multiprocessor; FlashInfer splits rows until the device is full
 
@@ -19,10 +18,8 @@ def split_bytes(geometry: Geometry, processors: int) -> int:
 
 
 def captured_split_bytes(geometry: Geometry, tokens: int, rows: int, processors: int) -> int:
-    """Return an upper bound on the workspace of a plan whose launches are captured and split, in bytes.
-
-    Such a plan counts every row as split, since a later batch's may be, and so has room for all queries.
-    """
+    """Return an upper bound on the workspace of a plan whose launches are captured and split, in bytes."""
+    # Such a plan counts every row as split, since a later batch's may be, and so has room for all queries.
     tile = captured_tile(geometry, tokens, rows)
     tiles = max_tiles(geometry, tokens, rows, tile)
     return _partial_results(geometry, max(_max_blocks(geometry, processors), tiles), tile)
@@ -48,10 +45,8 @@ def _largest_tile(geometry: Geometry) -> int:
 
 
 def captured_tile(geometry: Geometry, tokens: int, rows: int) -> int:
-    """Return the pairs in a block of a captured launch: enough for the longest row that the others leave room for.
-
-    ``FA2DetermineCtaTileQ`` in FlashInfer's ``utils.cuh``.
-    """
+    """Return the pairs in a captured launch's block: enough for the longest row that the others leave room for."""
+    # ``FA2DetermineCtaTileQ`` in FlashInfer's ``utils.cuh``.
     longest = (tokens - rows + 1) * (geometry.query_heads // geometry.kv_heads)
     if geometry.head_dim >= 512:
         return 16 if longest <= 32 else 32
@@ -68,19 +63,14 @@ def _partial_results(geometry: Geometry, blocks: int, tile: int) -> int:
 
 
 def worth_splitting(geometry: Geometry, queries: Sequence[int], lengths: Sequence[int], processors: int) -> bool:
-    """Return whether a prefill is faster if blocks share the keys of a row and merge their results.
-
-    A block goes over the keys of its tile of queries one after the other, so the longest row sets the time unless
-    blocks share its keys. A block is two fifths faster as long as no two are on one multiprocessor. Merging takes as
-    long as going over ``merging`` keys. FlashInfer itself shares keys whenever there are too few blocks to fill the
-    device: on an H200, 1 row of 512 new tokens and 32 query heads takes 60 us instead of 30.
-
-    ``queries`` ``[B]`` are the new tokens of each row, ``lengths`` ``[B]`` all tokens.
-
-    Source:
-        Measured on an H200 with 16 query heads, 8 kv heads of size 128, 1 and 8 rows, 16 to 2,048 new tokens after 0
-        to 2,048: if it chooses the slower variant, that is slower by at most 3%.
-    """
+    """Return whether a prefill is faster if blocks share the keys of a row and merge their results."""
+    # ``queries`` ``[B]`` are the new tokens of each row, ``lengths`` ``[B]`` all tokens. A block goes over the keys of
+    # its tile of queries one after the other, so the longest row sets the time unless blocks share its keys. A block is
+    # two fifths faster as long as no two are on one multiprocessor. Merging takes as long as going over ``merging``
+    # keys. FlashInfer itself shares keys whenever there are too few blocks to fill the device: on an H200, 1 row of 512
+    # new tokens and 32 query heads takes 60 us instead of 30.
+    # Measured on an H200 with 16 query heads, 8 kv heads of size 128, 1 and 8 rows, 16 to 2,048 new tokens after 0 to
+    # 2,048: if it chooses the slower variant, that is slower by at most 3%.
     # Plain numbers: of few rows, all that numpy would do is wait for its own code to come into the caches.
     tile, group, tokens = _largest_tile(geometry), geometry.query_heads // geometry.kv_heads, sum(queries)
     most = max(lengths, default=0) if geometry.window_left < 0 else geometry.window_left + tile

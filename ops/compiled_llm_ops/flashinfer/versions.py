@@ -14,13 +14,11 @@ import torch
 from compiled_llm_ops.contracts import FP8, Geometry
 from compiled_llm_ops.variants.registry import variant_named
 
-HEAD_DIMS = (64, 128, 256, 512)
-"""Head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``."""
+HEAD_DIMS = (64, 128, 256, 512)  # head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 
-OLDEST, NEWEST_EXCLUSIVE = (0, 6, 13), (0, 8)
-"""FlashInfer versions that we know."""
+OLDEST, NEWEST_EXCLUSIVE = (0, 6, 13), (0, 8)  # FlashInfer versions that we know
 
 
 def padded_head_dim(d: int) -> int:
@@ -46,10 +44,8 @@ def counts_pairs_as_queries() -> bool:
 
 @functools.cache
 def idle_blocks_read_the_plan() -> bool:
-    """Whether blocks without work in a captured launch read the plan. Ends with 0.6.
-
-    Its planner masks them only where rows are split.
-    """
+    """Whether idle blocks of a captured launch read the plan, as 0.6's planner masks them only if rows are split."""
+    # Ends with 0.6.
     return version_of(import_flashinfer()) < (0, 7)
 
 
@@ -81,10 +77,8 @@ def _missing_large_heads(head_dim: int) -> str | None:
 
 
 def sums_parts_wrongly(geometry: Geometry) -> bool:
-    """Whether rows must not be split: without a softmax the sum over parts begins with what lies in registers.
-
-    Ends with a FlashInfer that clears them (``PersistentVariableLengthAttentionSumKernel``).
-    """
+    """Whether rows must not be split: without a softmax the sum over parts begins with what lies in registers."""
+    # Ends with a FlashInfer that clears them (``PersistentVariableLengthAttentionSumKernel``).
     return bool(geometry.function) and not variant_named("plan_paged_attention", geometry.function).softmax
 
 

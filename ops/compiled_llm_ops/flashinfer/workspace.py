@@ -41,21 +41,14 @@ class Staged(NamedTuple):
 
 
 class FlashInferWorkspace:
-    """Memory that the plans of one model share, allocated once, before any capture.
+    """Memory that the plans of one model share, allocated once, before any capture."""
 
-    The buffer holds the partial results of rows whose keys were split over several blocks. They are written and merged
-    within one launch, so one buffer serves all plans whose launches follow each other on a stream.
-
-    Plans are copied from pinned buffers, used in turn. They belong to the workspace, since a copy may still be on its
-    way when its plan is dropped.
-
-    One thread at a time may plan with the plans of a workspace; any may launch.
-
-    Attributes:
-        device: with index.
-        processors: number of multiprocessors.
-        launching: held while a wrapper, which all plans of a geometry share, has the tensors of one launch.
-    """
+    # The buffer holds the partial results of rows whose keys were split over several blocks. They are written and
+    # merged within one launch, so one buffer serves all plans whose launches follow each other on a stream. Plans are
+    # copied from pinned buffers, used in turn. They belong to the workspace, since a copy may still be on its way when
+    # its plan is dropped.
+    # One thread at a time may plan with the plans of a workspace; any may launch. ``launching`` is held while a
+    # wrapper, which all plans of a geometry share, has the tensors of one launch.
 
     def __init__(self, device: torch.device | str, workspace_bytes: int = 128 * 2**20) -> None:
         """``workspace_bytes``: size of the buffer; planning raises if it is too small."""
@@ -92,10 +85,8 @@ class FlashInferWorkspace:
 
     @contextmanager
     def staging(self, nbytes: int) -> Iterator[Staged]:
-        """Yield at least ``nbytes`` of pinned memory that no copy reads any more; the block issues copies out of it.
-
-        Waits only when the host is ``STAGING_BUFFERS`` plans ahead of the device.
-        """
+        """Yield at least ``nbytes`` of pinned memory that no copy reads any more; the block issues copies out of it."""
+        # Waits only when the host is ``STAGING_BUFFERS`` plans ahead of the device.
         staged = self._staging[self._next]
         staged.copied.synchronize()
         if staged.memory.numel() < nbytes:

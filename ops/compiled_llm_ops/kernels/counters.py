@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SLAB = 2**18
-"""Counters allocated at a time."""
+SLAB = 2**18  # counters allocated at a time
 
 
 class CounterSpan(NamedTuple):
@@ -24,10 +23,9 @@ class CounterSpan(NamedTuple):
 
 
 class CapturedCounters:
-    """Counters of captured launches, each launch its own until its graph is gone: graphs hold addresses only.
+    """Counters of captured launches, each launch its own until its graph is gone: graphs hold addresses only."""
 
-    One thread captures, while other threads give back the counters of released graphs.
-    """
+    # One thread captures, while other threads give back the counters of released graphs.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -83,13 +81,12 @@ class CapturedCounters:
 
 
 class ZeroedCounters:
-    """Counters that are zero before a launch, and that the kernel leaves zero.
+    """Counters that are zero before a launch, and that the kernel leaves zero."""
 
-    Launches that may run at the same time cannot share them. The streams of a captured graph's replays are unknown, but
-    it never runs twice at once: each captured launch gets its own counters, a few KB for each graph, and they need not
-    be zeroed at each replay. The capturing caller may own them; else they live as long as the process. Other launches
-    get counters that are zeroed for them.
-    """
+    # Launches that may run at the same time cannot share them. The streams of a captured graph's replays are unknown,
+    # but it never runs twice at once: each captured launch gets its own counters, a few KB for each graph, and they
+    # need not be zeroed at each replay. The capturing caller may own them; else they live as long as the process. Other
+    # launches get counters that are zeroed for them.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,12 +1,10 @@
-"""The CUDA kernels of ``logprobs``, in Triton.
+"""The CUDA kernels of ``logprobs``, in Triton."""
 
-The first kernel reads the logits once, with the whole device, and writes, for each span, the largest one, the mass and
-how many tokens are more likely than the given one, and the largest logit of each tile of neighbouring tokens. The
-second, one program a row, takes the most likely tokens one after the other: each lies in the tile with the largest
-remaining logit.
-
-Shapes: R rows, V vocabulary, K most likely tokens.
-"""
+# The first kernel reads the logits once, with the whole device, and writes, for each span, the largest one, the mass
+# and how many tokens are more likely than the given one, and the largest logit of each tile of neighbouring tokens. The
+# second, one program a row, takes the most likely tokens one after the other: each lies in the tile with the largest
+# remaining logit.
+# Shapes: R rows, V vocabulary, K most likely tokens.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false

@@ -1,15 +1,12 @@
-"""The CUDA kernels of ``sampling``, in Triton.
+"""The CUDA kernels of ``sampling``, in Triton."""
 
-The first kernel reads the logits once, with the whole device, and writes the largest score of each tile of neighbouring
-tokens, its mass, and the logarithm of its random number. The second samples, one program a row, and branches on the
-row's settings on the device, so that neither the host nor a captured graph has to know them. A tile is drawn first and
-then a token of it (see ``race``), so it reads one tile of a row without filters; if few tokens can be kept, those tiles
-in which they lie.
-
-Scores are multiplied by reciprocals, as PyTorch does when it divides by a number on CUDA.
-
-Shapes: B rows, V vocabulary, C candidates, X entries of the tables of settings.
-"""
+# The first kernel reads the logits once, with the whole device, and writes the largest score of each tile of
+# neighbouring tokens, its mass, and the logarithm of its random number. The second samples, one program a row, and
+# branches on the row's settings on the device, so that neither the host nor a captured graph has to know them. A tile
+# is drawn first and then a token of it (see ``race``), so it reads one tile of a row without filters; if few tokens can
+# be kept, those tiles in which they lie.
+# Scores are multiplied by reciprocals, as PyTorch does when it divides by a number on CUDA.
+# Shapes: B rows, V vocabulary, C candidates, X entries of the tables of settings.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
@@ -70,10 +67,7 @@ def sample_tokens(args: SampleTokens, not_a_token: int) -> Tensor:
 
 
 def build(args: SampleTokens, not_a_token: int) -> None:
-    """Build the kernels by Triton for the current CUDA device, unless they are in its cache.
-
-    ``args`` may be on any device: their dtypes, strides and the vocabulary decide what is built.
-    """
+    """Build the kernels for the current device, unless they are cached, by the dtypes and strides of ``args``."""
     sampled = torch.empty(args.logits.shape[0], dtype=torch.int64, device=args.logits.device)
     for kernel, grid, arguments, options in _launches(args, sampled, not_a_token):
         kernel.warmup(*arguments, grid=grid, **options)
@@ -151,10 +145,8 @@ def _is_served(source, deferred):
 
 @triton.jit
 def _scores(source, token):
-    """Return float32 scores of one row's tokens: -inf if there is no such token, +inf for NaN.
-
-    +inf makes the row's largest score infinite, by which the row is recognised as one that cannot be drawn from.
-    """
+    """Return float32 scores of one row's tokens: -inf if there is no such token, +inf for NaN."""
+    # +inf makes the row's largest score infinite, by which the row is recognised as one that cannot be drawn from.
     scores = _logits(source, token) * source[3]
     return tl.where(scores < float("inf"), scores, float("inf"))
 
@@ -339,11 +331,9 @@ def _first_nan(source, otherwise):
 
 @triton.jit
 def _sample_of_all(source, race, leads, padded_tiles: tl.constexpr):
-    """Return the token that wins in the winning tile, of a row that keeps all of them.
-
-    ``race`` is the row's seed, its position, its largest score, and where the numbers of its tiles are; ``leads`` is
-    how far each tile gets.
-    """
+    """Return the token that wins in the winning tile, of a row that keeps all of them."""
+    # ``race`` is the row's seed, its position, its largest score, and where the numbers of its tiles are; ``leads`` is
+    # how far each tile gets.
     tile = tl.min(tl.where(leads >= tl.max(leads, axis=0), tl.arange(0, padded_tiles), padded_tiles - 1), axis=0)
     token = tile * _TILE + tl.arange(0, _TILE)
     return _winner(race, token, _scores(source, token))
@@ -402,10 +392,8 @@ def _listed_tokens(source, found, first, count):
 
 @triton.jit
 def _bound(tops, tiles, peak, floor, k, p):
-    """Return a score that all tokens reach that can be kept, if they are few.
-
-    At least as many tiles as top-k keeps tokens reach it, so the k-th largest score does.
-    """
+    """Return a score that all tokens reach that can be kept, if they are few."""
+    # At least as many tiles as top-k keeps tokens reach it, so the k-th largest score does.
     bound = floor
     if (k > 0) | (p < 1.0):
         wanted = tl.where(k > 0, k, _LIKELY_TILES)
@@ -493,10 +481,8 @@ def _gather(source, scratch, tops, bound, padded_tiles: tl.constexpr):
 
 @triton.jit
 def _ranks(scores, candidate_scores, size, peak):
-    """Return how many candidates score higher than each of ``scores`` ``[C]``, and their mass.
-
-    Every candidate is compared with every other: so few need no sorting, and equal scores get equal ranks.
-    """
+    """Return how many candidates score higher than each of ``scores`` ``[C]``, and their mass."""
+    # Every candidate is compared with every other: so few need no sorting, and equal scores get equal ranks.
     rank = tl.zeros((_CANDIDATES,), tl.int32)
     above = tl.zeros((_CANDIDATES,), tl.float32)
     for first in range(0, size, _TILE):
@@ -539,11 +525,9 @@ def _mass(source, smallest, peak):
 
 @triton.jit
 def _search(source, low, peak, needed, by_mass: tl.constexpr):
-    """Return a score that separates the same tokens as the largest which, with all larger ones, has ``needed``.
-
-    That is a mass, or a number of tokens. Each pass over the row quarters the interval from ``low`` to the largest
-    score, until one score is left in it.
-    """
+    """Return a score that separates the same tokens as the largest which, with all larger ones, has ``needed``."""
+    # That is a mass, or a number of tokens. Each pass over the row quarters the interval from ``low`` to the largest
+    # score, until one score is left in it.
     high = peak + tl.abs(peak) * 1e-6 + 1e-30
     lane = tl.arange(0, _CHUNK)
     several = True

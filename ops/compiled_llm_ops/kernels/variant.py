@@ -1,10 +1,8 @@
-"""Variants of attention inside of Triton kernels: two device functions, which are made of the user's own.
+"""Variants of attention inside of Triton kernels: two device functions, which are made of the user's own."""
 
-A kernel takes them as constants of its compilation, so that any kernel which has a tile of logits can be of any
-variant, and one without has none of this in its code.
-
-Shapes: M queries of a tile (query heads of one kv head), N keys of a tile.
-"""
+# A kernel takes them as constants of its compilation, so that any kernel which has a tile of logits can be of any
+# variant, and one without has none of this in its code.
+# Shapes: M queries of a tile (query heads of one kv head), N keys of a tile.
 
 from __future__ import annotations
 
@@ -47,11 +45,9 @@ def transformed(
     logits, seen, row, head, query, query_position, key_position, tensors, sizes,
     LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Return logits ``[M, N]`` as a variant makes them, times log2(e), and minus infinity where a key is not seen.
-
-    If SUMMED, they are weights: not multiplied, and 0 where a key is not seen. ``seen`` is None if all are. Without
-    LOGITS, they come multiplied; see ``KernelVariant.factor``.
-    """
+    """Return logits ``[M, N]`` as a variant makes them, times log2(e), and minus infinity where a key is not seen."""
+    # If SUMMED, they are weights: not multiplied, and 0 where a key is not seen. ``seen`` is None if all are. Without
+    # LOGITS, they come multiplied; see ``KernelVariant.factor``.
     if LOGITS is not None:
         logits = LOGITS(logits, row, head, query, query_position, key_position, tensors, sizes)
         if not SUMMED:

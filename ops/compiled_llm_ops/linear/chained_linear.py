@@ -1,7 +1,6 @@
-"""A matmul, the residual sum, its norm and the matmul that reads it, which lie between two attentions or gates.
+"""A matmul, the residual sum, its norm and the matmul that reads it, which lie between two attentions or gates."""
 
-Shapes: M rows, J inputs, I outputs of the first weight and inputs of the second, O outputs.
-"""
+# Shapes: M rows, J inputs, I outputs of the first weight and inputs of the second, O outputs.
 
 from __future__ import annotations
 

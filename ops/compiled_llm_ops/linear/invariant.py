@@ -1,7 +1,6 @@
-"""Matmuls and sums in which a row's bits depend on the row alone: not on how many there are, nor on its place.
+"""Matmuls and sums in which a row's bits depend on the row alone: not on how many there are, nor on its place."""
 
-Shapes: M rows, I inputs, O outputs.
-"""
+# Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts.linear import InvariantLinear, InvariantSum
 from compiled_llm_ops.library import define_op, kernel_of
 
-CPU_ROWS = 16
-"""Rows that a CPU multiplies at a time; what is missing is filled up."""
+CPU_ROWS = 16  # rows that a CPU multiplies at a time; what is missing is filled up
 
 
 @define_op(InvariantLinear)

@@ -1,7 +1,6 @@
-"""Matmuls of few rows with a weight, the largest part of a decode step.
+"""Matmuls of few rows with a weight, the largest part of a decode step."""
 
-Shapes: M rows, I inputs, O outputs.
-"""
+# Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 
@@ -72,10 +71,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @functools.cache
 def mkl_is_slow() -> bool:
-    """Whether torch's BLAS is MKL on a processor of AMD's, where it reads a weight slowly as the right factor.
-
-    Only if torch has oneDNN, too, which is the way out.
-    """
+    """Whether torch's BLAS is MKL on a processor of AMD's, where it reads a weight slowly as the right factor."""
+    # Only if torch has oneDNN, too, which is the way out.
     if not (torch.backends.mkl.is_available() and onednn.is_available()):
         return False
     return CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text()
@@ -91,10 +88,8 @@ def weight_left(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def product_on_cpu(count: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the fastest product of so many rows in float32; where MKL is fast, that which ``nn.Linear`` runs, too.
-
-    Fitted on a processor of AMD's and one of Intel's; ``tools/fit_tilings.py --only cpu-linear`` measures it again.
-    """
+    """Return the fastest product of so many rows in float32; where MKL is fast, that which ``nn.Linear`` runs, too."""
+    # Fitted on a processor of AMD's and one of Intel's; ``tools/fit_tilings.py --only cpu-linear`` measures it again.
     if not mkl_is_slow():
         return rows_left
     return weight_left if max(count, 2) * inputs <= MAX_COLUMNS else onednn.linear

@@ -1,7 +1,6 @@
-"""The residual sum and its norm, between the matmuls of a decode step.
+"""The residual sum and its norm, between the matmuls of a decode step."""
 
-Shapes: M rows, I inputs.
-"""
+# Shapes: M rows, I inputs.
 
 from __future__ import annotations
 

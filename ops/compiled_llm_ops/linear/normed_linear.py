@@ -1,7 +1,6 @@
-"""A residual sum, its norm and the matmul that reads it, which lie between attention and MLP of a decode step.
+"""A residual sum, its norm and the matmul that reads it, which lie between attention and MLP of a decode step."""
 
-Shapes: M rows, I inputs, O outputs.
-"""
+# Shapes: M rows, I inputs, O outputs.
 
 from __future__ import annotations
 

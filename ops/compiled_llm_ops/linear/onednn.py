@@ -1,9 +1,8 @@
-"""Products of float32 matrices by oneDNN, which ``torch.mm`` leaves to BLAS.
+"""Products of float32 matrices by oneDNN, which ``torch.mm`` leaves to BLAS."""
 
-| private part of torch | for | ends when |
-| --- | --- | --- |
-| ``torch.ops.mkldnn._linear_pointwise`` | oneDNN on AMD's processors | ``torch.mm`` chooses it there |
-"""
+# | private part of torch | for | ends when |
+# | --- | --- | --- |
+# | ``torch.ops.mkldnn._linear_pointwise`` | oneDNN on AMD's processors | ``torch.mm`` chooses it there |
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The short causal convolution of recurrent layers, over packed rows.
+"""The short causal convolution of recurrent layers, over packed rows."""
 
-Shapes: T packed tokens, C channels, W width of the kernel, B rows, E entries.
-"""
+# Shapes: T packed tokens, C channels, W width of the kernel, B rows, E entries.
 
 from __future__ import annotations
 

@@ -1,15 +1,12 @@
-"""The gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid) and Kimi's delta attention, over packed rows.
+"""The gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid) and Kimi's delta attention, over packed rows."""
 
-A state S ``[D, V]`` of a head maps keys to values. A token lets it decay, corrects what S has for the token's key, and
-reads what S has for its query::
-
-    S = exp(decay)[:, None] * S
-    S = S + key[:, None] * beta * (value - key @ S)
-    out = scale * query @ S
-
-Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows, E
-entries, R rows with equally many tokens, L tokens of a chunk.
-"""
+# A state S ``[D, V]`` of a head maps keys to values. A token lets it decay, corrects what S has for the token's key,
+# and reads what S has for its query:
+#     S = exp(decay)[:, None] * S
+#     S = S + key[:, None] * beta * (value - key @ S)
+#     out = scale * query @ S
+# Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows, E
+# entries, R rows with equally many tokens, L tokens of a chunk.
 
 from __future__ import annotations
 
@@ -23,12 +20,9 @@ from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.contracts import GatedDeltaRule
 from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
 
-CHUNK = 64
-"""Tokens that the CPU kernel computes at once, with a decay of each head."""
-CHUNK_OF_CHANNELS = 16
-"""The same with a decay of each channel: memory grows with the square of it, times D."""
-TINY = 1e-6
-"""Keeps the length of a vector from being 0, as HuggingFace's and flash-linear-attention's kernels do."""
+CHUNK = 64  # tokens that the CPU kernel computes at once, with a decay of each head
+CHUNK_OF_CHANNELS = 16  # the same with a decay of each channel: memory grows with the square of it, times D
+TINY = 1e-6  # keeps the length of a vector from being 0, as HuggingFace's and flash-linear-attention's kernels do
 
 
 @define_op(GatedDeltaRule, writes=("states",))
@@ -115,10 +109,8 @@ def _prepared(states: Tensor, normalize: bool) -> Tensor:
 def _chunk(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the state ``[R, H, D, V]`` after L tokens, and ``[R, H, L, V]`` of them; decays ``[R, H, L, 1 or D]``.
-
-    What each token corrects depends on all corrections before it: a triangular system of equations.
-    """
+    """Return the state ``[R, H, D, V]`` after L tokens, and ``[R, H, L, V]`` of them; decays ``[R, H, L, 1 or D]``."""
+    # What each token corrects depends on all corrections before it: a triangular system of equations.
     total = decay.cumsum(dim=2)
     grown, last = total.exp(), total[:, :, -1:]
     hidden = torch.ones(len(decay[0, 0]), len(decay[0, 0]), dtype=torch.bool, device=decay.device).triu(1)

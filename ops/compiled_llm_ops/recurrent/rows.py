@@ -1,7 +1,6 @@
-"""What ops of recurrent layers have in common: packed rows, and the entries of their states.
+"""What ops of recurrent layers have in common: packed rows, and the entries of their states."""
 
-Shapes: T packed tokens, B rows, E entries, R rows with equally many tokens, L tokens of each.
-"""
+# Shapes: T packed tokens, B rows, E entries, R rows with equally many tokens, L tokens of each.
 
 from __future__ import annotations
 

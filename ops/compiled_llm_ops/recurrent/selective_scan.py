@@ -1,15 +1,11 @@
-"""The selective scan of state-space models (Mamba 1 and 2), over packed rows.
+"""The selective scan of state-space models (Mamba 1 and 2), over packed rows."""
 
-A state S ``[P, N]`` of a head decays with each token, takes it in, and is read::
-
-    S = exp(dt * a) * S + dt * token[:, None] * b
-    out = S @ c
-
-Mamba 1 has heads of a single number (P = 1), and a decay of each of the N; Mamba 2 has one decay of each head.
-
-Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads that share b and c, B rows, E
-entries, R rows with equally many tokens, L tokens of a chunk.
-"""
+# A state S ``[P, N]`` of a head decays with each token, takes it in, and is read:
+#     S = exp(dt * a) * S + dt * token[:, None] * b
+#     out = S @ c
+# Mamba 1 has heads of a single number (P = 1), and a decay of each of the N; Mamba 2 has one decay of each head.
+# Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads that share b and c, B rows, E
+# entries, R rows with equally many tokens, L tokens of a chunk.
 
 from __future__ import annotations
 
@@ -25,8 +21,7 @@ from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_cou
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of all but the states: models turn some to float32 before the scan, and leave others as they are."""
-CHUNK = 64
-"""Tokens that the CPU kernel computes at once, with one decay of each head; else it is one."""
+CHUNK = 64  # tokens that the CPU kernel computes at once, with one decay of each head; else it is one
 
 
 @define_op(SelectiveScan, writes=("states",))
@@ -104,10 +99,7 @@ def _cpu(args: SelectiveScan) -> Tensor:
 
 
 def _chunk(state: Tensor, tokens: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state ``[R, H, P, N]`` after L tokens, and ``[R, H, L, P]`` of them.
-
-    Decays are ``[R, H, L, 1]``, or ``[R, H, 1, N]`` of a single token.
-    """
+    """The state ``[R, H, P, N]`` after L tokens, and ``[R, H, L, P]``; decays ``[R, H, L, 1]`` or ``[R, H, 1, N]``."""
     total = decay.cumsum(dim=2)
     last = total[:, :, -1:]
     ended = state * last.exp() + ((last - total).exp() * b).mT.matmul(tokens).mT

@@ -1,7 +1,6 @@
-"""Logit adjustments before the temperature, in operations of PyTorch that do not wait for the device.
+"""Logit adjustments before the temperature, in operations of PyTorch that do not wait for the device."""
 
-Shapes: R rows, V vocabulary.
-"""
+# Shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 

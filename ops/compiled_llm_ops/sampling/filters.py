@@ -1,9 +1,7 @@
-"""Filters of the tokens to draw from, in operations of PyTorch that do not wait for the device.
+"""Filters of the tokens to draw from, in operations of PyTorch that do not wait for the device."""
 
-The order and the sets are those of transformers' processors; tokens as likely as the last that is kept are kept too.
-
-Shapes: R rows, V vocabulary.
-"""
+# The order and the sets are those of transformers' processors; tokens as likely as the last that is kept are kept too.
+# Shapes: R rows, V vocabulary.
 
 from __future__ import annotations
 
@@ -23,11 +21,8 @@ class Filters(NamedTuple):
 
 
 def filtered(scores: Tensor, filters: Filters) -> Tensor:
-    """Return ``[R, V]`` scores, -inf for tokens that are not drawn.
-
-    Top-k, then top-p over the tokens that it has left, then min-p. ``scores`` are ``[R, V]`` float32, divided by the
-    temperature.
-    """
+    """Return ``[R, V]`` scores in float32, -inf for tokens that are not drawn: by top-k, then top-p, then min-p."""
+    # Each filters what the one before has left; ``scores`` are divided by the temperature.
     ordered = scores.sort(dim=-1, descending=True).values
     limit = torch.where(filters.top_k > 0, filters.top_k, scores.shape[1]).long().clamp(max=scores.shape[1]) - 1
     smallest = ordered.gather(1, limit[:, None])

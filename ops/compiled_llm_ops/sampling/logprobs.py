@@ -1,7 +1,6 @@
-"""Log-probabilities of one token a row, and of the most likely ones.
+"""Log-probabilities of one token a row, and of the most likely ones."""
 
-Shapes: R rows, V vocabulary, K most likely tokens.
-"""
+# Shapes: R rows, V vocabulary, K most likely tokens.
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts.sampling import TopLogprobs
 from compiled_llm_ops.library import define_op, kernel_of
 
-_AT_ONCE = 2**24
-"""Numbers of ``[R, V]`` float32 that are computed together on a CPU."""
+_AT_ONCE = 2**24  # numbers of ``[R, V]`` float32 that are computed together on a CPU
 
 
 @define_op(TopLogprobs)

@@ -1,14 +1,11 @@
-"""The races that draw a token: exponential random numbers of a counter-based generator, and the winners, on the CPU.
+"""The races that draw a token: exponential random numbers of a counter-based generator, and the winners, on the CPU."""
 
-Of competitors with exponential random numbers, the one whose number divided by its probability is the smallest wins:
-each with its probability. First the tiles of neighbouring tokens race, each with the probability of its tokens
-together, then the tokens of the tile that has won. A seed and a position decide the number of each tile and token.
-
-A logit that is computed in another order, and so a little differently, changes the winner only if two are nearly level;
-had the token been looked up in the cumulative sum of probabilities, it would have moved every border there.
-
-Shapes: B rows, C tiles, N numbers, V vocabulary.
-"""
+# Of competitors with exponential random numbers, the one whose number divided by its probability is the smallest wins:
+# each with its probability. First the tiles of neighbouring tokens race, each with the probability of its tokens
+# together, then the tokens of the tile that has won. A seed and a position decide the number of each tile and token.
+# A logit that is computed in another order, and so a little differently, changes the winner only if two are nearly
+# level; had the token been looked up in the cumulative sum of probabilities, it would have moved every border there.
+# Shapes: B rows, C tiles, N numbers, V vocabulary.
 
 from __future__ import annotations
 
@@ -53,11 +50,9 @@ def exponentials(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -
 
 
 def winners(tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return ``[B]`` int64, the tokens that win among those of some tiles; any for scores that are NaN, or all -inf.
-
-    ``tiles`` ``[B, C, TILE]`` float32 have the scores, -inf for who does not take part; ``numbers`` ``[B, C]`` or
-    ``[1, C]`` say which they are: the first has tokens 0 to ``TILE - 1``.
-    """
+    """Return ``[B]`` int64, the tokens that win among those of some tiles; any for scores that are NaN, or all -inf."""
+    # ``tiles`` ``[B, C, TILE]`` float32 have the scores, -inf for who does not take part; ``numbers`` ``[B, C]`` or
+    # ``[1, C]`` say which they are: the first has tokens 0 to ``TILE - 1``.
     # Scores may be huge: beside them, random numbers would not count.
     tiles = tiles - tiles.amax(dim=(1, 2), keepdim=True)
     tile = _leaders(tiles.exp().sum(dim=-1).log(), seeds, positions, numbers, OF_TILES)

@@ -1,9 +1,7 @@
-"""Samples the next tokens, with settings for each row.
+"""Samples the next tokens, with settings for each row."""
 
-A draw is a race among the tokens that the filters keep, see ``race``.
-
-Shapes: B rows, V vocabulary, X entries of the tables of settings.
-"""
+# A draw is a race among the tokens that the filters keep, see ``race``.
+# Shapes: B rows, V vocabulary, X entries of the tables of settings.
 
 from __future__ import annotations
 
@@ -96,13 +94,8 @@ def sample_tokens(args: SampleTokens) -> Tensor:
 def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     """Begin to build the kernels that ``sample_tokens`` launches on a CUDA device; the first launch waits for them.
 
-    Triton takes 10 s for them unless it has them in its cache, most of it without the GIL: on a thread, so
-    that models are traced and compiled meanwhile. On a CPU there is nothing to build.
-
-    Args:
-        vocabulary: of the logits.
-        dtype: theirs.
-        device: theirs.
+    Triton takes 10 s for them unless it has them in its cache, most of it without the GIL: on a thread, so that models
+    are traced and compiled meanwhile. On a CPU there is nothing to build.
     """
     if device.type == "cuda":
         _builds.append(_builder.submit(_build, vocabulary, dtype, device))
@@ -237,10 +230,8 @@ def _tiled(scores: Tensor) -> Tensor:
 
 
 def _candidates(tiles: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return those of ``tiles`` ``[B, C, TILE]`` that top-k can keep tokens of, and their numbers, in order.
-
-    As many tiles as top-k keeps tokens reach the k-th largest maximum of a tile, so the k-th largest score does.
-    """
+    """Return those of ``tiles`` ``[B, C, TILE]`` that top-k can keep tokens of, and their numbers, in order."""
+    # As many tiles as top-k keeps tokens reach the k-th largest maximum of a tile, so the k-th largest score does.
     peaks = tiles.amax(dim=-1)
     most = min(int(top_k.max()), peaks.shape[1])
     kth = peaks.topk(most).values.gather(1, (top_k.long() - 1).clamp(max=most - 1)[:, None])

@@ -1,8 +1,7 @@
-"""Batch-invariant attention over pages in plain PyTorch: tiles of constant shapes, so that each is computed alike.
+"""Batch-invariant attention over pages in plain PyTorch: tiles of constant shapes, so that each is computed alike."""
 
-Shapes: T packed tokens, H query heads, K kv heads, G query heads of one kv head, D head dimension, L tokens of one row,
-Q queries of one row.
-"""
+# Shapes: T packed tokens, H query heads, K kv heads, G query heads of one kv head, D head dimension, L tokens of one
+# row, Q queries of one row.
 
 from __future__ import annotations
 
@@ -14,11 +13,9 @@ from torch import Tensor
 from compiled_llm_ops.contracts import DecodeAttention, PagedAttention
 from compiled_llm_ops.plain_attention import gather
 
-TILE_TOKENS = 8
-"""Tokens of a row that attend together; a tile with fewer is filled up."""
+TILE_TOKENS = 8  # tokens of a row that attend together; a tile with fewer is filled up
 
-TILE_KEYS = 64
-"""Keys of a block, counted from the row's first one."""
+TILE_KEYS = 64  # keys of a block, counted from the row's first one
 
 
 def attend_row_by_row(args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
@@ -69,10 +66,8 @@ def _in_blocks(states: Tensor, first: int) -> Tensor:
 def _attend_tile(
     args: DecodeAttention | PagedAttention, tile: Tensor, position: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the results ``[TILE_TOKENS, H, D]`` of queries at these positions, and their log-sum-exps in base 2.
-
-    The largest logit of a query is exact in any order; weights and their sums are added block by block.
-    """
+    """Return the results ``[TILE_TOKENS, H, D]`` of queries at these positions, and their log-sum-exps in base 2."""
+    # The largest logit of a query is exact in any order; weights and their sums are added block by block.
     tokens, heads, head_dim = tile.shape
     kv_heads, group = keys.shape[1], heads // keys.shape[1]
     query = tile.view(tokens, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, tokens * group, head_dim)

@@ -1,7 +1,6 @@
-"""The traced functions of a variant: a list of operations, which PyTorch, Triton and C++ are written from.
+"""The traced functions of a variant: a list of operations, which PyTorch, Triton and C++ are written from."""
 
-Nothing is cast implicitly: the operands of an operation have one type, and a cast is an operation of its own.
-"""
+# Nothing is cast implicitly: the operands of an operation have one type, and a cast is an operation of its own.
 
 from __future__ import annotations
 
@@ -11,11 +10,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
-Type = Literal["float", "int", "bool"]
-"""float32, int32, and a truth value."""
+Type = Literal["float", "int", "bool"]  # float32, int32, and a truth value
 
-Index = Literal["row", "query", "head", "position"]
-"""What an axis of a variant's tensor is indexed by."""
+Index = Literal["row", "query", "head", "position"]  # what an axis of a variant's tensor is indexed by
 
 INPUTS: dict[str, Type] = {
     "logit": "float",
@@ -84,13 +81,7 @@ class Expression(NamedTuple):
         constant: Callable[[Any, Type], _Value],
         compute: Callable[[str, Sequence[_Value], Type], _Value],
     ) -> _Value:
-        """Return the result, as a value or as text.
-
-        Args:
-            read: returns a tensor's entry at indices.
-            constant: returns a number of a type.
-            compute: returns the result of an operation of a name, and its type.
-        """
+        """Return the result, as a value or as text, by what reads tensors, makes constants, and computes."""
         found: list[_Value] = []
         for name, numbers, type, value in self.operations:
             operands = [found[number] for number in numbers]

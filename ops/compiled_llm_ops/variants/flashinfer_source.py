@@ -1,11 +1,9 @@
-"""A variant for FlashInfer: its functor in C++, and the ``jit_args`` that FlashInfer's wrappers of prefill take.
+"""A variant for FlashInfer: its functor in C++, and the ``jit_args`` that FlashInfer's wrappers of prefill take."""
 
-The functor is for the kernels of ``backend="fa2"``, over pages. They ask for masks at the borders of a causal mask and
-of a window alone, so that a key that is not visible is hidden by its logit.
-
-FlashInfer 0.6.13 sums the parts of a row that several programs share into registers that nobody has cleared, where
-there is no softmax (``PersistentVariableLengthAttentionSumKernel``): plan these with ``disable_split_kv=True``.
-"""
+# The functor is for the kernels of ``backend="fa2"``, over pages. They ask for masks at the borders of a causal mask
+# and of a window alone, so that a key that is not visible is hidden by its logit.
+# FlashInfer 0.6.13 sums the parts of a row that several programs share into registers that nobody has cleared, where
+# there is no softmax (``PersistentVariableLengthAttentionSumKernel``): plan these with ``disable_split_kv=True``.
 
 from __future__ import annotations
 
@@ -53,8 +51,9 @@ _INPUTS = {
     "key_position": "int(kv_idx)",
 }
 _QUERY = "(int64_t(params.q_indptr[batch_idx]) + (qo_idx < qo_len ? qo_idx : qo_len - (qo_len > 0)))"
-"""Tiles are filled up with queries that the row does not have. In a captured launch programs may be left over, which
-compute nothing that is kept, for rows that have no queries at all, behind all others."""
+"""A query of the row, as tiles are filled up with queries that it does not have."""
+# In a captured launch programs may be left over, which compute nothing that is kept, for rows that have no queries at
+# all, behind all others.
 
 
 _SUMMED = """
@@ -84,13 +83,7 @@ class FlashInferVariant(NamedTuple):
     key: str
 
     def jit_args(self, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> list[Any]:
-        """Return ``jit_args`` of ``BatchPrefillWithPagedKVCacheWrapper(..., backend="fa2")``.
-
-        Args:
-            dtype: of queries and results.
-            kv_dtype: of the pages.
-            head_dim: D, as stored.
-        """
+        """Return ``jit_args`` of ``BatchPrefillWithPagedKVCacheWrapper(..., backend="fa2")``; heads are D as stored."""
         types = "_".join(str(own).removeprefix("torch.") for own in (dtype, kv_dtype))
         uri = f"variant_{self.key.replace('@', '_')}_{types}_{head_dim}"
         additional = (self.tensor_names, self.tensor_dtypes, self.scalar_names, self.scalar_dtypes)

@@ -1,7 +1,7 @@
-"""Variants of attention over pages in plain PyTorch: the CPU kernels, and the reference for all others.
+"""Variants of attention over pages in plain PyTorch: the CPU kernels, and the reference for all others."""
 
-Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension, L tokens of one row, Q queries of one row.
-"""
+# Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension, L tokens of one row, Q queries of one
+# row.
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from compiled_llm_ops.plain_attention import gather, scaled
 from compiled_llm_ops.variants.expressions import Expression, Type
 from compiled_llm_ops.variants.registry import Variant
 
-MOST_LOGITS = 2**22
-"""Logits that are in memory at a time."""
+MOST_LOGITS = 2**22  # logits that are in memory at a time
 
 _DTYPES: dict[Type, torch.dtype] = {"float": torch.float32, "int": torch.int32, "bool": torch.bool}
 

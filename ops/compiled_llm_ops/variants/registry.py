@@ -16,8 +16,7 @@ from compiled_llm_ops.variants.trace import traced
 
 _INDICES = ("row", "query", "head", "position")
 
-TensorSpecs = Mapping[str, tuple[str | Sequence[str], torch.dtype]]
-"""Index and dtype of each tensor."""
+TensorSpecs = Mapping[str, tuple[str | Sequence[str], torch.dtype]]  # index and dtype of each tensor
 
 
 class Variant:
@@ -168,11 +167,7 @@ def _spec(name: str, tensor: str, index: Any, dtype: Any) -> VariantTensor:
 
 
 def variant_named(op: str, name: str) -> Variant:
-    """Return a variant by its name, or by its key.
-
-    Raises:
-        ValueError: there is none, or it has another meaning than the key says; ``op`` begins the message.
-    """
+    """Return a variant by its name or key; ValueError, begun by ``op``, if there is none or it means something else."""
     wanted, _, meaning = name.partition("@")
     variant = _variants.get(wanted)
     if variant is None:

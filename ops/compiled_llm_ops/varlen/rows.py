@@ -1,19 +1,15 @@
-"""What backends have in common that prefill by another package's kernels, which take packed queries and a block table.
+"""What backends share that prefill by other packages' kernels, which take packed queries and a block table."""
 
-Such kernels have one interface, flash-attn's: queries ``[T, H, D]``, keys and values ``[P, S, K, D]`` in pages, and a
-table with a line of page numbers for each row. Keys and values are views of our pages ``[P, 2, K, S, D]``: nothing is
-copied. Our page table is packed, so each launch first writes it as lines, with one kernel of ours.
-
-Nothing is decided on the host but how many new tokens the longest row has, from which grids follow. Captured launches
-take all of their tokens for it, and are good for any batch of their tokens and rows.
-
-Decode is our own kernel's: it reads the packed table at each launch, norms, rotates and appends in the same launch, and
-takes pages of any size. Since what is chosen is another package's attention, nothing else of ours stands in for it:
-layers of latents, chosen blocks and variants are refused, and pages that rows share are read for each row.
-
-Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension as stored, P pages, S page size, N entries
-of the page table.
-"""
+# Such kernels have one interface, flash-attn's: queries ``[T, H, D]``, keys and values ``[P, S, K, D]`` in pages, and a
+# table with a line of page numbers for each row. Keys and values are views of our pages ``[P, 2, K, S, D]``: nothing is
+# copied. Our page table is packed, so each launch first writes it as lines, with one kernel of ours.
+# Nothing is decided on the host but how many new tokens the longest row has, from which grids follow. Captured launches
+# take all of their tokens for it, and are good for any batch of their tokens and rows.
+# Decode is our own kernel's: it reads the packed table at each launch, norms, rotates and appends in the same launch,
+# and takes pages of any size. Since what is chosen is another package's attention, nothing else of ours stands in for
+# it: layers of latents, chosen blocks and variants are refused, and pages that rows share are read for each row.
+# Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension as stored, P pages, S page size, N
+# entries of the page table.
 
 from __future__ import annotations
 
@@ -27,13 +23,12 @@ from torch import Tensor
 from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch
 from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels, own, own_decode_ops
 
-LARGEST_HEAD = 256
-"""Of flash-attn's kernels, and of those that PyTorch has taken over from it."""
+LARGEST_HEAD = 256  # of flash-attn's kernels, and of those that PyTorch has taken over from it
 
 PAGE_TOKENS = 256
-"""What page sizes of flash-attn 2's kernels are multiples of: ``page_block_size % 256 == 0``, ``mha_varlen_fwd`` in its
-``csrc/flash_attn/flash_api.cpp``, and in PyTorch's ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``.
-"""
+"""Page sizes of flash-attn 2's kernels are multiples of this: ``page_block_size % 256 == 0``."""
+# ``mha_varlen_fwd`` in its ``csrc/flash_attn/flash_api.cpp``, and in PyTorch's
+# ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``.
 
 
 class BlockTables(NamedTuple):

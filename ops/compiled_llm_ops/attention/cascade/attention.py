@@ -1,11 +1,9 @@
-"""Cascade attention: decode where pages that several rows begin with, such as a system prompt's, are read once.
+"""Cascade attention: decode where pages that several rows begin with, such as a system prompt's, are read once."""
 
-Queries of all rows that share a run of pages attend over it together. The result of each over its own keys, and those
-over the runs that it begins with, are then merged by their log-sum-exps.
-
-Shapes: B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N page numbers of all rows, M members
-of all runs, W work items.
-"""
+# Queries of all rows that share a run of pages attend over it together. The result of each over its own keys, and those
+# over the runs that it begins with, are then merged by their log-sum-exps.
+# Shapes: B rows, H query heads, K kv heads, D head dimension, P pages, S page size, N page numbers of all rows, M
+# members of all runs, W work items.
 
 from __future__ import annotations
 
@@ -185,10 +183,7 @@ def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | Non
 
 
 def attend_by_kernels(args: CascadeAttention, tiling: CascadeTiling) -> tuple[Tensor, Tensor]:
-    """Launch the kernels with a tiling of the one that reads runs; return results and log-sum-exps.
-
-    Arguments are not checked; queries, keys, values and tables are contiguous.
-    """
+    """Launch the kernels with a tiling of the one that reads runs; arguments, contiguous, are not checked."""
     from compiled_llm_ops.attention.cascade.kernels.shared_prefix import attend_over_runs, merge_parts
     from compiled_llm_ops.kernels.pdl import has_pdl
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention
 
-CASCADE_LEVELS = 3
-"""Shared runs of pages that a row of ``cascade_attention`` may begin with, at most."""
+CASCADE_LEVELS = 3  # shared runs of pages that a row of ``cascade_attention`` may begin with, at most
 
 
 class CascadeAttention(NamedTuple):

@@ -1,10 +1,8 @@
-"""The tables of ``cascade_attention``, made on the host when rows come or go.
+"""The tables of ``cascade_attention``, made on the host when rows come or go."""
 
-They say how runs of pages that rows share are divided: into tiles of members, whose queries read the keys
-together, and into pieces of keys, so that all programs of the kernel have about as much to read.
-
-Shapes: B rows, M = 3 * B members at most, W work items.
-"""
+# They say how runs of pages that rows share are divided: into tiles of members, whose queries read the keys together,
+# and into pieces of keys, so that all programs of the kernel have about as much to read.
+# Shapes: B rows, M = 3 * B members at most, W work items.
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ LENGTHS = np.array([0.5, 0.625, 0.75, 0.875, 1, 1.125, 1.25, 1.375, 1.5, 1.75, 2
 """How long pieces may be, relative to an even share of all keys for each program."""
 
 ITEM_UNITS = 2
-"""An item takes as long as so many times PIECE_KEYS, besides its keys: to load queries, and for results that are merged
-later; not yet fitted."""
+"""Keys of an item, times PIECE_KEYS, that take as long as queries and the merge of results; not yet fitted."""
 
 
 class SharedRun(NamedTuple):
@@ -79,11 +76,9 @@ def cascade_tables(
     decode that save the fewest keys, of a row's runs the last one first.
 
     Args:
-        runs: in any order.
         starts: of each of the B rows, where its pages begin in ``indices``.
         page_size: tokens of a page.
         heads: query heads.
-        kv_heads: kv heads.
         processors: multiprocessors of the device.
         max_items: W.
         max_parts: the op's argument.
@@ -238,11 +233,9 @@ def _checked(runs: Sequence[SharedRun], rows: int) -> _Members:
 
 
 def _splits(units: NDArray[Any], counts: NDArray[Any], programs: int, max_items: int, max_parts: int) -> NDArray[Any]:
-    """Return into how many pieces each tile's keys are cut, which are ``units`` long.
-
-    Pieces are at most so long, of several lengths, that it probably takes the least time. If each program has one, that
-    is the time of the longest. If they take more in turn, they end about half a piece apart.
-    """
+    """Return into how many pieces each tile's keys are cut, which are ``units`` long."""
+    # Pieces are at most so long, of several lengths, that it probably takes the least time. If each program has one,
+    # that is the time of the longest. If they take more in turn, they end about half a piece apart.
     total = int(units.sum())
     each = -(-units // -(-total // programs))
     if int(each.sum()) <= min(programs, max_items) and int(each @ counts) <= max_parts:
@@ -261,10 +254,8 @@ def _splits(units: NDArray[Any], counts: NDArray[Any], programs: int, max_items:
 
 
 def _in_turn(keys: NDArray[Any], programs: int) -> NDArray[Any]:
-    """Return an order of items in which programs that take them in turn get about as many keys each.
-
-    Long ones come first, and who has a long one of a round takes a short one of the next.
-    """
+    """Return an order of items in which programs that take them in turn get about as many keys each."""
+    # Long ones come first, and who has a long one of a round takes a short one of the next.
     order = (-keys).argsort(kind="stable")
     # The last round may have no item for the last programs, so these have the long ones of the round before.
     for end in range((len(order) - 1) // programs * programs, 0, -2 * programs):
@@ -273,10 +264,8 @@ def _in_turn(keys: NDArray[Any], programs: int) -> NDArray[Any]:
 
 
 def _that_fit(runs: Sequence[SharedRun], tile: int, max_items: int, max_parts: int) -> list[SharedRun]:
-    """Return the runs without those that save the fewest keys, so that one piece of each tile has room.
-
-    A run is left out only after all that follow it, or these would not follow one another from page 0.
-    """
+    """Return the runs without those that save the fewest keys, so that one piece of each tile has room."""
+    # A run is left out only after all that follow it, or these would not follow one another from page 0.
     of_row: dict[int, list[int]] = {}
     for number in sorted(range(len(runs)), key=lambda number: runs[number].first_page):
         for row in runs[number].rows:

@@ -1,8 +1,7 @@
-"""Writing the latents of new tokens into the pages.
+"""Writing the latents of new tokens into the pages."""
 
-Shapes: T packed tokens, R latent size, E size of the rotated part, P pages, S page size, B rows, N entries of the page
-table.
-"""
+# Shapes: T packed tokens, R latent size, E size of the rotated part, P pages, S page size, B rows, N entries of the
+# page table.
 
 from __future__ import annotations
 

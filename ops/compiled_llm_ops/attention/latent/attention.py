@@ -1,8 +1,7 @@
-"""Latent attention of packed queries: rows with any number of new tokens, over latents that lie in pages already.
+"""Latent attention of packed queries: rows with any number of new tokens, over latents that lie in pages already."""
 
-Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
-entries of the page table.
-"""
+# Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
+# entries of the page table.
 
 from __future__ import annotations
 

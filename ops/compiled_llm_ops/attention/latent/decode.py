@@ -1,8 +1,7 @@
-"""Latent attention in decode: one new token of each row, which is written into the pages, and which then attends.
+"""Latent attention in decode: one new token of each row, which is written into the pages, and which then attends."""
 
-Shapes: B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N page numbers of all
-rows.
-"""
+# Shapes: B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N page numbers of all
+# rows.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Latent attention in plain PyTorch: the CPU kernels, and checks of arguments that all latent ops share.
+"""Latent attention in plain PyTorch: the CPU kernels, and checks of arguments that all latent ops share."""
 
-Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, L
-tokens of one row in the cache, Q queries of one row.
-"""
+# Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, L
+# tokens of one row in the cache, Q queries of one row.
 
 from __future__ import annotations
 
@@ -14,18 +13,13 @@ from torch import Tensor
 from compiled_llm_ops.contracts import check_int32
 from compiled_llm_ops.contracts.latent import LatentAttention, LatentDecode, PlannedLatentAttention
 
-Queries = LatentAttention | LatentDecode | PlannedLatentAttention
-"""Arguments with absorbed queries."""
+Queries = LatentAttention | LatentDecode | PlannedLatentAttention  # arguments with absorbed queries
 
-LOGITS_AT_ONCE = 2**22
-"""So many are computed at a time: those of a long prompt of 128 heads would not fit in memory."""
+LOGITS_AT_ONCE = 2**22  # so many are computed at a time: those of a long prompt of 128 heads would not fit in memory
 
 
 def check_latents(op: str, latent: Tensor, rope: Tensor, pages: Tensor) -> None:
-    """Raise ValueError if latents ``[T, R]`` and their rotated parts ``[T, E]`` do not fit the pages ``[P, S, R + E]``.
-
-    Queries ``[T, H, R]`` and ``[T, H, E]`` are checked likewise.
-    """
+    """Raise ValueError if latents ``[T, R]`` and rotated parts ``[T, E]`` do not fit the pages ``[P, S, R + E]``."""
     alike = latent.shape[:-1] == rope.shape[:-1] and latent.dtype == rope.dtype and latent.device == rope.device
     if not alike or pages.dim() != 3 or pages.shape[2] != latent.shape[-1] + rope.shape[-1] or not rope.shape[-1]:
         raise ValueError(
@@ -66,12 +60,10 @@ def store(latent: Tensor, rope: Tensor, pages: Tensor, numbers: Tensor, slots: T
 def attend(
     query: Tensor, cached: Tensor, positions: Tensor, rank: int, scale: float, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``[Q, H, R]`` and the log-sum-exps ``[Q, H]`` in base 2, of queries ``[Q, H, R + E]`` of one row.
-
-    Arithmetic is in float32 at least. Each query sees the keys of ``cached`` ``[L, R + E]`` up to its position ``[Q]``,
-    of these only those at positions ``chosen`` ``[Q, n]`` if they are given; one that sees none has zeros, and minus
-    infinity.
-    """
+    """Return ``[Q, H, R]`` and the log-sum-exps ``[Q, H]`` in base 2, of queries ``[Q, H, R + E]`` of one row."""
+    # Arithmetic is in float32 at least. Each query sees the keys of ``cached`` ``[L, R + E]`` up to its position
+    # ``[Q]``, of these only those at positions ``chosen`` ``[Q, n]`` if they are given; one that sees none has zeros,
+    # and minus infinity.
     dtype = torch.promote_types(cached.dtype, torch.float32)
     keys, seen = cached.to(dtype), torch.arange(len(cached), device=cached.device)
     if chosen is not None:
@@ -114,10 +106,8 @@ def _weighted(logits: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_in_pages(args: Queries, rows: list[tuple[slice, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32, the log-sum-exp in base 2.
-
-    Each of ``rows`` has its queries as a slice, their positions ``[Q]``, and the numbers of its pages.
-    """
+    """Return ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32, the log-sum-exp in base 2."""
+    # Each of ``rows`` has its queries as a slice, their positions ``[Q]``, and the numbers of its pages.
     query, rank = torch.cat([args.query_latent, args.query_rope], dim=-1), args.query_latent.shape[2]
     out = torch.zeros(args.query_latent.shape, dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)

@@ -1,8 +1,7 @@
-"""Latent attention of packed queries by a plan, as a backend's kernels divide it.
+"""Latent attention of packed queries by a plan, as a backend's kernels divide it."""
 
-Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
-entries of the page table.
-"""
+# Shapes: T packed tokens, B rows, H query heads, R latent size, E size of the rotated part, P pages, S page size, N
+# entries of the page table.
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Attention of new rows over their own new tokens, whose keys and values are at hand: nothing is read from pages.
+"""Attention of new rows over their own new tokens, whose keys and values are at hand: nothing is read from pages."""
 
-Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension of queries and keys, E that of values, Q
-tokens of one row.
-"""
+# Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension of queries and keys, E that of values, Q
+# tokens of one row.
 
 from __future__ import annotations
 
@@ -89,10 +88,7 @@ def attend_on_cpu(args: RaggedAttention, ends: Sequence[int], wants_lse: bool) -
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Return ``[B, Q, H, E]``, contiguous, of queries ``[B, Q, H, D]``, keys ``[B, Q, K, D]``, values ``[B, Q, K, E]``.
-
-    It is the call of HuggingFace's, whose bits it gives.
-    """
+    """``[B, Q, H, E]`` of queries ``[B, Q, H, D]``, keys and values alike, by HuggingFace's call for its bits."""
     out: Tensor = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

@@ -1,7 +1,6 @@
-"""The Triton kernel that writes a packed page table as a block table, one line of equal width for each row.
+"""The Triton kernel that writes a packed page table as a block table, one line of equal width for each row."""
 
-Shapes: B rows, N entries of the page table, S page size, W most pages of a row.
-"""
+# Shapes: B rows, N entries of the page table, S page size, W most pages of a row.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -55,17 +54,9 @@ def write_block_tables(
     table: Tensor,
     block: int = BLOCK,
 ) -> None:
-    """Launch the kernel. All is int32, contiguous, and on one device, the current one.
-
-    Args:
-        indptr: ``[B + 1]``, where each row's pages begin in ``indices``.
-        indices: ``[N]``, page numbers.
-        last_page_len: ``[B]``, tokens in each row's last page.
-        lengths: ``[B]``, written: tokens of each row; 0 for a row without pages.
-        starts: ``[B + 1]``, written: tokens of all rows before each.
-        table: ``[B, W]``, W at least the pages of any row; as many of each line as its row has are written.
-        block: page numbers that are copied, and rows whose tokens are added up, at a time; a power of two.
-    """
+    """Launch what writes ``lengths`` ``[B]``, ``starts`` ``[B + 1]`` and ``table`` ``[B, W]``, all int32."""
+    # W is at least the pages of any row; as many of each line as its row has are written. ``block``, a power of two, is
+    # how many page numbers are copied, and rows whose tokens are added up, at a time.
     rows, width = table.shape
     if rows:
         _block_tables[(rows,)](

@@ -1,7 +1,6 @@
-"""The Triton kernel that writes and compares the tags of pages.
+"""The Triton kernel that writes and compares the tags of pages."""
 
-Shapes: B rows, N page numbers of all rows.
-"""
+# Shapes: B rows, N page numbers of all rows.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -61,10 +60,8 @@ def _check_pages(
     tags, chains, faults, tokens, starts, lengths, indices, slots, row_numbers, qo_indptr, each, entries, pages,
     SIZE: tl.constexpr, WRITE: tl.constexpr, CHECK: tl.constexpr, BLOCK: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
-    """Check a part of a row's tags; the last program of a row has the new tokens, and writes theirs.
-
-    Only that program reads and writes the row's chain: to the others it matters alone that the row is not skipped.
-    """
+    """Check a part of a row's tags; the last program of a row has the new tokens, and writes theirs."""
+    # Only that program reads and writes the row's chain: to the others it matters alone that the row is not skipped.
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + row)
     begin = tl.load(chains + slot)
@@ -122,10 +119,7 @@ def _check_pages(
 
 
 def check(args: CheckPages, division: Division = DIVISION) -> None:
-    """Launch the check; all tensors are on one device, the current one.
-
-    Rows of a prefill may read what others write in the same call, so that is two launches.
-    """
+    """Launch the check, twice for a prefill, whose rows may read what others write in the same call."""
     rows = args.slots.shape[0]
     if not rows:
         return

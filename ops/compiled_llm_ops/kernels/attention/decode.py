@@ -1,17 +1,13 @@
-"""A Triton kernel for decode: few queries a row, mostly one, over its pages, in one launch and without a plan.
+"""A Triton kernel for decode: few queries a row, mostly one, over its pages, in one launch and without a plan."""
 
-Before it attends, it writes the row's newest keys and values into the pages: a separate launch would take longer than
-the writing.
-
-A plan would have to follow the rows' lengths. Here the grid does not depend on values that change from step to step, so
-a captured launch stays valid. Rows share its programs: each program computes from the current page table how the keys
-are divided, as a plan on the host would, and reads its own share. Programs without a share end at once.
-
-It may begin while the previous kernel ends (see ``pdl``), and reads the page table meanwhile.
-
-Shapes: B rows, q new tokens of each, T = B * q, H query heads, K kv heads, G query heads of one kv head, M = q * G of
-one row, D head dimension, D' the same as stored, P pages, S page size.
-"""
+# Before it attends, it writes the row's newest keys and values into the pages: a separate launch would take longer than
+# the writing.
+# A plan would have to follow the rows' lengths. Here the grid does not depend on values that change from step to step,
+# so a captured launch stays valid. Rows share its programs: each program computes from the current page table how the
+# keys are divided, as a plan on the host would, and reads its own share. Programs without a share end at once.
+# It may begin while the previous kernel ends (see ``pdl``), and reads the page table meanwhile.
+# Shapes: B rows, q new tokens of each, T = B * q, H query heads, K kv heads, G query heads of one kv head, M = q * G of
+# one row, D head dimension, D' the same as stored, P pages, S page size.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -36,8 +32,7 @@ from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.variant import KernelVariant, transformed
 
-MERGED_VALUES = 2**12
-"""Values of partial results that are summed at a time."""
+MERGED_VALUES = 2**12  # values of partial results that are summed at a time
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Of queries. float32 is multiplied as IEEE 754 says, without tensor cores."""
@@ -57,10 +52,8 @@ def _tokens(offs_g, NEW: tl.constexpr, GQA: tl.constexpr):
 
 @triton.jit
 def _base(largest, BLIND: tl.constexpr):
-    """Return the numbers that exponents are taken relative to: finite if a query has seen no key yet, too.
-
-    That can only be if BLIND: the only query of a row that reads all its pages sees a key in each block.
-    """
+    """Return the numbers that exponents are taken relative to: finite if a query has seen no key yet, too."""
+    # That can only be if BLIND: the only query of a row that reads all its pages sees a key in each block.
     if not BLIND:
         return largest
     return tl.where(largest == -float("inf"), 0.0, largest)
@@ -68,20 +61,16 @@ def _base(largest, BLIND: tl.constexpr):
 
 @triton.jit
 def _place(position, length, listed, NEW: tl.constexpr, PAGE: tl.constexpr):
-    """Return where a row with a list of ``listed`` pages reads the position of a new token.
-
-    Places count keys through the pages of the list, and then through those that new tokens may lie in.
-    """
+    """Return where a row with a list of ``listed`` pages reads the position of a new token."""
+    # Places count keys through the pages of the list, and then through those that new tokens may lie in.
     last: tl.constexpr = (NEW + PAGE - 2) // PAGE  # contracts.newest_pages, less one
     return (listed + last - (length - 1) // PAGE + position // PAGE) * PAGE + position % PAGE
 
 
 @triton.jit
 def _position(place, length, visible, listed, NEW: tl.constexpr, PAGE: tl.constexpr):
-    """Return the position that a row reads at a place of its list; ``length`` where there is none.
-
-    Pages with new tokens follow the list, so they are left out where they are in it.
-    """
+    """Return the position that a row reads at a place of its list; ``length`` where there is none."""
+    # Pages with new tokens follow the list, so they are left out where they are in it.
     last: tl.constexpr = (NEW + PAGE - 2) // PAGE
     entry, first_new = place // PAGE, (length - NEW) // PAGE
     page = tl.load(visible + entry, mask=entry < listed, other=-1)
@@ -98,14 +87,11 @@ def _attend(
     CAPPED: tl.constexpr, STAGES: tl.constexpr,
     VARIANT: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Return ``[M, D']`` and its log-sum-exp ``[M]`` in base 2, over blocks ``begin`` to ``end`` from key ``first`` on.
-
-    Keys past ``length`` are not read: their slots may hold values (NaN) whose product with zero is not zero. A query
-    that sees none of the keys has zeros, and minus infinity.
-
-    If ``visible`` is not None, blocks are of places in this list of ``listed`` pages (see ``_place``). If SUMMED, there
-    is no softmax: results are sums, and their log-sum-exp is 0.
-    """
+    """``[M, D']`` and its log-sum-exp ``[M]`` in base 2, of blocks ``begin`` to ``end`` from key ``first`` on."""
+    # Keys past ``length`` are not read: their slots may hold values (NaN) whose product with zero is not zero. A query
+    # that sees none of the keys has zeros, and minus infinity.
+    # If ``visible`` is not None, blocks are of places in this list of ``listed`` pages (see ``_place``). If SUMMED,
+    # there is no softmax: results are sums, and their log-sum-exp is 0.
     BLIND: tl.constexpr = NEW > 1 or visible is not None or VARIANT
     own = length - NEW + _tokens(tl.arange(0, q.shape[0]), NEW, GQA)[:, None]  # the positions of the queries
     if VARIANT:
@@ -163,11 +149,9 @@ def _merge(
     CHUNK: tl.constexpr, STRIDE: tl.constexpr = None, UNSEEN: tl.constexpr = None,
     SUMMED: tl.constexpr = None,
 ):  # fmt: skip
-    """Return ``[HEADS, D']`` and ``[HEADS]`` from ``count`` partial results, always in the same order.
-
-    They are STRIDE values apart, D' if it is None. If UNSEEN, a query may have seen no key in any of them. If SUMMED,
-    they are added up, and log-sum-exps are 0.
-    """
+    """Return ``[HEADS, D']`` and ``[HEADS]`` from ``count`` partial results, always in the same order."""
+    # They are STRIDE values apart, D' if it is None. If UNSEEN, a query may have seen no key in any of them. If SUMMED,
+    # they are added up, and log-sum-exps are 0.
     APART: tl.constexpr = DIM if STRIDE is None else STRIDE
     offs_g, offs_d = tl.arange(0, HEADS), tl.arange(0, DIM)
     largest = tl.full([HEADS], -float("inf"), tl.float32)
@@ -238,16 +222,12 @@ def _unsplit(blocks, row_tile, unsplit, SHARE_EQUAL: tl.constexpr):
 
 @triton.jit
 def _share(blocks, program, programs, row_tile, unsplit, min_share, MOST: tl.constexpr):
-    """Return the row of ``program`` as a mask, its first program, how many they are, and the share: blocks from, to.
-
-    ``blocks`` ``[ROWS]`` holds zeros if there is no row, and so does the mask of programs past the end.
-
-    The size of a share cuts all blocks into as many pieces as there are programs. Rows end in smaller ones: if these
-    make too many shares, the size leaves one program for the end of each row but one, which is enough for any lengths.
-    Rows of like lengths need no such reserve.
-
-    Rows that are shared come first: the longest shares are theirs.
-    """
+    """Return the row of ``program`` as a mask, its first program, how many they are, and the share: blocks from, to."""
+    # ``blocks`` ``[ROWS]`` holds zeros if there is no row, and so does the mask of programs past the end. Rows that are
+    # shared come first: the longest shares are theirs.
+    # The size of a share cuts all blocks into as many pieces as there are programs. Rows end in smaller ones: if these
+    # make too many shares, the size leaves one program for the end of each row but one, which is enough for any
+    # lengths. Rows of like lengths need no such reserve.
     total = tl.sum(blocks)
     shares = _shares(blocks, tl.maximum(tl.cdiv(total, programs), min_share), unsplit, MOST)
     fewer = _shares(blocks, tl.maximum(tl.cdiv(total, programs - row_tile + 1), min_share), unsplit, MOST)
@@ -277,21 +257,16 @@ def _decode_paged_attention(
     VARIANT: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
     SUMMED: tl.constexpr = None,
 ):  # fmt: skip
-    """Attend over some keys of one row and kv head; if several programs share them, the last to end merges all.
-
-    The program with the last keys writes the newest of them first; of several new ones, each program its own.
-
-    With ``shared_lengths`` the first keys of each row are left to the kernel that was launched just before, which reads
-    and writes nothing that this one does. So the two run side by side, and one program waits for that kernel at the
-    end, for the sake of those that come later; those before have ended, since that kernel has waited for them.
-
-    Keys and values of fp8 are multiplied as they are stored. The scale of keys is a factor on logits, that of values
-    one on results.
-
-    Axes of the grid: kv heads, tiles of rows, programs, so that programs without keys start last. A tile is
-    ``row_tile`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
-    [PADDED]; ``arrivals`` holds a zero for each row and kv head, which it is again afterwards.
-    """
+    """Attend over some keys of one row and kv head; if several programs share them, the last to end merges all."""
+    # The program with the last keys writes the newest of them first; of several new ones, each program its own.
+    # With ``shared_lengths`` the first keys of each row are left to the kernel that was launched just before, which
+    # reads and writes nothing that this one does. So the two run side by side, and one program waits for that kernel at
+    # the end, for the sake of those that come later; those before have ended, since that kernel has waited for them.
+    # Keys and values of fp8 are multiplied as they are stored. The scale of keys is a factor on logits, that of values
+    # one on results.
+    # Axes of the grid: kv heads, tiles of rows, programs, so that programs without keys start last. A tile is
+    # ``row_tile`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
+    # [PADDED]; ``arrivals`` holds a zero for each row and kv head, which it is again afterwards.
     head, tile, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, programs = tl.num_programs(0), tl.num_programs(2)
     HEADS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
@@ -426,25 +401,19 @@ def prepare_decode(
     shared_lengths: Tensor | None = None,
     variant: KernelVariant | None = None,
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Prepare attention of q queries a row. All is on one device, the current one.
+    """Prepare attention of q queries a row: ``[T, H, D]``, contiguous, and what launches the kernel that writes it.
 
     Preparing may launch kernels that copy or clear; the launch itself is one kernel.
 
     Args:
-        args: of ``decode_attention``, checked; query in one of DTYPES, ``pages`` ``[P, 2, K, S, D']``
+        args: of ``decode_attention``, checked; query in one of DTYPES, or ValueError, ``pages`` ``[P, 2, K, S, D']``
             contiguous, with D' a power of two from 64 on; each row has a page at least.
         lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
         tiling: block times D' is a power of two.
-        shared_lengths: ``[B]`` int32, contiguous: so many of each row's first keys are not attended to; multiples of
-            S, and fewer than the row has before its new ones. None if all are. With ``pdl`` the kernel that is
-            launched just before must have waited before it let this one begin.
-        variant: what becomes of logits; without ``shared_lengths``, ``visible`` and a cap. None if nothing does.
-
-    Returns:
-        ``[T, H, D]``, contiguous, and what launches the kernel that writes it.
-
-    Raises:
-        ValueError: the query's dtype has no kernel, or the pages are not contiguous.
+        shared_lengths: ``[B]`` int32, contiguous: so many of each row's first keys are not attended to; multiples of S,
+            and fewer than the row has before its new ones. With ``pdl`` the kernel that is launched just before must
+            have waited before it let this one begin.
+        variant: what becomes of logits; without ``shared_lengths``, ``visible`` and a cap.
     """
     if args.query.dtype not in DTYPES:
         raise ValueError(

@@ -1,83 +1,69 @@
-"""How the programs of the decode kernel share the keys of their rows.
+"""How the programs of the decode kernel share the keys of their rows."""
 
-The rule's constants were fitted to times on an H200, with rows of 160 to 32,768 keys at batch 1 to 64, and of 100 to
-2,048 keys, as many each or at random, at batch 128 and 256.
-``tools/fit_tilings.py --only attention`` measures that again, on any GPU.
-
-Shapes: B rows, K kv heads, G query heads of one kv head, D' head dimension as stored.
-"""
+# The rule's constants were fitted to times on an H200, with rows of 160 to 32,768 keys at batch 1 to 64, and of 100 to
+# 2,048 keys, as many each or at random, at batch 128 and 256. ``tools/fit_tilings.py --only attention`` measures that
+# again, on any GPU.
+# Shapes: B rows, K kv heads, G query heads of one kv head, D' head dimension as stored.
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-ALONE = 3
-"""Blocks that one program reads as fast as several that have to merge their results."""
+ALONE = 3  # blocks that one program reads as fast as several that have to merge their results
 
-FEW = 4
-"""Programs for a row and kv head on average even if the device is busy without them: one row may be long."""
+FEW = 4  # programs for a row and kv head on average even if the device is busy without them: one row may be long
 
 BUSY_VALUES = 2**17
 """Values of keys that one program reads alone while others keep the device busy: 1,024 keys of size 128."""
 
-MAX_SHARES = 64
-"""Programs that share a row at most: the last of them reads the results of all."""
+MAX_SHARES = 64  # programs that share a row at most: the last of them reads the results of all
 
 MAX_ROWS = 32
 """Rows that share programs at most: one for each thread of a warp, which sums over them in one instruction."""
 
-SMALL_BLOCK, LARGE_BLOCK = 2**13, 2**14
-"""Values of keys in a block: 64 or 128 keys of size 128."""
+SMALL_BLOCK, LARGE_BLOCK = 2**13, 2**14  # values of keys in a block: 64 or 128 keys of size 128
 
 EXACT_BLOCK, SMALLEST_BLOCK = 2**11, 16
-"""Values in a block of float32, which is multiplied without tensor cores: threads hold whole rows of a block in their
-registers, and more of them spill. A block has so many keys at least."""
+"""Values in a block of float32, which has so many keys at least."""
+# It is multiplied without tensor cores: threads hold whole rows of a block in their registers, and more of them spill.
 
-LARGE_PROGRAM = 160 * 1024
-"""Bytes of shared memory that a program with large blocks needs."""
+LARGE_PROGRAM = 160 * 1024  # bytes of shared memory that a program with large blocks needs
 
 MAX_LARGE = 0.75
-"""Rows and kv heads for each multiprocessor up to which large programs are faster than several small ones.
-
-Measured in whole steps of Qwen3-0.6B, where 8 rows decode 6% faster with large ones, 16 rows 1% and 32 rows 3% slower;
-alone, launch after launch, attention of 8 long rows is faster with small ones. Of fp8, whose blocks take half of the
-bytes, large programs are as fast as any with all numbers of rows, 16 and more of them with half as many for a row: in a
-sweep on an H100 of 8 to 256 rows they took up to 1.07 of the time of the best, on average over four kinds of lengths.
-"""
+"""Rows and kv heads for each multiprocessor up to which large programs are faster than several small ones."""
+# Measured in whole steps of Qwen3-0.6B, where 8 rows decode 6% faster with large ones, 16 rows 1% and 32 rows 3%
+# slower; alone, launch after launch, attention of 8 long rows is faster with small ones. Of fp8, whose blocks take half
+# of the bytes, large programs are as fast as any with all numbers of rows, 16 and more of them with half as many for a
+# row: in a sweep on an H100 of 8 to 256 rows they took up to 1.07 of the time of the best, on average over four kinds
+# of lengths.
 
 MAX_DEEP = 3
-"""Rows and kv heads for each multiprocessor up to which small programs need a deep pipeline, and up to which rows of
-about equal lengths are shared: with more, they end together anyway, and sharing 64 of 1,100 keys took 9% longer."""
+"""Rows and kv heads for each multiprocessor up to which pipelines are deep, and rows of like lengths shared."""
+# With more, they end together anyway, and sharing 64 of 1,100 keys took 9% longer.
 
 MANY, FEW_OF_MANY = 4, 2
-"""Rows and kv heads for each multiprocessor from which on there are fewer programs for each, and pipelines are deep.
-
-Programs without keys take 10% of the time with 256 rows of 100 keys, and where some rows are long, those that read them
-are soon alone: with half of 256 rows at 1,500 keys and half at 150, it takes 7% less, with 128 rows 15%. Rows of equal
-lengths take up to 4% more with 128 rows, nothing with 256."""
+"""Rows and kv heads for each multiprocessor from which on there are fewer programs for each, and pipelines are deep."""
+# Programs without keys take 10% of the time with 256 rows of 100 keys, and where some rows are long, those that read
+# them are soon alone: with half of 256 rows at 1,500 keys and half at 150, it takes 7% less, with 128 rows 15%. Rows of
+# equal lengths take up to 4% more with 128 rows, nothing with 256.
 
 DEEP, SHALLOW = 5, 3
 """Stages of the pipeline: two blocks and the page numbers of two more are being loaded at a time, or one block."""
 
 LISTED_BLOCK, LISTED_STAGES = 32, 7
-"""Of rows that read lists of pages: keys in a block, and stages of a program, which is one warp.
-
-Lists are read before page numbers, and those before keys, so that three loads wait for each other: a pipeline needs
-more stages to load as many keys ahead, and many small programs hide more of that than a large one. On an H200, rows
-that read 2,048 of 16,384 keys took 23.8 microseconds if there were 8, 40.7 if 16, 72.9 if 32 and 135 if 64, and 31, 50,
-95 and 139 with programs as for all pages; without other keys 23.6, 48, 82 and 128.
-"""
+"""Of rows that read lists of pages: keys in a block, and stages of a program, which is one warp."""
+# Lists are read before page numbers, and those before keys, so that three loads wait for each other: a pipeline needs
+# more stages to load as many keys ahead, and many small programs hide more of that than a large one. On an H200, rows
+# that read 2,048 of 16,384 keys took 23.8 microseconds if there were 8, 40.7 if 16, 72.9 if 32 and 135 if 64, and 31,
+# 50, 95 and 139 with programs as for all pages; without other keys 23.6, 48, 82 and 128.
 
 LISTED_PROGRAM, LISTED_RESIDENT, LISTED_SHARE = 56 * 1024, 4, 128
-"""Bytes of shared memory that such a program needs, how many a multiprocessor holds, and keys that each reads at least:
-with 256, 2 rows took 18.4 microseconds in place of 14.2, and 4 took 18.8 in place of 15.8.
-"""
+"""Bytes of shared memory of such a program, how many a multiprocessor holds, and keys that each reads at least."""
+# With 256 keys, 2 rows took 18.4 microseconds in place of 14.2, and 4 took 18.8 in place of 15.8.
 
-LARGEST_OF_WARP = 128
-"""Head size up to which a warp's registers hold its sums."""
+LARGEST_OF_WARP = 128  # head size up to which a warp's registers hold its sums
 
-MAX_GQA = 16
-"""Query heads of a kv head up to which registers hold more than the results: with more, blocks are small."""
+MAX_GQA = 16  # query heads of a kv head up to which registers hold more than the results: with more, blocks are small
 
 
 class AttentionTiling(NamedTuple):
@@ -106,20 +92,13 @@ def choose_attention_tiling(
     number_bytes: int = 2,
     query_bytes: int = 2,
 ) -> AttentionTiling:
-    """Return how keys are shared, by constant properties: not by lengths, since a captured launch is replayed.
-
-    In short: each multiprocessor loads as much at a time as it can hold, in one large program or in several small ones.
-    There are as many programs as occupy multiprocessors that would be idle, and a few for each row in any case: one
-    row may be much longer than the others, and lengths are unknown here. Programs without keys end at once. If no row
-    can be long, each has one program.
-
-    Args:
-        gqa: G, times the new tokens of a row.
-        max_keys: a bound on the keys that a query can see.
-        shared_memory: bytes of a multiprocessor.
-        number_bytes: bytes of a number in the pages; 1 for fp8.
-        query_bytes: of a number of the queries; 4 for float32.
-    """
+    """Return how keys are shared, by constant properties: not by lengths, since a captured launch is replayed."""
+    # In short: each multiprocessor loads as much at a time as it can hold, in one large program or in several small
+    # ones. There are as many programs as occupy multiprocessors that would be idle, and a few for each row in any case:
+    # one row may be much longer than the others, and lengths are unknown here. Programs without keys end at once. If no
+    # row can be long, each has one program.
+    # ``gqa`` is G, times the new tokens of a row; ``max_keys`` bounds the keys that a query can see; ``shared_memory``
+    # is bytes of a multiprocessor, ``number_bytes`` of a number in the pages, ``query_bytes`` of one of the queries.
     items, in_fp8 = rows * kv_heads, number_bytes == 1 and query_bytes == 2
     few = items <= MAX_LARGE * processors
     if query_bytes > 2:
@@ -157,10 +136,8 @@ def choose_listed_tiling(
     number_bytes: int = 2,
     query_bytes: int = 2,
 ) -> AttentionTiling:
-    """Return how keys are shared if rows read lists of their pages; arguments as of ``choose_attention_tiling``.
-
-    All rows have lists of one length, so their keys are shared evenly, among as many programs as run at once.
-    """
+    """Return how keys are shared if rows read lists of their pages; arguments as of ``choose_attention_tiling``."""
+    # All rows have lists of one length, so their keys are shared evenly, among as many programs as run at once.
     items = rows * kv_heads
     sizes = (rows, kv_heads, gqa, head_dim, max_keys, processors, shared_memory, number_bytes, query_bytes)
     small = number_bytes == query_bytes == 2 and gqa <= MAX_GQA and head_dim <= LARGEST_OF_WARP

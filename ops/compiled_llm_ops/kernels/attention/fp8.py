@@ -1,24 +1,20 @@
-"""Keys and values in the dtype of their pages, for the Triton kernels that write them and those that read them.
+"""Keys and values in the dtype of their pages, for the Triton kernels that write them and those that read them."""
 
-Shapes: M heads or queries, D' head dimension as loaded, K kv heads, N keys.
-"""
+# Shapes: M heads or queries, D' head dimension as loaded, K kv heads, N keys.
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Whether kernels run without a GPU, where PTX does not."""
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # whether kernels run without a GPU, where PTX does not
 
 
 @triton.jit
 def as_stored(states, pages, scale, head, saturated, mask):
-    """Return heads ``[M, D']`` as ``pages`` hold them: in fp8 divided by their scale, clamped and rounded.
-
-    ``scale`` ``[K]`` is read at ``head``, a number or ``[M, 1]``. To ``saturated`` is added how many numbers under the
-    mask are clamped. Both may be None, and are if pages are of another dtype.
-    """
+    """Return heads ``[M, D']`` as ``pages`` hold them: in fp8 divided by their scale, clamped and rounded."""
+    # ``scale`` ``[K]`` is read at ``head``, a number or ``[M, 1]``. To ``saturated`` is added how many numbers under
+    # the mask are clamped. Both may be None, and are if pages are of another dtype.
     if pages.dtype.element_ty == tl.float8e4nv:
         numbers = states.to(tl.float32)
         if scale is not None:
@@ -35,12 +31,10 @@ def as_stored(states, pages, scale, head, saturated, mask):
 
 @triton.jit
 def as_multiplied(q, scale, pages):
-    """Return queries ``[M, D']`` in the dtype that keys of ``pages`` are multiplied in, and the factor on their logits.
-
-    One instruction makes float16 of two numbers of fp8; bfloat16 takes several. float16 is too narrow for all that
-    queries of bfloat16 can be, so each query is divided by a power of two, which is exact, and its logits are
-    multiplied by it: then the factor is ``[M, 1]``.
-    """
+    """Queries ``[M, D']`` in the dtype that keys of ``pages`` are multiplied in, and a factor on their logits."""
+    # One instruction makes float16 of two numbers of fp8; bfloat16 takes several. float16 is too narrow for all that
+    # queries of bfloat16 can be, so each query is divided by a power of two, which is exact, and its logits are
+    # multiplied by it: then the factor is ``[M, 1]``.
     if pages.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         numbers = q.to(tl.float32)
         largest = tl.max(tl.abs(numbers), 1)[:, None]
@@ -63,15 +57,12 @@ def no_values(queries: tl.constexpr, DIM: tl.constexpr, pages):
 
 @triton.jit
 def add_values(sums, weights, values, slot, mask, DIM: tl.constexpr):
-    """Return ``sums``, and values at ``values + slot`` times their ``weights`` ``[M, N]``.
-
-    Tensor cores take values of several keys at a time. Those of 16 bits are loaded like that from shared memory, those
-    of 8 bits one by one (``ldmatrix`` transposes 16 bits). So fp8 is loaded as pairs of 16 bits, and what lies at even
-    places is summed apart from what lies at odd ones: 764 instructions for 64 keys of size 128, not 1,343.
-
-    ``slot`` ``[N]`` int64 are multiples of D'; values outside of ``mask`` ``[N]``, whose weights are zeros, are not
-    read.
-    """
+    """Return ``sums``, and values at ``values + slot`` times their ``weights`` ``[M, N]``."""
+    # Tensor cores take values of several keys at a time. Those of 16 bits are loaded like that from shared memory,
+    # those of 8 bits one by one (``ldmatrix`` transposes 16 bits). So fp8 is loaded as pairs of 16 bits, and what lies
+    # at even places is summed apart from what lies at odd ones: 764 instructions for 64 keys of size 128, not 1,343.
+    # ``slot`` ``[N]`` int64 are multiples of D'; values outside of ``mask`` ``[N]``, whose weights are zeros, are not
+    # read.
     if values.dtype.element_ty == tl.float8e4nv:
         pairs_ptr = values.to(tl.pointer_type(tl.int16), bitcast=True)
         places = (slot // 2)[:, None] + tl.arange(0, DIM // 2)[None, :]
@@ -111,10 +102,8 @@ def summed(sums):
 
 @triton.jit
 def _unpacked(pairs):
-    """Return what lies at even and at odd places of fp8, of which ``pairs`` int16 hold two each, in float16.
-
-    Two instructions for two numbers of either; what the compiler makes of shifts takes eight.
-    """
+    """Return what lies at even and at odd places of fp8, of which ``pairs`` int16 hold two each, in float16."""
+    # Two instructions for two numbers of either; what the compiler makes of shifts takes eight.
     if INTERPRETED:
         even, odd = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
         return even.to(tl.float8e4nv, bitcast=True).to(tl.float16), odd.to(tl.float8e4nv, bitcast=True).to(tl.float16)

@@ -1,7 +1,6 @@
-"""Triton kernels that merge results of attention over parts of the keys, by their log-sum-exps.
+"""Triton kernels that merge results of attention over parts of the keys, by their log-sum-exps."""
 
-Shapes: T tokens, N states, H heads, D head dimension.
-"""
+# Shapes: T tokens, N states, H heads, D head dimension.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -68,10 +67,8 @@ def _merge_many(
 
 
 def merge_two(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, mask: Tensor | None, v: Tensor, s: Tensor) -> None:
-    """Launch the merge of two states ``[T, H, D]`` and ``[T, H]`` into ``v`` and ``s``, which may be the first.
-
-    All is contiguous and on one device, the current one; ``mask`` ``[T]`` says which tokens are merged.
-    """
+    """Merge two states ``[T, H, D]`` and ``[T, H]`` into ``v`` and ``s``, at tokens of ``mask`` ``[T]``."""
+    # All is contiguous; ``v`` and ``s`` may be the first state.
     tokens, heads, dim = v.shape
     if v.numel():
         _merge_two[(tokens, heads)](

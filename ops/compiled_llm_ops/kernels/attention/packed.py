@@ -1,14 +1,12 @@
-"""A Triton kernel for causal attention of packed queries over pages, any number of each row, without a plan.
+"""A Triton kernel for causal attention of packed queries over pages, any number of each row, without a plan."""
 
-It serves prefill with ``backend="triton"`` and with variants, and all batch-invariant attention. A program has a tile
-of queries of one row and kv head, and reads the row's keys in tiles that begin at fixed positions, in ascending order,
-each time in the same way. Tiles of which a query sees nothing change nothing for it, whatever other queries see of
-them. So a query's bits depend on its own row's tokens and on the tiling alone: with one tiling for all batches, they
-are the same in each.
-
-Shapes: B rows, T packed tokens, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same
-as stored, P pages, S page size, Q queries of a tile.
-"""
+# It serves prefill with ``backend="triton"`` and with variants, and all batch-invariant attention. A program has a tile
+# of queries of one row and kv head, and reads the row's keys in tiles that begin at fixed positions, in ascending
+# order, each time in the same way. Tiles of which a query sees nothing change nothing for it, whatever other queries
+# see of them. So a query's bits depend on its own row's tokens and on the tiling alone: with one tiling for all
+# batches, they are the same in each.
+# Shapes: B rows, T packed tokens, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the
+# same as stored, P pages, S page size, Q queries of a tile.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportOptionalSubscript=false, reportPossiblyUnboundVariable=false
@@ -70,10 +68,7 @@ class PackedQueries(NamedTuple):
 
 @triton.jit
 def row_of(tile, qo_indptr, rows, QUERIES: tl.constexpr, GQA: tl.constexpr):
-    """Return the row of a tile: row b has those from ``qo_indptr[b] * GQA // QUERIES + b`` on, one too many at times.
-
-    So many queries are in a tile, and GQA of each token.
-    """
+    """Return a tile's row: row b has those from ``qo_indptr[b] * GQA // QUERIES + b`` on, one too many at times."""
     low, high = 0, rows
     while high - low > 1:
         middle = (low + high) // 2
@@ -91,10 +86,8 @@ def with_block(
     DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, VARIANT: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of values, those of weights and the largest logits with those of a block of keys.
-
-    Unless MASKED, all queries see all of its keys. Both ways round alike: a sum of the same blocks has the same bits.
-    """
+    """Return the sums of values, those of weights and the largest logits with those of a block of keys."""
+    # Unless MASKED, all queries see all of its keys. Both ways round alike: a sum of the same blocks has the same bits.
     position, offs_d = block * KEYS + tl.arange(0, KEYS), tl.arange(0, DIM)
     if MASKED:
         # Pages before all windows may be free, and hold values (NaN) whose product with zero is not zero.
@@ -147,11 +140,9 @@ def _packed_attention(
     NEW: tl.constexpr, VARIANT: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
     SUMMED: tl.constexpr = None,
 ):  # fmt: skip
-    """Attend with one tile of queries of one row and kv head. Later tiles of a row see more keys, so they begin first.
-
-    A row's queries are counted from its first token on: GQA query heads of each. Without ``qo_indptr`` each row has NEW
-    tokens.
-    """
+    """Attend with one tile of queries of one row and kv head. Later ones see more keys, so they begin first."""
+    # A row's queries are counted from its first token on: GQA query heads of each. Without ``qo_indptr`` each row has
+    # NEW tokens.
     tile, head = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS, tl.program_id(0) % KV_HEADS
     if qo_indptr is None:
         TILES: tl.constexpr = (NEW * GQA + QUERIES - 1) // QUERIES
@@ -240,18 +231,10 @@ def attend(
     tiling: PackedTiling | None = None,
     variant: KernelVariant | None = None,
 ) -> None:
-    """Launch attention. All is on one device, the current one.
-
-    Args:
-        args: checked; each row that has queries has a page at least.
-        out: ``[T, H, D]``, contiguous, written.
-        lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-        tiling: another one gives other bits. None for the one of ``packed_tiling``.
-        variant: what becomes of logits; without a cap. None if nothing does.
-
-    Raises:
-        ValueError: the query's dtype has no kernel, or the pages are not contiguous.
-    """
+    """Launch attention into ``out`` ``[T, H, D]``, contiguous, and ``lse`` ``[T, H]`` float32, in base 2, if any."""
+    # ``args`` are checked; each row that has queries has a page at least. Another ``tiling`` than that of
+    # ``packed_tiling`` gives other bits; a ``variant`` has no cap. ValueError for dtypes without a kernel, or pages
+    # that are not contiguous.
     if args.query.dtype not in DTYPES:
         raise ValueError(
             f"paged_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"

@@ -1,11 +1,9 @@
-"""A Triton kernel between prefill's projections and its attention: norm, rotary embedding, and the way into the pages.
+"""Triton kernel between prefill's projections and its attention: norm, rotary embedding, and the way into pages."""
 
-It moves bytes: each query, key and value is read once and written once. A program takes some heads of one token, so
-that it reads the token's cosines, sines and place in the pages once, with loads of 16 bytes a thread. Its grid depends
-on the number of tokens alone.
-
-Shapes: T packed tokens, H query heads, K kv heads, D head dimension, D' the same as stored, P pages, S page size.
-"""
+# It moves bytes: each query, key and value is read once and written once. A program takes some heads of one token, so
+# that it reads the token's cosines, sines and place in the pages once, with loads of 16 bytes a thread. Its grid
+# depends on the number of tokens alone.
+# Shapes: T packed tokens, H query heads, K kv heads, D head dimension, D' the same as stored, P pages, S page size.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -40,10 +38,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def _prepared(
     head_ptrs, offs_d, mask, norm, cos, sin, angle, epsilon, HEAD: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Return heads ``[GROUP, D]`` as ``prepared`` does, from the token's cosines and sines at ``angle``.
-
-    What each head needs is loaded as the heads are, so that threads exchange nothing.
-    """
+    """Return heads ``[GROUP, D]`` as ``prepared`` does, from the token's cosines and sines at ``angle``."""
+    # What each head needs is loaded as the heads are, so that threads exchange nothing.
     alike = tl.zeros([GROUP, 1], tl.int32)
     norm_ptrs, cos_ptrs, sin_ptrs = norm, cos, sin
     if norm is not None:
@@ -62,10 +58,8 @@ def _rope_append_paged_kv(
     PAGE: tl.constexpr, GROUP: tl.constexpr, KV_GROUP: tl.constexpr, NEW: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm and turn up to GROUP query heads of a token, or up to KV_GROUP key heads, whose values are copied.
-
-    Programs of one token follow each other. With ``lengths``, each row has NEW tokens, its newest ones.
-    """
+    """Norm and turn up to GROUP query heads of a token, or up to KV_GROUP key heads, whose values are copied."""
+    # Programs of one token follow each other. With ``lengths``, each row has NEW tokens, its newest ones.
     QUERIES: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     PROGRAMS: tl.constexpr = QUERIES + (KV_HEADS + KV_GROUP - 1) // KV_GROUP
     token, part = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS
@@ -106,21 +100,10 @@ def _rope_append_paged_kv(
 def rope_append(
     args: RopeAppendPagedKv, *, pdl: bool, tiling: RopeAppendTiling = TILING, lengths: Tensor | None = None
 ) -> Tensor:
-    """Launch the kernel. All is on one device, the current one.
-
-    Args:
-        args: of ``rope_append_paged_kv``, checked; query in one of DTYPES, of no heads if only keys and values
-            are to be written; ``pages`` ``[P, 2, K, S, D']`` contiguous.
-        tiling: its numbers are powers of two.
-        lengths: ``[B]`` int32, tokens of each row, in place of ``token_rows`` and ``token_positions``: of each row the
-            newest tokens are written, equally many. None to go by those.
-
-    Returns:
-        ``[T, H, D]``, contiguous.
-
-    Raises:
-        ValueError: the query's dtype has no kernel, or the pages are not contiguous.
-    """
+    """Launch the kernel; return ``[T, H, D]``, contiguous."""
+    # ``args`` are checked, the query in one of DTYPES, or ValueError, of no heads if only keys and values are to be
+    # written; ``pages`` ``[P, 2, K, S, D']`` are contiguous. ``lengths`` ``[B]`` int32 takes the place of
+    # ``token_rows`` and ``token_positions``: of each row the newest tokens are written, equally many.
     if args.query.dtype not in DTYPES:
         raise ValueError(
             f"rope_append_paged_kv: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"

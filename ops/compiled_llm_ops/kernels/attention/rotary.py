@@ -1,7 +1,6 @@
-"""RMS norm and rotary embedding of queries and keys, for the Triton kernels that apply them.
+"""RMS norm and rotary embedding of queries and keys, for the Triton kernels that apply them."""
 
-Shapes: M heads, D head dimension, D' the same as loaded, a power of two.
-"""
+# Shapes: M heads, D head dimension, D' the same as loaded, a power of two.
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def prepared(head_ptrs, offs_d, mask, norm, cos_ptr, sin_ptr, epsilon, HEAD: tl.constexpr):
-    """Return heads ``[M, D']``: normed if there is a weight for it, then rotated if there are cosines; else unchanged.
-
-    ``head_ptrs`` and ``offs_d`` are ``[M, 1]`` and ``[1, D']``; the second half of a head is rotated against the first.
-    """
+    """Return heads ``[M, D']``: normed if there is a weight, then rotated if there are cosines; else unchanged."""
+    # ``head_ptrs`` and ``offs_d`` are ``[M, 1]`` and ``[1, D']``; the second half of a head is rotated against the
+    # first.
     states = tl.load(head_ptrs + offs_d, mask=mask, other=0.0)
     if (norm is None) and (cos_ptr is None):
         return states

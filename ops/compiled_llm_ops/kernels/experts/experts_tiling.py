@@ -1,9 +1,7 @@
-"""How products of rows with the experts that they chose are cut up for the Triton kernels.
+"""How products of rows with the experts that they chose are cut up for the Triton kernels."""
 
-None of these numbers has been fitted to measurements yet.
-
-Shapes: T rows, k experts of each, P = T * k pairs, E experts, I inputs, O outputs.
-"""
+# None of these numbers has been fitted to measurements yet.
+# Shapes: T rows, k experts of each, P = T * k pairs, E experts, I inputs, O outputs.
 
 from __future__ import annotations
 
@@ -12,15 +10,13 @@ from typing import NamedTuple
 MAX_STEP_ROWS = 64
 """Rows up to which programs look for the pairs of an expert themselves; with more, pairs are sorted first."""
 
-FEW = 16
-"""Rows of the smallest tile that tensor cores multiply; most experts of a decode step have fewer."""
+FEW = 16  # rows of the smallest tile that tensor cores multiply; most experts of a decode step have fewer
 
 CHUNK = 128
-"""Pairs among which a program looks at a time for those of its expert, with up to FEW rows; four times as many with
-more rows, since each look waits for memory."""
+"""Pairs among which a program looks at a time for its expert's; with more than FEW rows four times as many."""
+# Each look waits for memory.
 
-LEAST_PROGRAMS = 256
-"""Programs that a step should have, about two for each multiprocessor of an H100."""
+LEAST_PROGRAMS = 256  # programs that a step should have, about two for each multiprocessor of an H100
 
 
 class ExpertsTiling(NamedTuple):

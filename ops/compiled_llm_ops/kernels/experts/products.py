@@ -1,11 +1,9 @@
-"""Triton kernels that multiply rows with the weights of the experts that they chose.
+"""Triton kernels that multiply rows with the weights of the experts that they chose."""
 
-In a step each program takes one expert and some outputs, looks for the rows that chose it, and reads these weights once
-for all of them. With many rows, pairs of a row and an expert are sorted first, and a program takes some that follow one
-another. Grids follow from shapes: programs of which there are too many end at once.
-
-Shapes: T rows, k experts of each, P = T * k pairs of a row and one of its experts, E experts, I inputs, O outputs.
-"""
+# In a step each program takes one expert and some outputs, looks for the rows that chose it, and reads these weights
+# once for all of them. With many rows, pairs of a row and an expert are sorted first, and a program takes some that
+# follow one another. Grids follow from shapes: programs of which there are too many end at once.
+# Shapes: T rows, k experts of each, P = T * k pairs of a row and one of its experts, E experts, I inputs, O outputs.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -46,10 +44,8 @@ def _activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _members(ids, pairs, expert, begin, place, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return ROWS pairs that chose an expert, from its ``begin``-th on, how many it has, and how many before ``place``.
-
-    Pairs that it does not have are 0.
-    """
+    """Return ROWS pairs that chose an expert, from its ``begin``-th on, how many it has, and those before ``place``."""
+    # Pairs that it does not have are 0.
     wanted = begin + tl.arange(0, ROWS)
     found = tl.zeros([ROWS], tl.int32)
     count = tl.sum(tl.zeros([CHUNK], tl.int32), 0)
@@ -81,10 +77,9 @@ def _multiply_tile(
     SHARING: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of outputs of an expert for some pairs, over all inputs.
-
-    A row stands for SHARING pairs. If GATED, there are twice as many weights, for the gate and for what it multiplies.
-    """
+    """Compute one tile of outputs of an expert for some pairs, over all inputs."""
+    # A row stands for SHARING pairs. If GATED, there are twice as many weights, for the gate and for what it
+    # multiplies.
     # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
     SWAPPED: tl.constexpr = (ROWS < 64) & (OUTPUTS >= 64)
     offs_k = tl.arange(0, INPUTS)
@@ -127,11 +122,9 @@ def _experts_step(
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of outputs for all pairs that chose one expert.
-
-    Axes of the grid: tiles of outputs, and experts, or, if there are fewer pairs, these; then the first of an expert's
-    pairs computes all of them.
-    """
+    """Compute one tile of outputs for all pairs that chose one expert."""
+    # Axes of the grid: tiles of outputs, and experts, or, if there are fewer pairs, these; then the first of an
+    # expert's pairs computes all of them.
     tile, place = tl.program_id(0), tl.program_id(1)
     expert = place if BY_EXPERT else tl.load(ids + place).to(tl.int32)
     found, count, earlier = _members(ids, pairs, expert, 0, 0 if BY_EXPERT else place, FEW, CHUNK)
@@ -160,10 +153,8 @@ def _experts_packed(
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of outputs for up to ROWS pairs of one expert, which follow one another in ``order``.
-
-    Axes of the grid: tiles of outputs, and tiles of pairs, which begin anew with each expert.
-    """
+    """Compute one tile of outputs for up to ROWS pairs of one expert, which follow one another in ``order``."""
+    # Axes of the grid: tiles of outputs, and tiles of pairs, which begin anew with each expert.
     tile, number = tl.program_id(0), tl.program_id(1)
     offs = tl.arange(0, EXPERTS)
     begins = tl.load(offsets + offs, mask=offs < experts, other=0)
@@ -233,14 +224,8 @@ def routed(ids: Tensor, experts: int) -> RoutedRows:
 def multiply(
     rows: Tensor, routing: RoutedRows, weight: Tensor, bias: Tensor | None, out: Tensor, gate: Epilogue = NO_EPILOGUE
 ) -> None:
-    """Multiply rows with the experts that they chose; all is on the current device.
-
-    Args:
-        rows: ``[T, I]`` or ``[P, I]``, contiguous.
-        weight: ``[E, O, I]``, of the rows' dtype, any strides; twice as many outputs if gated.
-        bias: like the weight without I, or None.
-        out: ``[P, O]``, contiguous, written where a pair has an expert.
-    """
+    """Multiply rows ``[T, I]`` or ``[P, I]`` with the experts that they chose, into ``out`` ``[P, O]``, contiguous."""
+    # ``weight`` is ``[E, O, I]``, any strides, with twice as many outputs if gated; nothing is written for no expert.
     (pairs, outputs), inputs, (activation, gated) = out.shape, rows.shape[1], gate
     count, sharing = routing.ids.shape[0], routing.ids.shape[1] if len(rows) == routing.ids.shape[0] else 1
     if not pairs or not outputs:

@@ -1,7 +1,6 @@
-"""A Triton kernel that writes latents into pages.
+"""A Triton kernel that writes latents into pages."""
 
-Shapes: T packed tokens, R latent size, E size of the rotated part, P pages, S page size.
-"""
+# Shapes: T packed tokens, R latent size, E size of the rotated part, P pages, S page size.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -33,11 +32,7 @@ def _append_latent(
 
 
 def append(args: AppendLatent) -> None:
-    """Launch the writing of new tokens, on the current device; arguments as of ``append_latent``, checked.
-
-    Raises:
-        ValueError: the numbers of a token do not lie next to each other in the pages.
-    """
+    """Launch the writing of new tokens; ValueError if a token's numbers do not lie next to each other in pages."""
     (tokens, rank), size, page_size = args.latent.shape, args.rope.shape[1], args.pages.shape[1]
     if args.pages.stride(2) != 1:
         raise ValueError("append_latent: pages must be contiguous")

@@ -1,12 +1,10 @@
-"""A Triton kernel for latent attention of packed queries, without a plan.
+"""A Triton kernel for latent attention of packed queries, without a plan."""
 
-A program has some packed tokens next to each other, with a tile of their heads, and reads the keys of the rows that
-these tokens belong to, mostly of one. Long prompts make many programs, each of which reads its row up to its last
-token.
-
-Shapes: T packed tokens, H query heads, M queries of a program, R latent size, E size of the rotated part, P pages, S
-page size.
-"""
+# A program has some packed tokens next to each other, with a tile of their heads, and reads the keys of the rows that
+# these tokens belong to, mostly of one. Long prompts make many programs, each of which reads its row up to its last
+# token.
+# Shapes: T packed tokens, H query heads, M queries of a program, R latent size, E size of the rotated part, P pages, S
+# page size.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -30,8 +28,7 @@ from compiled_llm_ops.kernels.latent.step import (
     load_chosen,
 )
 
-MOST_TOKENS = 4
-"""Tokens of a program, at most: with 16 heads they fill a tile."""
+MOST_TOKENS = 4  # tokens of a program, at most: with 16 heads they fill a tile
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "listed"])
@@ -41,11 +38,9 @@ def _latent_attention(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend with some tokens and heads. Axes of the grid: tiles of heads, tiles of tokens.
-
-    A query of another row sees none of the keys of a row, and keeps what it has. Where keys are ``chosen`` ``[T, n]``,
-    n of them ``listed``, a program has one token.
-    """
+    """Attend with some tokens and heads. Axes of the grid: tiles of heads, tiles of tokens."""
+    # A query of another row sees none of the keys of a row, and keeps what it has. Where keys are ``chosen`` ``[T,
+    # n]``, n of them ``listed``, a program has one token.
     offs_q, offs_n = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK)
     offs_r, offs_e = tl.arange(0, RANK), tl.arange(0, ROPE)
     token = (tl.program_id(1) * TOKENS + offs_q // HEADS).to(tl.int64)
@@ -90,14 +85,8 @@ def _latent_attention(
 
 
 def attend(args: LatentAttention, lse: Tensor | None) -> Tensor:
-    """Launch attention of packed queries, on the current device, and return ``[T, H, R]``, contiguous.
-
-    Args:
-        lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-
-    Raises:
-        ValueError: there is no kernel for these sizes or dtypes, or the pages are not contiguous.
-    """
+    """Launch attention of packed queries: ``[T, H, R]``, and ``lse`` ``[T, H]`` float32, in base 2, if any."""
+    # ValueError if there is no kernel for these sizes or dtypes, or the pages are not contiguous.
     check_kernel("latent_attention", args)
     query, query_rope = map(inner_contiguous, args[:2])
     (tokens, heads, rank), size, page_size = query.shape, query_rope.shape[2], args.pages.shape[1]

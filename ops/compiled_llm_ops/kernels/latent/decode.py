@@ -1,13 +1,11 @@
-"""Triton kernels for latent attention in decode: one query a row and head, without a plan.
+"""Triton kernels for latent attention in decode: one query a row and head, without a plan."""
 
-As in ``kernels.attention.decode``, the programs of a tile of rows share its keys by the current page table. Here all
-heads read the same latents, so a tile of heads takes the place of a kv head, and what a program finds is large: so many
-heads times R sums. A second kernel merges what several programs have found, in as many programs as the device has work
-for. Each tile of heads writes the row's newest latent before it reads it: they write the same.
-
-Shapes: B rows, H query heads, M query heads of a program, R latent size, E size of the rotated part, P pages, S page
-size.
-"""
+# As in ``kernels.attention.decode``, the programs of a tile of rows share its keys by the current page table. Here all
+# heads read the same latents, so a tile of heads takes the place of a kv head, and what a program finds is large: so
+# many heads times R sums. A second kernel merges what several programs have found, in as many programs as the device
+# has work for. Each tile of heads writes the row's newest latent before it reads it: they write the same.
+# Shapes: B rows, H query heads, M query heads of a program, R latent size, E size of the rotated part, P pages, S page
+# size.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -38,8 +36,7 @@ from compiled_llm_ops.kernels.latent.step import (
     load_whole_pages,
 )
 
-MERGE_STAGES = 3
-"""Of the pipeline that merges: partial results are loaded while others are summed."""
+MERGE_STAGES = 3  # of the pipeline that merges: partial results are loaded while others are summed
 
 
 @triton.jit
@@ -64,12 +61,11 @@ def _latent_decode(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, KEYS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend over some keys of one row with a tile of heads; if several programs share them, another kernel merges.
-
-    Axes of the grid: tiles of heads, tiles of rows, programs, so that programs without keys start last. A tile of rows
-    is ``row_tile`` rows, at most ROWS. ``partials`` holds a [M, R] for each program and ``partial_lses`` a [M]; of each
-    row ``shares`` ``[B, 2]`` takes the first program and how many there are. All three are None if each has one.
-    """
+    """Attend over some keys of one row with a tile of heads; if several programs share them, another kernel merges."""
+    # Axes of the grid: tiles of heads, tiles of rows, programs, so that programs without keys start last. A tile of
+    # rows is ``row_tile`` rows, at most ROWS. ``partials`` holds a [M, R] for each program and ``partial_lses`` a [M];
+    # of each row ``shares`` ``[B, 2]`` takes the first program and how many there are. All three are None if each has
+    # one.
     head_tile, tile, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     head_tiles, programs = tl.num_programs(0), tl.num_programs(2)
     offs_g, offs_n = tl.arange(0, TILE), tl.arange(0, BLOCK)
@@ -171,10 +167,8 @@ def _merge_shares(
     TILE: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     BLIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge what the programs of a row have found for one head, COLUMNS of its R numbers, always in the same order.
-
-    Axes of the grid: rows, heads, parts of the columns. If BLIND, a query may have seen no key.
-    """
+    """Merge what the programs of a row have found for one head, COLUMNS of its R numbers, always in the same order."""
+    # Axes of the grid: rows, heads, parts of the columns. If BLIND, a query may have seen no key.
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     if PDL:
@@ -215,17 +209,9 @@ def _merge_shares(
 
 
 def decode(args: LatentDecode, lse: Tensor | None, *, tiling: LatentTiling, pdl: bool) -> Tensor:
-    """Launch attention of one new token a row, and where programs share keys what merges them, on the current device.
-
-    Args:
-        lse: ``[B, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-
-    Returns:
-        ``[B, H, R]``, contiguous.
-
-    Raises:
-        ValueError: there is no kernel for these sizes or dtypes, or the pages are not contiguous.
-    """
+    """Launch attention of one new token a row, ``[B, H, R]``, and ``lse`` ``[B, H]`` float32, in base 2, if any."""
+    # Where programs share keys, what merges them is launched, too. ValueError if there is no kernel for these sizes or
+    # dtypes, or the pages are not contiguous.
     check_kernel("latent_decode", args)
     query, query_rope, latent, rope = map(inner_contiguous, args[:4])
     (rows, heads, rank), size, page_size = query.shape, query_rope.shape[2], args.pages.shape[1]

@@ -1,16 +1,13 @@
-"""The kernel of latent decode for Hopper, in Gluon: the next block of latents is copied while one is multiplied.
+"""The kernel of latent decode for Hopper, in Gluon: the next block of latents is copied while one is multiplied."""
 
-What a program reads and finds is as in ``decode``. There the compiler orders copies, and copies a block only when the
-one that lies in its buffer has been multiplied, after all of its products. Here they are ordered by hand: two blocks
-fit shared memory, and one is always on its way. Page numbers are loaded a block earlier than latents, and chosen tokens
-of a row, whose positions say which page numbers, another block earlier.
-
-Hopper's products are made by warp groups, four warps each, of 64 rows at least, out of shared memory. With up to 32
-heads there is one group: keys, and then numbers of a latent, are its rows, and heads its columns. With 64 heads these
-are rows, and two groups divide the columns, since registers of one hold no more than half of the sums.
-
-Shapes: M query heads of a program, N keys of a block, R latent size, E size of the rotated part, S page size.
-"""
+# What a program reads and finds is as in ``decode``. There the compiler orders copies, and copies a block only when the
+# one that lies in its buffer has been multiplied, after all of its products. Here they are ordered by hand: two blocks
+# fit shared memory, and one is always on its way. Page numbers are loaded a block earlier than latents, and chosen
+# tokens of a row, whose positions say which page numbers, another block earlier.
+# Hopper's products are made by warp groups, four warps each, of 64 rows at least, out of shared memory. With up to 32
+# heads there is one group: keys, and then numbers of a latent, are its rows, and heads its columns. With 64 heads these
+# are rows, and two groups divide the columns, since registers of one hold no more than half of the sums.
+# Shapes: M query heads of a program, N keys of a block, R latent size, E size of the rotated part, S page size.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportFunctionMemberAccess=false, reportPossiblyUnboundVariable=false
@@ -84,10 +81,8 @@ def _of_others(values, KEYS_FIRST: gl.constexpr):
 
 @gluon.jit
 def _entries(block, length, PAGE: gl.constexpr, BLOCK: gl.constexpr, LINES: gl.constexpr):
-    """Return the entries ``[N / S]`` of a block in the table of a row, past its end those of its last page.
-
-    A list of chosen tokens is a table whose pages have one token.
-    """
+    """Return the entries ``[N / S]`` of a block in the table of a row, past its end those of its last page."""
+    # A list of chosen tokens is a table whose pages have one token.
     entry = block * (BLOCK // PAGE) + gl.arange(0, BLOCK // PAGE, gl.SliceLayout(1, _paged(PAGE, BLOCK, LINES)))
     return gl.minimum(entry, (length - 1) // PAGE)
 
@@ -103,10 +98,8 @@ def _load_numbers(
 
 @gluon.jit
 def _slots(indices, position, length, PAGE: gl.constexpr):
-    """Return the numbers of slots of chosen tokens; of those that a query does not see, of its row's newest.
-
-    Any other slot may hold NaN, whose product with a weight of zero is not zero.
-    """
+    """Return the numbers of slots of chosen tokens; of those that a query does not see, of its row's newest."""
+    # Any other slot may hold NaN, whose product with a weight of zero is not zero.
     position = gl.where((position >= 0) & (position < length), position, length - 1)
     return gl.load(indices + position // PAGE) * PAGE + position % PAGE
 
@@ -116,10 +109,8 @@ def _load_next(
     indices, chosen, positions, block, length, listed,
     PAGE: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
-    """Return numbers of a block to copy, and positions of the chosen tokens of the next one.
-
-    The numbers are those of pages, or of slots of the chosen tokens at ``positions``, twice as of ``_load_numbers``.
-    """
+    """Numbers of a block to copy, twice as of ``_load_numbers``, and positions of the next one's chosen tokens."""
+    # The numbers are those of pages, or of slots of the chosen tokens at ``positions``.
     if chosen is None:
         numbers = _load_numbers(indices, block, length, PAGE, BLOCK, WIDE, NARROW)
     else:
@@ -130,10 +121,8 @@ def _load_next(
 
 @gluon.jit
 def _copy(target, pages, numbers, block, length, SIZE: gl.constexpr, PAGE: gl.constexpr, LINES: gl.constexpr):
-    """Begin to copy what ``target`` takes of each token of a block; past the row's end, of its last token.
-
-    A slot past the end may hold NaN, whose product with a weight of zero is not zero.
-    """
+    """Begin to copy what ``target`` takes of each token of a block; past the row's end, of its last token."""
+    # A slot past the end may hold NaN, whose product with a weight of zero is not zero.
     BLOCK: gl.constexpr = target.shape[0]
     inside = gl.arange(0, PAGE, gl.SliceLayout(0, _paged(PAGE, BLOCK, LINES)))
     first = _entries(block, length, PAGE, BLOCK, LINES) * PAGE
@@ -206,12 +195,10 @@ def _attend(
     PAGE: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr, KEYS_FIRST: gl.constexpr,
     LOGITS: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Return the largest logits ``[M]``, sums of weights and of weighted latents, over blocks ``begin`` to ``end``.
-
-    The first block is being copied into ``wide`` and ``narrow``, which have room for two; ``numbers`` are the second
-    one's, and ``positions`` those of chosen tokens of the third one. Sums of weights are ``[N, M]``, one for each key
-    of a block, and of latents ``[R, M]``; turned unless KEYS_FIRST.
-    """
+    """Return the largest logits ``[M]``, sums of weights and of weighted latents, over blocks ``begin`` to ``end``."""
+    # The first block is being copied into ``wide`` and ``narrow``, which have room for two; ``numbers`` are the second
+    # one's, and ``positions`` those of chosen tokens of the third one. Sums of weights are ``[N, M]``, one for each key
+    # of a block, and of latents ``[R, M]``; turned unless KEYS_FIRST.
     TILE: gl.constexpr = q.shape[0]
     BLOCK: gl.constexpr = wide.shape[1]
     RANK: gl.constexpr = wide.shape[2]

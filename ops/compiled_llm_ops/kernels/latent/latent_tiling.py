@@ -1,11 +1,10 @@
-"""How programs of the latent kernels divide heads and keys.
+"""How programs of the latent kernels divide heads and keys."""
 
-All heads of a row read the same latents, so a program takes as many as registers have room for: each has R sums of its
-own. Tiles follow from registers and shared memory of an H100. ``tools/fit_tilings.py --only latent-decode`` measures
-tiles of decode and how rows are shared. Decode has two kernels, one of them for Hopper alone (``reads_by_hand``).
-
-Shapes: B rows, H query heads, R latent size.
-"""
+# All heads of a row read the same latents, so a program takes as many as registers have room for: each has R sums of
+# its own. Tiles follow from registers and shared memory of an H100. ``tools/fit_tilings.py --only latent-decode``
+# measures tiles of decode and how rows are shared. Decode has two kernels, one of them for Hopper alone
+# (``reads_by_hand``).
+# Shapes: B rows, H query heads, R latent size.
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ FEWEST, MOST_RANK, MOST_ROPE = 16, 512, 128
 MOST_QUERIES = 64
 """Queries of a program, at most: with R = 512 their sums take half of the registers of a multiprocessor."""
 
-FEWEST_QUERIES = 16
-"""Queries of a program, at least: tensor cores take no fewer."""
+FEWEST_QUERIES = 16  # queries of a program, at least: tensor cores take no fewer
 
 MANY_SUMS = 2**14
 """Sums of weighted latents from which on a program has twice as many warps, and tokens of one row only."""
@@ -34,23 +32,18 @@ MANY_SUMS = 2**14
 BLOCK_VALUES = 2**14
 """Values of latents in a block: 32 tokens with R = 512, with which no tile needs more registers than there are."""
 
-MOST_KEYS = 64
-"""Keys in a block, at most."""
+MOST_KEYS = 64  # keys in a block, at most
 
-MOST_SHARES = 256
-"""Programs that share a row at most."""
+MOST_SHARES = 256  # programs that share a row at most
 
 OWN_HEADS = 32
-"""Query heads up to which our kernels are chosen by ``backend="auto"``; with more, FlashInfer's are.
+"""Query heads up to which our kernels are chosen by ``backend="auto"``; with more, FlashInfer's are."""
+# On an H200, in decode steps of 1, 8 and 64 rows with 1,024, 8,192 and 65,536 keys, FlashInfer's took 1.95 to 1.04 of
+# the time of ours with 16 heads, 1.62 to 0.96 with 20, and 0.93 to 0.64 with 128; they are planned on the host before
+# each step, and whole steps of both were not measured. Up to 32 heads one program has all of them, as with 20. New rows
+# are expanded with both. ``tools/fit_tilings.py --only latent-backend`` measures the kernels again.
 
-On an H200, in decode steps of 1, 8 and 64 rows with 1,024, 8,192 and 65,536 keys, FlashInfer's took 1.95 to 1.04 of
-the time of ours with 16 heads, 1.62 to 0.96 with 20, and 0.93 to 0.64 with 128; they are planned on the host before
-each step, and whole steps of both were not measured. Up to 32 heads one program has all of them, as with 20. New rows
-are expanded with both. ``tools/fit_tilings.py --only latent-backend`` measures the kernels again.
-"""
-
-STAGES = 5
-"""Of the pipeline: two blocks and the page numbers of two more are being loaded at a time."""
+STAGES = 5  # of the pipeline: two blocks and the page numbers of two more are being loaded at a time
 
 
 def missing_kernel(rank: int, rope_size: int, dtype: torch.dtype) -> str | None:
@@ -73,10 +66,8 @@ class QueryTile(NamedTuple):
 
 
 def query_tile(heads: int, rank: int, most_tokens: int = 1) -> QueryTile:
-    """Return a tile for H heads and up to so many tokens, a power of two.
-
-    Heads are those of one token first: a token's keys are read once for each tile of its heads.
-    """
+    """Return a tile for H heads, those of one token first, and up to so many tokens, a power of two."""
+    # A token's keys are read once for each tile of its heads.
     own = min(MOST_QUERIES, 1 << (heads - 1).bit_length())
     tokens = max(1, min(most_tokens, MOST_QUERIES // own, MANY_SUMS // (own * rank)))
     own = max(own, FEWEST_QUERIES // tokens)
@@ -88,47 +79,43 @@ def query_tile(heads: int, rank: int, most_tokens: int = 1) -> QueryTile:
 
 
 KEYS_FIRST_HEADS = 32
-"""Query heads of a tile up to which its matrices are turned (``step.attend_keys_first``): registers hold R sums of each
-head in the four warps that multiply 64 rows together."""
+"""Query heads of a tile up to which its matrices are turned (``step.attend_keys_first``)."""
+# Registers hold R sums of each head in the four warps that multiply 64 rows together.
 
-DECODE_BLOCK = 64
-"""Keys in a block of decode: as many rows as Hopper's tensor cores multiply at least."""
+DECODE_BLOCK = 64  # keys in a block of decode: as many rows as Hopper's tensor cores multiply at least
 
 SHALLOW_BYTES = 48 * 1024
 """Bytes of a block's latents from which on shared memory has room for two blocks, not for three."""
 
-SHALLOW = 3
-"""Stages of the pipeline with two blocks: one is being loaded while sums of the other one are being added."""
+SHALLOW = 3  # stages of the pipeline with two blocks: one is being loaded while sums of the other one are being added
 
-SHARED_KEYS = 64
-"""Keys that one program reads alone."""
+SHARED_KEYS = 64  # keys that one program reads alone
 
 BUSY_KEYS = 512
-"""Keys that one program reads alone while others keep the device busy. On an H100 64 rows of 1,024 keys took 42
-microseconds with 16 heads, and 49 with half as many keys."""
+"""Keys that one program reads alone while others keep the device busy."""
+# On an H100 64 rows of 1,024 keys took 42 microseconds with 16 heads, and 49 with half as many keys.
 
 MAX_EQUAL = 0.75
-"""Tiles of heads for each multiprocessor up to which rows of about equal lengths are shared: with more, they end
-together anyway. With an earlier kernel, sharing 64 rows of 8,192 keys took 15% longer; with the one for Hopper, 6%."""
+"""Tiles of heads for each multiprocessor up to which rows of about equal lengths are shared."""
+# With more, they end together anyway. With an earlier kernel, sharing 64 rows of 8,192 keys took 15% longer; with the
+# one for Hopper, 6%.
 
 BY_HAND = (MOST_RANK, 64)
-"""R and E for which there is a kernel whose copies are ordered by hand (``kernels.latent.hopper``), those measured.
+"""R and E for which there is a kernel whose copies are ordered by hand (``kernels.latent.hopper``), those measured."""
+# Its constants were fitted on an H200 to steps of 1, 8 and 64 rows of 1,024, 8,192 and 65,536 keys with 16, 20 and 128
+# heads: programs are as many as were fastest in 26 of these 27 cases, and in the other one, a row of 8,192 keys with
+# 128 heads, within 4%. ``tools/fit_tilings.py --only latent-decode`` measures them again.
 
-Its constants were fitted on an H200 to steps of 1, 8 and 64 rows of 1,024, 8,192 and 65,536 keys with 16, 20 and 128
-heads: programs are as many as were fastest in 26 of these 27 cases, and in the other one, a row of 8,192 keys with 128
-heads, within 4%. ``tools/fit_tilings.py --only latent-decode`` measures them again.
-"""
-
-ALIGNMENT = 16
-"""Bytes that kernels copy at a time: pages begin at a multiple of them."""
+ALIGNMENT = 16  # bytes that kernels copy at a time: pages begin at a multiple of them
 
 MERGED_KEYS = 128
-"""Keys that one of its programs reads alone, for each tile of heads. Sixteen tiles of 64 keys instead take 22% longer
-with a row of 8,192 keys and 16 heads, since all that programs have found is merged."""
+"""Keys that one of its programs reads alone, for each tile of heads."""
+# Sixteen tiles of 64 keys instead take 22% longer with a row of 8,192 keys and 16 heads, since all that programs have
+# found is merged.
 
 FEW_MERGED = 16
-"""Its programs whose results are merged so fast that each may have fewer keys: with a row of 1,024 keys and 16 heads,
-half as many take 9% longer."""
+"""Its programs whose results are merged so fast that each may have fewer keys."""
+# With a row of 1,024 keys and 16 heads, half as many take 9% longer.
 
 
 class LatentTiling(NamedTuple):
@@ -200,26 +187,23 @@ def choose_decode_tiling(
 
 
 def _equal_shares(items: int, processors: int, by_hand: bool) -> int:
-    """Return in how many shares to cut rows of about equal lengths, so many that the device is busy without.
-
-    By hand as few as end soonest, if each multiprocessor has one program at a time.
-    """
+    """Return in how many shares to cut rows of about equal lengths, so many that the device is busy without."""
+    # By hand as few as end soonest, if each multiprocessor has one program at a time.
     if items > MAX_EQUAL * processors:
         return 1
     return min(range(1, FEW + 1), key=lambda shares: -(-items * shares // processors) / shares) if by_hand else FEW
 
 
 MERGED_VALUES, MERGED_PARTS = 2**11, 32
-"""Values of partial results that a program sums at a time, sixteen for each of its threads, and results at most. With
-more results of a row there are twice as many of both: values, and programs that merge."""
+"""Values of partial results that a program sums at a time, sixteen for each thread, and results at most."""
+# With more results of a row there are twice as many of both: values, and programs that merge.
 
-MERGED_COLUMNS = 64
-"""Of the R numbers of a head that a program merges, at least."""
+MERGED_COLUMNS = 64  # of the R numbers of a head that a program merges, at least
 
 MERGES_PER_PROCESSOR = 1.5
-"""Programs that merge for each multiprocessor, at most, where several merge a head: with more, they end later. On an
-H200, 8 rows of 1,024 keys and 20 heads took 13.9 microseconds with one program for each row and head, 15.0 with two and
-17.1 with four; one row of 65,536 keys and 20 heads took 48.8, 42.1 and 39.3, and 35.7 with eight."""
+"""Programs that merge for each multiprocessor, at most, where several merge a head: with more, they end later."""
+# On an H200, 8 rows of 1,024 keys and 20 heads took 13.9 microseconds with one program for each row and head, 15.0 with
+# two and 17.1 with four; one row of 65,536 keys and 20 heads took 48.8, 42.1 and 39.3, and 35.7 with eight.
 
 
 def _merged_columns(items: int, rank: int, most: int) -> int:
@@ -233,25 +217,21 @@ def _merged_columns(items: int, rank: int, most: int) -> int:
 # ---- expanded keys and values, which new rows attend to
 
 
-MOST_EXPANDED = 256
-"""Size of heads of expanded keys and values, at most: registers hold the sums of a tile of queries."""
+MOST_EXPANDED = 256  # size of heads of expanded keys and values, at most: registers hold the sums of a tile of queries
 
 RAGGED_QUERIES = 128
-"""Queries of a program over expanded keys: two warpgroups of 64. Half as many take half as long again for 2,048 tokens;
-for 256 tokens, 0.86 of the time."""
+"""Queries of a program over expanded keys: two warpgroups of 64."""
+# Half as many take half as long again for 2,048 tokens; for 256 tokens, 0.86 of the time.
 
-WIDE_VALUES = 128
-"""Size of values up to which a block has 64 keys; with larger ones it has half as many, for registers."""
+WIDE_VALUES = 128  # size of values up to which a block has 64 keys; with larger ones it has half as many, for registers
 
 
 EXPANDED_FROM = 1
-"""New tokens of the longest row from which on keys and values are expanded for rows without cached tokens.
-
-To expand takes as many multiplications as to absorb, and attention to expanded keys fewer, 1/3.4 of them with
-DeepSeek-V3's sizes. So it is on an H100: with 16 heads 11.8 microseconds instead of 13.8 for 8 tokens, 50 instead of
-282 for 1,024; with 128 heads 23 instead of 27, and 331 instead of 1,029. ``tools/fit_tilings.py --only latent-prefill``
-measures that again.
-"""
+"""New tokens of the longest row from which on keys and values are expanded for rows without cached tokens."""
+# To expand takes as many multiplications as to absorb, and attention to expanded keys fewer, 1/3.4 of them with
+# DeepSeek-V3's sizes. So it is on an H100: with 16 heads 11.8 microseconds instead of 13.8 for 8 tokens, 50 instead of
+# 282 for 1,024; with 128 heads 23 instead of 27, and 331 instead of 1,029. ``tools/fit_tilings.py --only
+# latent-prefill`` measures that again.
 
 
 class RaggedTiling(NamedTuple):
@@ -277,11 +257,8 @@ def missing_expanded(head_dim: int, value_dim: int) -> str | None:
 
 
 def worth_expanding(queries: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Return whether a prefill is faster if it expands keys and values of its tokens, and attends to these.
-
-    That takes rows without cached tokens: what is cached is never expanded. Each row ``[B]`` has so many new tokens,
-    and so many in all.
-    """
+    """Return whether a prefill of rows ``[B]`` is faster if it expands keys and values of its tokens."""
+    # That takes rows without cached tokens: what is cached is never expanded.
     cached = any(count and length > count for count, length in zip(queries, lengths, strict=True))
     return not cached and max(queries, default=0) >= EXPANDED_FROM
 

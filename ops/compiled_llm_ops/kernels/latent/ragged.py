@@ -1,11 +1,9 @@
-"""A Triton kernel for causal attention of packed rows over their own tokens: keys and values lie beside the queries.
+"""A Triton kernel for causal attention of packed rows over their own tokens: keys and values lie beside the queries."""
 
-A program has a tile of queries of one row and head. Keys have another size than values, 192 and 128 with DeepSeek-V3,
-so they are multiplied in two parts, each a power of two.
-
-Shapes: T packed tokens, B rows, H query heads, K key heads, D head dimension of queries and keys, E that of values, M
-queries of a program, N keys of a block.
-"""
+# A program has a tile of queries of one row and head. Keys have another size than values, 192 and 128 with DeepSeek-V3,
+# so they are multiplied in two parts, each a power of two.
+# Shapes: T packed tokens, B rows, H query heads, K key heads, D head dimension of queries and keys, E that of values, M
+# queries of a program, N keys of a block.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -35,10 +33,8 @@ def _attend_to_keys(
     HEAD: tl.constexpr, VALUE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, PADDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest logits, sums of weights and of weighted values with the keys at ``position`` ``[N]`` more.
-
-    Queries are at ``own`` ``[M]`` of the row, and none is past ``last``; without MASKED each sees all of these keys.
-    """
+    """Return the largest logits, sums of weights and of weighted values with the keys at ``position`` ``[N]`` more."""
+    # Queries are at ``own`` ``[M]`` of the row, and none is past ``last``; without MASKED each sees all of these keys.
     offs_d, offs_v = tl.arange(0, MAIN), tl.arange(0, PADDED)
     read = position <= last if MASKED else position >= 0
     keys = key + position.to(tl.int64)[None, :] * key_stride
@@ -120,16 +116,8 @@ def attend(
     lse: Tensor | None,
     tiling: RaggedTiling | None = None,
 ) -> None:
-    """Launch attention of packed rows over their own tokens, on the current device.
-
-    Args:
-        query: as of ``ragged_attention``, like ``key``, ``value``, ``qo_indptr`` and ``scale``; checked.
-        out: ``[T, H, E]``, contiguous, written.
-        lse: ``[T, H]`` float32, contiguous, written: the log-sum-exp in base 2. None to skip it.
-
-    Raises:
-        ValueError: there is no kernel for these sizes or dtypes.
-    """
+    """Launch attention into ``out`` ``[T, H, E]``, contiguous, and ``lse`` ``[T, H]`` float32, in base 2, if any."""
+    # Arguments as of ``ragged_attention``, checked. ValueError if there is no kernel for these sizes or dtypes.
     query, key, value = map(inner_contiguous, (query, key, value))
     (tokens, heads, head_dim), value_dim = query.shape, value.shape[2]
     if query.dtype not in DTYPES:

@@ -1,13 +1,10 @@
-"""Triton kernels for two matmuls of up to 256 rows with the residual sum and its norm between them, in two launches.
+"""Triton kernels for two matmuls of up to 256 rows with the residual sum and its norm between them, in two launches."""
 
-The norm needs no launch of its own, and no program norms a row: the first matmul multiplies its sums with the norm's
-weight and leaves their squares, and the second one multiplies its outputs with the root that these give. Numbers are
-rounded once less than in HuggingFace's models, where the normed row is rounded before its weight is multiplied.
-
-Both may begin while the previous kernel ends (see ``pdl``): by then their first weights are being loaded.
-
-Shapes: M rows, N outputs, K inputs, T tiles of the first matmul's outputs.
-"""
+# The norm needs no launch of its own, and no program norms a row: the first matmul multiplies its sums with the norm's
+# weight and leaves their squares, and the second one multiplies its outputs with the root that these give. Numbers are
+# rounded once less than in HuggingFace's models, where the normed row is rounded before its weight is multiplied.
+# Both may begin while the previous kernel ends (see ``pdl``): by then their first weights are being loaded.
+# Shapes: M rows, N outputs, K inputs, T tiles of the first matmul's outputs.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -34,10 +31,8 @@ def _store_sums(
     sums, states, norm, total, scaled, squares, first_row, first_output, M, N,
     ROWS: tl.constexpr, BN: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Add ``states`` to a tile of the first product, ``[BN, ROWS]`` if SWAPPED, and store what its norm needs.
-
-    ``squares`` points to those of the tile's outputs.
-    """
+    """Add ``states`` to a tile of the first product, ``[BN, ROWS]`` if SWAPPED, and store what its norm needs."""
+    # ``squares`` points to those of the tile's outputs.
     rows, outputs = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, BN)
     offs_m, offs_n = (rows[None, :], outputs[:, None]) if SWAPPED else (rows[:, None], outputs[None, :])
     at, mask = offs_m * N + offs_n, offs_m < M
@@ -69,10 +64,8 @@ def _linear_add(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute BN outputs of all rows over all of K and add ``states``; each program asks for its weights at once.
-
-    SPLIT warps have a part of each block of BK inputs each: alone, one of them has too little to multiply.
-    """
+    """Compute BN outputs of all rows over all of K and add ``states``; each program asks for its weights at once."""
+    # SPLIT warps have a part of each block of BK inputs each: alone, one of them has too little to multiply.
     BLOCKS: tl.constexpr = K // BK
     tile = tl.program_id(0)
     offs_n = tile * BN + tl.arange(0, BN)
@@ -114,10 +107,8 @@ def _linear_add_tiles(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As ``_linear_add``, for tiles of more rows; the descriptors ``x`` and ``w`` read zeros outside.
-
-    Axes of the grid: tiles of rows, which read the same weights at about the same time, and tiles of outputs.
-    """
+    """As ``_linear_add``, for tiles of more rows; the descriptors ``x`` and ``w`` read zeros outside."""
+    # Axes of the grid: tiles of rows, which read the same weights at about the same time, and tiles of outputs.
     SWAPPED: tl.constexpr = ROWS < 64  # as in `_linear_tensor_cores`
     first_row, tile = tl.program_id(0) * ROWS, tl.program_id(1)
     sums = tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32)
@@ -151,11 +142,9 @@ def _linear_of_scaled(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute BN outputs of ROWS rows over all of K, and divide them by the rows' root mean squares.
-
-    ``squares`` ``[TILES, M']`` has parts of their sums; PARTS is a power of two from TILES on. If GATED, the weight
-    has 2 N rows: the first N outputs go through SiLU and are multiplied with the others. Axes of the grid as above.
-    """
+    """Compute BN outputs of ROWS rows over all of K, and divide them by the rows' root mean squares."""
+    # ``squares`` ``[TILES, M']`` has parts of their sums; PARTS is a power of two from TILES on. If GATED, the weight
+    # has 2 N rows: the first N outputs go through SiLU and are multiplied with the others. Axes of the grid as above.
     SWAPPED: tl.constexpr = ROWS < 64
     first_row, tile = tl.program_id(0) * ROWS, tl.program_id(1)
     sums = tl.zeros([BN, ROWS] if SWAPPED else [ROWS, BN], tl.float32)
@@ -198,10 +187,8 @@ class ScaledSum(NamedTuple):
 def multiply_and_add(
     rows: Tensor, weight: Tensor, states: Tensor, norm: Tensor, tiling: ChainedTiling, *, pdl: bool
 ) -> ScaledSum:
-    """Return ``states + rows @ weight.T`` and what its norm needs.
-
-    All is contiguous and bfloat16: rows ``[M, K]``, weight ``[N, K]``, states ``[M, N]``, the norm's weight ``[N]``.
-    """
+    """Return ``states + rows @ weight.T`` and what its norm needs."""
+    # All is contiguous and bfloat16: rows ``[M, K]``, weight ``[N, K]``, states ``[M, N]``, the norm's weight ``[N]``.
     (m, k), n, tile = rows.shape, weight.shape[0], tiling.first
     grid = (-(-m // tile.rows), n // tile.outputs)
     total, scaled = rows.new_empty(m, n), rows.new_empty(m, n)

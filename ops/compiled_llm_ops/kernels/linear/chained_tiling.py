@@ -1,15 +1,13 @@
-"""How two matmuls with a norm between them are cut up, or that they are faster one by one.
+"""How two matmuls with a norm between them are cut up, or that they are faster one by one."""
 
-Up to 16 rows, fitted to a layer of Qwen3-0.6B's decode step on an H100, its kernels one after the other, before they
-were ops: of 2, 4, 8 and 16 rows, a layer takes 0.96, 0.81, 0.87 and 0.90 of the time that it takes with separate
-kernels. With more rows, fitted there to both pairs of matmuls of a layer without attention: of 32, 48, 64, 96, 128, 192
-and 256 rows, they take 0.90, 0.90, 0.92, 0.79, 0.85, 0.93 and 0.93 of the time. With the matmuls of an 8B model nothing
-is gained: there weights take longest.
-``tools/fit_tilings.py --only chained`` measures both matmuls without their layer, on any GPU. There less is gained: on
-an H200, 16 rows take 0.97 to 1.00 of the time of separate kernels, and 2 rows 1.07 to 1.16 of it.
-
-Shapes: M rows, N outputs, K inputs.
-"""
+# Up to 16 rows, fitted to a layer of Qwen3-0.6B's decode step on an H100, its kernels one after the other, before they
+# were ops: of 2, 4, 8 and 16 rows, a layer takes 0.96, 0.81, 0.87 and 0.90 of the time that it takes with separate
+# kernels. With more rows, fitted there to both pairs of matmuls of a layer without attention: of 32, 48, 64, 96, 128,
+# 192 and 256 rows, they take 0.90, 0.90, 0.92, 0.79, 0.85, 0.93 and 0.93 of the time. With the matmuls of an 8B model
+# nothing is gained: there weights take longest. ``tools/fit_tilings.py --only chained`` measures both matmuls without
+# their layer, on any GPU. There less is gained: on an H200, 16 rows take 0.97 to 1.00 of the time of separate kernels,
+# and 2 rows 1.07 to 1.16 of it.
+# Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Triton kernels for matmuls and sums in which a row's bits do not depend on the number of rows, or on its place.
+"""Triton kernels for matmuls and sums in which a row's bits do not depend on the number of rows, or on its place."""
 
-Shapes: M rows, N outputs, K inputs, I numbers of a row.
-"""
+# Shapes: M rows, N outputs, K inputs, I numbers of a row.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -26,10 +25,8 @@ def _invariant_linear(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows with OUTPUTS rows of the weight, over all inputs in ascending order.
-
-    If they are DESCRIBED, ``x`` and ``w`` are descriptors, which read zeros outside; else addresses.
-    """
+    """Multiply ROWS rows with OUTPUTS rows of the weight, over all inputs in ascending order."""
+    # If they are DESCRIBED, ``x`` and ``w`` are descriptors, which read zeros outside; else addresses.
     row_tiles, output_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, OUTPUTS)
     in_group = GROUPED * output_tiles
     first = tl.program_id(0) // in_group * GROUPED
@@ -63,17 +60,9 @@ def described(weight: Tensor) -> bool:
 
 
 def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tiling: InvariantLinearTiling) -> Tensor:
-    """Return ``rows @ weight.T + bias``, ``[M, N]``, contiguous. All is on one device, the current one.
-
-    Args:
-        rows: ``[M, K]``, contiguous, beginning at a multiple of 16 bytes.
-        weight: ``[N, K]``, any strides.
-        bias: ``[N]``, contiguous, or None.
-        tiling: that of the weight; another one may give other bits.
-
-    Raises:
-        ValueError: there is no kernel for the dtype.
-    """
+    """Return ``rows @ weight.T + bias``, ``[M, N]``, contiguous; another tiling than the weight's gives other bits."""
+    # Rows ``[M, K]`` are contiguous, and begin at a multiple of 16 bytes; bias ``[N]`` is contiguous. ValueError if
+    # there is no kernel for the dtype.
     if rows.dtype not in DTYPES:
         raise ValueError(
             f"invariant_linear: no kernel for {rows.dtype} on CUDA; use torch.bfloat16, torch.float16 or torch.float32"

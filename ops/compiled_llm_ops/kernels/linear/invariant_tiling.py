@@ -1,12 +1,10 @@
-"""How the matmul of ``invariant_linear`` is tiled: by the weight's shape and dtype, never by the number of rows.
+"""How the matmul of ``invariant_linear`` is tiled: by the weight's shape and dtype, never by the number of rows."""
 
-The order of the sums follows from BLOCK of the inputs, so all rows share the tiling, those of decode steps and those of
-prefills: it is the one that is good for both. Fitted on an H100, to 32, 256 and 2,048 rows and the weights of
-Qwen3-0.6B and 8B: at each of them 1.13 to 1.23 times the time of the tiling that is best there, on average.
-``tools/fit_tilings.py --only invariant-linear`` measures that again.
-
-Shapes: N outputs, K inputs.
-"""
+# The order of the sums follows from BLOCK of the inputs, so all rows share the tiling, those of decode steps and those
+# of prefills: it is the one that is good for both. Fitted on an H100, to 32, 256 and 2,048 rows and the weights of
+# Qwen3-0.6B and 8B: at each of them 1.13 to 1.23 times the time of the tiling that is best there, on average.
+# ``tools/fit_tilings.py --only invariant-linear`` measures that again.
+# Shapes: N outputs, K inputs.
 
 from __future__ import annotations
 
@@ -15,31 +13,23 @@ from typing import NamedTuple
 
 import torch
 
-ROWS = 64
-"""Rows of a tile: what one instruction of a tensor core takes."""
+ROWS = 64  # rows of a tile: what one instruction of a tensor core takes
 
-BLOCK, BLOCK_OF_FLOAT32 = 128, 32
-"""Inputs that are multiplied at a time."""
+BLOCK, BLOCK_OF_FLOAT32 = 128, 32  # inputs that are multiplied at a time
 
-NARROWEST, NARROW, WIDEST = 16, 64, 128
-"""Outputs of a tile."""
+NARROWEST, NARROW, WIDEST = 16, 64, 128  # outputs of a tile
 
-FEW_OUTPUTS = 2048
-"""Outputs of a weight up to which tiles are narrow, so that there are more of them."""
+FEW_OUTPUTS = 2048  # outputs of a weight up to which tiles are narrow, so that there are more of them
 
-RESERVED = 28 * 1024
-"""Bytes of a multiprocessor's shared memory that the pipeline leaves."""
+RESERVED = 28 * 1024  # bytes of a multiprocessor's shared memory that the pipeline leaves
 
-MAX_STAGES, STAGES_OF_FLOAT32 = 6, 2
-"""Stages of the pipeline, at most. They do not change the order of the sums."""
+MAX_STAGES, STAGES_OF_FLOAT32 = 6, 2  # stages of the pipeline, at most. They do not change the order of the sums.
 
 WARPS = 4
 
-SUMMED = 1024
-"""Numbers that a program of ``invariant_sum`` adds at a time."""
+SUMMED = 1024  # numbers that a program of ``invariant_sum`` adds at a time
 
-GROUPED = 8
-"""Tiles of rows that follow each other with the same weights, which they read from the cache."""
+GROUPED = 8  # tiles of rows that follow each other with the same weights, which they read from the cache
 
 
 class InvariantLinearTiling(NamedTuple):

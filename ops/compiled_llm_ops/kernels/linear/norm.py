@@ -1,7 +1,6 @@
-"""Triton kernels for what stands between the matmuls of a decode step: a sum and its norm, and the gate of an MLP.
+"""Triton kernels for what stands between the matmuls of a decode step: a sum and its norm, and the gate of an MLP."""
 
-They may begin while the previous kernel ends (see ``pdl``).
-"""
+# They may begin while the previous kernel ends (see ``pdl``).
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -14,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-GATED_BLOCK = 1024
-"""Outputs of a program that gates."""
+GATED_BLOCK = 1024  # outputs of a program that gates
 
 
 @triton.jit

@@ -1,9 +1,7 @@
-"""Triton kernels for matmuls of up to some hundred rows with a weight, which read it near the bandwidth of memory.
+"""Triton kernels for matmuls of up to some hundred rows with a weight, which read it near the bandwidth of memory."""
 
-Both may begin while the previous kernel ends (see ``pdl``): by then their first weights are being loaded.
-
-Shapes: M rows, N outputs, K inputs.
-"""
+# Both may begin while the previous kernel ends (see ``pdl``): by then their first weights are being loaded.
+# Shapes: M rows, N outputs, K inputs.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -25,11 +23,9 @@ from compiled_llm_ops.kernels.linear.skinny_tiling import LinearTiling
 
 @triton.jit
 def after_waiting(value):
-    """Return ``value`` once the previous kernel has ended, and trigger the next one.
-
-    A load whose address depends on the result cannot be moved above the wait. Waiting and triggering again, with each
-    block, has no effect.
-    """
+    """Return ``value`` once the previous kernel has ended, and trigger the next one."""
+    # A load whose address depends on the result cannot be moved above the wait. Waiting and triggering again, with each
+    # block, has no effect.
     return tl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1;",
         "=r,r",
@@ -55,10 +51,8 @@ def _linear_tensor_cores(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute TILES times BN outputs of ROWS rows over all of K; the descriptors ``x`` and ``w`` read zeros outside.
-
-    Axes of the grid: tiles of rows, which read the same weights at about the same time, and tiles of outputs.
-    """
+    """Compute TILES times BN outputs of ROWS rows over all of K; the descriptors ``x`` and ``w`` read zeros outside."""
+    # Axes of the grid: tiles of rows, which read the same weights at about the same time, and tiles of outputs.
     # Tensor cores take 64 rows of their first operand at a time, and as few as 8 columns of the second.
     SWAPPED: tl.constexpr = ROWS < 64
     first_row, tile = tl.program_id(0) * ROWS, tl.program_id(1) * TILES
@@ -134,11 +128,10 @@ def _skinny_linear_one_or_two_rows(
     TRIGGER_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute BN outputs of each row over all of K; weights go straight to registers, PREFETCHED blocks before waiting.
-
-    With a ``norm``, the one row is ``x + update``, which each program norms for itself; PREFETCHED blocks are then all
-    of K. If GATED, the weight has 2 N rows: the first N outputs go through SiLU and are multiplied with the others.
-    """
+    """Compute BN outputs of each row over all of K, weights straight to registers, PREFETCHED blocks before waiting."""
+    # With a ``norm``, the one row is ``x + update``, which each program norms for itself; PREFETCHED blocks are then
+    # all of K. If GATED, the weight has 2 N rows: the first N outputs go through SiLU and are multiplied with the
+    # others.
     PARTS: tl.constexpr = 2 if GATED else 1
     offs_n, offs_k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_block = w + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]
@@ -211,14 +204,9 @@ def multiply_few(
     trigger_first: bool = False,
     pdl: bool,
 ) -> Tensor:
-    """Return ``rows @ weight.T`` of one or two rows; ``silu(first) * second`` of both halves of the outputs if gated.
-
-    Args:
-        rows: ``[M, K]``, contiguous, float16 or bfloat16.
-        weight: ``[N, K]``, likewise.
-        tiling: for one or two rows, from ``choose_linear_tiling``; if rows are normed, all of K is prefetched.
-        trigger_first: let the next kernel begin before this one has waited for the previous.
-    """
+    """Return ``rows @ weight.T`` of one or two rows; ``silu(first) * second`` of the outputs' halves if gated."""
+    # Both are contiguous, in float16 or bfloat16. If rows are normed, all of K is prefetched. ``trigger_first`` lets
+    # the next kernel begin before this one has waited for the previous.
     (m, k), n = rows.shape, weight.shape[0] // (2 if gated else 1)
     outputs = tiling.outputs // (2 if gated else 1)
     update, norm, epsilon, total = normed or (None, None, 0.0, None)
@@ -236,12 +224,8 @@ def _options(pdl: bool) -> dict[str, Any]:
 
 
 def multiply(rows: Tensor, weight: Tensor, tiling: LinearTiling, *, trigger_first: bool = False, pdl: bool) -> Tensor:
-    """Return ``rows @ weight.T``; ``trigger_first`` is as of ``multiply_few``, and has no effect with tensor cores.
-
-    Args:
-        rows: ``[M, K]``, contiguous, float16 or bfloat16.
-        weight: ``[N, K]``, likewise, beginning at a multiple of 16 bytes.
-    """
+    """Return ``rows @ weight.T``; ``trigger_first`` is as of ``multiply_few``, and has no effect with tensor cores."""
+    # Both are contiguous, in float16 or bfloat16; the weight begins at a multiple of 16 bytes.
     if tiling.rows <= 2:
         return multiply_few(rows, weight, tiling, trigger_first=trigger_first, pdl=pdl)
     (m, k), n = rows.shape, weight.shape[0]

@@ -1,13 +1,10 @@
-"""How a matmul of few rows with a weight is cut up for the Triton kernels, or that cuBLAS is faster.
+"""How a matmul of few rows with a weight is cut up for the Triton kernels, or that cuBLAS is faster."""
 
-The constants of ``choose_linear_tiling`` were fitted to times of all matmuls of Qwen3-0.6B and -8B in bfloat16, at M 1
-to 64 on an H200 and at M 96 to 512 on an H100, with weights from memory, each after a small kernel or its norm. Those
-of ``choose_normed_tiling`` were fitted to times of Qwen3-0.6B's decode step, with the kernels of its layers one after
-the other.
-``tools/fit_tilings.py --only linear,normed`` measures matmuls again, on any GPU.
-
-Shapes: M rows, N outputs, K inputs.
-"""
+# The constants of ``choose_linear_tiling`` were fitted to times of all matmuls of Qwen3-0.6B and -8B in bfloat16, at M
+# 1 to 64 on an H200 and at M 96 to 512 on an H100, with weights from memory, each after a small kernel or its norm.
+# Those of ``choose_normed_tiling`` were fitted to times of Qwen3-0.6B's decode step, with the kernels of its layers one
+# after the other. ``tools/fit_tilings.py --only linear,normed`` measures matmuls again, on any GPU.
+# Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
@@ -20,46 +17,38 @@ from torch import Tensor
 TILE, BLOCK = 64, 128
 """Outputs of a tile, which is what tensor cores take of their first operand, and inputs of a block."""
 
-TILE_ROWS, MAX_ROWS = 64, 512
-"""Rows of the largest tile, and rows up to which the kernels were measured."""
+TILE_ROWS, MAX_ROWS = 64, 512  # rows of the largest tile, and rows up to which the kernels were measured
 
 FULL_TILES, BUSY = 0.85, 0.36
-"""The part of their tiles that more rows than TILE_ROWS have to fill, and the part of the multiprocessors that their
-programs have to occupy. With 96 rows, a quarter of the products is for nothing, and cuBLAS is up to 15% faster."""
+"""The part of tiles that more rows than TILE_ROWS have to fill, and of multiprocessors that are to be busy."""
+# With 96 rows, a quarter of the products is for nothing, and cuBLAS is up to 15% faster.
 
-MAX_TILES = 3
-"""Tiles of a program: their sums are 96 registers of a thread, with 64 rows."""
+MAX_TILES = 3  # tiles of a program: their sums are 96 registers of a thread, with 64 rows
 
-FEWEST_STAGES = 4
-"""Stages that have to fit for blocks of inputs to be twice as wide."""
+FEWEST_STAGES = 4  # stages that have to fit for blocks of inputs to be twice as wide
 
 FEWEST_FULL_TILES = 0.4
-"""Tiles for each multiprocessor below which 64 rows take smaller tiles: few programs read fast enough only if each
-loads much at a time, and with 64 rows it has room for half as much."""
+"""Tiles for each multiprocessor below which 64 rows take smaller tiles."""
+# Few programs read fast enough only if each loads much at a time, and with 64 rows it has room for half as much.
 
-WIDE_BLOCK = 1024
-"""Inputs that a program without tensor cores multiplies at a time."""
+WIDE_BLOCK = 1024  # inputs that a program without tensor cores multiplies at a time
 
 PREFETCHED_WEIGHTS = 2**14
 """Weights that a program of 128 threads holds in registers, two in each: 64 registers of a thread."""
 
-FEW_OUTPUTS, MANY_OUTPUTS = 2, 4
-"""Outputs of a program without tensor cores."""
+FEW_OUTPUTS, MANY_OUTPUTS = 2, 4  # outputs of a program without tensor cores
 
 LEAST_FOR_MANY = 16
 """Outputs for each multiprocessor from which on a program without tensor cores computes MANY_OUTPUTS."""
 
-MAX_OUTPUTS_OF_TWO = 16
-"""Outputs for each multiprocessor up to which two rows are multiplied without tensor cores."""
+MAX_OUTPUTS_OF_TWO = 16  # outputs for each multiprocessor up to which two rows are multiplied without tensor cores
 
-LEAST_OUTPUTS = 7
-"""Outputs for each multiprocessor from which on tensor cores were measured to be faster than cuBLAS."""
+LEAST_OUTPUTS = 7  # outputs for each multiprocessor from which on tensor cores were measured to be faster than cuBLAS
 
 FEW_NORMING = 8
 """Programs for each multiprocessor from which on half as many, with twice the outputs, norm the row faster."""
 
-MAX_NORMING = 16
-"""Programs for each multiprocessor that may each norm the row: about as many as run at a time."""
+MAX_NORMING = 16  # programs for each multiprocessor that may each norm the row: about as many as run at a time
 
 SHARED_MEMORY = 226 * 1024
 """Bytes for blocks in a multiprocessor of compute capability 9.0; it has 1 KB more, for barriers."""
@@ -95,12 +84,10 @@ def tiling_for(rows: int, weight: Tensor) -> LinearTiling | None:
 
 
 def choose_linear_tiling(m: int, n: int, k: int, processors: int = 132) -> LinearTiling | None:
-    """Return the tiling for ``[M, K] @ [N, K].T``, or None if cuBLAS is as fast or no tiling fits.
-
-    In short: one program on a multiprocessor, which loads as many bytes at a time as it holds; no sum over programs.
-    With more rows than a tile, that is so as long as no multiprocessor gets a second program. From there on tensor
-    cores are the limit, and cuBLAS uses them better.
-    """
+    """Return the tiling for ``[M, K] @ [N, K].T``, or None if cuBLAS is as fast or no tiling fits."""
+    # In short: one program on a multiprocessor, which loads as many bytes at a time as it holds; no sum over programs.
+    # With more rows than a tile, that is so as long as no multiprocessor gets a second program. From there on tensor
+    # cores are the limit, and cuBLAS uses them better.
     if m == 1 or (m == 2 and n <= MAX_OUTPUTS_OF_TWO * processors):
         return _without_tensor_cores(m, n, k, processors)
     if not 2 <= m <= MAX_ROWS or n % 16 or k % BLOCK or n < LEAST_OUTPUTS * processors:

@@ -1,15 +1,12 @@
-"""A Triton kernel that walks over the chunks of a row, for the gated delta rule and the selective scan.
+"""A Triton kernel that walks over the chunks of a row, for the gated delta rule and the selective scan."""
 
-What does not depend on the state was computed for all chunks before. A program has some columns of a head's state S,
-and of each chunk computes::
-
-    values = values - W @ S                       (the delta rule's corrections)
-    out = on_query * (query @ S) + attention @ values
-    S = kept * S + key.T @ (on_value * values)
-
-Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows, C
-chunks, L tokens of a chunk, E entries.
-"""
+# What does not depend on the state was computed for all chunks before. A program has some columns of a head's state S,
+# and of each chunk computes:
+#     values = values - W @ S                       (the delta rule's corrections)
+#     out = on_query * (query @ S) + attention @ values
+#     S = kept * S + key.T @ (on_value * values)
+# Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows, C
+# chunks, L tokens of a chunk, E entries.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false, reportPossiblyUnboundVariable=false
@@ -27,11 +24,10 @@ from compiled_llm_ops.recurrent.kernels.chunking import CHUNK, ChunkTiling, chun
 
 
 class ChunkedTokens(NamedTuple):
-    """What the walk reads and writes.
+    """What the walk reads and writes."""
 
-    Products are of numbers in the type of ``attention``: bfloat16 if all that was given has it, and else float32, since
-    float16 ends at 65504.
-    """
+    # Products are of numbers in the type of ``attention``: bfloat16 if all that was given has it, and else float32,
+    # since float16 ends at 65504.
 
     query: Tensor  # ``[T, K, D]``, any strides; or ``[C, H, L, D]``, contiguous
     key: Tensor  # likewise, as the query
@@ -80,10 +76,8 @@ def _walk_over_chunks(
     GROUP: tl.constexpr, SIZE: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks of a row with some columns of a head's state.
-
-    Without ``on_query`` and ``on_value``, queries and keys are those of chunks, and with ``w`` values are.
-    """
+    """Walk over the chunks of a row with some columns of a head's state."""
+    # Without ``on_query`` and ``on_value``, queries and keys are those of chunks, and with ``w`` values are.
     row, head = tl.program_id(2), tl.program_id(1)
     heads = tl.num_programs(1)
     begin, end = tl.load(qo_indptr + row), tl.load(qo_indptr + row + 1)
@@ -164,10 +158,7 @@ def write_zeros(
 
 
 def walk(args: ChunkedTokens, out: Tensor, tiling: ChunkTiling, sizes: tuple[int, int, int]) -> None:
-    """Launch it on the current device, into ``out`` ``[T, H, V]``, contiguous, but for padding.
-
-    ``args`` are checked; bits do not depend on ``tiling``; ``sizes`` are K, D and V.
-    """
+    """Launch it into ``out`` ``[T, H, V]``, contiguous, but for padding; bits do not depend on ``tiling``."""
     key_heads, size, value_size = sizes
     heads = out.shape[1]
     _walk_over_chunks[(triton.cdiv(value_size, tiling.columns), heads, len(args.read))](

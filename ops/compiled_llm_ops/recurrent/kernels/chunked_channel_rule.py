@@ -1,16 +1,13 @@
-"""Triton kernels of the delta rule with a decay of each channel (Kimi Linear), over chunks of a row's tokens.
+"""Triton kernels of the delta rule with a decay of each channel (Kimi Linear), over chunks of a row's tokens."""
 
-As in ``chunked_delta_rule``, with decays ``[L, D]`` that are put into keys and queries. What decays between two tokens
-is the quotient of two exponentials, each of which may be too large for a float. So decays are taken relative to a token
-between both: for tokens of two blocks next to each other, the last one of the first block. Both factors are at most 1
-then. A block and the next one are halves of a block twice as large, of 2 tokens up to all of a chunk, and each pair of
-tokens is in two halves of one of them.
-
-Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows, C
-chunks, L tokens of a chunk.
-
-Source: Kimi Linear (https://arxiv.org/abs/2510.26692), section 3, but for these blocks.
-"""
+# As in ``chunked_delta_rule``, with decays ``[L, D]`` that are put into keys and queries. What decays between two
+# tokens is the quotient of two exponentials, each of which may be too large for a float. So decays are taken relative
+# to a token between both: for tokens of two blocks next to each other, the last one of the first block. Both factors
+# are at most 1 then. A block and the next one are halves of a block twice as large, of 2 tokens up to all of a chunk,
+# and each pair of tokens is in two halves of one of them.
+# Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows, C
+# chunks, L tokens of a chunk.
+# Source: Kimi Linear (https://arxiv.org/abs/2510.26692), section 3, but for these blocks.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -108,10 +105,8 @@ def _prepare_channel_rule(
 
 
 def apply_channels_in_chunks(args: GatedDeltaRule, out: Tensor, tiling: ChunkTiling | None = None) -> None:
-    """Launch both on the current device, into ``out`` ``[T, H, V]``, contiguous; bits do not depend on ``tiling``.
-
-    ``args`` are checked, with a decay of each channel and D of ``LARGEST_KEY`` at most.
-    """
+    """Launch both into ``out`` ``[T, H, V]``; ``args`` are checked, with a decay of each channel; tilings keep bits."""
+    # D is ``LARGEST_KEY`` at most.
     (_, key_heads, size), (count, heads, value_size), rows = args.query.shape, args.value.shape, len(args.read)
     if not rows or not count:
         return

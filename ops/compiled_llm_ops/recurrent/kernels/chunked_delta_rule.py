@@ -1,23 +1,18 @@
-"""Triton kernels of the gated delta rule over chunks of a row's tokens, for prompts.
+"""Triton kernels of the gated delta rule over chunks of a row's tokens, for prompts."""
 
-What tokens of a chunk correct follows from the state before it by a triangular system of equations, whose matrix does
-not depend on the state. So one kernel inverts the matrices of all chunks at once, and a second one walks over the
-chunks of a row with some columns of a head's state.
-
-With G the sum of decays up to a token, r what makes a key's length 1, and A the matrix of ``beta * key @ key.T`` with
-what decays in between, for tokens before::
-
-    M = (I + A) ** -1
-    W, U = M @ (beta * exp(G) * key), M @ (beta * value)
-    corrections = U - W @ S
-    out = exp(G) * query @ S + (query @ key.T, decayed, for tokens up to each) @ corrections
-    S = exp(G_last) * S + (exp(G_last - G) * key).T @ corrections
-
-Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows, C
-chunks, L tokens of a chunk.
-
-Source: Gated Delta Networks (https://arxiv.org/abs/2412.06464), section 3.3.
-"""
+# What tokens of a chunk correct follows from the state before it by a triangular system of equations, whose matrix does
+# not depend on the state. So one kernel inverts the matrices of all chunks at once, and a second one walks over the
+# chunks of a row with some columns of a head's state.
+# With G the sum of decays up to a token, r what makes a key's length 1, and A the matrix of ``beta * key @ key.T`` with
+# what decays in between, for tokens before:
+#     M = (I + A) ** -1
+#     W, U = M @ (beta * exp(G) * key), M @ (beta * value)
+#     corrections = U - W @ S
+#     out = exp(G) * query @ S + (query @ key.T, decayed, for tokens up to each) @ corrections
+#     S = exp(G_last) * S + (exp(G_last - G) * key).T @ corrections
+# Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows, C
+# chunks, L tokens of a chunk.
+# Source: Gated Delta Networks (https://arxiv.org/abs/2412.06464), section 3.3.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -102,10 +97,8 @@ def _prepare_delta_rule(
 
 
 def apply_in_chunks(args: GatedDeltaRule, out: Tensor, tiling: ChunkTiling | None = None) -> None:
-    """Launch both on the current device, into ``out`` ``[T, H, V]``, contiguous; bits do not depend on ``tiling``.
-
-    ``args`` are checked, with a decay of each head and D of ``LARGEST_KEY`` at most.
-    """
+    """Launch both into ``out`` ``[T, H, V]``; ``args`` are checked, with a decay of each head; tilings keep bits."""
+    # D is ``LARGEST_KEY`` at most.
     (_, key_heads, size), (count, heads, value_size), rows = args.query.shape, args.value.shape, len(args.read)
     if not rows or not count:
         return

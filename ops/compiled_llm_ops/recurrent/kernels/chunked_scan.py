@@ -1,18 +1,14 @@
-"""Triton kernels of the selective scan with one decay of each head, over chunks of a row's tokens, for prompts.
+"""Triton kernels of the selective scan with one decay of each head, over chunks of a row's tokens, for prompts."""
 
-With L the sum of ``dt * a`` up to a token, a chunk's results are those of attention whose weights decay, and what the
-state before it gives. So one kernel computes the weights of all chunks at once, and a second one walks over the chunks
-of a row::
-
-    attention = c @ b.T * exp(L - L.T) * dt.T     (for tokens up to each)
-    out = exp(L) * c @ S.T + attention @ tokens
-    S = exp(L_last) * S + (exp(L_last - L) * dt * tokens).T @ b
-
-Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads, B rows, C chunks, L tokens of
-a chunk.
-
-Source: Mamba 2 (https://arxiv.org/abs/2405.21060), section 6.
-"""
+# With L the sum of ``dt * a`` up to a token, a chunk's results are those of attention whose weights decay, and what the
+# state before it gives. So one kernel computes the weights of all chunks at once, and a second one walks over the
+# chunks of a row:
+#     attention = c @ b.T * exp(L - L.T) * dt.T     (for tokens up to each)
+#     out = exp(L) * c @ S.T + attention @ tokens
+#     S = exp(L_last) * S + (exp(L_last - L) * dt * tokens).T @ b
+# Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads, B rows, C chunks, L tokens
+# of a chunk.
+# Source: Mamba 2 (https://arxiv.org/abs/2405.21060), section 6.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -70,10 +66,8 @@ def _prepare_scan(
 
 
 def scan_in_chunks(args: SelectiveScan, out: Tensor, tiling: ChunkTiling | None = None) -> None:
-    """Launch both on the current device, into ``out`` ``[T, H, P]``, contiguous; bits do not depend on ``tiling``.
-
-    ``args`` are checked, with N of ``LARGEST_KEY`` at most; ValueError if there is a decay of each number of the state.
-    """
+    """Launch both into ``out`` ``[T, H, P]``; ValueError if there is a decay of each number; tilings keep bits."""
+    # ``args`` are checked, with N of ``LARGEST_KEY`` at most.
     if args.a.dim() != 1:
         raise ValueError("selective_scan: with a decay of each number of the state, [H, N], there are no chunks")
     (count, heads, size), (_, groups, numbers), rows = args.tokens.shape, args.b.shape, len(args.read)

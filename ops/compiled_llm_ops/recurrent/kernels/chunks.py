@@ -1,7 +1,6 @@
-"""What kernels that compute chunks of a row's tokens have in common.
+"""What kernels that compute chunks of a row's tokens have in common."""
 
-Shapes: B rows, L tokens of a chunk, N blocks of a matrix, S rows of a block.
-"""
+# Shapes: B rows, L tokens of a chunk, N blocks of a matrix, S rows of a block.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -34,11 +33,9 @@ def log_factors(decay):
 
 @triton.jit
 def unit_inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the inverse of I + lower, for a strictly lower triangular matrix ``[L, L]`` in float32.
-
-    Inverses of blocks on the diagonal become those of blocks twice as large. In this order, sums do not grow beyond
-    what the inverse itself has, which sums of the matrix's powers do: those of equal keys reach 1e18.
-    """
+    """Return the inverse of I + lower, for a strictly lower triangular matrix ``[L, L]`` in float32."""
+    # Inverses of blocks on the diagonal become those of blocks twice as large. In this order, sums do not grow beyond
+    # what the inverse itself has, which sums of the matrix's powers do: those of equal keys reach 1e18.
     SMALL: tl.constexpr = CHUNK // 16
     small, each = diagonal_blocks(lower, SMALL, 16), tl.arange(0, 16)
     inverse = tl.where(each[:, None] == each[None, :], 1.0, 0.0)[None] - tl.where(left_below(16, 1), small, 0.0)

@@ -1,7 +1,6 @@
-"""A Triton kernel of the short causal convolution.
+"""A Triton kernel of the short causal convolution."""
 
-Shapes: T packed tokens, C channels, W width of the kernel, E entries.
-"""
+# Shapes: T packed tokens, C channels, W width of the kernel, E entries.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from compiled_llm_ops.recurrent.contracts import CausalConv1d
 
-CHANNELS = 256
-"""Channels of a program."""
+CHANNELS = 256  # channels of a program
 
 
 @triton.jit
@@ -24,11 +22,9 @@ def _causal_conv1d(
     channels, token_stride, token_step, weight_stride, weight_step,
     WIDTH: tl.constexpr, BIASED: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Convolve some channels of one token.
-
-    What it reads is the state after this token, which the last one of a row writes. The others need no order, since no
-    entry is written that is read.
-    """
+    """Convolve some channels of one token."""
+    # What it reads is the state after this token, which the last one of a row writes. The others need no order, since
+    # no entry is written that is read.
     token = tl.program_id(0)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < channels

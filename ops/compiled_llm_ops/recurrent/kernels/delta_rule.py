@@ -1,7 +1,6 @@
-"""A Triton kernel of the gated delta rule: a program walks over the tokens of a row with a part of a head's state.
+"""A Triton kernel of the gated delta rule: a program walks over the tokens of a row with a part of a head's state."""
 
-Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows.
-"""
+# Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from compiled_llm_ops.recurrent.contracts import GatedDeltaRule
 
-VALUES = 32
-"""Columns of the state that a program has: with keys of 128 numbers, 32 registers of a thread."""
+VALUES = 32  # columns of the state that a program has: with keys of 128 numbers, 32 registers of a thread
 TINY = tl.constexpr(1e-6)
 
 

@@ -1,11 +1,9 @@
-"""A Triton kernel of the selective scan with a decay of each number (Mamba 1), for prompts.
+"""A Triton kernel of the selective scan with a decay of each number (Mamba 1), for prompts."""
 
-There are no chunks for it: what decays between two tokens is another matrix for each channel. So a program walks from
-token to token, with fewer channels than that for decode, so that a single row fills a GPU. It computes some tokens
-before it writes their results, so that loads need not wait for each other.
-
-Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads, B rows.
-"""
+# There are no chunks for it: what decays between two tokens is another matrix for each channel. So a program walks from
+# token to token, with fewer channels than that for decode, so that a single row fills a GPU. It computes some tokens
+# before it writes their results, so that loads need not wait for each other.
+# Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads, B rows.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -18,8 +16,7 @@ from torch import Tensor
 
 from compiled_llm_ops.recurrent.contracts import SelectiveScan
 
-CHANNELS, AHEAD = 32, 8
-"""Channels of a program, and tokens that it computes before it writes; not measured yet."""
+CHANNELS, AHEAD = 32, 8  # channels of a program, and tokens that it computes before it writes; not measured yet
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -82,10 +79,7 @@ def scans_numbers(args: SelectiveScan) -> bool:
 
 
 def scan_numbers(args: SelectiveScan, out: Tensor) -> None:
-    """Launch it on the current device; arguments as of ``selective_scan``, checked, and ``out`` ``[T, H, P]``.
-
-    ``scans_numbers`` says for which ones.
-    """
+    """Launch it into ``out`` ``[T, H, P]``; arguments as of ``selective_scan``, for which ``scans_numbers`` holds."""
     (count, heads, head), (_, groups, size), rows = args.tokens.shape, args.b.shape, len(args.read)
     if rows:
         _scan_numbers[(triton.cdiv(heads * head, CHANNELS), rows)](

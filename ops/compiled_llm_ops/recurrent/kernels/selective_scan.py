@@ -1,9 +1,7 @@
-"""A Triton kernel of the selective scan: a program walks over the tokens of a row with the states of some channels.
+"""A Triton kernel of the selective scan: a program walks over the tokens of a row with the states of some channels."""
 
-A channel is one of the P numbers of one of H heads.
-
-Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads, B rows.
-"""
+# A channel is one of the P numbers of one of H heads.
+# Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads, B rows.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false

@@ -11,12 +11,11 @@ from compiled_llm_ops.varlen.rows import PackedRows, VarlenKernels, wrong_page_s
 
 
 class FlashAttn(VarlenKernels):
-    """``flash_attn_varlen_func`` of version 2, or ``flash_attn_with_kvcache`` of version 3, which takes any page size.
+    """``flash_attn_varlen_func`` of version 2, or ``flash_attn_with_kvcache`` of version 3, for any page size."""
 
-    Neither waits for the device, so that a CUDA graph may capture them. Rows are not split: version 2 does not split
-    packed queries over pages (``num_splits > 1 is not supported for varlen paged KV``), and what version 3 would decide
-    by the bound of ``most_keys`` fits long rows alone.
-    """
+    # Neither waits for the device, so that a CUDA graph may capture them. Rows are not split: version 2 does not split
+    # packed queries over pages (``num_splits > 1 is not supported for varlen paged KV``), and what version 3 would
+    # decide by the bound of ``most_keys`` fits long rows alone.
 
     installation: Installation = FlashAttnInstallation()
 
@@ -29,12 +28,10 @@ class FlashAttn(VarlenKernels):
 
 
 def _missing_in_version_3(geometry: Geometry) -> str | None:
-    """Return why version 3 is not trusted with a layer; None if it is.
-
-    As vLLM 0.24 builds it, on an H200, 50 queries of a row of 400 lost keys of a window of 200: with 4 query heads of
-    128, whatever the page size, the splits and ``pack_gqa``, and with heads of 256. Windows of 100, 255 and 500 were
-    right. ``tests/ops/varlen/test_varlen_gpu.py`` has the case.
-    """
+    """Return why version 3 is not trusted with a layer; None if it is."""
+    # As vLLM 0.24 builds it, on an H200, 50 queries of a row of 400 lost keys of a window of 200: with 4 query heads of
+    # 128, whatever the page size, the splits and ``pack_gqa``, and with heads of 256. Windows of 100, 255 and 500 were
+    # right. ``tests/ops/varlen/test_varlen_gpu.py`` has the case.
     if geometry.window_left < 0:
         return None
     return (

@@ -11,11 +11,9 @@ import torch
 
 from compiled_llm_ops.protocol import TritonInstallation
 
-OLDEST = (2, 8)
-"""The version of flash-attn that we have read."""
+OLDEST = (2, 8)  # the version of flash-attn that we have read
 
-HOPPER = 9
-"""The major compute capability that flash-attn 3 is for."""
+HOPPER = 9  # the major compute capability that flash-attn 3 is for
 
 
 @functools.cache

@@ -11,12 +11,11 @@ from compiled_llm_ops.varlen.torch.install import TorchInstallation, varlen
 
 
 class TorchVarlen(VarlenKernels):
-    """``varlen_attn_out``, which is ``varlen_attn`` into a tensor that is there; it has no soft cap.
+    """``varlen_attn_out``, which is ``varlen_attn`` into a tensor that is there; it has no soft cap."""
 
-    It launches the kernels of flash-attn 2 that PyTorch has taken over. They wait for nothing, so that a CUDA graph may
-    capture them. Rows are not split (``num_splits=1``): parts of packed rows are not added up rightly there
-    (https://github.com/Dao-AILab/flash-attention/issues/1217, https://github.com/pytorch/pytorch/issues/194167).
-    """
+    # It launches the kernels of flash-attn 2 that PyTorch has taken over. They wait for nothing, so that a CUDA graph
+    # may capture them. Rows are not split (``num_splits=1``): parts of packed rows are not added up rightly there
+    # (https://github.com/Dao-AILab/flash-attention/issues/1217, https://github.com/pytorch/pytorch/issues/194167).
 
     installation: Installation = TorchInstallation()
 

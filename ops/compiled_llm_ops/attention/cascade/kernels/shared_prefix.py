@@ -1,14 +1,11 @@
-"""A Triton kernel that attends over runs of pages which several rows share, once for all of them.
+"""A Triton kernel that attends over runs of pages which several rows share, once for all of them."""
 
-Queries of up to 64 heads, those of one kv head in several rows, are a tile that tensor cores multiply with each block
-of keys, where the decode kernel would read the block again for each row.
-
-The grid does not depend on how many runs there are. Its programs take work items in turn, until they find an unused
-one, so a captured launch stays valid when rows come and go.
-
-Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored, P
-pages, S page size, Q queries of a tile, W work items.
-"""
+# Queries of up to 64 heads, those of one kv head in several rows, are a tile that tensor cores multiply with each block
+# of keys, where the decode kernel would read the block again for each row.
+# The grid does not depend on how many runs there are. Its programs take work items in turn, until they find an unused
+# one, so a captured launch stays valid when rows come and go.
+# Shapes: B rows, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the same as stored, P
+# pages, S page size, Q queries of a tile, W work items.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # pyright: reportIndexIssue=false
@@ -33,8 +30,7 @@ from compiled_llm_ops.kernels.attention.rotary import prepared
 
 DTYPES = (torch.float16, torch.bfloat16)
 
-PARTS_AT_ONCE = 8
-"""Parts that are loaded at a time; not yet fitted."""
+PARTS_AT_ONCE = 8  # parts that are loaded at a time; not yet fitted
 
 
 @triton.jit
@@ -43,12 +39,10 @@ def _attend(
     PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return ``[Q, D']`` and its log-sum-exp ``[Q]`` in base 2, over ``count`` keys, the ones from ``first`` on.
-
-    Queries do not see keys before ``nearest`` ``[Q]``; one that sees none has zeros, and minus infinity. Keys before
-    ``first``, which no query sees, are not read: their pages may be free, and hold values (NaN) whose product with zero
-    is not zero.
-    """
+    """Return ``[Q, D']`` and its log-sum-exp ``[Q]`` in base 2, over ``count`` keys, the ones from ``first`` on."""
+    # Queries do not see keys before ``nearest`` ``[Q]``; one that sees none has zeros, and minus infinity. Keys before
+    # ``first``, which no query sees, are not read: their pages may be free, and hold values (NaN) whose product with
+    # zero is not zero.
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
     largest = tl.full([q.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
@@ -89,10 +83,8 @@ def _shared_prefix_attention(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend over the keys of one item after the other with the queries of its members, for one kv head.
-
-    Axes of the grid: kv heads, programs. Query ``PADDED * i + g`` of the tile is query head g of member i.
-    """
+    """Attend over the keys of one item after the other with the queries of its members, for one kv head."""
+    # Axes of the grid: kv heads, programs. Query ``PADDED * i + g`` of the tile is query head g of member i.
     head, item = tl.program_id(0), tl.program_id(1)
     heads, programs = tl.num_programs(0), tl.num_programs(1)
     values_offset = heads * (PAGE * DIM)
@@ -141,19 +133,9 @@ def _shared_prefix_attention(
 
 
 def attend_over_runs(args: CascadeAttention, *, tiling: CascadeTiling, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Launch attention over all work items. All is on one device, the current one.
-
-    Args:
-        args: of ``cascade_attention``, checked; query in float16 or bfloat16, ``pages`` ``[P, 2, K, S, D']``
-            contiguous, with D' a power of two from 16 on; the tables contiguous.
-
-    Returns:
-        The parts ``[max_parts, H, D]`` and their log-sum-exps in base 2 ``[max_parts, H]``, both float32; uninitialised
-        where no item writes.
-
-    Raises:
-        ValueError: the query's dtype has no kernel, or the pages are not contiguous.
-    """
+    """Launch attention over all work items: parts ``[max_parts, H, D]`` and log-sum-exps in base 2, both float32."""
+    # Both are uninitialised where no item writes. ``args`` are checked; the query is float16 or bfloat16, or
+    # ValueError, ``pages`` ``[P, 2, K, S, D']`` contiguous, with D' a power of two from 16 on.
     if args.query.dtype not in DTYPES:
         raise ValueError(
             f"cascade_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16 or torch.float16"
@@ -230,11 +212,9 @@ def _merge_state_parts(
 
 
 def merge_parts(v: Tensor, s: Tensor, parts: Tensor, lses: Tensor, table: Tensor, *, pdl: bool) -> None:
-    """Launch the merge of parts ``[P, H, D]`` and ``[P, H]`` into the states ``[B, H, D]`` and ``[B, H]`` of rows.
-
-    All is contiguous and on one device, the current one; ``table`` is ``merge_parts`` of ``cascade_attention``, and the
-    log-sum-exps ``s`` are finite. With ``pdl`` it begins before the previous kernel has ended.
-    """
+    """Launch the merge of parts ``[P, H, D]`` and ``[P, H]`` into the states ``[B, H, D]`` and ``[B, H]`` of rows."""
+    # All is contiguous; ``table`` is ``merge_parts`` of ``cascade_attention``, and the log-sum-exps ``s`` are finite.
+    # With ``pdl`` it begins before the previous kernel has ended.
     rows, heads, dim = v.shape
     if v.numel():
         _merge_state_parts[(rows, heads)](

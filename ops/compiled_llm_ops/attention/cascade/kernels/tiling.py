@@ -1,12 +1,10 @@
-"""How the kernel that attends over shared runs of pages is launched.
+"""How the kernel that attends over shared runs of pages is launched."""
 
-The constants were fitted to times on an H100, with heads of 128 and 2 or 4 query heads of a kv head: 16 to 256 rows
-over runs of 1,024 to 8,192 keys, with 64 to 450 keys of their own, whose attention runs beside. Larger heads were not
-measured: their blocks are those for which registers and shared memory suffice. ``tools/fit_tilings.py --only cascade``
-measures that again, on any GPU.
-
-Shapes: K kv heads, D' head dimension as stored, W work items.
-"""
+# The constants were fitted to times on an H100, with heads of 128 and 2 or 4 query heads of a kv head: 16 to 256 rows
+# over runs of 1,024 to 8,192 keys, with 64 to 450 keys of their own, whose attention runs beside. Larger heads were not
+# measured: their blocks are those for which registers and shared memory suffice. ``tools/fit_tilings.py --only
+# cascade`` measures that again, on any GPU.
+# Shapes: K kv heads, D' head dimension as stored, W work items.
 
 from __future__ import annotations
 
@@ -18,17 +16,15 @@ LARGE_HEAD = 256
 BLOCKS, BLOCKS_OF_LARGE_HEADS = (128, 64, 32), (32,)
 """Keys read at a time, the most first: a block of 64 took 1% longer on average, 10% over 8,192 keys."""
 
-STAGES = 3
-"""Stages of the pipeline: one block is used while the next one is being loaded."""
+STAGES = 3  # stages of the pipeline: one block is used while the next one is being loaded
 
 WARPS, WARPS_OF_LARGE_HEADS = 4, 8
 
 PROGRAMS = 1
-"""Programs for each multiprocessor, whose items the host makes about equally long. With two, attention over the rows'
-own keys finds less room beside them, and both take up to 12% longer."""
+"""Programs for each multiprocessor, whose items the host makes about equally long."""
+# With two, attention over the rows' own keys finds less room beside them, and both take up to 12% longer.
 
-_RESERVED = 8192
-"""Bytes of shared memory that blocks do not have."""
+_RESERVED = 8192  # bytes of shared memory that blocks do not have
 
 
 class CascadeTiling(NamedTuple):
@@ -43,12 +39,8 @@ class CascadeTiling(NamedTuple):
 def choose_cascade_tiling(
     kv_heads: int, head_dim: int, items: int, processors: int, shared_memory: int
 ) -> CascadeTiling:
-    """Return the tiling by constant properties: not by the items that are used, since a captured launch is replayed.
-
-    Args:
-        items: W, the used and the unused ones.
-        shared_memory: of each of them, in bytes.
-    """
+    """Return the tiling by constant properties: not by the items that are used, since a captured launch is replayed."""
+    # ``items`` is W, the used and the unused ones; ``shared_memory`` is of each processor, in bytes.
     programs = max(1, min(items, PROGRAMS * processors // kv_heads))
     large = head_dim >= LARGE_HEAD
     blocks = BLOCKS_OF_LARGE_HEADS if large else BLOCKS
