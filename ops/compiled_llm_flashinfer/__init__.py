@@ -11,7 +11,7 @@ D head dimension (E that of values), P pages, S page size, N entries of the page
     (paged_kv_)indptr, indices, last_page_len: ``[B + 1]``, where each row's pages begin; ``[N]`` page numbers;
         ``[B]`` tokens in each row's last page. On any device.
     ..._buf, ..._buffer: with CUDA graphs, tensors of these shapes, for the largest N that is planned.
-    q, out: ``[T, H, D]`` float16, bfloat16, float32 or fp8, any strides; ``out`` is written and returned if given.
+    q, out: ``[T, H, D]`` of any dtype that FlashInfer has, any strides; ``out`` is written and returned if given.
     k, v: ``[L, K, D]`` (NHD) or ``[K, L, D]`` (HND), of those dtypes.
     paged_kv_cache: ``[P, 2, S, K, D]`` (NHD), ``[P, 2, K, S, D]`` (HND), any strides, or a tuple of keys and
         values, each without the second axis.
