@@ -13,8 +13,9 @@ from rich.console import Console
 
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.options import shared
+from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.options.prompt import check_quoted, check_system, messages_of, read_prompt
-from compiled_llm.commands.options.sampling import SamplingFlags, check_range
+from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions, check_new_tokens
 from compiled_llm.commands.printable import printable
 from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_server, is_url, key_of
 from compiled_llm.commands.remote.answer import Answering
@@ -22,7 +23,9 @@ from compiled_llm.commands.remote.answer import Answering
 _DEFAULT = "http://localhost:8000"
 
 
+@with_groups
 def client(
+    *,
     context: typer.Context,
     prompt: shared.Prompt = None,
     server: Server = _DEFAULT,
@@ -46,12 +49,7 @@ def client(
         ),
     ] = False,
     sample: shared.SampleInChats = None,
-    temperature: shared.Temperature = None,
-    top_k: shared.TopK = None,
-    top_p: shared.TopP = None,
-    min_p: shared.MinP = None,
-    repetition_penalty: shared.RepetitionPenalty = None,
-    seed: shared.Seed = None,
+    numbers: SamplingOptions,
     max_new_tokens: shared.MaxNewTokens = 256,
     stop: shared.StopBefore = None,
     quiet: shared.Quiet = False,
@@ -64,8 +62,8 @@ def client(
         if ids and chat and (source := context.get_parameter_source("chat")) is not None and source.name != "DEFAULT":
             raise ValueError("--ids: token ids are no chat; leave out --chat, or give its text")
         check_system(system, chat and not ids, "leave out --ids" if ids else "leave out --raw")
-        check_range("max_new_tokens", max_new_tokens)
-        flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        check_new_tokens(max_new_tokens)
+        flags = SamplingFlags(sample, numbers)
         given = flags.given(max_new_tokens, stop or [])
         text = read_prompt(prompt, file)
         with (

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_llm.requests.sampling_params import SamplingParams
-
-_SAY_HOW_TO_DRAW = ("temperature", "top_p", "top_k", "min_p", "seed")
+from compiled_llm.requests.sampling_params import NUMBERS, SAMPLED_BY, SamplingParams
 
 
 def default_sampling(generation_config: Any) -> dict[str, int | float]:
     """Return ``SamplingParams`` of a generation config; temperature 0 without ``do_sample``, or ValueError."""
     draws = bool(getattr(generation_config, "do_sample", False))
-    names = ("repetition_penalty", *(("temperature", "top_p", "top_k", "min_p") if draws else ()))
+    drawing = [name for name, field in SAMPLED_BY.items() if field.number.draws]
+    names = ("repetition_penalty", *(drawing if draws else ()))
     values = {name: getattr(generation_config, name, None) for name in names}
     found = {name: value for name, value in values.items() if value is not None}
     if not draws:
@@ -28,6 +27,6 @@ def default_sampling(generation_config: Any) -> dict[str, int | float]:
 def with_defaults(given: Mapping[str, Any], defaults: Mapping[str, int | float]) -> dict[str, Any]:
     """Return the settings of a request, and ``defaults`` for those that are not ``given``."""
     # One that says how to draw, or wants several answers, draws, whatever the defaults are: OpenAI's temperature is 1.
-    draws = given.get("n", 1) > 1 or any(name in given for name in _SAY_HOW_TO_DRAW)
+    draws = given.get("n", 1) > 1 or any(name in given and field.number.draws for name, field in NUMBERS.items())
     kept = {name: value for name, value in defaults.items() if not (draws and name == "temperature" and value == 0)}
     return {**kept, **given}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import operator
 import reprlib
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
@@ -32,36 +36,115 @@ SEEDS = 2**62  # seeds are below this
 
 
 _CONTRADICTS = "contradicts the form of the answer, which says when it ends"
+_SCORES = "must be from 0 to 20, or None for none"
 _FORM = "must be StructuredOutputsParams(...), or None for any text"
 
 
-class _Rule(NamedTuple):
-    kind: type
-    holds: Callable[[Any], bool]
-    must: str
+class Number(NamedTuple):
+    """The metadata of a field that is a number; bounds are ``ge``, ``gt``, ``le`` and ``lt``, as pydantic has them."""
+
+    must: str  # said of a value out of bounds
+    bounds: Mapping[str, float]
+    help: str | None = None  # of its option on the command line, named like the field; without, it has none
+    option_must: str = ""
+    option_bounds: Mapping[str, float] | None = None  # if others hold on the command line
+    http_bounds: Mapping[str, float] | None = None  # if others hold over HTTP
+    draws: bool = False  # whether it says how to draw, so that a request that gives it is not greedy
 
 
-_RULES = {
-    "n": _Rule(Integral, lambda value: value >= 1, "must be 1 or more"),
-    "presence_penalty": _Rule(Real, lambda value: -2 <= value <= 2, "must be from -2 to 2; 0 is none"),
-    "frequency_penalty": _Rule(Real, lambda value: -2 <= value <= 2, "must be from -2 to 2; 0 is none"),
-    "repetition_penalty": _Rule(Real, lambda value: 0 < value < math.inf, "must be above 0; 1 is none"),
-    "temperature": _Rule(Real, lambda value: 0 <= value < math.inf, "must be 0 or more; 0 is greedy"),
-    "top_p": _Rule(Real, lambda value: 0 < value <= 1, "must be above 0 and at most 1; 1 is all tokens"),
-    "top_k": _Rule(Integral, lambda value: value >= -1, "must be 0 or more; 0 or -1 is all tokens"),
-    "min_p": _Rule(Real, lambda value: 0 <= value <= 1, "must be from 0 to 1; 0 is all tokens"),
-    "seed": _Rule(Integral, lambda value: -1 <= value < SEEDS, "must be from 0 to 2**62 - 1; -1 or None draws one"),
-    "max_tokens": _Rule(Integral, lambda value: value >= 0, "must be 0 or more, or None for no limit"),
-    "min_tokens": _Rule(Integral, lambda value: value >= 0, "must be 0 or more"),
-    "logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
-    "prompt_logprobs": _Rule(Integral, lambda value: 0 <= value <= 20, "must be from 0 to 20, or None for none"),
-    "prompt_logprobs_start": _Rule(Integral, lambda value: value >= 0, "must be 0 or more; 0 is all of the prompt"),
-}
-_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+def holds(bounds: Mapping[str, float], value: Any) -> bool:
+    return all(getattr(operator, name)(value, bound) for name, bound in bounds.items())
+
+
+class NumberField(NamedTuple):
+    """A field that is a number, and its type as it is annotated without the metadata."""
+
+    number: Number
+    annotation: Any
+    default: Any
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is the default, or of the field's type and in bounds."""
+        if value is self.default or (value is None and type(None) in typing.get_args(self.annotation)):
+            return True
+        kind = Integral if int in (self.annotation, *typing.get_args(self.annotation)) else Real
+        return isinstance(value, kind) and not isinstance(value, bool) and holds(self.number.bounds, value)
+
+
+def number_fields(cls: type) -> Mapping[str, NumberField]:
+    """Return the fields of a dataclass that are numbers, by name, in order."""
+    annotations = typing.get_type_hints(cls, include_extras=True)
+    return MappingProxyType(
+        {
+            field.name: NumberField(number, annotations[field.name].__origin__, field.default)
+            for field in dataclasses.fields(cls)
+            for number in getattr(annotations[field.name], "__metadata__", ())
+        }
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SamplingNumbers:
+    """The numbers by which the op samples a row's token, a line each.
+
+    Made from it: checks, the fields of HTTP, options of the command line, what is read of a generation config, the
+    slots' columns, and which of them the op is given.
+    """
+
+    temperature: Annotated[
+        float,
+        Number(
+            *("must be 0 or more; 0 is greedy", {"ge": 0, "lt": math.inf}),
+            help="Sample more freely with values above 1, and more strictly below 1.",
+            option_must="above 0; --greedy takes the most likely token",
+            option_bounds={"gt": 0, "lt": math.inf},
+            http_bounds={"ge": 0},
+            draws=True,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Number(
+            *("must be 0 or more; 0 or -1 is all tokens", {"ge": -1}),
+            help="Sample only among the k most likely tokens; 0 means all.",
+            option_must="at least 0, which is all tokens",
+            option_bounds={"ge": 0, "lt": 2**31},
+            draws=True,
+        ),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Number(
+            *("must be above 0 and at most 1; 1 is all tokens", {"gt": 0, "le": 1}),
+            help="Sample only among the most likely tokens that together have this probability.",
+            option_must="above 0 and at most 1",
+            draws=True,
+        ),
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Number(
+            *("must be from 0 to 1; 0 is all tokens", {"ge": 0, "le": 1}),
+            help="Sample only among tokens that are at least this fraction as likely as the most likely one.",
+            option_must="from 0 to 1",
+            draws=True,
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Number(
+            *("must be above 0; 1 is none", {"gt": 0, "lt": math.inf}),
+            help="Make tokens that occurred before less likely, with values above 1; also with --greedy.",
+            option_must="above 0",
+            http_bounds={"ge": 1e-6, "le": 1e6},
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[float, Number("must be from -2 to 2; 0 is none", {"ge": -2, "le": 2})] = 0.0
+    frequency_penalty: Annotated[float, Number("must be from -2 to 2; 0 is none", {"ge": -2, "le": 2})] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(SamplingNumbers):
     """Settings of how a request's tokens are sampled; names and defaults are vLLM's, but for one.
 
     Logits are changed in this order: ``logits_processors``, ``logit_bias``, ``repetition_penalty``,
@@ -108,23 +191,25 @@ class SamplingParams:
         ValueError: a value is impossible, two contradict each other, or the engine does not support a field of vLLM's.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
+    n: Annotated[int, Number("must be 1 or more", {"ge": 1})] = 1
+    seed: Annotated[
+        int | None,
+        Number(
+            *("must be from 0 to 2**62 - 1; -1 or None draws one", {"ge": -1, "lt": SEEDS}),
+            help="Make sampling repeatable: the same seed gives the same text.",
+            option_must="from 0 to 2**64 - 1",
+            option_bounds={"ge": 0, "lt": 2**64},
+            draws=True,
+        ),
+    ] = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int = 0
+    max_tokens: Annotated[int | None, Number("must be 0 or more, or None for no limit", {"ge": 0})] = 16
+    min_tokens: Annotated[int, Number("must be 0 or more", {"ge": 0})] = 0
+    logprobs: Annotated[int | None, Number(_SCORES, {"ge": 0, "le": 20})] = None
+    prompt_logprobs: Annotated[int | None, Number(_SCORES, {"ge": 0, "le": 20})] = None
+    prompt_logprobs_start: Annotated[int, Number("must be 0 or more; 0 is all of the prompt", {"ge": 0})] = 0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
@@ -144,10 +229,8 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, rule in _RULES.items():
-            value = getattr(self, name)
-            if not (value is _DEFAULTS[name] or (value is None and name in _MAY_BE_NONE)):
-                self._check(name, _is(rule.kind, value) and rule.holds(value), rule.must)
+        for name, field in NUMBERS.items():
+            self._check(name, field.fits(getattr(self, name)), field.number.must)
         self._keep("stop", _strings, _are_strings, "must be a string or several, none of them empty")
         self._keep("stop_token_ids", tuple, _are_tokens, "must be token ids")
         self._keep("allowed_token_ids", tuple, _are_some_tokens, "must be token ids, one at least, or None for all")
@@ -186,7 +269,11 @@ class SamplingParams:
             raise ValueError(f"SamplingParams: {name}={reprlib.repr(getattr(self, name))} {must}")
 
 
-_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+SAMPLED_BY = number_fields(SamplingNumbers)
+"""The numbers that the op of sampling is given, by name."""
+
+NUMBERS = number_fields(SamplingParams)
+"""All settings that are numbers, by name."""
 
 
 def _is(kind: type, value: Any) -> bool:

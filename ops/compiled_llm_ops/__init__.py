@@ -47,8 +47,9 @@ from compiled_llm_ops.linear.normed_linear import normed_linear
 from compiled_llm_ops.recurrent.conv import causal_conv1d
 from compiled_llm_ops.recurrent.delta_rule import gated_delta_rule
 from compiled_llm_ops.recurrent.selective_scan import selective_scan
+from compiled_llm_ops.sampling.launches import build_sampling
 from compiled_llm_ops.sampling.logprobs import top_logprobs
-from compiled_llm_ops.sampling.sampling import NOT_A_TOKEN, build_sampling, sample_tokens
+from compiled_llm_ops.sampling.sampling import NOT_A_TOKEN, sample_tokens
 from compiled_llm_ops.variants.flashinfer_source import (
     FlashInferVariant,
     flashinfer_arguments,

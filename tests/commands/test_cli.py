@@ -20,7 +20,7 @@ import compiled_llm
 from compiled_llm.commands import preparation
 from compiled_llm.commands.figures import answer_figures
 from compiled_llm.commands.generate.run import GenerateRequest
-from compiled_llm.commands.options.sampling import SamplingFlags
+from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.reporting.stats import Stats
@@ -451,22 +451,23 @@ def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
     """Options may be built into the programs, and so be part of the keys in Inductor's cache."""
     options = {"mode": "cuda-graphs", "backend": "auto", "dtype": "auto", "device": "auto", "model": "demo"}
     call = {"prompt": "Hi", "chat": False, "system": None, "max_new_tokens": 1, "stop": (), "as_json": False}
-    request = GenerateRequest(**call, **options, sampling=SamplingFlags(), quiet=False)
+    request = GenerateRequest(**call, **options, sampling=SamplingFlags(None, SamplingOptions()), quiet=False)
     assert request.wrap_config("cpu") == WrapConfig(eager_first=True)
     assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1, eager_first=True)
 
 
 @pytest.mark.parametrize("flag", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"])
 def test_one_option_of_sampling_is_enough_to_draw(flag: str) -> None:
-    assert SamplingFlags(**{flag: 1}).options()["do_sample"]  # type: ignore[arg-type]
-    assert not SamplingFlags().options()["do_sample"]
+    assert SamplingFlags(None, SamplingOptions(**{flag: 1})).options()["do_sample"]
+    assert not SamplingFlags(None, SamplingOptions()).options()["do_sample"]
 
 
 def test_what_is_not_given_is_left_to_the_model() -> None:
-    assert SamplingFlags().given(8, []) == {"max_tokens": 8}
-    assert SamplingFlags(False).given(8, []) == {"temperature": 0.0, "max_tokens": 8}
-    assert SamplingFlags(True).given(8, []) == {"temperature": 1.0, "max_tokens": 8}
-    assert SamplingFlags(True, 0.5, seed=1).given(8, ["."]) == {
+    nothing = SamplingOptions()
+    assert SamplingFlags(None, nothing).given(8, []) == {"max_tokens": 8}
+    assert SamplingFlags(False, nothing).given(8, []) == {"temperature": 0.0, "max_tokens": 8}
+    assert SamplingFlags(True, nothing).given(8, []) == {"temperature": 1.0, "max_tokens": 8}
+    assert SamplingFlags(True, SamplingOptions(temperature=0.5, seed=1)).given(8, ["."]) == {
         "temperature": 0.5,
         "seed": 1,
         "max_tokens": 8,

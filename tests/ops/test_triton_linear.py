@@ -322,7 +322,7 @@ def test_plain_pytorch(kind: str, dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 2048), ("fp32", 1)])
 def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
-    from compiled_llm_ops.kernels import logprobs as kernels
+    from compiled_llm_ops.sampling.kernels import logprobs as kernels
 
     numbers = dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "num_logprobs"), "i32")
     types = {"logits": f"*{dtype}", "tokens": "*i64", "likelier": "*i32", "packed": "*i32", **numbers}
@@ -339,7 +339,7 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocabulary", [5, 4225, *(pytest.param(one, marks=pytest.mark.whole) for one in (128, 9001))])
 def test_kernels(vocabulary: int, dtype: torch.dtype, kind: str, seed: int) -> None:
-    from compiled_llm_ops.kernels import logprobs as kernels
+    from compiled_llm_ops.sampling.kernels import logprobs as kernels
 
     logits, tokens = logits_of(kind, 3, vocabulary, dtype), torch.tensor([0, vocabulary - 1, -1])
     for num_logprobs in (0, min(7, vocabulary)):

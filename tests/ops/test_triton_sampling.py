@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm_ops import build_sampling, sample_tokens
-from compiled_llm_ops.contracts.sampling import SampleTokens
+from compiled_llm_ops.sampling.sampling import SampleTokens
 from support.ops.compiling import compiled
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.sampling_cases import (
@@ -54,8 +54,8 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
     from triton import knobs
     from triton.runtime import driver
 
-    from compiled_llm_ops.kernels import sampling as kernels
     from compiled_llm_ops.sampling import sampling
+    from compiled_llm_ops.sampling.kernels import sampling as kernels
 
     built: list[str] = []
     monkeypatch.setattr(driver, "_active", NoGpu())
@@ -75,7 +75,7 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 4096), ("fp16", 1), ("fp32", 8192)])
 def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
-    from compiled_llm_ops.kernels import sampling as kernels
+    from compiled_llm_ops.sampling.kernels import sampling as kernels
 
     int32 = ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent")
     types = {
@@ -90,7 +90,7 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
 
 
 def launch(*given: Any) -> Tensor:
-    from compiled_llm_ops.kernels import sampling as triton_sampling
+    from compiled_llm_ops.sampling.kernels import sampling as triton_sampling
 
     return triton_sampling.sample_tokens(SampleTokens(*given), NOT_A_TOKEN)
 

@@ -19,8 +19,9 @@ from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import DEMO, Source, locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, KvDtype
+from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.options.running import RunningOptions
-from compiled_llm.commands.options.sampling import SamplingFlags, check_range
+from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions, check_new_tokens
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.commands.remote.address import ApiKeyFile, Server, check_server, is_url, key_of
 
@@ -30,7 +31,9 @@ _OF_OWN_MODEL = (
 )
 
 
+@with_groups
 def chat(
+    *,
     context: typer.Context,
     model: Annotated[
         str | None,
@@ -46,12 +49,7 @@ def chat(
     api_key_file: ApiKeyFile = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="Begin the chat with this system message.")] = None,
     sample: shared.SampleInChats = None,
-    temperature: shared.Temperature = None,
-    top_k: shared.TopK = None,
-    top_p: shared.TopP = None,
-    min_p: shared.MinP = None,
-    repetition_penalty: shared.RepetitionPenalty = None,
-    seed: shared.Seed = None,
+    numbers: SamplingOptions,
     mode: shared.RunningMode = "cuda-graphs",
     eager_first: shared.EagerFirst = True,
     backend: shared.Backend = "auto",
@@ -67,8 +65,8 @@ def chat(
 ) -> None:
     """Chat with a model: in a terminal, or in a pipe with a question on each line. `/help` lists what you can type."""
     with readable_errors():
-        flags = SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        check_range("max_new_tokens", max_new_tokens)
+        flags = SamplingFlags(sample, numbers)
+        check_new_tokens(max_new_tokens)
         options = RunningOptions(
             mode=mode,
             backend=backend,

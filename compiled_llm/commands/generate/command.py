@@ -10,23 +10,21 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks
+from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.options.prompt import check_quoted, read_prompt
-from compiled_llm.commands.options.sampling import SamplingFlags
+from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions
 
 
+@with_groups
 def generate(
+    *,
     context: typer.Context,
     prompt: shared.Prompt = None,
     file: shared.PromptFile = None,
     chat: shared.ChatTemplate = False,
     system: shared.System = None,
     sample: shared.Sample = None,
-    temperature: shared.Temperature = None,
-    top_k: shared.TopK = None,
-    top_p: shared.TopP = None,
-    min_p: shared.MinP = None,
-    repetition_penalty: shared.RepetitionPenalty = None,
-    seed: shared.Seed = None,
+    numbers: SamplingOptions,
     model: Annotated[
         str,
         typer.Option(
@@ -70,7 +68,7 @@ def generate(
             prompt=read_prompt(prompt, file),
             chat=chat,
             system=system,
-            sampling=SamplingFlags(sample, temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            sampling=SamplingFlags(sample, numbers),
             max_new_tokens=max_new_tokens,
             stop=stop or [],
             model=model,

@@ -16,7 +16,7 @@ from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
 from compiled_llm.commands.options.prompt import check_system, encode
 from compiled_llm.commands.options.running import RunningOptions
-from compiled_llm.commands.options.sampling import SamplingFlags, check_range
+from compiled_llm.commands.options.sampling import SamplingFlags, check_new_tokens
 from compiled_llm.commands.preparation import Preparation
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class GenerateRequest(RunningOptions):
     as_json: bool
 
     def __post_init__(self) -> None:
-        check_range("max_new_tokens", self.max_new_tokens)
+        check_new_tokens(self.max_new_tokens)
         check_system(self.system, self.chat)
         if "" in self.stop:
             raise ValueError("--stop '': an empty text stops nothing; leave it out")

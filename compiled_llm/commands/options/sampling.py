@@ -2,71 +2,72 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "max_new_tokens": (lambda value: value >= 1, "at least 1"),
-    "temperature": (lambda value: 0 < value < math.inf, "above 0; --greedy takes the most likely token"),
-    "top_k": (lambda value: 0 <= value < 2**31, "at least 0, which is all tokens"),
-    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "from 0 to 1"),
-    "repetition_penalty": (lambda value: 0 < value < math.inf, "above 0"),
-    "seed": (lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1"),
-}
+from compiled_llm.commands.options.groups import OptionGroup
+from compiled_llm.commands.options.shared import sampling_option
+from compiled_llm.requests.sampling_params import NUMBERS, SamplingParams, holds
+
+_NUMBERS = {name: field for name, field in NUMBERS.items() if field.number.help is not None}
 
 
-@dataclass(frozen=True)
+class SamplingOptions(dict[str, float], OptionGroup):
+    """The options of the command line that are numbers of ``SamplingParams``; the model decides those left out."""
+
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[field.annotation | None, sampling_option(help=field.number.help)],
+            )
+            for name, field in _NUMBERS.items()
+        ]
+    )
+
+    def __init__(self, **numbers: float | None) -> None:
+        """Raise ValueError if a value is out of range."""
+        super().__init__({name: value for name, value in numbers.items() if value is not None})
+        for name, value in self.items():
+            number = _NUMBERS[name].number
+            if not holds(number.option_bounds or number.bounds, value):
+                raise ValueError(f"{_flag(name)} {value}: must be {number.option_must}")
+
+
 class SamplingFlags:
-    """Options of sampling; what is None the model decides, and whether to ``sample``, the other options."""
+    """Options of sampling; whether to ``sample``, if it is None, the numbers decide."""
 
-    sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if a value is out of range, or contradicts ``--greedy``."""
-        for name, value in self._given().items():
-            check_range(name, value)
-        drawing = [_flag(name) for name in self._given() if name != "repetition_penalty"]
-        if self.sample is False and drawing:
+    def __init__(self, sample: bool | None, numbers: SamplingOptions) -> None:
+        """Raise ValueError if a number contradicts ``--greedy``."""
+        self._sample = sample
+        self._numbers = numbers
+        drawing = [_flag(name) for name in numbers if _NUMBERS[name].number.draws]
+        if sample is False and drawing:
             raise ValueError(f"--greedy draws nothing, so it does not go with {', '.join(drawing)}")
 
     @property
-    def draws(self) -> bool:
-        return bool(self._given()) if self.sample is None else self.sample
+    def seed(self) -> int | None:
+        return None if (seed := self._numbers.get("seed")) is None else int(seed)
 
     def options(self) -> dict[str, Any]:
-        settings = {name: value for name, value in self._given().items() if name != "seed"}
-        return {"do_sample": self.draws, **settings}
+        settings = {name: value for name, value in self._numbers.items() if name != "seed"}
+        return {"do_sample": bool(self._numbers) if self._sample is None else self._sample, **settings}
 
     def given(self, max_tokens: int, stop: Sequence[str]) -> dict[str, Any]:
         """Return what was given, by names of ``SamplingParams`` and of the API; ValueError if one is impossible."""
-        from compiled_llm.requests.sampling_params import SamplingParams
-
-        drawn: dict[str, Any] = {} if self.sample is None else {"temperature": 1.0 if self.sample else 0.0}
-        given = {**drawn, **self._given(), "max_tokens": max_tokens, **({"stop": list(stop)} if stop else {})}
+        drawn: dict[str, Any] = {} if self._sample is None else {"temperature": 1.0 if self._sample else 0.0}
+        given = {**drawn, **self._numbers, "max_tokens": max_tokens, **({"stop": list(stop)} if stop else {})}
         SamplingParams(**given)  # checks them
         return given
 
-    def _given(self) -> dict[str, float]:
-        values = dataclasses.asdict(self)
-        del values["sample"]
-        return {name: value for name, value in values.items() if value is not None}
 
-
-def check_range(name: str, value: float) -> None:
-    """Raise ValueError if a number of the command line is out of range."""
-    holds, wanted = _RANGES[name]
-    if not holds(value):
-        raise ValueError(f"{_flag(name)} {value}: must be {wanted}")
+def check_new_tokens(most: int) -> None:
+    """Raise ValueError if there are none."""
+    if most < 1:
+        raise ValueError(f"--max-new-tokens {most}: must be at least 1")
 
 
 def _flag(name: str) -> str:

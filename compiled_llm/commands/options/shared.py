@@ -13,7 +13,7 @@ from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageCh
 INPUT, SAMPLING, MODEL, OUTPUT = "Input", "Sampling", "Model", "Output"
 
 _input = partial(typer.Option, rich_help_panel=INPUT)
-_sampling = partial(typer.Option, rich_help_panel=SAMPLING)
+sampling_option = partial(typer.Option, rich_help_panel=SAMPLING)
 _model = partial(typer.Option, rich_help_panel=MODEL)
 _output = partial(typer.Option, rich_help_panel=OUTPUT)
 
@@ -34,42 +34,19 @@ System = Annotated[str | None, _input("--system", metavar="TEXT", help="Begin th
 
 SampleInChats = Annotated[
     bool | None,
-    _sampling(
+    sampling_option(
         "--sample/--greedy",
         help="Sample each token, or always take the most likely one. The default is in the model's generation config.",
     ),
 ]
 Sample = Annotated[
     bool | None,
-    _sampling(
+    sampling_option(
         "--sample/--greedy",
         help="Sample each token, or always take the most likely one. Greedy is the default, unless an option below is "
         "given.",
     ),
 ]
-Temperature = Annotated[
-    float | None, _sampling("--temperature", help="Sample more freely with values above 1, and more strictly below 1.")
-]
-TopK = Annotated[int | None, _sampling("--top-k", help="Sample only among the k most likely tokens; 0 means all.")]
-TopP = Annotated[
-    float | None,
-    _sampling("--top-p", help="Sample only among the most likely tokens that together have this probability."),
-]
-MinP = Annotated[
-    float | None,
-    _sampling(
-        "--min-p", help="Sample only among tokens that are at least this fraction as likely as the most likely one."
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    _sampling(
-        "--repetition-penalty",
-        help="Make tokens that occurred before less likely, with values above 1; also with --greedy.",
-    ),
-]
-Seed = Annotated[int | None, _sampling("--seed", help="Make sampling repeatable: the same seed gives the same text.")]
-
 ModelPlace = Annotated[
     str | None, typer.Argument(help="The model: a folder, a GGUF file, a hub id, or `demo`.", show_default=False)
 ]

@@ -25,8 +25,7 @@ class Draws:
         if self._seeds is None:
             return scores.argmax(dim=-1)
         if self._tables is None:
-            self._tables = SamplingTables.allocate(0, scores.shape[1], scores.device)
-            self._tables.temperature.fill_(1.0)
+            self._tables = SamplingTables.drawing(scores.shape[1], scores.device)
         positions = self._positions
         self._positions = positions + 1
         slots = torch.zeros_like(positions)  # one for all rows, since nothing is counted

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.bias import ALWAYS, NO_BIASES
+from compiled_llm.requests.sampling_params import SamplingNumbers
 from compiled_llm_ops import (
     BIASED,
     CLEANED,
@@ -31,22 +33,16 @@ from compiled_llm_ops import (
     NOT_A_TOKEN as NOT_A_TOKEN,
     sample_tokens,
 )
+from compiled_llm_ops.sampling.sampling import NUMBERS as NUMBERS_OF_OP, SampleTokens
 
 _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class Sampling:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sampling(SamplingNumbers):
     """How one row's tokens are sampled.
 
     Attributes:
-        temperature: divides the logits; 0.0 takes the most likely token.
-        top_k: draw among the k most likely; 0 for all.
-        top_p: draw among the most likely that together exceed this probability; 1.0 for all.
-        min_p: draw among those at least this times as likely as the most likely; 0.0 for all.
-        repetition_penalty: divides positive logits of tokens seen before, multiplies negative ones; 1.0 for none.
-        presence_penalty: subtracted from logits of tokens that the answer has.
-        frequency_penalty: subtracted for each time that the answer has a token.
         cleaned: NaN becomes 0 and infinities become finite.
         seed: decides the row's draws.
         seen: ``[n]`` int64, tokens of the prompt that count as seen.
@@ -58,13 +54,6 @@ class Sampling:
         deferred: its token is sampled by a launch of its own, once the host has seen the tokens before it.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     cleaned: bool = False
     seed: int = 0
     seen: NDArray[np.int64] = field(default_factory=lambda: _NO_TOKENS)
@@ -109,17 +98,7 @@ class Sampling:
         return not self.biases.size or bool((first == 0).all() and (end == ALWAYS).all())
 
 
-NUMBERS = {
-    "temperature": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "min_p": torch.float32,
-    "adjustments": torch.int32,
-    "repetition_penalty": torch.float32,
-    "presence_penalty": torch.float32,
-    "frequency_penalty": torch.float32,
-    "seed": torch.int64,
-}
+NUMBERS = {**NUMBERS_OF_OP, "seed": torch.int64}
 """The attributes of ``Sampling`` that are one number a row, and what they are on the device."""
 
 
@@ -128,9 +107,8 @@ class SamplingTables(NamedTuple):
 
     Attributes:
         next_token: ``[X]`` int64, the last sampled token, the row's next input.
-        top_k: ``[X]`` int32.
-        adjustments: ``[X]`` int32, flags: the tables below that change the row's logits.
         seed: ``[X]`` int64.
+        numbers: ``[X]`` each, those of the op, in its order.
         counts: ``[X, V]`` int16, twice how often the answer has a token, and 1 more if the prompt has it.
         allowed: ``[X, ceil(V / 32)]`` int32, a bit for each token.
         biases: ``[X, 4 + MAX_FOLLOWED, MAX_BIASES]`` int32, packed, their steps as positions.
@@ -138,30 +116,35 @@ class SamplingTables(NamedTuple):
     """
 
     next_token: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    adjustments: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
     seed: Tensor
+    numbers: tuple[Tensor, ...]
     counts: Tensor
     allowed: Tensor
     biases: Tensor
     recent: Tensor
 
     @classmethod
-    def allocate(cls, rows: int, vocabulary: int, device: torch.device) -> SamplingTables:
-        """Allocate for ``rows`` rows and one for padding; all are greedy."""
-        entries = rows + 1
-        numbers = {
-            name: torch.full((entries,), getattr(GREEDY, name), dtype=dtype, device=device)
-            for name, dtype in NUMBERS.items()
+    def drawing(cls, vocabulary: int, device: torch.device) -> SamplingTables:
+        """Allocate tables of one entry, that draws among all tokens."""
+        own = Sampling()
+        columns = {
+            name: torch.full((1,), getattr(own, name), dtype=dtype, device=device) for name, dtype in NUMBERS.items()
         }
-        next_token = torch.zeros(entries, dtype=torch.int64, device=device)
-        return cls(next_token=next_token, **numbers, **wide_tables(entries, vocabulary, device))
+        columns["next_token"] = torch.zeros(1, dtype=torch.int64, device=device)
+        return cls.of(columns, wide_tables(1, vocabulary, device))
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> SamplingTables:
+        """Return the tables; ``columns`` are ``next_token`` and ``NUMBERS``, by name."""
+        numbers = tuple(columns[name] for name in NUMBERS_OF_OP)
+        return cls(columns["next_token"], columns["seed"], numbers, **wide)
+
+    def arguments(
+        self, logits: Tensor, seeds: Tensor, slots: Tensor, positions: Tensor, deferred: bool = False
+    ) -> SampleTokens:
+        """Return the arguments of ``sample_tokens`` for these rows."""
+        wide = (self.counts, self.allowed, self.biases, self.recent)
+        return SampleTokens._make((logits, seeds, slots, positions, *self.numbers, *wide, deferred))
 
 
 def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str, Tensor]:
@@ -199,7 +182,4 @@ def sample_with_seeds(
     seeds: Tensor, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, deferred: bool = False
 ) -> Tensor:
     """Sample each row's next token with these seeds, ``[B]`` int64, and do not store it; otherwise as ``sample``."""
-    filters = (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
-    penalties = (tables.repetition_penalty, tables.presence_penalty, tables.frequency_penalty)
-    wide = (tables.counts, tables.allowed, tables.biases, tables.recent)
-    return sample_tokens(logits, seeds, slots, positions, *filters, tables.adjustments, *penalties, *wide, deferred)
+    return sample_tokens(*tables.arguments(logits, seeds, slots, positions, deferred))

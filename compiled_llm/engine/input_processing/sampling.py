@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.sampling.bias import BARRED, Bias, packed_values
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.requests.sampling_params import SEEDS, SamplingParams
+from compiled_llm.requests.sampling_params import SAMPLED_BY, SEEDS, SamplingParams
 from compiled_llm_ops import MAX_BIASES, MAX_FOLLOWED
 
 _COLDEST, _HOTTEST = 1e-20, 1e20
@@ -39,13 +39,7 @@ class RequestSampling:
         words = list(_bad_words(params.bad_words or (), tokenizer))
         self._params = params
         self._shared = Sampling(
-            temperature=min(max(float(params.temperature), _COLDEST), _HOTTEST) if params.temperature else 0.0,
-            top_k=max(0, int(params.top_k)),
-            top_p=float(params.top_p),
-            min_p=float(params.min_p),
-            repetition_penalty=float(params.repetition_penalty),
-            presence_penalty=float(params.presence_penalty),
-            frequency_penalty=float(params.frequency_penalty),
+            **_numbers(params),
             biases=_biases(params, ends, words),
             mask=mask_of(vocabulary, params.allowed_token_ids, [word[0] for word in words if len(word) == 1]),
         )
@@ -73,6 +67,14 @@ class RequestSamplings:
         if id(params) not in self._known:
             self._known[id(params)] = params, RequestSampling(params, ends, vocabulary, tokenizer)
         return self._known[id(params)][1]
+
+
+def _numbers(params: SamplingParams) -> dict[str, Any]:
+    numbers = {name: type(field.default)(getattr(params, name)) for name, field in SAMPLED_BY.items()}
+    numbers["top_k"] = max(0, numbers["top_k"])
+    if numbers["temperature"]:
+        numbers["temperature"] = min(max(numbers["temperature"], _COLDEST), _HOTTEST)
+    return numbers
 
 
 def _check_tokens(params: SamplingParams, vocabulary: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm_ops import COUNTED, top_logprobs
 from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
-from compiled_llm_ops.sampling.filters import Filters, filtered
+from compiled_llm_ops.sampling.sampling import Filters, SampleTokens, filtered
 
 _AT_ONCE = 2**24
 """Numbers of ``[R, V]`` float32 that are sorted together."""
@@ -105,19 +105,21 @@ def processed(logits: Tensor, tokens: Tensor, draws: SampledDraws) -> Tensor:
     the most likely token keeps all.
     """
     slots, positions, tables, kinds = draws
+    given = tables.arguments(logits, tables.seed, slots, positions)
     scores = logits.float()
     if kinds:
-        counts = _counts_before(tables, slots, tokens)
-        scores = adjusted(logits, Places(slots, positions), AdjustmentTables.of(tables), counts, kinds)
-    greedy, temperature = tables.temperature[slots] == 0, tables.temperature[slots]
+        counts = _counts_before(given, tokens)
+        scores = adjusted(logits, Places(slots, positions), AdjustmentTables.of(given), counts, kinds)
+    temperature = given.temperature[slots]
+    greedy = temperature == 0
     scores = scores / torch.where(greedy, 1.0, temperature)[:, None]
-    kept = filtered(scores, Filters(tables.top_k[slots], tables.top_p[slots], tables.min_p[slots]))
+    kept = filtered(scores, Filters.of(given, slots))
     return torch.where(greedy[:, None], scores, kept)
 
 
-def _counts_before(tables: SamplingTables, slots: Tensor, tokens: Tensor) -> Tensor:
+def _counts_before(given: SampleTokens, tokens: Tensor) -> Tensor:
     """Return ``[R, V]`` int16, the rows' counts before they sampled ``tokens``."""
-    counts, at = tables.counts[slots], tokens.clamp(min=0)[:, None]
+    counts, at = given.counts[given.slots], tokens.clamp(min=0)[:, None]
     after = counts.gather(1, at)
-    counted = (tables.adjustments[slots] & COUNTED != 0)[:, None] & (tokens >= 0)[:, None] & (after > 1)
+    counted = (given.adjustments[given.slots] & COUNTED != 0)[:, None] & (tokens >= 0)[:, None] & (after > 1)
     return counts.scatter(1, at, torch.where(counted, after - 2, after))

@@ -51,7 +51,7 @@ class SlotSettings:
         self._staging = staging
         columns = {name: arena[name] for name in ("next_token", *NUMBERS)}
         entries, device = len(columns["next_token"]), columns["next_token"].device
-        self.tables = SamplingTables(**columns, **_static(wide_tables(entries, vocabulary, device)))
+        self.tables = SamplingTables.of(columns, _static(wide_tables(entries, vocabulary, device)))
         self._settings = [GREEDY] * entries
         self.deferring: set[int] = set()
         self._masked: set[int] = set()
@@ -151,7 +151,7 @@ class SlotSettings:
                 part.index_copy_(0, slots, values)
 
 
-def _static(tables: dict[str, Tensor]) -> dict[str, Tensor]:
+def _static(tables: dict[str, Tensor]) -> dict[str, Any]:
     return {name: mark_for_any_room(table) for name, table in tables.items()}
 
 

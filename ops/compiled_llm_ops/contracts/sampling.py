@@ -29,26 +29,6 @@ TILE = 64  # so many neighbouring tokens race as one first
 OF_TILES, OF_TOKENS = 0, 1  # the use of a random number: a part of the generator's counter
 
 
-class SampleTokens(NamedTuple):
-    logits: Tensor
-    seeds: Tensor
-    slots: Tensor
-    positions: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    adjustments: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    counts: Tensor
-    allowed: Tensor
-    biases: Tensor
-    recent: Tensor
-    deferred: bool = False
-
-
 class TopLogprobs(NamedTuple):
     logits: Tensor
     tokens: Tensor

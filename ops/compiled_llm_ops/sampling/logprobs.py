@@ -67,7 +67,7 @@ def _of_some(logits: Tensor, tokens: Tensor, num_logprobs: int) -> Tensor:
 
 @kernel_of(top_logprobs, "CUDA")
 def _cuda(args: TopLogprobs) -> Tensor:
-    from compiled_llm_ops.kernels import logprobs as triton_logprobs
+    from compiled_llm_ops.sampling.kernels import logprobs as triton_logprobs
 
     _check(args)
     if args.logits.dtype == torch.float64:

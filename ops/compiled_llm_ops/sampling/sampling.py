@@ -1,42 +1,57 @@
-"""Samples the next tokens, with settings for each row."""
+"""The op that samples the next tokens, and what its filters keep."""
 
-# A draw is a race among the tokens that the filters keep, see ``race``.
-# Shapes: B rows, V vocabulary, X entries of the tables of settings.
+# Shapes: B rows, R of them, V vocabulary, X entries of the tables of settings.
 
 from __future__ import annotations
 
 import math
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.sampling import (
-    COUNTED,
-    DEFERRED,
-    FOLLOWING,
-    MAX_BIASES,
-    MAX_FOLLOWED,
-    TILE,
-    SampleTokens,
-)
-from compiled_llm_ops.library import define_op, kernel_of
-from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
-from compiled_llm_ops.sampling.race import winners
+from compiled_llm_ops.library import define_op
 
 NOT_A_TOKEN = -1
 """Stands for the next token of a row that is to be drawn from logits that are NaN, +inf or all -inf: none can be."""
 
-_MAX_COUNTED = 2**15 - 1
-
-_builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
-_builds: list[Future[None]] = []  # that a launch has not waited for yet
-
 # So many of the most likely tokens are searched for a nucleus before the whole vocabulary is sorted.
 _LIKELY = 1024
+
+
+class SampleTokens(NamedTuple):
+    """The arguments of ``sample_tokens``."""
+
+    logits: Tensor
+    seeds: Tensor
+    slots: Tensor
+    positions: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    adjustments: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    counts: Tensor
+    allowed: Tensor
+    biases: Tensor
+    recent: Tensor
+    deferred: bool = False
+
+
+NUMBERS = {
+    "temperature": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "adjustments": torch.int32,
+    "repetition_penalty": torch.float32,
+    "presence_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
+}
+"""The arguments that are a number an entry, as they stand one after the other, and their dtypes."""
 
 
 @define_op(SampleTokens, writes=("counts", "recent"))
@@ -86,162 +101,49 @@ def sample_tokens(args: SampleTokens) -> Tensor:
     Source:
         Order and sets are those of transformers' logits processors; presence and frequency penalty are those of
         OpenAI's API. Top-p: https://arxiv.org/abs/1904.09751, min-p: https://arxiv.org/abs/2407.01082. On CUDA
-        ``kernels.sampling``.
+        ``sampling.kernels.sampling``.
     """
     return args.logits.new_empty(args.logits.shape[0], dtype=torch.int64)
 
 
-def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Begin to build the kernels that ``sample_tokens`` launches on a CUDA device; the first launch waits for them.
+class Filters(NamedTuple):
+    """The filters of rows."""
 
-    Triton takes 10 s for them unless it has them in its cache, most of it without the GIL: on a thread, so that models
-    are traced and compiled meanwhile. On a CPU there is nothing to build.
+    top_k: Tensor  # ``[R]`` integers; 0, or V and more, for all
+    top_p: Tensor  # ``[R]`` float32; 1.0 for all
+    min_p: Tensor  # ``[R]`` float32; 0.0 for all
+
+    @classmethod
+    def of(cls, args: SampleTokens, slots: Tensor) -> Filters:
+        """Return those of the rows with these slots ``[R]``."""
+        return cls(*(getattr(args, name)[slots] for name in cls._fields))
+
+
+def filtered(scores: Tensor, filters: Filters) -> Tensor:
+    """Return ``[R, V]`` scores, -inf for tokens that ``sample_tokens`` does not draw; without waiting for the device.
+
+    ``scores`` are ``[R, V]`` float32, divided by the temperature.
     """
-    if device.type == "cuda":
-        _builds.append(_builder.submit(_build, vocabulary, dtype, device))
+    ordered = scores.sort(dim=-1, descending=True).values
+    limit = torch.where(filters.top_k > 0, filters.top_k, scores.shape[1]).long().clamp(max=scores.shape[1]) - 1
+    smallest = ordered.gather(1, limit[:, None])
+    smallest = smallest.maximum(_smallest_of_top_p(ordered, smallest, filters.top_p[:, None]))
+    smallest = smallest.maximum(ordered[:, :1] + filters.min_p.log()[:, None])
+    return scores.masked_fill(scores < smallest, -math.inf)
 
 
-def _build(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
-    from compiled_llm_ops.kernels import sampling as triton_sampling
-
-    logits = torch.empty(1, vocabulary, dtype=torch.float32 if dtype == torch.float64 else dtype, device="meta")
-    of_one = _shapes(1, 1, vocabulary).items()
-    others: dict[str, Any] = {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in of_one}
-    with torch.cuda.device(device):
-        triton_sampling.build(SampleTokens(logits, **others), NOT_A_TOKEN)
-
-
-def _wait_for_builds() -> None:
-    for build in tuple(_builds):
-        build.exception()  # what has gone wrong there goes wrong again at the launch
-        with suppress(ValueError):  # another thread has waited, too
-            _builds.remove(build)
+def _smallest_of_top_p(ordered: Tensor, smallest: Tensor, top_p: Tensor) -> Tensor:
+    """Return ``[R, 1]``, the last of the largest scores that together have ``top_p`` of those from ``smallest`` on."""
+    weights = (ordered - ordered[:, :1]).exp_().masked_fill_(ordered < smallest, 0)
+    mass = weights.cumsum(dim=-1, dtype=torch.float64)
+    short = (mass < mass[:, -1:] * top_p.double()).sum(dim=-1, keepdim=True)
+    last = short.clamp(max=ordered.shape[1] - 1)
+    return torch.where(top_p < 1, ordered.gather(1, last), -math.inf)
 
 
-def _check(args: SampleTokens) -> None:
-    logits = args.logits
-    if logits.dim() != 2 or not logits.dtype.is_floating_point:
-        raise ValueError(f"sample_tokens: logits must be [B, V] floats; got {list(logits.shape)} {logits.dtype}")
-    rows, vocabulary = logits.shape
-    for name, (shape, dtype) in _shapes(rows, args.temperature.shape[0], vocabulary).items():
-        tensor = getattr(args, name)
-        if list(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"sample_tokens: {name} must be {shape} {dtype}, contiguous; got {list(tensor.shape)} {tensor.dtype}"
-            )
-
-
-def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[int], torch.dtype]]:
-    """Return the shape and dtype of each tensor but the logits."""
-    return {
-        "seeds": ([rows], torch.int64),
-        "slots": ([rows], torch.int64),
-        "positions": ([rows], torch.int64),
-        "temperature": ([entries], torch.float32),
-        "top_k": ([entries], torch.int32),
-        "top_p": ([entries], torch.float32),
-        "min_p": ([entries], torch.float32),
-        "adjustments": ([entries], torch.int32),
-        "repetition_penalty": ([entries], torch.float32),
-        "presence_penalty": ([entries], torch.float32),
-        "frequency_penalty": ([entries], torch.float32),
-        "counts": ([entries, vocabulary], torch.int16),
-        "allowed": ([entries, -(-vocabulary // 32)], torch.int32),
-        "biases": ([entries, 4 + MAX_FOLLOWED, MAX_BIASES], torch.int32),
-        "recent": ([entries, MAX_FOLLOWED + 1], torch.int32),
-    }
-
-
-@kernel_of(sample_tokens, "CPU")
-def _cpu(args: SampleTokens) -> Tensor:
-    _check(args)
-    slots = args.slots.numpy()  # for a few numbers, NumPy takes a tenth of PyTorch's time
-    adjustments = args.adjustments.numpy()[slots]
-    if not (args.deferred or adjustments.any() or args.temperature.numpy()[slots].any()):
-        return args.logits.max(dim=-1).indices  # what most rows want
-    served = torch.from_numpy((adjustments & DEFERRED != 0) == args.deferred)
-    if bool(served.all()):
-        return _sample_rows(args)
-    sampled = torch.full_like(args.slots, NOT_A_TOKEN)
-    if bool(served.any()):
-        columns = {name: getattr(args, name)[served] for name in ("logits", "seeds", "slots", "positions")}
-        sampled[served] = _sample_rows(args._replace(**columns))
-    return sampled
-
-
-def _sample_rows(args: SampleTokens) -> Tensor:
-    slots, temperature, adjustments = args.slots, args.temperature[args.slots], args.adjustments[args.slots]
-    scale = torch.where(temperature == 0, 1.0, temperature)[:, None]
-    scores = _adjusted(args, adjustments)
-    if bool((scale != 1).any()):
-        scores = scores / scale
-    best, sampled = scores.max(dim=-1)
-    greedy = temperature == 0
-    usable = greedy | ((best > -math.inf) & (best < math.inf))  # both are False for NaN
-    if not bool(greedy.all()):
-        sampled = torch.where(greedy, sampled, _draw(args, scores))
-    sampled = torch.where(usable, sampled, NOT_A_TOKEN)
-    _count(args.counts, slots, sampled, usable & (adjustments & COUNTED != 0))
-    remembered = usable & (adjustments // FOLLOWING & MAX_FOLLOWED > 0)
-    at = args.positions[remembered] % (MAX_FOLLOWED + 1)
-    args.recent[slots[remembered], at] = sampled[remembered].int()
-    return sampled
-
-
-def _count(counts: Tensor, slots: Tensor, sampled: Tensor, counted: Tensor) -> None:
-    at = slots[counted], sampled[counted]
-    before = counts[at]
-    counts[at] = torch.where(before < _MAX_COUNTED - 1, before + 2, before)
-
-
-def _adjusted(args: SampleTokens, adjustments: Tensor) -> Tensor:
-    """Return ``[B, V]`` float32 logits with the logit adjustments ``[B]`` of their rows."""
-    logits = args.logits.float()
-    rows = adjustments.nonzero()[:, 0]
-    if len(rows) == 0:
-        return logits
-    slots = args.slots[rows]
-    kinds = int(np.bitwise_or.reduce(adjustments[rows].numpy()))
-    places = Places(slots, args.positions[rows])
-    scores = adjusted(logits[rows], places, AdjustmentTables.of(args), args.counts[slots], kinds)
-    return scores if len(rows) == len(logits) else logits.index_copy(0, rows, scores)
-
-
-# ---- the draw
-
-
-def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
-    """Return ``[B]`` int64, drawn from ``scores`` ``[B, V]`` with the filters of their rows."""
-    top_k, top_p, min_p = (table[args.slots] for table in (args.top_k, args.top_p, args.min_p))
-    tiles = _tiled(scores)
-    numbers = torch.arange(tiles.shape[1], device=scores.device)[None]
-    if bool(((top_k > 0) & (top_k < scores.shape[1])).all()):
-        tiles, numbers = _candidates(tiles, top_k)
-    smallest = smallest_kept(tiles.flatten(1), top_k, top_p, min_p)
-    if bool((smallest > -math.inf).any()):
-        tiles = tiles.masked_fill(tiles < smallest[:, None, None], -math.inf)
-    return winners(tiles, numbers, args.seeds, args.positions)
-
-
-def _tiled(scores: Tensor) -> Tensor:
-    """Return ``scores`` ``[B, V]`` as ``[B, C, TILE]``, -inf for tokens that the vocabulary lacks."""
-    rows, vocabulary = scores.shape
-    return torch.nn.functional.pad(scores, (0, -vocabulary % TILE), value=-math.inf).view(rows, -1, TILE)
-
-
-def _candidates(tiles: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return those of ``tiles`` ``[B, C, TILE]`` that top-k can keep tokens of, and their numbers, in order."""
-    # As many tiles as top-k keeps tokens reach the k-th largest maximum of a tile, so the k-th largest score does.
-    peaks = tiles.amax(dim=-1)
-    most = min(int(top_k.max()), peaks.shape[1])
-    kth = peaks.topk(most).values.gather(1, (top_k.long() - 1).clamp(max=most - 1)[:, None])
-    width = max(1, int((peaks >= kth).sum(dim=-1).max()))
-    likely = peaks.topk(width).indices.sort(dim=-1).values
-    return tiles.gather(1, likely[:, :, None].expand(-1, -1, TILE)), likely
-
-
-def smallest_kept(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def smallest_kept(scores: Tensor, filters: Filters) -> Tensor:
     """Return ``[B]`` float32, the scores of ``[B, V]`` from which on a row's tokens are kept; -inf where all are."""
+    top_k, top_p, min_p = filters
     smallest = scores.new_full(top_k.shape, -math.inf)
     limited, nucleus = (top_k > 0) & (top_k < scores.shape[1]), top_p < 1
     most = 0
@@ -270,16 +172,3 @@ def _nucleus(scores: Tensor, smallest: Tensor, top_p: Tensor, likely: int) -> Te
     if likely < scores.shape[1] and bool(missing.any()):
         return _nucleus(scores, smallest, top_p, scores.shape[1])
     return found
-
-
-@kernel_of(sample_tokens, "CUDA")
-def _cuda(args: SampleTokens) -> Tensor:
-    from compiled_llm_ops.kernels import sampling as triton_sampling
-
-    _check(args)
-    if args.logits.dtype == torch.float64:
-        args = args._replace(logits=args.logits.float())
-    if _builds:
-        _wait_for_builds()
-    with torch.cuda.device_of(args.logits):
-        return triton_sampling.sample_tokens(args, NOT_A_TOKEN)

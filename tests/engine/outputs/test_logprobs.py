@@ -32,7 +32,7 @@ from compiled_llm.requests.outputs import Completion, Logprob, RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.streams import Token
 from compiled_llm_ops import sample_tokens
-from compiled_llm_ops.contracts.sampling import SampleTokens
+from compiled_llm_ops.sampling.sampling import SampleTokens
 from engine.test_engine import GREEDY, some_prompts, tiny, wrapped
 from support.ops.sampling_cases import BRANCHES, EDITED, arguments, distribution, warped
 
@@ -161,7 +161,10 @@ def test_scores_are_those_that_tokens_were_drawn_from(settings, seed):
 
 
 def draws_of(given: SampleTokens) -> SampledDraws:
-    tables: Any = SimpleNamespace(**given._asdict())
+    def arguments_of(logits: torch.Tensor, seeds: torch.Tensor, *places: torch.Tensor) -> SampleTokens:
+        return SampleTokens(logits, seeds, *places, *given[4:])
+
+    tables: Any = SimpleNamespace(seed=given.seeds, arguments=arguments_of)
     return SampledDraws(given.slots, given.positions, tables, int(np.bitwise_or.reduce(given.adjustments.numpy())))
 
 

@@ -177,8 +177,8 @@ def test_settings_whose_writing_failed_are_written_again(monkeypatch):
     slots.admit([second], [masked])
     arena.flush()
     assert slots.tables.allowed[second.slot].tolist() == [~2]
-    assert slots.tables.adjustments[second.slot] == masked.adjustments
+    assert arena["adjustments"][second.slot] == masked.adjustments
     second.leave_slot()
     slots.admit([third], [None])
     arena.flush()
-    assert slots.tables.adjustments[third.slot] == 0
+    assert arena["adjustments"][third.slot] == 0

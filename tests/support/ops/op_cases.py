@@ -17,7 +17,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm_ops import Geometry, append_paged_kv, register_variant
-from compiled_llm_ops.contracts.sampling import SampleTokens
+from compiled_llm_ops.sampling.sampling import SampleTokens
 from support.ops.cascade_rows import CascadeRows
 from support.ops.expert_rows import ExpertRows
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows

@@ -33,8 +33,9 @@ from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slot_settings import SlotSettings
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm_ops import COUNTED
-from compiled_llm_ops.contracts.sampling import OF_TILES, OF_TOKENS, TILE, SampleTokens
+from compiled_llm_ops.contracts.sampling import OF_TILES, OF_TOKENS, TILE
 from compiled_llm_ops.sampling.race import exponentials
+from compiled_llm_ops.sampling.sampling import SampleTokens
 
 BRANCHES = [
     Sampling(temperature=0.0),
@@ -205,8 +206,7 @@ def arguments(logits: Tensor, seeds: Tensor, settings: Sequence[Sampling], posit
     device = logits.device
     tables = tables_of(list(reversed(settings)), logits.shape[1], str(device))
     slots = torch.arange(len(settings), device=device).flip(0)
-    named = {name: table for name, table in tables._asdict().items() if name not in ("next_token", "seed")}
-    return SampleTokens(logits, seeds.to(device), slots, torch.full_like(slots, position), **named)
+    return tables.arguments(logits, seeds.to(device), slots, torch.full_like(slots, position))
 
 
 def counted_after(given: SampleTokens) -> Callable[[Tensor], Tensor]:

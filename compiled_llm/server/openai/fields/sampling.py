@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, create_model
 from pydantic_core import PydanticCustomError
 
 from compiled_llm.requests.default_sampling import with_defaults
-from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.sampling_params import NUMBERS, SAMPLED_BY, NumberField, SamplingParams
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.fields.response_format import ResponseFormat
@@ -32,12 +32,25 @@ def _of_few_characters(given: Any) -> Any:
 
 Short = AfterValidator(_of_few_characters)  # texts that are looked for in each answer
 
+_NUMBERS = (*SAMPLED_BY, "seed", "min_tokens")
 _SAME_NAMES = (
-    *("n", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "bad_words"),
+    *("n", *_NUMBERS, "stop", "stop_token_ids", "ignore_eos", "bad_words"),
     *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens"),
 )
 """Fields that ``SamplingParams`` has by the same name."""
+
+
+def _field_of(field: NumberField) -> tuple[Any, None]:
+    bounds: Any = field.number.http_bounds or field.number.bounds
+    return Annotated[field.annotation | None, Field(**bounds)], None
+
+
+if TYPE_CHECKING:
+    NumberFields = FormFields
+else:
+    NumberFields = create_model(
+        "NumberFields", __base__=FormFields, **{name: _field_of(NUMBERS[name]) for name in _NUMBERS}
+    )
 
 
 class StreamOptions(Body):
@@ -48,24 +61,15 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[bool | None, NoEffect("chunks are never padded")] = None
 
 
-class SamplingFields(FormFields):
+class SamplingFields(NumberFields):
     """Fields of every kind of request: how its answer is sampled, and how its prompt is read."""
 
     model: str | None = None
-    temperature: Annotated[float | None, Field(ge=0)] = None
-    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    seed: Annotated[int | None, Field(ge=-1, lt=2**62)] = None
     stop: Annotated[str | Several[str] | None, Short] = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     logit_bias: dict[str, int | float] | None = None
     stream: bool | None = None
     user: Annotated[str | None, NoEffect("nothing is kept of users; with --salt-caches, it is a salt")] = None
 
-    top_k: Annotated[int | None, Field(ge=-1)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[float | None, Field(ge=1e-6, le=1e6)] = None
-    min_tokens: Annotated[int | None, Field(ge=0)] = None
     stop_token_ids: Several[int] | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[Several[str] | None, Short] = None

@@ -31,9 +31,9 @@ from compiled_llm_ops.contracts.sampling import (
     MAX_BIASES,
     MAX_FOLLOWED,
     TILE,
-    SampleTokens,
 )
-from compiled_llm_ops.kernels.race import log_exponentials_of_tiles, log_exponentials_of_tokens
+from compiled_llm_ops.sampling.kernels.race import log_exponentials_of_tiles, log_exponentials_of_tokens
+from compiled_llm_ops.sampling.sampling import SampleTokens
 
 _TILE = tl.constexpr(TILE)
 _SPAN = tl.constexpr(2048)

@@ -1,0 +1,1 @@
+"""The Triton kernels of sampling and of log-probabilities."""
