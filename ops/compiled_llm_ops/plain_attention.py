@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,9 +35,9 @@ def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) ->
         return both[..., :head_dim], both[..., head_dim:]
     _, _, kv_heads, page_size, padded = pages.shape
     # Whole [S, D'] pieces, in the order they are wanted in: one copy instead of two.
-    heads = torch.arange(2 * kv_heads, dtype=numbers.dtype, device=numbers.device)
-    pages_of, heads_of = as_arrays(numbers, heads.view(2, *[1] * (numbers.dim() - 1), kv_heads, 1))
-    pieces = pages_of[..., None, :] * (2 * kv_heads) + heads_of
+    (pages_of,) = as_arrays(numbers)
+    heads: Any = torch.arange(2 * kv_heads, device=numbers.device) if numbers.is_cuda else np.arange(2 * kv_heads)
+    pieces = pages_of[..., None, :] * (2 * kv_heads) + heads.reshape(2, *[1] * (numbers.dim() - 1), kv_heads, 1)
     chosen = torch.as_tensor(pieces.reshape(-1), device=numbers.device)
     gathered = as_bytes(pages).view(-1, page_size * padded).index_select(0, chosen)
     if gathered.dtype != pages.dtype:

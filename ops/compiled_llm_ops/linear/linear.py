@@ -83,8 +83,10 @@ def rows_left(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_left(rows: Tensor, weight: Tensor) -> Tensor:
-    columns = (rows if len(rows) > 1 else torch.cat([rows, rows])).t()  # with one, MKL would multiply a vector
-    return torch.mm(weight, columns)[:, : len(rows)].t().contiguous()
+    if rows.shape[0] > 1:
+        return torch.mm(weight, rows.t()).t().contiguous()
+    both = torch.cat([rows, rows])  # with one, MKL would multiply a vector
+    return torch.mm(weight, both.t())[:, :1].t().contiguous()
 
 
 def product_on_cpu(count: int, inputs: int) -> Callable[[Tensor, Tensor], Tensor]:
