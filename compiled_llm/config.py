@@ -246,6 +246,8 @@ class WrapConfig:
             raise ValueError(
                 f"check_pages={self.check_pages!r}: choose one of {', '.join(map(repr, get_args(CheckPages)))}"
             )
+        if self.checks_pages:
+            check_has("check_pages", f"check_pages={self.check_pages!r}")
         if not isinstance(self.fuse_projections, (bool, NoneType)):
             raise ValueError(f"fuse_projections={self.fuse_projections!r}: must be True, False or None")
         if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":

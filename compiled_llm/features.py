@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 FEATURES = {
-    "cascade": "compiled_llm.execution.cascade.cascade",
-    "structured_outputs": "compiled_llm.engine.grammars.part",
+    "cascade": ["compiled_llm.execution.cascade.cascade"],
+    "check_pages": ["compiled_llm.execution.taps.page_check"],
+    "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
+    "logprobs": ["compiled_llm.engine.logprobs.tap"],
+    "structured_outputs": ["compiled_llm.engine.grammars.part"],
 }
-"""The module of each."""
+"""The modules of each, by the option that asks for it: one in each room that has a part of it."""
 
 
-def feature(name: str) -> Any:
-    """Import a feature's module and return it; None if the feature was taken out."""
-    return importlib.import_module(FEATURES[name]) if name in FEATURES else None
+@cache
+def feature(name: str, room: str) -> Any:
+    """Import the module of a feature in a room, and return it; None if the feature was taken out, or has none there."""
+    here = (module for module in FEATURES.get(name, ()) if module.split(".")[1] == room)
+    return next(map(import_module, here), None)
+
+
+def needed(name: str, room: str) -> Any:
+    """Return the module of a feature in a room; ValueError if the feature was taken out."""
+    check_has(name, name)
+    return feature(name, room)
 
 
 def check_has(name: str, asked: str) -> None:

@@ -28,7 +28,6 @@ REGISTRIES = {
     "compiled_llm.features": "features, each with its line",
     "compiled_llm": "its public names, which are imported at first use",
     "compiled_llm.commands.doctor.checks": "imports `wrap` to say why that fails, and goes on with no other module",
-    "compiled_llm.execution.taps": "who watches steps, by the option that asks",
     "compiled_llm_ops.backends": "the group of entry points, by which others register back ends, has its name",
 }
 """Modules that may look for ours by name, or import them in a `try`, with the reason."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.engine.steps.request_outputs import EmittedOutputs
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
 from compiled_llm.requests.pending_answer import PendingAnswer
@@ -57,7 +57,7 @@ class Answer(PendingAnswer):
         return None if (emitted := self._kept) is None else emitted.by_name(self._fed)
 
     @property
-    def _kept(self) -> EmittedOutputs | None:
+    def _kept(self) -> Any:
         if self.request.emitted is not None and self.request.done:
             self.request.emitted.end()
         return self.request.emitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class EmittedTap(EngineTap):
         check_room(asked, unfinished)
 
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
-        wanting = [(request, own) for request in plan.requests if (own := emitted_of(request)) is not None]
+        wanting = [(request, request.emitted) for request in plan.requests if request.emitted is not None]
         self._reader = EmittedReader(self.model_runner, wanting) if wanting else None
         return self._reader
 
@@ -79,14 +79,10 @@ class EmittedTap(EngineTap):
     def _wanting(self) -> Iterator[RequestEmitted]:
         """Yield what is kept for requests that have not ended, of those that run first."""
         requests = itertools.chain(self.scheduler.running, self.scheduler.waiting)
-        return (own for request in requests if (own := emitted_of(request)) is not None)
+        return (request.emitted for request in requests if request.emitted is not None)
 
 
 TAP = EmittedTap
-
-
-def emitted_of(request: Request) -> RequestEmitted | None:
-    return cast("RequestEmitted | None", request.emitted)
 
 
 class _Span(NamedTuple):
@@ -456,7 +452,7 @@ def check_room(asked: Iterable[Request], unfinished: Iterable[Request]) -> None:
 
 def _bytes_left(request: Request) -> int:
     """Return what the hidden states of a request are known to take beyond those that the host has."""
-    if (emitted := emitted_of(request)) is None:
+    if (emitted := request.emitted) is None:
         return 0
     known = max(len(request.prompt), emitted.tokens) if request.stop_token_ids else request.stored
-    return max(0, known - emitted.copied) * emitted.wanted.token_bytes
+    return int(max(0, known - emitted.copied) * emitted.wanted.token_bytes)

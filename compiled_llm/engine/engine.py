@@ -32,9 +32,8 @@ from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.execution.taps import part_in
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.features import check_has, feature
+from compiled_llm.features import check_has, feature, needed
 from compiled_llm.kvcache.specs import token_numbers
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.answer_text import TextFormat
@@ -123,7 +122,7 @@ class Engine:
         settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed)
         self._engine_thread = EngineThread(model, self._runtime, settings)
         arrive, end = self._engine_thread.request_table.paused_requests.arrive, self._engine_thread.cancel
-        grammars = feature("structured_outputs")  # None if that was taken out
+        grammars = feature("structured_outputs", "engine")  # None if that was taken out
         self._grammars = grammars and grammars.grammars_of(
             tokenizer, grammar_worker, float(grammar_timeout), arrive, end
         )
@@ -227,7 +226,7 @@ class Engine:
     ) -> Callable[[Request], None] | None:
         if hidden_states is None and emitted is None:
             return None
-        asked: Callable[..., Callable[[Request], None]] = part_in("engine", "hidden_states").asked
+        asked: Callable[..., Callable[[Request], None]] = needed("hidden_states", "engine").TAP.asked
         return asked(hidden_states=hidden_states, emitted=emitted, facts=self._runtime.facts)
 
     def _add(self, handles: Sequence[RequestHandle]) -> None:

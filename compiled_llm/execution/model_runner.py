@@ -40,9 +40,9 @@ from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
-from compiled_llm.execution.taps import taps_of
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.features import feature
 from compiled_llm.kinds.registry import count_saturated, write_scales
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
@@ -132,7 +132,8 @@ class ModelRunner:
         weights_of_layer, self._matrix_bytes = weights_of_a_layer(model, len(facts.layers)), matrix_bytes(model)
         shapes = CapturedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
-        self.state = RunnerState(facts, config, self.max_positions, room.pages, states, taps_of(config))
+        taps = [feature("check_pages", "execution").TAP] if config.checks_pages else []
+        self.state = RunnerState(facts, config, self.max_positions, room.pages, states, taps)
         self.pool = self.state.pool
         self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)

@@ -231,6 +231,3 @@ class StepStates(Tap):
                 own, other = (self._call.updates[row].columns[:shared] - self._first for row in (number, leads))
                 tensor[number, own] = tensor[leads, other]
         return tensor
-
-
-TAP = WantedOutputs

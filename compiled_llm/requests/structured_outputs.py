@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_llm.features import check_has, feature
+from compiled_llm.features import needed
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -54,14 +54,13 @@ class StructuredOutputsParams:
     max_whitespace_cnt: int | None = MAX_BLANKS
 
     def __post_init__(self) -> None:
-        check_has("structured_outputs", "StructuredOutputsParams")
-        for name, value in feature("structured_outputs").kept(self).items():
+        for name, value in needed("structured_outputs", "engine").kept(self).items():
             object.__setattr__(self, name, value)
 
     @property
     def source(self) -> Any:
         """The source of its grammar."""
-        return feature("structured_outputs").source_of(self)
+        return needed("structured_outputs", "engine").source_of(self)
 
     @property
     def name(self) -> str:

@@ -240,7 +240,7 @@ def _run(served: ServeOptions, source: Source, uds: Path, drain_seconds: float, 
 
 
 def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) -> tuple[Engine, Ready]:
-    grammars = feature("structured_outputs")
+    grammars = feature("structured_outputs", "engine")
     worker = grammars.start_worker() if grammars else None
     with importing(served.shows_progress):
         import compiled_llm

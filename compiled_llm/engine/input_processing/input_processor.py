@@ -14,7 +14,7 @@ from compiled_llm.engine.input_processing.sampling import RequestSamplings
 from compiled_llm.engine.steps.constraint import Constraint, Processor
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.taps import part_in
+from compiled_llm.features import needed
 from compiled_llm.model.inputs import vocabulary_of
 from compiled_llm.model.sizes import logits_width
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -102,7 +102,7 @@ def requests_for(
     forms = [None] * params.n if params.structured_outputs is None else grammars.forms_of(params, eos, width)
     processors = tuple(map(Processor.of, params.logits_processors or ()))
     scored = params.logprobs is not None or params.prompt_logprobs is not None
-    scores = part_in("engine", "logprobs").asked(params=params) if scored else None
+    scores = needed("logprobs", "engine").TAP.asked(params=params) if scored else None
     requests: list[Request] = []
     request_sampling = (request_samplings or RequestSamplings()).of(params, stops | eos, width, tokenizer)
     for index, sampling in enumerate(request_sampling.samplings(ids)):

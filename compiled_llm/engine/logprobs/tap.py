@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,17 +40,15 @@ class LogprobsTap(EngineTap):
         model_runner.thread.call(_score_nothing, model_runner)
 
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
-        wanting = [request for request in plan.sampled if request.scores is not None and _of(request).most is not None]
+        wanting = [
+            request for request in plan.sampled if request.scores is not None and request.scores.most is not None
+        ]
         if not (wanting or any(chunk.apart for chunk in plan.extend)):
             return None
         return Watch(self.model_runner, wanting, self.logprobs_mode == "processed_logprobs")
 
 
 TAP = LogprobsTap
-
-
-def _of(request: Request) -> RequestLogprobs:
-    return cast(RequestLogprobs, request.scores)
 
 
 def _score_nothing(model_runner: ModelRunner) -> None:
@@ -68,10 +66,10 @@ class ArrivingLogprobs(NamedTuple):
     def hand_out(self) -> Mapping[Request, RequestError]:
         """Give them to requests that have not ended; a token for one that has is dropped, too."""
         scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests))
-        packed = {most: scored.packed(most) for most in {_of(request).most or 0 for request in self.requests}}
+        packed = {most: scored.packed(most) for most in {request.scores.most or 0 for request in self.requests}}
         for row, request in enumerate(self.requests):
             if request.finish_reason is None:
-                _of(request).scored.append(packed[_of(request).most or 0][row])
+                request.scores.scored.append(packed[request.scores.most or 0][row])
         return {}
 
 
@@ -100,7 +98,7 @@ class _Group:
     def __init__(self, rows: Sequence[Row], wanting: Mapping[Row, Request], processed: bool) -> None:
         self.rows = rows
         self.requests = [wanting[row] for row in rows if row in wanting]
-        self._most = max((_of(request).most or 0 for request in self.requests), default=0)
+        self._most = max((request.scores.most or 0 for request in self.requests), default=0)
         at = [place for place, row in enumerate(rows) if row in wanting]
         self._at = None if len(at) == len(rows) else np.array(at, dtype=np.int64)
         self._kinds = _kinds(self.requests) if processed else None

@@ -17,7 +17,7 @@ class Chunk(NamedTuple):
     request: Request
     ids: NDArray[np.int64]  # ``[Q]`` int64
     is_last: bool  # a token is sampled after them
-    apart: bool = False  # they are computed with all logits, in a launch of their own (``RequestScores.run``)
+    apart: bool = False  # they are computed with all logits, in a launch of their own (``RequestLogprobs.run``)
 
     @property
     def extension(self) -> Extension:

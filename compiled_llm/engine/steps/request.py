@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.steps.constraint import Constraint
-from compiled_llm.engine.steps.request_outputs import EmittedOutputs, RequestScores
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import FinishReason
 
@@ -41,8 +41,10 @@ class Request:
     salt: Hashable = None  # requests with equal ones may read each other's cached pages
     constraint: Constraint | None = None  # says on the host which tokens it may have next; None if nothing does
     index: int = 0  # which of its prompt's answers it is
-    scores: RequestScores | None = None  # its log-probabilities; None if it wants none
-    emitted: EmittedOutputs | None = None  # what steps emit of its tokens besides logits; None if it wants nothing
+    # by features that can be taken out: its ``RequestLogprobs``, and what steps emit of its tokens besides logits, its
+    # ``RequestEmitted``; None if it wants nothing
+    scores: Any = None
+    emitted: Any = None
     prefix_owner: Request | None = None  # the answer whose prompt this one shares, and waits for; None for the first
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)  # counts requests as they come

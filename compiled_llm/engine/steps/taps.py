@@ -1,4 +1,4 @@
-"""What gives requests something of their tokens besides them; ``execution.taps`` lists who does."""
+"""What gives requests something of their tokens besides them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.execution.batch import Tap
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.taps import parts_in
+from compiled_llm.features import FEATURES, feature
 
 
 class UnreadOutput(Protocol):
@@ -63,4 +63,5 @@ class EngineTap:
 
 
 def engine_taps() -> Sequence[type[EngineTap]]:
-    return [*parts_in("engine").values()]
+    parts = [feature(name, "engine") for name in FEATURES]
+    return [part.TAP for part in parts if hasattr(part, "TAP")]

@@ -110,7 +110,7 @@ class RunnerState:
         self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend, self.codecs)
         for tensor in [tensor for spec in self.specs for tensor in spec.scales if tensor is not None]:
             mark_static(tensor)
-        cascade = feature("cascade")
+        cascade = feature("cascade", "execution")
         self.sharing = None if cascade is None else cascade.Cascade.of(self, chosen.decode_ops)
         entries = self._entries_of_states() if entries is None else entries
         count, self.scores = self._room_for_pages(entries)

@@ -31,7 +31,6 @@ from compiled_llm.huggingface.cache.cache_columns import (
     with_updates,
 )
 from compiled_llm.huggingface.cache.hidden_columns import check_blocks, check_windows
-from compiled_llm.huggingface.cache.more_outputs import MoreOutputs
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kinds.kind import places_beside
 from compiled_llm.kinds.support import refusal, runs_original
@@ -271,7 +270,7 @@ class PagedCache(Cache):
         logits_to_keep: Any,
         embeddings: Tensor | None = None,
         counts_unmasked: bool = False,
-        wanted: MoreOutputs | None = None,
+        wanted: Any = None,
     ) -> tuple[Tensor, Any]:
         """Store new tokens; return their ``[B, Q', V]`` logits, zeros for masked tokens, and what else is ``wanted``.
 
@@ -321,7 +320,7 @@ class PagedCache(Cache):
             raise ValueError(f"input_ids: {new} more tokens make {longest}, and the model has {most} positions")
 
     def _decode(
-        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: MoreOutputs | None
+        self, input_ids: Tensor, position_ids: Tensor, rows: Sequence[RowUpdate], wanted: Any
     ) -> tuple[Tensor, Any]:
         positions = np.broadcast_to(on_host(position_ids).reshape(-1), len(rows)).tolist()
         self.model_runner.expect_changes()  # since the last forward
@@ -330,12 +329,11 @@ class PagedCache(Cache):
         return logits, emitted()
 
     def _reading(
-        self, wanted: MoreOutputs | None, rows: Sequence[RowUpdate], first: int, new: int
+        self, wanted: Any, rows: Sequence[RowUpdate], first: int, new: int
     ) -> AbstractContextManager[Callable[[], Any]]:
         """Collect what the rows' ``new`` columns from ``first`` emit in the block; yields what returns it."""
-        if wanted is None:
-            return nullcontext(lambda: None)
-        return wanted.reading(self.generate_loop, rows, first, new)
+        reading: AbstractContextManager[Callable[[], Any]] = nullcontext(lambda: None)
+        return reading if wanted is None else wanted.reading(self.generate_loop, rows, first, new)
 
     def _extend(
         self,
@@ -344,7 +342,7 @@ class PagedCache(Cache):
         position_ids: Tensor,
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
-        wanted: MoreOutputs | None,
+        wanted: Any,
     ) -> tuple[Tensor, Any]:
         first, new = self.seen, position_ids.shape[1]
         ids = self._known_ids(input_ids, (len(rows), new))

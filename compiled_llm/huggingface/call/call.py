@@ -23,7 +23,7 @@ from compiled_llm.compat.huggingface import is_users_own, mask_width, prefill
 from compiled_llm.execution.limits import pages_needed, whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
-from compiled_llm.huggingface.cache.more_outputs import MoreOutputs, more_outputs
+from compiled_llm.huggingface.cache.more_outputs import more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.other_inputs import one_a_token
@@ -163,8 +163,8 @@ class PagedCall(LoopArguments):
         return bool(self.config.return_dict_in_generate or is_users_own(self.cache) or replaces_users)
 
     @property
-    def more(self) -> MoreOutputs | None:
-        """What the caller gets of each step besides tokens and scores."""
+    def more(self) -> Any:
+        """What the caller gets of each step besides tokens and scores; None for nothing."""
         wanted = self.config.output_hidden_states
         return more_outputs(wanted, self.runtime.facts.hooks) if self.config.return_dict_in_generate else None
 

@@ -26,7 +26,7 @@ from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.hidden_columns import SeesOthersError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
-from compiled_llm.huggingface.cache.more_outputs import MoreOutputs, more_outputs
+from compiled_llm.huggingface.cache.more_outputs import more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
 from compiled_llm.huggingface.cache.stand_in import StandIn
@@ -252,7 +252,7 @@ def _output_class(original: Callable[..., Any]) -> type[ModelOutput]:
     return next((kind for kind in classes if issubclass(kind, ModelOutput)), CausalLMOutputWithPast)
 
 
-def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: MoreOutputs | None) -> tuple[Tensor, Any]:
+def _score(runtime: CompiledModel, arguments: Mapping[str, Any], wanted: Any) -> tuple[Tensor, Any]:
     """Return logits, and what is wanted besides; of at most ``max_batch_size`` rows at a time, and nothing is kept."""
     most, (rows, _) = runtime.config.max_batch_size, tokens_in(arguments)
     logits: list[Tensor] = []
@@ -278,7 +278,7 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
 
 
 def _checked_forward(
-    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: MoreOutputs | None
+    runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: Any
 ) -> tuple[Tensor, Any]:
     model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
     if embeddings is None:

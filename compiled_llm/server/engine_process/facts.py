@@ -47,7 +47,7 @@ def ready_of(
 
 
 def _form_ends(model: TokenFacts, tokenizer: Any) -> list[int]:
-    grammars = feature("structured_outputs")
+    grammars = feature("structured_outputs", "engine")
     try:
         return sorted(grammars.ends_of(model.eos_token_ids, (), model.logits, tokenizer)) if grammars else []
     except (RuntimeError, ValueError):  # answers can have no form here; a request for one is refused

@@ -102,6 +102,8 @@ def test_prefills_in_chunks_of_huggingfaces_give_those_of_the_last_chunk(models,
     theirs, ours = (greedy(model, inputs, 4, prefill_chunk_size=5, **ASKED) for model in models)
     assert [states.shape[1] for states, *_ in ours.hidden_states] == [3, 1, 1, 1]
     assert_same_states(ours, theirs, inputs["attention_mask"][:, -3:])
+    whole = greedy(models[1], inputs, 4, **ASKED)
+    torch.testing.assert_close(ours.hidden_states[1:], whole.hidden_states[1:], **CLOSE)
 
 
 def test_calls_that_do_not_return_them_compute_none(models, inputs):
@@ -119,18 +121,22 @@ by_number = pytest.mark.skipif(
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    "asked", [True, False, *(pytest.param(chosen, marks=by_number) for chosen in (1, [0, -1], [], [9]))], ids=str
+    ("asked", "nothing"),
+    [(True, False), *(pytest.param(chosen, [], marks=by_number) for chosen in (1, [0, -1], [9]))],
+    ids=str,
 )
-def test_a_forward_gives_all_or_chosen_ones(asked, inputs):
+def test_a_forward_gives_all_or_chosen_ones_or_none(asked, nothing, inputs):
     """More rows than a batch, prompts of mixed lengths in chunks, two of them equal."""
     plain, wrapped = pair({"prefill_tokens": 16, "max_batch_size": 2}, eos_token_id=None)
     inputs = {name: tensor[[0, 1, 1, 2]] for name, tensor in inputs.items()}
-    with torch.no_grad():
-        theirs, ours = (model(**inputs, output_hidden_states=asked, use_cache=False) for model in (plain, wrapped))
-    assert list(ours) == list(theirs)
-    if theirs.hidden_states is not None:
-        assert_same_layers(ours.hidden_states, theirs.hidden_states, inputs["attention_mask"] != 0)
-    assert wrapped.compiled.stats().forward_calls == {"compiled": 1}
+    for wanted in (asked, nothing):
+        with torch.no_grad():
+            theirs, ours = (model(**inputs, output_hidden_states=wanted, use_cache=False) for model in (plain, wrapped))
+        assert list(ours) == list(theirs)
+        assert (theirs.hidden_states is None) == (wanted is nothing)
+        if wanted is asked:
+            assert_same_layers(ours.hidden_states, theirs.hidden_states, inputs["attention_mask"] != 0)
+    assert wrapped.compiled.stats().forward_calls == {"compiled": 2}
 
 
 @torch.no_grad()
