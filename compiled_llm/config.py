@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -294,13 +294,17 @@ class WrapConfig:
             )
         layers = {name: own if own == "all" else _numbers(name, own) for name, own in self.variants.items()}
         object.__setattr__(self, "variants", layers)  # a list may change later
-        _check_are_registered(layers)
         taken: set[int] = set()
         for name, own in layers.items():
             numbers = set() if isinstance(own, str) else set(own)
             if taken & numbers or (own == "all" and len(layers) > 1):
                 raise ValueError(f"variants={layers!r}: a layer has one variant, and {name!r} is for some of others")
             taken |= numbers
+
+    @property
+    def layer_functions(self) -> Mapping[str, Sequence[int] | str]:
+        """The layers that each function of logits is for, by its name."""
+        return self.variants or {}
 
     @property
     def attention_backend(self) -> str:
@@ -410,13 +414,6 @@ def _numbers(name: str, layers: object) -> list[int]:
     if not numbers or not whole:
         raise ValueError(f'variants[{name!r}]={layers!r}: must be a list of layers, numbers from 0 on, or "all"')
     return numbers
-
-
-def _check_are_registered(variants: Iterable[str]) -> None:
-    from compiled_llm_ops.variants.registry import variant_named  # imports torch, as above
-
-    for name in variants:
-        variant_named("variants", name)
 
 
 def _check_is_registered(backend: str) -> None:

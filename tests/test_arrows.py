@@ -54,9 +54,9 @@ MAY_IMPORT = {
     f"{OPS}.recurrent.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.recurrent"},
     f"{OPS}.sampling.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.sampling"},
     f"{FLASHINFER}.ops.kernels": {f"{FLASHINFER}.ops.contracts", f"{OPS}.kernels", f"{OPS}.contracts"},
-    f"{OPS}.flashinfer": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.variants"},
+    f"{OPS}.flashinfer": {f"{OPS}.contracts", f"{OPS}.protocol"},
     f"{OPS}.triton": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.kernels"},
-    f"{OPS}.reference": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention", f"{OPS}.variants"},
+    f"{OPS}.reference": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.plain_attention"},
     f"{OPS}.varlen": {f"{OPS}.contracts", f"{OPS}.protocol", f"{OPS}.kernels"},
 }
 # They import Triton and FlashInfer, which a CPU need not have.

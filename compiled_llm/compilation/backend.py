@@ -12,9 +12,6 @@ from compiled_llm.compat.torch.dynamo import leave_unguarded
 from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import note_examples
 from compiled_llm.compilation.regions import (
-    LATENT,
-    PLANNED,
-    VARIANTS,
     Examples,
     attentions_in,
     cut,
@@ -24,6 +21,7 @@ from compiled_llm.compilation.regions import (
 )
 from compiled_llm.compilation.tracing.layer_marks import fill
 from compiled_llm.model.version.training import FLAGS
+from compiled_llm_ops.attention.lse import ATTENTIONS
 
 Compiled = Callable[..., Any]
 Pass = Callable[[fx.Graph], object]
@@ -48,10 +46,10 @@ class Inductor:
         """Compile later, at each call; ``passes`` rewrite the whole graph in place, before Inductor."""
         # ``layers_in_region``: compile equal regions of so many layers once; 0 gives Inductor the whole graph. A region
         # costs the host 0.1 to 0.3 ms a call, which the replay of a CUDA graph does not pay. A graph is cut before
-        # ``decode_ops``, too, which attend without a plan.
+        # ``decode_ops`` of a backend, as before our own ops of attention.
         self._options = dict(options)
         self._passes = passes
-        self._attentions = (*PLANNED, *LATENT, *VARIANTS, *decode_ops)
+        self._attentions = (*ATTENTIONS, *decode_ops)
         self._compile_graph = compile_graph
         # how many layers each region has, of which equal ones are compiled once; 0 if none are cut
         self.layers_in_region = layers_in_region

@@ -23,29 +23,7 @@ PLANNED: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.paged_attention.default,
     torch.ops.compiled_llm.paged_attention_lse.default,
 )
-"""The ops that attend by a plan, of any backend; those that need none are a backend's own, or ``LATENT``."""
-
-LATENT: tuple[torch._ops.OpOverload, ...] = (
-    torch.ops.compiled_llm.latent_attention.default,
-    torch.ops.compiled_llm.latent_attention_lse.default,
-    torch.ops.compiled_llm.latent_decode.default,
-    torch.ops.compiled_llm.latent_decode_lse.default,
-    torch.ops.compiled_llm.planned_latent_attention.default,
-    torch.ops.compiled_llm.planned_latent_attention_lse.default,
-    torch.ops.compiled_llm.ragged_attention.default,
-    torch.ops.compiled_llm.ragged_attention_lse.default,
-)
-"""The ops that attend over latents, or over what is expanded of them."""
-
-VARIANTS: tuple[torch._ops.OpOverload, ...] = (
-    torch.ops.compiled_llm.paged_attention_variant.default,
-    torch.ops.compiled_llm.paged_attention_variant_lse.default,
-    torch.ops.compiled_llm.planned_attention_variant.default,
-    torch.ops.compiled_llm.planned_attention_variant_lse.default,
-    torch.ops.compiled_llm.decode_attention_variant.default,
-    torch.ops.compiled_llm.decode_attention_variant_lse.default,
-)
-"""The ops that attend by a function of their user's."""
+"""The ops that attend by a plan, of any backend, to keys and values."""
 
 RECURRENCES: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.compiled_llm.gated_delta_rule.default,

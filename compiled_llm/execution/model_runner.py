@@ -155,7 +155,7 @@ class ModelRunner:
         self._planner.load()
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
-        simplest, table = self._planner.variants[0], self.state.step_table
+        simplest, table = self._planner.schedules[0], self.state.step_table
         dispatcher = Dispatcher(table, simplest, shapes.spare)
         self.decode = Decode(self.state, self.graph_manager, self._planner)
         self.steps = Steps(self.state, self.graph_manager, self._planner, dispatcher, self.decode)

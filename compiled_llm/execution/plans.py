@@ -28,10 +28,10 @@ logger = logging.getLogger("compiled_llm.graphs")
 MAX_FOR_CAPTURED = 256 * 2**20
 """Bytes of workspace that captured prefills may ask for: those that need more gain least from capturing."""
 
-_NOT_CAPTURED = _BEST_VARIANT = -1
+_NOT_CAPTURED = _BEST_SCHEDULE = -1
 
 _ABSORBED, _EXPANDED = 0, 1
-"""Variants of prefills where layers keep latents: those of any rows, and of rows without cached tokens."""
+"""Schedules of prefills where layers keep latents: those of any rows, and of rows without cached tokens."""
 
 
 class Planner:
@@ -56,7 +56,7 @@ class Planner:
         Args:
             layers: the geometry of each; None if it attends without a plan.
             room: the most that a prefill takes.
-            shapes: of captured prefills, of any variant.
+            shapes: of captured prefills, of any schedule.
             expands: whether layers keep latents, which they may expand for rows without cached tokens.
         """
         self._name, self._backend, decode_ops = config.backend_on(device.type)
@@ -75,7 +75,7 @@ class Planner:
         self.max_tokens = max(room.tokens, config.max_batch_size)  # the most that a planned step can have
         self._plan_bytes = self._backend.plan_bytes(self._groups, device, self.max_tokens, room.rows)
         self._plans: dict[StepKey | None, list[Plan]] = {}
-        self._variants_of_one_row: dict[int, set[int]] = {}
+        self._schedules_of_one_row: dict[int, set[int]] = {}
         needed, wanted = self._workspace_for(config, shapes)
         with torch.inference_mode(False):
             self._workspace = self._backend.workspace(device, config.workspace_bytes or max(needed, wanted))
@@ -95,34 +95,34 @@ class Planner:
         free(self._workspace.buffer)
 
     @property
-    def variants(self) -> tuple[int, ...]:
+    def schedules(self) -> tuple[int, ...]:
         """Ways to divide a batch; each has CUDA graphs of its own, if these hold attention.
 
         Where layers keep latents, the ways to attend to them.
         """
         if self._expands:
             return _ABSORBED, _EXPANDED
-        return self._backend.variants if self._captures else self._backend.variants[:1]
+        return self._backend.schedules if self._captures else self._backend.schedules[:1]
 
     def fits(self, shape: StepKey) -> bool:
         """Return whether prefills of this shape can be captured.
 
-        The workspace must hold their plans, however long the rows are; and a variant from which only a mixture of
+        The workspace must hold their plans, however long the rows are; and a schedule from which only a mixture of
         rows gains is not captured.
         """
-        if shape.variant == self.variants[0] or not self._captures or self._expands:
+        if shape.schedule == self.schedules[0] or not self._captures or self._expands:
             return True
-        return shape.variant in self._of_one_row(shape.tokens) and self._needed(shape) <= self.workspace_bytes
+        return shape.schedule in self._of_one_row(shape.tokens) and self._needed(shape) <= self.workspace_bytes
 
-    def variant_for(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
-        """Return the variant that is fastest for a prefill of rows with so many new tokens, and so many in all."""
+    def schedule_for(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
+        """Return the schedule that is fastest for a prefill of rows with so many new tokens, and so many in all."""
         if self._expands:
             return _EXPANDED if worth_expanding(queries, lengths) else _ABSORBED
-        return self._best(queries, lengths) if self._captures else self.variants[0]
+        return self._best(queries, lengths) if self._captures else self.schedules[0]
 
-    def attends_alone(self, variant: int) -> bool:
+    def attends_alone(self, schedule: int) -> bool:
         """Return whether rows of such prefills have no cached tokens, and attend to what is expanded."""
-        return self._expands and variant == _EXPANDED
+        return self._expands and schedule == _EXPANDED
 
     def forget(self, key: StepKey) -> None:
         """Let go of the plans of a captured prefill that is gone; other keys are ignored."""
@@ -133,7 +133,7 @@ class Planner:
 
     def for_prefill(self, shape: StepKey | None = None) -> AttentionPlans:
         """Return the plans of a captured shape, or those of all other prefills."""
-        alone = shape is not None and self.attends_alone(shape.variant)
+        alone = shape is not None and self.attends_alone(shape.schedule)
         return self._as_inputs(None if alone else shape)
 
     def for_decode(self, step: StepKey) -> AttentionPlans:
@@ -146,12 +146,12 @@ class Planner:
 
     def plan_prefill(self, table: HostTable, shape: StepKey | None = None) -> None:
         """Plan a prefill or extend; ``shape`` is that of a captured prefill, None for any other."""
-        if shape is not None and self.attends_alone(shape.variant):
+        if shape is not None and self.attends_alone(shape.schedule):
             return
         if shape is None or not self._captures:
-            self._plan(shape, table, _NOT_CAPTURED, _BEST_VARIANT)
+            self._plan(shape, table, _NOT_CAPTURED, _BEST_SCHEDULE)
         else:
-            self._plan(shape, table, shape.tokens, shape.variant)
+            self._plan(shape, table, shape.tokens, shape.schedule)
 
     def plan_decode(self, table: HostTable, step: StepKey) -> None:
         """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens.
@@ -159,15 +159,15 @@ class Planner:
         With ``follows_tokens`` for the next step alone.
         """
         if self._captures:
-            self._plan(step, table, step.tokens, self._decode_variant(step))
+            self._plan(step, table, step.tokens, self._decode_schedule(step))
         else:
-            self._plan(step, table, _NOT_CAPTURED, _BEST_VARIANT)
+            self._plan(step, table, _NOT_CAPTURED, _BEST_SCHEDULE)
 
-    def _plan(self, key: StepKey | None, table: HostTable, tokens: int, variant: int) -> None:
+    def _plan(self, key: StepKey | None, table: HostTable, tokens: int, schedule: int) -> None:
         # Without the dispatcher of ``plan_paged_attention``: nothing traces this, and first tokens wait for it.
         columns = (table.qo_indptr, table.indptr, table.last_page_len)
         for group, plan in zip(self._groups, self._plans_of(key), strict=True):
-            plan.decide(PlannedBatch(*columns, group, self._workspace.buffer, tokens, variant))
+            plan.decide(PlannedBatch(*columns, group, self._workspace.buffer, tokens, schedule))
 
     def _plans_of(self, key: StepKey | None) -> list[Plan]:
         if key not in self._plans:
@@ -179,7 +179,7 @@ class Planner:
         tensors = tuple(plan.tensor for plan in self._plans_of(key))
         return AttentionPlans(tensors, self._workspace.buffer, self._group_of_layer, self._name)
 
-    # ---- variants, and how much workspace they need
+    # ---- schedules, and how much workspace they need
 
     def _workspace_for(self, config: WrapConfig, shapes: Sequence[StepKey]) -> tuple[int, int]:
         """Return the bytes that all launches need, and those to capture ``shapes``, if these are not too many."""
@@ -189,31 +189,31 @@ class Planner:
         wanted = max((self._needed(self._of_long_rows(shape)) for shape in shapes), default=0)
         if self.decodes:
             steps = [StepKey.decode(rows) for rows in buckets_up_to(config.max_batch_size)]
-            decode = [CapturedLaunch(step.tokens, step.rows, self._decode_variant(step)) for step in steps]
+            decode = [CapturedLaunch(step.tokens, step.rows, self._decode_schedule(step)) for step in steps]
             needed = max(needed, *(self._backend.workspace_bytes(self._groups, self._device, step) for step in decode))
         if wanted > (config.workspace_bytes or max(needed, MAX_FOR_CAPTURED)):
             logger.info("not all prefills of long rows are captured: that takes workspace_bytes=%d", wanted)
         return needed, min(wanted, MAX_FOR_CAPTURED)
 
     def _needed(self, shape: StepKey) -> int:
-        captured = CapturedLaunch(shape.tokens, shape.rows + 1, shape.variant)
+        captured = CapturedLaunch(shape.tokens, shape.rows + 1, shape.schedule)
         return self._backend.workspace_bytes(self._groups, self._device, captured)
 
     def _of_long_rows(self, shape: StepKey) -> StepKey:
-        """Return the shape of the variant that is fastest for one row as long as rows may be."""
-        return shape._replace(variant=self._best([shape.tokens], [self._max_row_tokens]))
+        """Return the shape of the schedule that is fastest for one row as long as rows may be."""
+        return shape._replace(schedule=self._best([shape.tokens], [self._max_row_tokens]))
 
     def _of_one_row(self, tokens: int) -> set[int]:
-        """Return the variants that are fastest for one row, by how many tokens it has before so many new ones."""
-        if tokens not in self._variants_of_one_row:  # a prefill whose shape is not captured asks each time
+        """Return the schedules that are fastest for one row, by how many tokens it has before so many new ones."""
+        if tokens not in self._schedules_of_one_row:  # a prefill whose shape is not captured asks each time
             lengths = (tokens, tokens + 384, tokens + 768, tokens + 2048, self._max_row_tokens)
             best = {self._best([tokens], [min(length, self._max_row_tokens)]) for length in lengths}
-            self._variants_of_one_row[tokens] = best
-        return self._variants_of_one_row[tokens]
+            self._schedules_of_one_row[tokens] = best
+        return self._schedules_of_one_row[tokens]
 
-    def _decode_variant(self, step: StepKey) -> int:
-        """Return the variant of all decode steps of a bucket: a captured launch has one."""
+    def _decode_schedule(self, step: StepKey) -> int:
+        """Return the schedule of all decode steps of a bucket: a captured launch has one."""
         return self._best([step.new_tokens_per_row] * step.rows, [self._max_row_tokens] * step.rows)
 
     def _best(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
-        return self._backend.best_variant(self._groups, queries, lengths, self._device)
+        return self._backend.best_schedule(self._groups, queries, lengths, self._device)

@@ -76,7 +76,7 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         prepare_cudagraph_trees()
     with leading_to_explain():
         recorder = LinearRecorder()
-        layers, states = layers_of(checked, config.variants or {}, recorder)
+        layers, states = layers_of(checked, config.layer_functions, recorder)
     config = on_fastest_backend(config, layers, checked)
     check_layers(checked, layers, config, states)
     if config.batch_invariant:

@@ -29,8 +29,8 @@ Options = tuple[float, int, float]
 Attended = tuple[Tensor, Tensor | None]
 """``[T, H, D]`` and, if it is wanted, ``[T, H]`` float32, the log-sum-exp of the logits in base 2."""
 
-VariantLayers = Mapping[str, Sequence[int] | str]
-"""The layers of each variant, by its name; ``"all"`` for all."""
+LayerFunctions = Mapping[str, Sequence[int] | str]
+"""The layers that each function of logits is for, by its name; ``"all"`` for all."""
 
 
 Trial = Callable[..., None]
@@ -64,7 +64,7 @@ class SeenCall(NamedTuple):
     value: Tensor
     arguments: Mapping[str, Any]  # further ones of the call, by name
     sinks: bool  # whether it has attention sinks
-    variants: VariantLayers  # by which some layers of the model attend
+    functions: LayerFunctions  # of logits, by which some layers of the model attend
 
 
 class ForwardCache(NamedTuple):
@@ -134,8 +134,13 @@ class LayerKind:
         return layers
 
     @classmethod
-    def check(cls, model: PreTrainedModel, variants: VariantLayers) -> None:
+    def check(cls, model: PreTrainedModel, functions: LayerFunctions) -> None:
         """Raise UnsupportedModelError if this version of transformers, or the options, do not fit a model."""
+
+    @classmethod
+    def meanings(cls, functions: LayerFunctions) -> Mapping[str, Any]:
+        """Return what code is compiled for besides names of functions, each under a name for messages."""
+        return {}
 
     @classmethod
     def trial_inputs(cls, model: PreTrainedModel, tokens: int) -> Mapping[str, Any]:

@@ -109,7 +109,7 @@ class Latent(LayerKind):
         own = missing_kernel(layer.head_dim, self.rope_size, geometry.dtype) if device == "cuda" else None
         if own is not None or device != "cuda" or chosen.decodes_by_our_own:
             return own
-        if not chosen.backend.latents:
+        if "latents" not in chosen.backend.kernels:
             return "it has no kernels for latents (multi-head latent attention)"
         return chosen.backend.missing_kernel(geometry._replace(rope_size=self.rope_size))
 

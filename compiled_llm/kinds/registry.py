@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.config import KVScales
-from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerKind, SeenCall, Trial, VariantLayers
+from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerFunctions, LayerKind, SeenCall, Trial
 from compiled_llm.kinds.no_keys import NoKeys
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.spec import PageScales
@@ -45,12 +45,17 @@ def compared(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> S
     return layers
 
 
-def check_kinds(model: PreTrainedModel, variants: VariantLayers) -> None:
+def check_kinds(model: PreTrainedModel, functions: LayerFunctions) -> None:
     """Raise UnsupportedModelError if this version of transformers, or the options, do not fit a model."""
-    if variants and not any(kind.name == "variant" for kind in KINDS):
+    if functions and not any(kind.name == "variant" for kind in KINDS):
         raise UnsupportedModelError("wrap: variants: this copy of compiled_llm has none; leave them out")
     for kind in KINDS:
-        kind.check(model, variants)
+        kind.check(model, functions)
+
+
+def meanings_of(functions: LayerFunctions) -> dict[str, Any]:
+    """Return the meanings of functions by which layers attend: code that was compiled for another is of no use."""
+    return {name: meaning for kind in KINDS for name, meaning in kind.meanings(functions).items()}
 
 
 def trial_inputs(model: PreTrainedModel, tokens: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Uneven(Full):
         return self.value_size
 
     def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
-        if not chosen.backend.uneven_heads:
+        if "uneven heads" not in chosen.backend.kernels:
             return f"its keys have heads of size {layer.head_dim}, and its values of size {self.value_size}"
         return chosen.backend.missing_kernel(geometry)
 

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 
 import compiled_llm_ops as ops
 from compiled_llm.kinds.full import append
-from compiled_llm.kinds.kind import Attended, AttentionCall, KindOver, Layer, LayerKind, SeenCall, VariantLayers
+from compiled_llm.kinds.kind import Attended, AttentionCall, KindOver, Layer, LayerFunctions, LayerKind, SeenCall
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.rows import NewestTokens, PackedTokens, Rows
 from compiled_llm.kinds.spec import PageScales
 from compiled_llm_ops import Geometry, Variant
-from compiled_llm_ops.attention.variants import missing_kernel
 from compiled_llm_ops.backends import ChosenBackend
-from compiled_llm_ops.contracts.variants import DecodeAttentionVariant
+from compiled_llm_ops.variants.contracts import DecodeAttentionVariant
 from compiled_llm_ops.variants.expressions import VariantTensor
+from compiled_llm_ops.variants.packed import missing_kernel
 from compiled_llm_ops.variants.registry import variant_named
 
 
@@ -54,19 +54,24 @@ class VariantAttention(KindOver):
 
     @classmethod
     def of(cls, seen: SeenCall, kind: LayerKind) -> LayerKind:
-        variant = _variant_of(seen.variants, seen.number)
+        variant = _variant_of(seen.functions, seen.number)
         return kind if variant is None else cls(kind, _found(variant, seen))
 
     @classmethod
-    def check(cls, model: PreTrainedModel, variants: VariantLayers) -> None:
+    def check(cls, model: PreTrainedModel, functions: LayerFunctions) -> None:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
-        for name, layers in variants.items():
+        for name, layers in functions.items():
+            variant_named("variants", name)
             missing = [number for number in layers if number not in range(count)] if layers != "all" else []
             if missing:
                 raise UnsupportedModelError(
                     f"wrap: variants: {name!r} is for layers {', '.join(map(str, missing))}, and the model has "
                     f"{count}, counted from 0"
                 )
+
+    @classmethod
+    def meanings(cls, functions: LayerFunctions) -> dict[str, Any]:
+        return {f"variant {name}": [variant_named("artifacts", name).hash, own] for name, own in functions.items()}
 
     @property
     def arguments(self) -> frozenset[str]:
@@ -79,12 +84,12 @@ class VariantAttention(KindOver):
     def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
         if device == "cuda" and chosen.decodes_by_our_own and (own := missing_kernel(layer.head_dim)) is not None:
             return own
-        if device == "cuda" and not (chosen.decodes_by_our_own or chosen.plans_functions):
+        if device == "cuda" and not (chosen.decodes_by_our_own or chosen.plans("functions")):
             return "it has no kernels for variants"
         return super().missing_kernel(chosen, layer, geometry, device)
 
     def has_plan(self, chosen: ChosenBackend) -> bool:
-        return chosen.plans_functions
+        return chosen.plans("functions")
 
     def attend(self, rows: Rows, call: AttentionCall, pages: Tensor, scales: PageScales) -> Attended:
         scale, window_left, _ = call.options  # the table of support refuses a cap
@@ -111,9 +116,9 @@ class VariantAttention(KindOver):
         return ops.paged_attention_variant(*tokens, *how), None
 
 
-def _variant_of(variants: VariantLayers, layer: int) -> Variant | None:
+def _variant_of(functions: LayerFunctions, layer: int) -> Variant | None:
     """Return the variant of a layer; ValueError if it is not registered."""
-    own = (name for name, layers in variants.items() if isinstance(layers, str) or layer in layers)
+    own = (name for name, layers in functions.items() if isinstance(layers, str) or layer in layers)
     name = next(own, None)
     return None if name is None else variant_named("wrap", name)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.compat.huggingface import keeps_all
-from compiled_llm.kinds.kind import Layer, ScoreSizes, VariantLayers
+from compiled_llm.kinds.kind import Layer, LayerFunctions, ScoreSizes
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.registry import forward_cache_for
 from compiled_llm.kinds.support import FoundKind, kinds_of, runs_original
@@ -96,12 +96,12 @@ class ModelFacts:
         """Whether the model's probes would find the same, as far as what they read tells; at no cost worth a look."""
         return self.version.probed == self._probed
 
-    def learnt_again(self, variants: VariantLayers) -> ModelFacts:
+    def learnt_again(self, functions: LayerFunctions) -> ModelFacts:
         """Return the facts of the model as it is now, by its probes; what is the same stays the same objects."""
         probed, model = self.version.probed, self.model
         try:
             with self.attention.original(), as_if_unwrapped(model, self.model_class) as unwrapped:
-                layers, states = layers_of(unwrapped, variants)
+                layers, states = layers_of(unwrapped, functions)
                 positions = default_positions(unwrapped)
         except UnsupportedModelError as error:
             return replace(self, refused=error, _probed=probed)

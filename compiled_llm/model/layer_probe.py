@@ -20,7 +20,7 @@ from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation, state_beside_keys
 from compiled_llm.compat.recurrent_forwards import StatesNotFoundError
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
-from compiled_llm.kinds.kind import Layer, SeenCall, VariantLayers, attended_like
+from compiled_llm.kinds.kind import Layer, LayerFunctions, SeenCall, attended_like
 from compiled_llm.kinds.no_keys import WITHOUT_ATTENTION
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.registry import check_kinds, kind_of, trial_inputs
@@ -47,9 +47,9 @@ class UnpagedCallError(RuntimeError):
 class LayerProbe:
     """Takes the batch's place and records each attention layer that calls."""
 
-    def __init__(self, variants: VariantLayers) -> None:
+    def __init__(self, functions: LayerFunctions) -> None:
         self.layers: dict[int, Layer] = {}
-        self._variants = variants
+        self._functions = functions
 
     def visit(
         self,
@@ -68,7 +68,7 @@ class LayerProbe:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
             raise UnsupportedModelError(f"{name} has layer_idx={index!r}; each attention layer needs one of its own")
-        kind = kind_of(SeenCall(module, index, query, key, value, others, sinks, self._variants))
+        kind = kind_of(SeenCall(module, index, query, key, value, others, sinks, self._functions))
         if attention_mask is not None and not kind.reads_mask:
             raise UnsupportedModelError(f"{name} builds an attention mask of its own; paged attention cannot honour it")
         if key.shape[-1] != query.shape[-1]:
@@ -107,15 +107,15 @@ class Probed(NamedTuple):
 
 
 def probe_layers(
-    model: PreTrainedModel, batch_argument: str, fake: bool = True, variants: VariantLayers = MappingProxyType({})
+    model: PreTrainedModel, batch_argument: str, fake: bool = True, functions: LayerFunctions = MappingProxyType({})
 ) -> Probed:
     """Return the layers of a model whose attention implementation is ours at the moment."""
     # ``fake`` tensors have no memory: a forward that looks at numbers does not take them. UnsupportedModelError if a
     # layer's attention does not reach our function or needs more than pages can do, or its states are not known.
-    check_kinds(model, variants)
+    check_kinds(model, functions)
     if not has_states(model):
         _check_states(model)
-    probe = LayerProbe(variants)
+    probe = LayerProbe(functions)
     states = _watch(model, fake, batch_argument, probe)
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     layers = _in_order(type(model).__name__, probe.layers, {layer for layer, _ in states}, expected)

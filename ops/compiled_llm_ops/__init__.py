@@ -18,14 +18,6 @@ from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, 
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
 from compiled_llm_ops.attention.rope_append import rope_append_paged_kv
-from compiled_llm_ops.attention.variants import (
-    decode_attention_variant,
-    decode_attention_variant_lse,
-    paged_attention_variant,
-    paged_attention_variant_lse,
-    planned_attention_variant,
-    planned_attention_variant_lse,
-)
 from compiled_llm_ops.contracts import Geometry, PageTable
 from compiled_llm_ops.contracts.sampling import (
     BIASED,
@@ -50,11 +42,10 @@ from compiled_llm_ops.recurrent.selective_scan import selective_scan
 from compiled_llm_ops.sampling.launches import build_sampling
 from compiled_llm_ops.sampling.logprobs import top_logprobs
 from compiled_llm_ops.sampling.sampling import NOT_A_TOKEN, sample_tokens
-from compiled_llm_ops.variants.flashinfer_source import (
-    FlashInferVariant,
-    flashinfer_arguments,
-    flashinfer_variant,
-)
+from compiled_llm_ops.variants.decode import decode_attention_variant, decode_attention_variant_lse
+from compiled_llm_ops.variants.flashinfer_source import FlashInferVariant, flashinfer_arguments, flashinfer_variant
+from compiled_llm_ops.variants.packed import paged_attention_variant, paged_attention_variant_lse
+from compiled_llm_ops.variants.planned import planned_attention_variant, planned_attention_variant_lse
 from compiled_llm_ops.variants.registry import Variant, register_variant
 
 __all__ = [

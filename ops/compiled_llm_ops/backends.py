@@ -37,13 +37,12 @@ class ChosenBackend(NamedTuple):
 
     @property
     def decodes_by_our_own(self) -> bool:
-        """Whether decode has our own ops: then latents, lists of pages and variants have some, too."""
+        """Whether decode has our own ops: then all kinds of layers have some."""
         return self.decode_ops == own_decode_ops()
 
-    @property
-    def plans_functions(self) -> bool:
-        """Whether layers that attend by variants are planned; if not, our own kernels attend there, without plans."""
-        return self.decode_ops is None and self.backend.functions
+    def plans(self, kind: str) -> bool:
+        """Whether layers of a kind, as of ``Backend.kernels``, are planned; else our own kernels attend, if any."""
+        return self.decode_ops is None and kind in self.backend.kernels
 
 
 def backend_for(name: str, device: str, builds: bool = True) -> ChosenBackend:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
-from compiled_llm_ops.contracts.latent import PlannedLatentAttention
-from compiled_llm_ops.contracts.variants import PlannedAttentionVariant
 
 
 class CapturedLaunch(NamedTuple):
@@ -28,12 +28,12 @@ class CapturedLaunch(NamedTuple):
     Attributes:
         tokens: T, the most there can be.
         rows: B.
-        variant: one of the backend's ``variants``.
+        schedule: one of the backend's ``schedules``.
     """
 
     tokens: int
     rows: int
-    variant: int
+    schedule: int
 
 
 class Plan(Protocol):
@@ -44,10 +44,12 @@ class Plan(Protocol):
     Attributes:
         tensor: ``[bytes]`` uint8 on the device, read by the kernels.
         numbers: ``[n]`` int64 on the host, read by launches, all 0 before the first plan.
+        kernels: those of its backend.
     """
 
     tensor: Tensor
     numbers: Tensor
+    kernels: Mapping[str, Launch]
 
     def decide(self, batch: PlannedBatch) -> None:
         """Plan a batch; see ``plan_paged_attention``."""
@@ -55,11 +57,12 @@ class Plan(Protocol):
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         """Attend as planned; write ``out`` ``[T, H, D]`` and, if given, ``lse`` ``[T, H]`` float32, in base 2."""
 
-    def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
-        """Attend by a variant as planned, if it has ``functions``; ``args`` have the variant's key for a name."""
 
-    def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Attend to latents as planned, if the backend can: absorbed queries, ``out`` ``[T, H, R]``, contiguous."""
+Launch = Callable[[Any, Any, Tensor, Tensor | None], None]
+"""Attends as planned: called with the plan, an op's arguments, ``out`` and ``lse``, as ``Plan.launch`` is."""
+
+KERNELS: defaultdict[str, dict[str, Launch]] = defaultdict(dict)
+"""The ``kernels`` of our backends, by their names: parts of the ops that can be left out add theirs."""
 
 
 class Workspace(Protocol):
@@ -138,8 +141,8 @@ class DecodeOps(NamedTuple):
         return (self.attend, self.attend_lse, *self.joint)
 
 
-JOINT: dict[torch._ops.OpOverload, type[Any]] = {}
-"""Ops of ours that go with our decode ops, with their arguments: those of ``DecodeAttention``, and tables between."""
+JOINT: list[torch._ops.OpOverload] = []
+"""Ops of ours that go with our decode ops; they have the arguments of ``DecodeAttention``, and tables between."""
 
 
 def own_decode_ops() -> DecodeOps:
@@ -162,12 +165,14 @@ class Backend(Protocol):
         dtypes: types of queries that there are kernels for.
         capturable: whether a CUDA graph may capture its launches; if not, they run between the pieces of one.
         kv_dtypes: types that pages may have besides that of the queries.
-        uneven_heads: whether values may have another head size than keys; pages are ``[P, K, S, D + E]`` then.
-        latents: whether it has plans for latents on CUDA, made again for each token.
-        functions: whether its plans attend by variants that users register, too.
+        kernels: what else its plans launch than ``Plan.launch``, by the kind of layers; those of a kind that is
+            missing are refused, or attend by ops of ours that are not planned. ``"uneven heads"``: values may have
+            another size than keys; pages are ``[P, K, S, D + E]`` then, and ``Plan.launch`` and ``append`` get them.
+            ``"latents"``: arguments of ``planned_latent_attention`` on CUDA, planned again for each token.
+            ``"functions"``: arguments of an op whose logits are what ``Geometry.function`` makes of them.
         rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention; its
             kernel then writes all pages of fp8.
-        variants: ways to divide a batch among thread blocks, the simplest first.
+        schedules: ways to divide a batch among thread blocks, the simplest first.
         installation: what must be there before it can run.
     """
 
@@ -175,11 +180,9 @@ class Backend(Protocol):
     dtypes: frozenset[torch.dtype]
     kv_dtypes: frozenset[torch.dtype]
     capturable: bool
-    uneven_heads: bool
-    latents: bool
-    functions: bool
+    kernels: Mapping[str, Launch]
     rope_append: bool
-    variants: tuple[int, ...]
+    schedules: tuple[int, ...]
     installation: Installation
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
@@ -188,10 +191,10 @@ class Backend(Protocol):
     def stored_head_dim(self, head_dim: int) -> int:
         """Return the head size that pages must have for heads of size ``head_dim``; the rest stays zero."""
 
-    def best_variant(
+    def best_schedule(
         self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> int:
-        """Return the variant that is fastest for a batch of ``queries`` ``[B]`` new tokens of ``lengths`` ``[B]``."""
+        """Return the schedule that is fastest for a batch of ``queries`` ``[B]`` new tokens of ``lengths`` ``[B]``."""
 
     def workspace_bytes(
         self, groups: Sequence[Geometry], device: torch.device, captured: CapturedLaunch | None = None
@@ -244,22 +247,23 @@ def owner_of(tensor: Tensor) -> Plan:
     return plan
 
 
+def launch_of(op: str, plan: Plan, kind: str) -> Launch:
+    """Return how a plan launches layers of a kind, as of ``Backend.kernels``; NotImplementedError if it does not."""
+    if kind not in plan.kernels:
+        raise NotImplementedError(f"{op}: the backend of this plan has no kernels for {kind}; call another op")
+    return plan.kernels[kind]
+
+
 class EmptyPlan:
     """A plan that decides nothing; see ``Plan``. Each backend launches its own kernels."""
+
+    kernels: Mapping[str, Launch] = MappingProxyType({})
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(16, dtype=torch.uint8, device=device)
         self.numbers = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def decide(self, batch: PlannedBatch) -> None: ...
-
-    def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
-        raise NotImplementedError(
-            "planned_attention_variant: this backend has no kernel for variants; call paged_attention_variant"
-        )
-
-    def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
-        raise NotImplementedError("planned_latent_attention: this backend has no kernel for latents")
 
 
 class EmptyWorkspace:
@@ -274,11 +278,11 @@ class EmptyWorkspace:
 class Unplanned:
     """The part of ``Backend`` that is about plans, where kernels read the page table as it is then."""
 
-    variants: tuple[int, ...] = (0,)
-    latents = functions = False
+    schedules: tuple[int, ...] = (0,)
+    kernels: Mapping[str, Launch] = MappingProxyType({})
     installation: Installation = NothingToBuild()
 
-    def best_variant(
+    def best_schedule(
         self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> int:
         return 0
@@ -324,7 +328,6 @@ class PagedKernels(Unplanned):
 
     kv_dtypes = frozenset({FP8})
     capturable = True
-    uneven_heads = False
     rope_append = True  # by the kernel that decode has, too
     installation: Installation = TritonInstallation()
 

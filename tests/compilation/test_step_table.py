@@ -43,7 +43,7 @@ class Fake:
 
 
 def size_of(key: StepKey) -> tuple[int, ...]:
-    return key.tokens, key.rows, -key.variant
+    return key.tokens, key.rows, -key.schedule
 
 
 def is_decode_of(key: StepKey, new_tokens: int) -> bool:

@@ -465,14 +465,14 @@ def test_decode_steps_of_a_bucket_have_one_fixed_partition(monkeypatch: pytest.M
     planner = Planner(
         [GEOMETRY, windowed, GEOMETRY], config, torch.device("cpu"), max_row_tokens=400, room=PrefillRoom(64, 4, 0)
     )
-    monkeypatch.setattr(type(backend_named("reference")), "best_variant", lambda *args: 5)
+    monkeypatch.setattr(type(backend_named("reference")), "best_schedule", lambda *args: 5)
     inputs = planner.for_decode(StepKey.decode(4))
     assert inputs is not None
     assert inputs.groups == (0, 1, 0)
     for lengths in ([1, 1], [90, 3], [400, 400, 400, 400]):
         rows = [Span([1] * -(-length // 4), length) for length in lengths]
         planner.plan_decode(build_table(rows, [1] * len(rows), 4, 4), StepKey.decode(4))
-    assert {(batch.captured_tokens, batch.variant) for _, batch in made} == {(4, 5)}
+    assert {(batch.captured_tokens, batch.schedule) for _, batch in made} == {(4, 5)}
     assert [plan.data_ptr() for plan, _ in made] == [tensor.data_ptr() for tensor in inputs.tensors] * 3
     assert [batch.geometry for _, batch in made] == [GEOMETRY, windowed] * 3
     assert all(batch.qo_indptr.tolist() == [0, 1, 2, 3, 4] for _, batch in made), (
@@ -495,5 +495,5 @@ def test_what_is_not_captured_is_planned_for_its_own_batch(
         pack(padded([one], shape, 4), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64), 4)[1], shape
     )
     assert found == [planned]
-    assert planner.variants == (0,)
-    assert planner.variant_for([5], [5]) == 0
+    assert planner.schedules == (0,)
+    assert planner.schedule_for([5], [5]) == 0

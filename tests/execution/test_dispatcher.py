@@ -144,7 +144,7 @@ class Steps(RuleBasedStateMachine):
 
 
 def holds(other: StepKey, step: StepKey, padding: int) -> bool:
-    same = other.variant in (SIMPLEST, step.variant)
+    same = other.schedule in (SIMPLEST, step.schedule)
     if step.phase == "decode":
         same = same and other.tokens // other.rows == step.tokens // step.rows
     return same and other.rows >= step.rows and 0 <= other.tokens - step.tokens <= padding

@@ -176,10 +176,10 @@ def test_profiles_that_cannot_be_used_are_refused_and_the_next_call_works(tmp_pa
 
     new = wrapped("compile")
     rewritten(path, uses=dict.fromkeys(map(StepKey.decode, (1, 7)), 3))
-    with pytest.raises(ValueError, match="it names a decode with tokens=7, rows=7, variant=0; here there are tokens 1"):
+    with pytest.raises(ValueError, match="a decode with tokens=7, rows=7, schedule=0; here there are tokens 1"):
         new.compiled.warmup(profile=path)
     rewritten(path, uses=dict.fromkeys([StepKey.prefill(16, 2)], 3))
-    with pytest.raises(ValueError, match="prefill with tokens=16, rows=2, variant=0; here there is no such phase"):
+    with pytest.raises(ValueError, match="prefill with tokens=16, rows=2, schedule=0; here there is no such phase"):
         new.compiled.warmup(profile=path)
     assert new.compiled.stats().buckets == []
     rewritten(path, uses=dict.fromkeys([StepKey.decode(2)], 3))

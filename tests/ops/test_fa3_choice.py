@@ -138,7 +138,7 @@ def put(folder: Path, geometry: Geometry) -> None:
 
 def best(*groups: Geometry) -> int:
     processors_of.cache_clear()
-    return backend.BACKEND.best_variant(groups, [1024], [1024], DEVICE)
+    return backend.BACKEND.best_schedule(groups, [1024], [1024], DEVICE)
 
 
 def test_a_process_uses_the_kernels_that_it_finds(installed: SimpleNamespace) -> None:
@@ -182,7 +182,7 @@ def test_short_prompts_stay_with_the_shorter_plan(
 ) -> None:
     put(installed.jit, heads(16))
     processors_of.cache_clear()
-    assert (backend.BACKEND.best_variant([heads(16)], queries, lengths, DEVICE) == FA3) is taken
+    assert (backend.BACKEND.best_schedule([heads(16)], queries, lengths, DEVICE) == FA3) is taken
 
 
 @pytest.mark.parametrize("changed", [{"head_dim": 512}, {"kv_dtype": torch.float8_e4m3fn}], ids=str)

@@ -82,13 +82,13 @@ def test_workspace_holds_all_prefills_and_within_bounds_those_to_record(
     )
     assert all(map(planner.fits, shapes))
     long_rows = [
-        shape._replace(variant=backend.BACKEND.best_variant([group], [shape.tokens], [40_960], torch.device("cuda")))
+        shape._replace(schedule=backend.BACKEND.best_schedule([group], [shape.tokens], [40_960], torch.device("cuda")))
         for shape in shapes
     ]
-    pays = [shape for shape in long_rows if shape.variant == SPLIT]
+    pays = [shape for shape in long_rows if shape.schedule == SPLIT]
     assert max(shape.tokens for shape in pays) == {16: 1536, 32: 768}[query_heads]
     assert all(map(planner.fits, pays)) is everything_fits
-    assert not any(planner.fits(shape._replace(variant=SPLIT)) for shape in shapes if shape.tokens > pays[-1].tokens)
+    assert not any(planner.fits(shape._replace(schedule=SPLIT)) for shape in shapes if shape.tokens > pays[-1].tokens)
     if given is None:
         assert splitting.split_bytes(group, 132) <= planner.workspace_bytes <= 256 * 2**20
     else:

@@ -70,7 +70,7 @@ def test_on_a_cpu_nothing_is_shared() -> None:
     planner = Planner(
         [QWEN3_SMALL], WrapConfig(), torch.device("cpu"), max_row_tokens=40_960, room=PrefillRoom(64, 2, 0)
     )
-    assert planner.variants == (0,)
-    assert planner.variant_for([64], [30_000]) == 0
-    assert not planner.fits(StepKey.prefill(64, 2, variant=1))
+    assert planner.schedules == (0,)
+    assert planner.schedule_for([64], [30_000]) == 0
+    assert not planner.fits(StepKey.prefill(64, 2, schedule=1))
     assert planner.fits(StepKey.prefill(64, 2))

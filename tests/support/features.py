@@ -52,7 +52,9 @@ FEATURES = {
         "(?<!in)variant",  # "invariant" is another feature
         ("compiled_llm/kinds/variant.py", "ops/compiled_llm_ops/variants"),
         ("huggingface/variants/test_variant_models.py", "ops/variants"),
-        lacks="the package runs without its file; plans and every backend of the ops import theirs",
+        line="compiled_llm/kinds/registry.py: compiled_llm.kinds.variant",
+        exports='ops/compiled_llm_ops/__init__.py: (?<!in)variant|"flashinfer_arguments"',
+        asks="wrapped(variants={'alibi': 'all'})",
     ),
     "recurrent layers": Feature(
         "recurrent",

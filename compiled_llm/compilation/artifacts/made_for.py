@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.compat.torch.inductor import cpp_compilers
 from compiled_llm.config import WrapConfig
+from compiled_llm.kinds.registry import meanings_of
 from compiled_llm.model.sizes import max_positions_of
-from compiled_llm_ops.variants.registry import variant_named
 
 OPTIONS = (
     *("mode", "backend", "page_size", "prefill_tokens", "cascade", "batch_invariant", "kv_dtype"),
@@ -49,7 +49,7 @@ def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config:
         **{f"config.{name}": value for name, value in _config_of(model).items()},
         **{f"option {name}": getattr(config, name) for name in OPTIONS},
         "attention kernels": _kernels(kind, config),
-        **_of_variants(config),
+        **meanings_of(config.layer_functions),
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
@@ -77,12 +77,6 @@ def sizes_made_for(
 def _kernels(device: str, config: WrapConfig) -> str:
     """Return whose kernels attend in prefill, since ``backend="auto"`` stands for what a machine has."""
     return config.backend_on(device).name
-
-
-def _of_variants(config: WrapConfig) -> dict[str, Any]:
-    """Return the layers and the meaning of each variant: code that was compiled for another one is of no use."""
-    variants = config.variants or {}
-    return {f"variant {name}": [variant_named("artifacts", name).hash, layers] for name, layers in variants.items()}
 
 
 def _name_of(model_class: type[PreTrainedModel]) -> str:

@@ -68,8 +68,8 @@ class Profile:
             raise
 
     def _encoded(self) -> bytes:
-        sizes = ("phase", "tokens", "rows", "variant")  # none of them gives hidden states
-        steps = [{**{name: getattr(step, name) for name in sizes}, "uses": uses} for step, uses in self.by_use]
+        names = ("phase", *_NUMBERS)  # none of them gives hidden states
+        steps = [dict(zip(names, (*step[:4], uses), strict=True)) for step, uses in self.by_use]
         said = {"format": FORMAT, "made_for": dict(self.made_for), "embeddings": self.embeddings, "steps": steps}
         return json.dumps(said, indent=1).encode() + b"\n"
 
@@ -81,7 +81,7 @@ class Profile:
     @property
     def structured(self) -> bool:
         """Whether tokens were sampled under grammars."""
-        return any(step.phase == "sampling" and step.variant > 0 for step in self.uses)
+        return any(step.phase == "sampling" and step.schedule > 0 for step in self.uses)
 
     def check(self, here: MadeFor) -> None:
         """Raise ValueError, with the differences, if it is of a model or options with other sizes."""
@@ -103,8 +103,8 @@ class Profile:
 def _use(row: Any) -> tuple[StepKey, int]:
     if row["phase"] not in get_args(Phase):
         raise ValueError
-    tokens, rows, variant, uses = (_count(row[name]) for name in _NUMBERS)
-    return StepKey(row["phase"], tokens, rows, variant), uses
+    tokens, rows, schedule, uses = (_count(row[name]) for name in _NUMBERS)
+    return StepKey(row["phase"], tokens, rows, schedule), uses
 
 
 def _count(number: Any) -> int:

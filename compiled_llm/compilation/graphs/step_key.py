@@ -19,7 +19,7 @@ class StepKey(NamedTuple):
     rows: int
     # of a prefill how the backend divides it among thread blocks, which only the backend understands; of a sampling 1
     # if it writes masks first; of a decode step 1 if pages that rows share are read once; else 0
-    variant: int = 0
+    schedule: int = 0
     wants: tuple[str, ...] = ()  # outputs of the model that it gives besides logits, by HuggingFace's names
 
     @classmethod
@@ -27,8 +27,8 @@ class StepKey(NamedTuple):
         return cls("decode", rows * new_tokens, rows, int(shares))
 
     @classmethod
-    def prefill(cls, tokens: int, rows: int, variant: int = 0) -> StepKey:
-        return cls("prefill", tokens, rows, variant)
+    def prefill(cls, tokens: int, rows: int, schedule: int = 0) -> StepKey:
+        return cls("prefill", tokens, rows, schedule)
 
     @classmethod
     def sampling(cls, rows: int, masked: bool) -> StepKey:
@@ -52,8 +52,8 @@ class StepKey(NamedTuple):
     @property
     def shares(self) -> bool:
         """Whether it is a decode step that reads pages which rows share once."""
-        return self.phase == "decode" and self.variant > 0
+        return self.phase == "decode" and self.schedule > 0
 
     def __str__(self) -> str:
         wants = "".join(f", {want}" for want in self.wants)
-        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, variant={self.variant}{wants}"
+        return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, schedule={self.schedule}{wants}"

@@ -414,4 +414,4 @@ def _used(entry: StepEntry[Any]) -> float:
 
 
 def _size(key: StepKey) -> tuple[int, int, int]:
-    return key.tokens, key.rows, -key.variant
+    return key.tokens, key.rows, -key.schedule

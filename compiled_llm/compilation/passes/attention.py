@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from compiled_llm.compilation.passes.arguments import arguments_of, set_arguments
@@ -16,24 +15,15 @@ from compiled_llm.compilation.passes.raw_heads import (
     raw_heads,
     table_is_settled,
 )
+from compiled_llm_ops.attention.lse import ATTENTIONS
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.contracts.latent import LatentDecode
-from compiled_llm_ops.contracts.variants import DecodeAttentionVariant
-from compiled_llm_ops.protocol import JOINT, DecodeOps
-
-_VARIANTS = (
-    torch.ops.compiled_llm.decode_attention_variant.default,
-    torch.ops.compiled_llm.decode_attention_variant_lse.default,
-)
-_LATENT = torch.ops.compiled_llm.latent_decode.default, torch.ops.compiled_llm.latent_decode_lse.default
-
-_Contract = DecodeAttention | DecodeAttentionVariant | LatentDecode
+from compiled_llm_ops.protocol import DecodeOps
 
 
 class PreparedInAttention:
     """Moves norm and rotary embedding of queries and keys into decode attention, which reads them anyway."""
 
-    # It also lets decode attention, to latents as well, begin before the previous kernel has ended, if that is safe. It
+    # It also lets decode attention, of any kind, begin before the previous kernel has ended, if that is safe. It
     # runs before any other pass: the examples of its nodes are still true.
 
     pattern = "rotary"
@@ -41,12 +31,8 @@ class PreparedInAttention:
     def __init__(self, ops: DecodeOps) -> None:
         """``ops`` are those of a backend that can."""
         self.matches: int | None = None  # how many layers matched; None until a graph was searched
-        self._contracts: dict[Any, type[_Contract]] = {
-            **dict.fromkeys(_LATENT, LatentDecode),
-            **dict.fromkeys(_VARIANTS, DecodeAttentionVariant),
-            **{op: JOINT[op] for op in ops.joint},
-            **dict.fromkeys((ops.attend, ops.attend_lse), DecodeAttention),
-        }
+        own = {op: arguments for op, arguments in ATTENTIONS.items() if "overlap" in arguments._fields}
+        self._contracts: dict[Any, Any] = own | dict.fromkeys((ops.attend, ops.attend_lse), DecodeAttention)
 
     def __call__(self, graph: fx.Graph) -> None:
         attentions = [node for node in graph.nodes if node.target in self._contracts]
@@ -54,7 +40,7 @@ class PreparedInAttention:
         self.matches = self.matches or 0
         for node in attentions:
             args = self._arguments_of(node)
-            if isinstance(args, LatentDecode):  # latents are normed and rotated before they are kept
+            if "query_norm" not in args._fields:  # what this kind keeps has been normed and rotated before
                 continue
             query, key = raw_heads(args.query, EACH_ROW), raw_heads(args.key, EACH_ROW)
             if query is not None and key is not None and query.goes_with(key):

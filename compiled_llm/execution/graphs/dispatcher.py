@@ -37,7 +37,7 @@ class Dispatcher:
 
         Args:
             table: their states.
-            simplest: the variant of prefills that can run any batch.
+            simplest: the schedule of prefills that can run any batch.
             padding: most tokens by which a prefill is padded to another one.
         """
         self._table = table
@@ -75,10 +75,10 @@ class Dispatcher:
         larger = [
             other
             for other in self._table.of(step.phase)
-            if other.variant in (step.variant, self._simplest)
+            if other.schedule in (step.schedule, self._simplest)
             and other.wants == step.wants
             and step.tokens <= other.tokens <= step.tokens + padding
             and step.rows <= other.rows
             and (step.is_prefill or step.new_tokens_per_row == other.new_tokens_per_row)
         ]
-        return min(larger, key=lambda other: (other.tokens, other.rows, other.variant != step.variant), default=None)
+        return min(larger, key=lambda other: (other.tokens, other.rows, other.schedule != step.schedule), default=None)

@@ -79,7 +79,7 @@ def _check_known(step: StepKey, here: Set[StepKey]) -> None:
     known = [other for other in here if other.phase == step.phase]
     numbers = (
         f"{name} {', '.join(map(str, sorted({getattr(other, name) for other in known})))}"
-        for name in ("tokens", "rows", "variant")
+        for name in ("tokens", "rows", "schedule")
     )
     there_is = "there are " + "; ".join(numbers) if known else "there is no such phase"
     raise ValueError(f"profile: it names a {step}; here {there_is}")

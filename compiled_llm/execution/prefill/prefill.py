@@ -123,16 +123,16 @@ class Prefill:
             null = [null_extension(length, self._page_size)] * COMPILED_ROWS
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
-            for variant in self._variants_of_programs(embedded):
-                self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings, variant, wants))
+            for schedule in self._schedules_of_programs(embedded):
+                self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings, schedule, wants))
         graph_manager.prefills.add(program)
         if anchors and not (embedded or wants):
             self.capture_anchors()
 
-    def _variants_of_programs(self, embedded: bool) -> list[int]:
-        """Return a variant for each program that prefills run in."""
-        alone = [variant for variant in self._planner.variants if self._planner.attends_alone(variant)]
-        return [self._planner.variants[0], *([] if embedded else alone)]
+    def _schedules_of_programs(self, embedded: bool) -> list[int]:
+        """Return a schedule for each program that prefills run in."""
+        alone = [schedule for schedule in self._planner.schedules if self._planner.attends_alone(schedule)]
+        return [self._planner.schedules[0], *([] if embedded else alone)]
 
     def capture_anchors(self) -> None:
         """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured.
@@ -144,8 +144,8 @@ class Prefill:
     def _find_anchors(self) -> list[StepKey]:
         if not self._captures:
             return []
-        variant, most = self._planner.variants[0], self._table.budget.max_graphs
-        shapes = [shape._replace(variant=variant) for shape in self._shapes.anchors()]
+        schedule, most = self._planner.schedules[0], self._table.budget.max_graphs
+        shapes = [shape._replace(schedule=schedule) for shape in self._shapes.anchors()]
         shapes = [shape for shape in shapes if self._planner.fits(shape)]
         # If there may be but a few, half of them are for decode steps, and for what is used most.
         return shapes if most is None else shapes[: (most + 1) // 2]
@@ -259,13 +259,13 @@ class Prefill:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         if sampled < 2:
             slots = np.concatenate([slots, self._state.slots.of([], 2 - sampled)])
-        variant = self._planner.variants[0] if embeddings is not None else self._variant_for(chunk)
-        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, embeddings, variant, wants))
+        schedule = self._planner.schedules[0] if embeddings is not None else self._schedule_for(chunk)
+        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, embeddings, schedule, wants))
         return StepOutputs(logits[:wanted], tokens[:sampled], emitted)
 
-    def _variant_for(self, chunk: Sequence[Extension]) -> int:
+    def _schedule_for(self, chunk: Sequence[Extension]) -> int:
         queries = [len(extension.ids) for extension in chunk]
-        return self._planner.variant_for(queries, [extension.row.length for extension in chunk])
+        return self._planner.schedule_for(queries, [extension.row.length for extension in chunk])
 
     def _laid_out(
         self,
@@ -273,13 +273,13 @@ class Prefill:
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
         embeddings: Tensor | None,
-        variant: int,
+        schedule: int,
         wants: tuple[str, ...],
     ) -> PrefillInputs:
-        """Copy a prefill into new tensors on the device, and plan it, which chooses its own variant."""
+        """Copy a prefill into new tensors on the device, and plan it, which chooses its own schedule."""
         state = self._state
         packed, table = pack(chunk, keep, slots, self._page_size, self._padding, self._recurrent)
-        alone = self._planner.attends_alone(variant)
+        alone = self._planner.attends_alone(schedule)
         columns, indices = state.staging.to_device(packed), state.prefill_indices
         if indices is not None:
             state.staging.upload([(table.indices, indices)])
@@ -306,7 +306,7 @@ class Prefill:
             named["places"] = None
         if not self._recurrent:
             named |= {"read": None, "write": None}
-        alone = shape is not None and self._planner.attends_alone(shape.variant)
+        alone = shape is not None and self._planner.attends_alone(shape.schedule)
         plans = self._planner.for_prefill(shape)
         taps = tuple(tap.inputs for tap in self._taps)
         return PrefillInputs(indices=indices, plans=plans, alone=alone, taps=taps, **named)
@@ -320,19 +320,19 @@ class Prefill:
 
     def all_shapes(self) -> list[StepKey]:
         """Return all shapes in which prefills may be captured; some may not fit."""
-        return self._in_variants(self._shapes.all())
+        return self._in_schedules(self._shapes.all())
 
-    def _in_variants(self, shapes: Sequence[StepKey]) -> list[StepKey]:
+    def _in_schedules(self, shapes: Sequence[StepKey]) -> list[StepKey]:
         if not self._captures:
             return []
-        return [shape._replace(variant=variant) for shape in shapes for variant in self._planner.variants]
+        return [shape._replace(schedule=schedule) for shape in shapes for schedule in self._planner.schedules]
 
     def fits(self, shape: StepKey) -> bool:
         return self._planner.fits(shape)
 
     def captured_shapes(self, rows: int) -> list[StepKey]:
         """Return the shapes that prefills of ``rows`` rows are padded to and captured in, smallest first."""
-        return [shape for shape in self._in_variants(self._shapes.of(rows)) if self._planner.fits(shape)]
+        return [shape for shape in self._in_schedules(self._shapes.of(rows)) if self._planner.fits(shape)]
 
     def capture_shapes(self, shapes: Sequence[StepKey], only_with_room: bool = False) -> None:
         """Capture prefills of those shapes that are not captured yet; ``only_with_room`` evicts no others for them."""
@@ -383,9 +383,9 @@ class Prefill:
         if shape is None or (wants and shape.tokens > self._most_with_states):
             return None
         shape = shape._replace(wants=wants)
-        # A variant that only this mixture of rows gains by is not captured; that of one row of as many tokens may be.
+        # A schedule that only this mixture of rows gains by is not captured; that of one row of as many tokens may be.
         for batch in ((queries, lengths), ([sum(queries)], [max(*lengths, sum(queries))])):
-            shape = shape._replace(variant=self._planner.variant_for(*batch))
+            shape = shape._replace(schedule=self._planner.schedule_for(*batch))
             if self._table.get(shape) is not None or self._planner.fits(shape):
                 return shape
         return None  # larger ones fit even less

@@ -217,5 +217,5 @@ class SamplingGraphs:
 
 
 def _forget(buckets: list[int], key: StepKey) -> None:
-    if key.phase == "sampling" and not key.variant:
+    if key.phase == "sampling" and not key.schedule:
         buckets.remove(key.rows)

@@ -19,10 +19,10 @@ from compiled_llm.kinds.kind import (
     AttentionCall,
     ForwardCache,
     Layer,
+    LayerFunctions,
     LayerKind,
     SeenCall,
     Trial,
-    VariantLayers,
 )
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.rows import Rows
@@ -77,7 +77,7 @@ class ChosenTokens(Indexed):
         return with_index_sizes(model, trial, layers, kinds) if kinds else layers
 
     @classmethod
-    def check(cls, model: PreTrainedModel, variants: VariantLayers) -> None:
+    def check(cls, model: PreTrainedModel, functions: LayerFunctions) -> None:
         if before := set(INDEXED_BEFORE).intersection(_layer_types(model)):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has layers of the type {before.pop()!r}, whose keys and values transformers "

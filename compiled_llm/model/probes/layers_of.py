@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from transformers import PreTrainedModel
 
-from compiled_llm.kinds.kind import VariantLayers
+from compiled_llm.kinds.kind import LayerFunctions
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.layer_probe import Probed, probe_layers
@@ -18,12 +18,12 @@ from compiled_llm.model.weights.foreign_weights import changes_in_first_call
 
 
 def layers_of(
-    model: PreTrainedModel, variants: VariantLayers, watch: AbstractContextManager[object] | None = None
+    model: PreTrainedModel, functions: LayerFunctions, watch: AbstractContextManager[object] | None = None
 ) -> Probed:
     """Return the layers of an unwrapped model, or UnsupportedModelError; ``watch`` is entered for the first trial."""
     with paged_attention_in(model), watch or nullcontext():
         fake = not changes_in_first_call(model)
-        layers, states = probe_layers(model, BATCH_ARGUMENT, fake, variants)
+        layers, states = probe_layers(model, BATCH_ARGUMENT, fake, functions)
     return Probed(check_patterns(model, layers), states)
 
 

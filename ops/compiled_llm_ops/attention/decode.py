@@ -33,7 +33,7 @@ from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import as_arrays, attend_row_by_row, attend_to_listed, gather, store
 
 if TYPE_CHECKING:
-    from compiled_llm_ops.kernels.variant import KernelVariant
+    from compiled_llm_ops.kernels.logits import LogitsTransform
 
 
 @define_op(DecodeAttention, writes=("pages", "saturated"))
@@ -205,7 +205,7 @@ def attend_on_cpu(
     query = prepared(args.query, args.query_norm, args)
     scales = args.key_scale, args.value_scale
     if args.visible is not None:
-        out, lse = attend_to_listed(query, args, args.visible, _pages_of_rows(args))
+        out, lse = attend_to_listed(query, args, args.visible, pages_of_rows(args))
         return out, lse if wants_lse else None
     if wants_lse or args.logits_soft_cap > 0 or args.new_tokens > 1 or scales != (None, None) or places.uneven:
         how = (args.scale, args.window_left, args.logits_soft_cap)
@@ -213,7 +213,7 @@ def attend_on_cpu(
     return _attend(query, args, places), None
 
 
-def _pages_of_rows(args: DecodeAttention) -> list[Tensor]:
+def pages_of_rows(args: DecodeAttention) -> list[Tensor]:
     """Return the numbers of each row's pages."""
     counts = [-(-length // args.pages.shape[-2]) for length in args.lengths.tolist()]
     return [args.indices[start : start + count] for start, count in zip(args.starts.tolist(), counts, strict=True)]
@@ -221,7 +221,7 @@ def _pages_of_rows(args: DecodeAttention) -> list[Tensor]:
 
 def _as_table(args: DecodeAttention) -> PageTable:
     """Return the page table of the rows, which has no other pages than theirs."""
-    own = _pages_of_rows(args)
+    own = pages_of_rows(args)
     counts = torch.tensor([0, *map(len, own)], dtype=torch.int32, device="cpu")
     qo_indptr = torch.arange(len(own) + 1, dtype=torch.int32, device="cpu") * args.new_tokens
     last_page_len = (args.lengths - 1) % args.pages.shape[-2] + 1
@@ -265,10 +265,10 @@ def device_of(device: torch.device) -> DecodeDevice:
 
 
 def attend_on_cuda(
-    args: DecodeAttention, wants_lse: bool, variant: KernelVariant | None = None
+    args: DecodeAttention, wants_lse: bool, transform: LogitsTransform | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel. Arguments are not checked."""
-    out, lse, launch = prepare_on_cuda(args, wants_lse, variant=variant)
+    out, lse, launch = prepare_on_cuda(args, wants_lse, transform=transform)
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         launch()
     return out, lse
@@ -278,7 +278,7 @@ def prepare_on_cuda(
     args: DecodeAttention,
     wants_lse: bool,
     shared_lengths: Tensor | None = None,
-    variant: KernelVariant | None = None,
+    transform: LogitsTransform | None = None,
 ) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
     """Return the results, and what launches the kernel that writes them; arguments are not checked."""
     # The kernel leaves out as many of each row's first keys as ``shared_lengths`` says.
@@ -301,7 +301,7 @@ def prepare_on_cuda(
     )  # fmt: skip
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=args.query.device) if wants_lse else None
     pdl = args.overlap and has_pdl(args.query.device)
-    out, launch = prepare_decode(args, lse, tiling=tiling, pdl=pdl, shared_lengths=shared_lengths, variant=variant)
+    out, launch = prepare_decode(args, lse, tiling=tiling, pdl=pdl, shared_lengths=shared_lengths, transform=transform)
     return out, lse, launch
 
 

@@ -33,6 +33,9 @@ Returns:
 Raises:"""
 
 
+ATTENTIONS: dict[torch._ops.OpOverload, type[Any]] = {}
+"""Our ops of attention, each with its arguments."""
+
 _with_lse: dict[Callable[..., Any], Callable[..., tuple[Tensor, Tensor]]] = {}
 
 
@@ -49,6 +52,8 @@ def with_lse(attention: Callable[_Parameters, Tensor]) -> Callable[_Parameters, 
     both.__qualname__, both.__module__ = name, attention.__module__
     both.__doc__ = _DOCUMENTED.format(name=attention.__name__) + rest
     _with_lse[attention] = define_op(arguments, writes=writes, library=library)(both)
+    namespace = getattr(torch.ops, library.ns)
+    ATTENTIONS.update({getattr(namespace, op).default: arguments for op in (attention.__name__, name)})
     return _with_lse[attention]
 
 

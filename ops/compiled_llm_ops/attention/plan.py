@@ -37,11 +37,10 @@ def plan_paged_attention(args: PlanPagedAttention) -> None:
         dtype: of the queries.
         kv_dtype: of the pages.
         rope_size: E of latents, whose size D is then, in pages for ``planned_latent_attention``; 0 for keys and values.
-        function: key of the variant by which the layers attend, for ``paged_attention_variant``; empty for softmax
-            attention.
+        function: key of what becomes of logits where the layers attend; empty for softmax attention.
         captured_tokens: the T of launches that are captured in a CUDA graph, at least that of any batch planned for
             them; -1 if they are not captured.
-        variant: one of the backend's ``variants``, which captured launches must name; -1 for the fastest one for this
+        variant: one of the backend's ``schedules``, which captured launches must name; -1 for the fastest one for this
             batch.
 
     Raises:

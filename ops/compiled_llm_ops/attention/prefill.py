@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
-from compiled_llm_ops.contracts import PagedAttention, check_fp8, check_int32, check_pages, has_uneven_heads, value_size
-from compiled_llm_ops.contracts.variants import PagedAttentionVariant, PlannedAttentionVariant
+from compiled_llm_ops.contracts import (
+    PagedAttention,
+    PageTable,
+    check_fp8,
+    check_int32,
+    check_pages,
+    has_uneven_heads,
+    value_size,
+)
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.plain_attention import attend_row_by_row
 from compiled_llm_ops.protocol import owner_of, plan_of
-
-_Arguments = TypeVar("_Arguments", PagedAttention, PlannedAttentionVariant)
 
 
 @define_op(PagedAttention, writes=("workspace",))
@@ -63,10 +67,11 @@ def paged_attention(args: PagedAttention) -> Tensor:
 paged_attention_lse = with_lse(paged_attention)
 
 
-def check(op: str, args: PagedAttention | PagedAttentionVariant | PlannedAttentionVariant) -> None:
+def check(
+    op: str, query: Tensor, pages: Tensor, table: PageTable, key_scale: Tensor | None, value_scale: Tensor | None
+) -> None:
     """Raise ValueError, in the name of ``op``, if shapes or dtypes do not fit together."""
-    table = args.table
-    check_pages(op, args.query, args.pages)
+    check_pages(op, query, pages)
     rows = table.last_page_len.shape[0]
     if table.qo_indptr.shape[0] != rows + 1 or table.indptr.shape[0] != rows + 1:
         raise ValueError(
@@ -74,7 +79,11 @@ def check(op: str, args: PagedAttention | PagedAttentionVariant | PlannedAttenti
             f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
         )
     check_int32(op, **table._asdict())
-    check_fp8(op, args.pages, args.key_scale, args.value_scale)
+    check_fp8(op, pages, key_scale, value_scale)
+
+
+def _check(args: PagedAttention) -> None:
+    check("paged_attention", args.query, args.pages, args.table, args.key_scale, args.value_scale)
 
 
 # ---- CPU: as the backend does it that the plan is of, or in plain PyTorch, one row after the other
@@ -83,10 +92,9 @@ def check(op: str, args: PagedAttention | PagedAttentionVariant | PlannedAttenti
 @kernel_of_both(paged_attention, "CPU")
 def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Return what the kernel of ``paged_attention`` does."""
-    check("paged_attention", args)
-    plan = plan_of(args.plan)
-    if plan is not None:
-        return launch(plan.launch, args, wants_lse)
+    if plan_of(args.plan) is not None:
+        return _as_planned(args, wants_lse)
+    _check(args)
     how = (args.scale, args.window_left, args.logits_soft_cap, wants_lse, args.key_scale, args.value_scale)
     return attend_row_by_row(args.query, args.pages, args.table, *how)
 
@@ -95,20 +103,24 @@ def _cpu(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
 
 
 @kernel_of_both(paged_attention, "CUDA")
-def _cuda(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Return what the kernel of ``paged_attention`` does, as planned."""
-    check("paged_attention", args)
-    return launch(owner_of(args.plan).launch, args, wants_lse)
+def _as_planned(args: PagedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
+    _check(args)
+    plan = owner_of(args.plan)
+
+    def planned(query: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        plan.launch(args._replace(query=query), out, lse)
+
+    return launch(planned, args.query, args.pages, wants_lse)
 
 
 def launch(
-    planned: Callable[[_Arguments, Tensor, Tensor | None], None], args: _Arguments, wants_lse: bool
+    planned: Callable[[Tensor, Tensor, Tensor | None], None], query: Tensor, pages: Tensor, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return what a plan's launch gives for queries ``[T, H, D]``, whose heads may be stored larger, and its lse."""
-    query, (tokens, heads, head_dim) = args.query, args.query.shape
-    stored = head_dim if has_uneven_heads(args.pages) else args.pages.shape[4]
+    tokens, heads, head_dim = query.shape
+    stored = head_dim if has_uneven_heads(pages) else pages.shape[4]
     query = torch.nn.functional.pad(query, (0, stored - head_dim)) if stored != head_dim else query.contiguous()
-    out = torch.empty((tokens, heads, value_size(query, args.pages)), dtype=query.dtype, device=query.device)
+    out = torch.empty((tokens, heads, value_size(query, pages)), dtype=query.dtype, device=query.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=query.device) if wants_lse else None
-    planned(args._replace(query=query), out, lse)
+    planned(query, out, lse)
     return out if stored == head_dim else out[..., :head_dim].contiguous(), lse

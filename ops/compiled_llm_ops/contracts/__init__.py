@@ -26,7 +26,7 @@ class Geometry(NamedTuple):
         dtype: type of the queries.
         kv_dtype: type of the pages.
         rope_size: E of latents of size D, in pages ``[P, S, D + E]`` that all heads share; 0 for keys and values.
-        function: key of the variant by which they attend (``register_variant``); empty for softmax attention.
+        function: key of what becomes of logits, another key for another meaning; empty for softmax attention.
     """
 
     query_heads: int
@@ -222,8 +222,8 @@ class PlannedBatch(NamedTuple):
     last_page_len: NDArray[np.int32]  # ``[B]`` int32
     geometry: Geometry
     workspace: Tensor  # of the launches
-    captured_tokens: int = -1  # as of ``plan_paged_attention``, like ``variant``
-    variant: int = -1
+    captured_tokens: int = -1  # as of ``plan_paged_attention``, like ``schedule``, its ``variant``
+    schedule: int = -1
 
 
 class PagedAttention(NamedTuple):

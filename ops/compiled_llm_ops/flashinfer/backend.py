@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PageTable
-from compiled_llm_ops.flashinfer import hopper, install, latent
+from compiled_llm_ops.flashinfer import hopper, install, mla
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import FA3, takes_fa3
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
@@ -17,7 +17,7 @@ from compiled_llm_ops.flashinfer.prebuilt import find_kernels_in, kernels_built
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, captured_split_bytes, split_bytes, worth_splitting
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, missing_kernel, padded_head_dim
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, processors_of
-from compiled_llm_ops.protocol import CapturedLaunch, DecodeOps, Installation
+from compiled_llm_ops.protocol import CapturedLaunch, DecodeOps, Installation, Launch
 
 
 class FlashInferInstallation:
@@ -47,20 +47,18 @@ class FlashInfer:
     dtypes = frozenset(QUERY_DTYPES)
     kv_dtypes = frozenset({FP8})
     capturable = True
-    uneven_heads = False
-    latents = True
-    functions = True
+    kernels: Mapping[str, Launch] = FlashInferPlan.kernels
     rope_append = True
-    variants: tuple[int, ...] = (WHOLE, SPLIT, FA3)
+    schedules: tuple[int, ...] = (WHOLE, SPLIT, FA3)
     installation: Installation = FlashInferInstallation()
 
     def missing_kernel(self, geometry: Geometry) -> str | None:
-        return latent.missing_latent_kernel(geometry) if geometry.rope_size else missing_kernel(geometry)
+        return mla.missing_kernel(geometry) if geometry.rope_size else missing_kernel(geometry)
 
     def stored_head_dim(self, head_dim: int) -> int:
         return padded_head_dim(head_dim)
 
-    def best_variant(
+    def best_schedule(
         self, groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device
     ) -> int:
         """Choose ``fa3`` if it pays for all groups; else split if that pays for any."""
@@ -76,10 +74,10 @@ class FlashInfer:
     ) -> int:
         processors = processors_of(device)
         if any(group.rope_size for group in groups):
-            return max(latent.workspace_bytes(group, processors) for group in groups)
+            return max(mla.workspace_bytes(group, processors) for group in groups)
         if captured is None:
             return max(split_bytes(group, processors) for group in groups)
-        if captured.variant != SPLIT:
+        if captured.schedule != SPLIT:
             return 0
         sizes = (captured_split_bytes(group, captured.tokens, captured.rows, processors) for group in groups)
         return max(sizes)

@@ -23,7 +23,7 @@ from compiled_llm_ops.flashinfer.splitting import whole_tiles, worth_splitting
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-FA3 = 2  # the variant of plans that are for these kernels; ``WHOLE`` and ``SPLIT`` are for ``fa2``
+FA3 = 2  # the schedule of plans that are for these kernels; ``WHOLE`` and ``SPLIT`` are for ``fa2``
 
 FIELDS: tuple[str, ...] = (
     "qo_tile_indices_offset",
@@ -56,7 +56,7 @@ def is_there(geometry: Geometry, device: torch.device) -> bool:
 def takes_fa3(
     groups: Sequence[Geometry], queries: Sequence[int], lengths: Sequence[int], device: torch.device, processors: int
 ) -> bool:
-    """Return whether a batch runs by these kernels; the arguments are those of ``Backend.best_variant``."""
+    """Return whether a batch runs by these kernels; the arguments are those of ``Backend.best_schedule``."""
     if sum(lengths) <= SHORT:
         return False
     return all(is_there(group, device) and worth_fa3(group, queries, lengths, processors) for group in groups)
@@ -104,7 +104,7 @@ def _tiles(geometry: Geometry, tokens: int, rows: int) -> int:
 
 
 def _fits(geometry: Geometry) -> bool:
-    # Functors of variants are for ``fa2``.
+    # Functors that layers bring along are for ``fa2``.
     return geometry.head_dim in HEAD_DIMS and geometry.kv_dtype == geometry.dtype and not geometry.function
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch
-from compiled_llm_ops.contracts.latent import PlannedLatentAttention
-from compiled_llm_ops.contracts.variants import PlannedAttentionVariant
-from compiled_llm_ops.flashinfer import latent
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.planner import (
     NUMBERS,
@@ -18,31 +16,23 @@ from compiled_llm_ops.flashinfer.planner import (
     decide,
     fields_of,
     kernels_of,
+    schedule_of,
     tokens_of,
-    variant_of,
 )
 from compiled_llm_ops.flashinfer.splitting import WHOLE
 from compiled_llm_ops.flashinfer.workspace import FlashInferWorkspace, pinned
-from compiled_llm_ops.protocol import own
-from compiled_llm_ops.variants.flashinfer_source import flashinfer_arguments
-
-_Arguments = PagedAttention | PlannedAttentionVariant | PlannedLatentAttention
-
-
-class _Run(NamedTuple):
-    """What the wrapper's ``run`` takes besides queries, pages and results."""
-
-    additional: tuple[Any, ...]  # a functor's tensors and numbers
-    options: dict[str, Any]
+from compiled_llm_ops.protocol import KERNELS, Launch, own
 
 
 class FlashInferPlan:
     """One attention group's plan, made and launched on one stream: its copy overwrites what earlier launches read."""
 
     # ``numbers`` are the fields of FlashInfer's ``PrefillPlanInfo``, or for ``fa3`` of its ``PrefillPlanSM90Info``, for
-    # latents of its ``MLAPlanInfo``, and zeros. A launch reads every one of them on the host: the sizes and switches
+    # MLA of its ``MLAPlanInfo``, and zeros. A launch reads every one of them on the host: the sizes and switches
     # choose kernels and grids, and the offsets are added to the addresses of plan and workspace. So a captured launch
     # has them baked in, and from then on ``decide`` raises if one changes.
+
+    kernels: Mapping[str, Launch] = KERNELS["flashinfer"]
 
     def __init__(self, workspace: FlashInferWorkspace, nbytes: int) -> None:
         """``workspace`` is on the same device; ``nbytes`` is the size of ``tensor``."""
@@ -50,9 +40,10 @@ class FlashInferPlan:
         self.numbers = pinned(8 * NUMBERS).view(torch.int64).zero_()
         self._numbers = self.numbers.numpy()  # read and written in each plan, at a tenth of what a tensor costs
         self._workspace = workspace
+        self.launching = workspace.launching  # a thread may capture while another one launches
         self._geometry: Geometry | None = None
         self._rows = self._tokens = 0
-        self._variant = WHOLE
+        self._schedule = WHOLE
         self._fixed: tuple[Geometry | None, int, int, int] | None = None
         self._captured: list[int] | None = None
         self._waiting: PlannedBatch | None = None
@@ -70,8 +61,8 @@ class FlashInferPlan:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("plan_paged_attention: a CUDA graph is being captured; plan before the capture")
         self._geometry, self._rows = batch.geometry, len(batch.last_page_len)
-        batch = batch._replace(variant=variant_of(batch, self._workspace.device, self._workspace.processors))
-        if self._workspace.is_loading(self._geometry, kernels_of(batch.variant)):
+        batch = batch._replace(schedule=schedule_of(batch, self._workspace.device, self._workspace.processors))
+        if self._workspace.is_loading(self._geometry, kernels_of(batch.schedule)):
             columns = {name: getattr(batch, name).copy() for name in ("qo_indptr", "indptr", "last_page_len")}
             self._waiting = batch._replace(**columns)
         else:
@@ -79,42 +70,40 @@ class FlashInferPlan:
 
     def _decide(self, batch: PlannedBatch) -> None:
         self._waiting = None
-        fixed = self._geometry, self._rows, batch.captured_tokens, batch.variant
+        fixed = self._geometry, self._rows, batch.captured_tokens, batch.schedule
         if self._columns.rows != self._rows:
             self._columns = HostColumns.of(self._rows)
         known = self._numbers.tolist() if fixed == self._fixed else None
         numbers = decide(batch, self.tensor, self._columns, known, self._workspace)
         self._check_captured(numbers)
-        self._fixed, self._variant, self._tokens = fixed, batch.variant, tokens_of(batch)
+        self._fixed, self._schedule, self._tokens = fixed, batch.schedule, tokens_of(batch)
         self._numbers[:] = numbers
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         """As ``Plan.launch``; RuntimeError if nothing was planned, ValueError for other shapes or dtypes."""
-        self._launch(args, _Run((), {"q_scale": args.scale}), out, lse)
+        self._run(args, out, lse, q_scale=args.scale)
 
-    def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
-        further = flashinfer_arguments(args.name, args.tensors, args.scale)
-        self._launch(args, _Run(tuple(further), {}), out, lse)
+    def launch_functor(self, args: Any, further: Sequence[Any], out: Tensor, lse: Tensor | None) -> None:
+        """Launch kernels with a functor; ``further`` are its tensors and numbers, ``args`` else as of ``launch``."""
+        self._run(args, out, lse, *further)
 
-    def _launch(
-        self, args: PagedAttention | PlannedAttentionVariant, run: _Run, out: Tensor, lse: Tensor | None
-    ) -> None:
-        wrapper, numbers = self._to_launch(args)
-        with self._workspace.launching:  # a thread may capture while another one launches
-            scaled = args._replace(query=_of_each_kv_head(args.query, args.key_scale))
-            _launch(wrapper, numbers, self._tokens, scaled, run, out, lse)
+    def _run(self, args: Any, out: Tensor, lse: Tensor | None, *further: Any, **options: Any) -> None:
+        wrapper, numbers = self.to_launch(args)
+        with self.launching:
+            query = readable(_of_each_kv_head(args.query, args.key_scale))
+            _set_batch(wrapper, numbers, self._tokens, args)
+            try:
+                wrapper.run(query, args.pages, *further, **options, out=out, lse=lse, return_lse=lse is not None)
+            finally:
+                _forget_batch(wrapper)
         if args.value_scale is not None:
             _of_each_kv_head(out, args.value_scale, written=out)
 
-    def launch_latents(self, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
-        wrapper, numbers = self._to_launch(args)
-        with self._workspace.launching:
-            latent.launch(wrapper, numbers, args, out, lse)
+    def to_launch(self, args: Any) -> tuple[Any, list[int]]:
+        """Return the wrapper that launches, and the numbers of the plan, which a capture bakes in.
 
-    def _to_launch(
-        self, args: PagedAttention | PlannedAttentionVariant | PlannedLatentAttention
-    ) -> tuple[Any, list[int]]:
-        """Return the wrapper that launches, and the numbers of the plan, which a capture bakes in."""
+        ``args`` are those of an op, queries first. The wrapper is to be used with ``launching`` held.
+        """
         if self._waiting is not None:
             self._decide(self._waiting)
         numbers = self._numbers.tolist()
@@ -123,8 +112,8 @@ class FlashInferPlan:
         self._check_launch(args)
         if torch.cuda.is_current_stream_capturing():
             self._captured = numbers
-        wrapper = self._workspace.wrapper(args.geometry, kernels_of(self._variant))
-        return wrapper, numbers[: len(fields_of(self._variant, args.geometry))]
+        wrapper = self._workspace.wrapper(args.geometry, kernels_of(self._schedule))
+        return wrapper, numbers[: len(fields_of(self._schedule, args.geometry))]
 
     def _check_captured(self, numbers: list[int]) -> None:
         if self._captured is None or numbers == self._captured:
@@ -142,9 +131,9 @@ class FlashInferPlan:
     @property
     def _fields(self) -> tuple[str, ...]:
         assert self._geometry is not None, "a batch is planned"
-        return fields_of(self._variant, self._geometry)
+        return fields_of(self._schedule, self._geometry)
 
-    def _check_launch(self, args: _Arguments) -> None:
+    def _check_launch(self, args: Any) -> None:
         launched = args.geometry, args.last_page_len.shape[0], args[0].shape[0]
         planned = self._geometry, self._rows, self._tokens
         if launched != planned:
@@ -168,15 +157,7 @@ def _of_each_kv_head(states: Tensor, scale: Tensor | None, written: Tensor | Non
     return result
 
 
-def _launch(
-    wrapper: Any,
-    numbers: list[int],
-    tokens: int,
-    args: PagedAttention | PlannedAttentionVariant,
-    run: _Run,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
+def _set_batch(wrapper: Any, numbers: list[int], tokens: int, args: Any) -> None:
     wrapper._plan_info = numbers
     wrapper._qo_indptr_last = tokens
     wrapper._int_workspace_buffer = args.plan
@@ -185,17 +166,9 @@ def _launch(
     wrapper._paged_kv_indptr_buf = args.indptr
     wrapper._paged_kv_indices_buf = args.indices
     wrapper._paged_kv_last_page_len_buf = args.last_page_len
-    try:
-        wrapper.run(
-            readable(args.query),
-            args.pages,
-            *run.additional,
-            **run.options,
-            out=out,
-            lse=lse,
-            return_lse=lse is not None,
-        )
-    finally:
-        # A tensor that a graph made must not outlive its capture.
-        wrapper._qo_indptr_buf = wrapper._paged_kv_indptr_buf = wrapper._paged_kv_indices_buf = None
-        wrapper._paged_kv_last_page_len_buf = wrapper._float_workspace_buffer = None
+
+
+def _forget_batch(wrapper: Any) -> None:
+    """Let go of tensors: one that a graph made must not outlive its capture."""
+    wrapper._qo_indptr_buf = wrapper._paged_kv_indptr_buf = wrapper._paged_kv_indices_buf = None
+    wrapper._paged_kv_last_page_len_buf = wrapper._float_workspace_buffer = None

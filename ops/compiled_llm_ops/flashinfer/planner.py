@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
-from compiled_llm_ops.flashinfer import hopper, latent
+from compiled_llm_ops.flashinfer import hopper, mla
 from compiled_llm_ops.flashinfer.hopper import FA3, is_there, takes_fa3
 from compiled_llm_ops.flashinfer.splitting import SPLIT, WHOLE, max_tiles, worth_splitting
 from compiled_llm_ops.flashinfer.versions import idle_blocks_read_the_plan, sums_parts_wrongly, uniform_q_len_argument
@@ -38,7 +38,7 @@ PLAN_FIELDS: tuple[str, ...] = (
     "enable_cuda_graph",
     "split_kv",
 )
-NUMBERS = max(len(PLAN_FIELDS), len(hopper.FIELDS), len(latent.FIELDS))  # how many numbers a plan has room for
+NUMBERS = max(len(PLAN_FIELDS), len(hopper.FIELDS), len(mla.FIELDS))  # how many numbers a plan has room for
 _BLOCKS, _TILE = map(PLAN_FIELDS.index, ("padded_batch_size", "cta_tile_q"))
 _ROWS, _QUERY_TILES, _KEY_TILES = map(
     PLAN_FIELDS.index, ("request_indices_offset", "qo_tile_indices_offset", "kv_tile_indices_offset")
@@ -68,12 +68,12 @@ class HostColumns(NamedTuple):
         lengths[:] = lengths_of(batch)
 
 
-def variant_of(batch: PlannedBatch, device: torch.device, processors: int) -> int:
-    """Return the variant of a batch: the one that captured launches name, else the fastest."""
+def schedule_of(batch: PlannedBatch, device: torch.device, processors: int) -> int:
+    """Return the schedule of a batch: the one that captured launches name, else the fastest."""
     if batch.geometry.rope_size or sums_parts_wrongly(batch.geometry):
         return WHOLE
-    if batch.variant >= 0:
-        return batch.variant
+    if batch.schedule >= 0:
+        return batch.schedule
     queries, lengths = np.diff(batch.qo_indptr).tolist(), lengths_of(batch)
     if takes_fa3([batch.geometry], queries, lengths, device, processors):
         return FA3
@@ -90,21 +90,21 @@ def decide(
     batch: PlannedBatch, plan: Tensor, columns: HostColumns, known: list[int] | None, workspace: FlashInferWorkspace
 ) -> list[int]:
     """Plan a batch: queue the copy to ``plan`` ``[bytes]`` and return the numbers of launches, filled with zeros."""
-    # They are the values of ``PLAN_FIELDS``, or for ``fa3`` and for latents of their ``FIELDS``; ``known`` are those of
+    # They are the values of ``PLAN_FIELDS``, or for ``fa3`` and for MLA of their ``FIELDS``; ``known`` are those of
     # this plan's last batch, None before the first. The batch has columns of exact sizes, as many as ``columns``, which
-    # are written, and names its variant. Errors are those of ``FlashInferPlan.decide``.
+    # are written, and names its schedule. Errors are those of ``FlashInferPlan.decide``.
     captured, geometry, rows = batch.captured_tokens >= 0, batch.geometry, columns.rows
     tokens = tokens_of(batch)
     _check_size(plan, geometry, tokens, rows, workspace)
     columns.fill(batch)
     if geometry.rope_size:
-        latent.check_works(geometry, tokens, rows, workspace.processors)
-        arguments, whole = latent.planner_arguments(geometry, columns.tensors), False
+        mla.check_works(geometry, tokens, rows, workspace.processors)
+        arguments, whole = mla.planner_arguments(geometry, columns.tensors), False
     else:
-        arguments, whole = planner_arguments(batch, columns, tokens), captured and batch.variant == WHOLE
+        arguments, whole = planner_arguments(batch, columns, tokens), captured and batch.schedule == WHOLE
     with workspace.staging(plan.numel()) as staged:
         all_arguments = batch.workspace, plan, staged.memory, *arguments
-        planner = workspace.wrapper(geometry, kernels_of(batch.variant))._cached_module
+        planner = workspace.wrapper(geometry, kernels_of(batch.schedule))._cached_module
         try:
             if whole and idle_blocks_read_the_plan():
                 # Only the planner knows the offsets, so the first plan is made twice.
@@ -120,7 +120,7 @@ def decide(
 def plan_bytes(geometry: Geometry, tokens: int, rows: int, device: torch.device) -> int:
     """Return an upper bound on the size of the plan of any batch with at most these tokens and rows, in bytes."""
     if geometry.rope_size:
-        return latent.plan_bytes(processors_of(device))
+        return mla.plan_bytes(processors_of(device))
     needed = fa2_plan_bytes(geometry, tokens, rows, max_blocks_of(device))
     if is_there(geometry, device):
         needed = max(needed, hopper.plan_bytes(geometry, tokens, rows, processors_of(device)))
@@ -140,7 +140,7 @@ def fa2_plan_bytes(geometry: Geometry, tokens: int, rows: int, max_blocks: int) 
 
 
 def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int) -> tuple[Any, ...]:
-    fixed_split_size, disable_split_kv, num_colocated_ctas = -1, batch.variant != SPLIT, 0
+    fixed_split_size, disable_split_kv, num_colocated_ctas = -1, batch.schedule != SPLIT, 0
     geometry = batch.geometry
     arguments = (
         *columns.tensors,
@@ -155,21 +155,21 @@ def planner_arguments(batch: PlannedBatch, columns: HostColumns, tokens: int) ->
         True,  # causal
         geometry.window_left,
     )
-    if batch.variant == FA3:
+    if batch.schedule == FA3:
         return arguments
     return (*arguments, fixed_split_size, disable_split_kv, num_colocated_ctas, *uniform_q_len_argument())
 
 
-def kernels_of(variant: int) -> str:
-    """Return FlashInfer's name of the kernels that a variant is for."""
-    return "fa3" if variant == FA3 else "fa2"
+def kernels_of(schedule: int) -> str:
+    """Return FlashInfer's name of the kernels that a schedule is for."""
+    return "fa3" if schedule == FA3 else "fa2"
 
 
-def fields_of(variant: int, geometry: Geometry) -> tuple[str, ...]:
+def fields_of(schedule: int, geometry: Geometry) -> tuple[str, ...]:
     """Return the names of a plan's numbers."""
     if geometry.rope_size:
-        return latent.FIELDS
-    return hopper.FIELDS if variant == FA3 else PLAN_FIELDS
+        return mla.FIELDS
+    return hopper.FIELDS if schedule == FA3 else PLAN_FIELDS
 
 
 def tokens_of(batch: PlannedBatch) -> int:

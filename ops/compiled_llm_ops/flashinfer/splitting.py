@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from compiled_llm_ops.contracts import Geometry
 from compiled_llm_ops.flashinfer.versions import counts_pairs_as_queries
 
-WHOLE, SPLIT = 0, 1  # variants of a plan: one block goes over all keys of a tile of queries, or several share them
+WHOLE, SPLIT = 0, 1  # schedules of a plan: one block goes over all keys of a tile of queries, or several share them
 
 _BLOCKS_AT_ONCE = 2  # resident blocks per multiprocessor; FlashInfer splits rows until the device is full
 
@@ -70,7 +70,7 @@ def worth_splitting(geometry: Geometry, queries: Sequence[int], lengths: Sequenc
     # keys. FlashInfer itself shares keys whenever there are too few blocks to fill the device: on an H200, 1 row of 512
     # new tokens and 32 query heads takes 60 us instead of 30.
     # Measured on an H200 with 16 query heads, 8 kv heads of size 128, 1 and 8 rows, 16 to 2,048 new tokens after 0 to
-    # 2,048: if it chooses the slower variant, that is slower by at most 3%.
+    # 2,048: if it chooses the slower one, that is slower by at most 3%.
     # Plain numbers: of few rows, all that numpy would do is wait for its own code to come into the caches.
     tile, group, tokens = _largest_tile(geometry), geometry.query_heads // geometry.kv_heads, sum(queries)
     most = max(lengths, default=0) if geometry.window_left < 0 else geometry.window_left + tile

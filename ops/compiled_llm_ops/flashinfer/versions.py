@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compiled_llm_ops.contracts import FP8, Geometry
-from compiled_llm_ops.variants.registry import variant_named
+from compiled_llm_ops.flashinfer.functors import functors
 
 HEAD_DIMS = (64, 128, 256, 512)  # head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``
 
@@ -79,7 +79,7 @@ def _missing_large_heads(head_dim: int) -> str | None:
 def sums_parts_wrongly(geometry: Geometry) -> bool:
     """Whether rows must not be split: without a softmax the sum over parts begins with what lies in registers."""
     # Ends with a FlashInfer that clears them (``PersistentVariableLengthAttentionSumKernel``).
-    return bool(geometry.function) and not variant_named("plan_paged_attention", geometry.function).softmax
+    return bool(geometry.function) and not functors().has_softmax(geometry)
 
 
 def import_flashinfer() -> Any:

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm_ops.contracts import FP8, Geometry, PageTable
+from compiled_llm_ops.flashinfer import mla
 from compiled_llm_ops.flashinfer.append import append
+from compiled_llm_ops.flashinfer.functors import functors
 from compiled_llm_ops.flashinfer.hopper import build_for_later, is_there
-from compiled_llm_ops.flashinfer.latent import make_latent_wrapper, missing_latent_kernel
 from compiled_llm_ops.flashinfer.versions import HEAD_DIMS, import_flashinfer, missing_kernel
-from compiled_llm_ops.variants.flashinfer_source import flashinfer_variant
 
 STAGING_BUFFERS = 16
 """Plans the host may be ahead of the device: three and more prefills of a model with several attention groups."""
@@ -113,16 +113,17 @@ def make_wrapper(geometry: Geometry, buffer: Tensor, kernels: str = "fa2") -> An
     """Return a wrapper with loaded kernels, ``fa2`` or ``fa3``, by a public plan of one row of one token."""
     _check_geometry(geometry)
     if geometry.rope_size:
-        return make_latent_wrapper(geometry, buffer)
+        return mla.make_wrapper(geometry, buffer)
     flashinfer = import_flashinfer()
     indptr = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
     indices, last_page_len = (
         torch.tensor([0], dtype=torch.int32, device="cpu"),
         torch.tensor([1], dtype=torch.int32, device="cpu"),
     )
+    jit_args = functors().jit_args(geometry) if geometry.function else None  # None for FlashInfer's own functor
     # Whether launches are captured is the planner's to know, not the wrapper's: run() is the same for both.
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-        float_workspace_buffer=buffer, kv_layout="HND", backend=kernels, jit_args=_functor(geometry)
+        float_workspace_buffer=buffer, kv_layout="HND", backend=kernels, jit_args=jit_args
     )
     wrapper.plan(
         qo_indptr=indptr,
@@ -149,15 +150,8 @@ def make_wrapper(geometry: Geometry, buffer: Tensor, kernels: str = "fa2") -> An
     return wrapper
 
 
-def _functor(geometry: Geometry) -> list[Any] | None:
-    """Return the arguments by which FlashInfer builds kernels with the functor of a variant; None for its own ones."""
-    if not geometry.function:
-        return None
-    return flashinfer_variant(geometry.function).jit_args(geometry.dtype, geometry.kv_dtype, geometry.head_dim)
-
-
 def _check_geometry(geometry: Geometry) -> None:
-    if reason := missing_latent_kernel(geometry) if geometry.rope_size else missing_kernel(geometry):
+    if reason := mla.missing_kernel(geometry) if geometry.rope_size else missing_kernel(geometry):
         raise ValueError(f"plan_paged_attention: {reason}")
     if not geometry.rope_size and geometry.head_dim not in HEAD_DIMS:
         raise ValueError(

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
-from compiled_llm_ops.contracts.variants import PlannedAttentionVariant
-from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, Unplanned, own, own_decode_ops
-from compiled_llm_ops.variants.plain import attend_packed
-from compiled_llm_ops.variants.registry import variant_named
+from compiled_llm_ops.protocol import (
+    KERNELS,
+    DecodeOps,
+    EmptyPlan,
+    EmptyWorkspace,
+    Launch,
+    Unplanned,
+    own,
+    own_decode_ops,
+)
 
 
 class ReferencePlan(EmptyPlan):
     """A plan that decides nothing, since the kernels need none; see ``protocol.Plan``."""
+
+    kernels: Mapping[str, Launch] = KERNELS["reference"]
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -27,11 +37,8 @@ class ReferencePlan(EmptyPlan):
         if lse is not None and result_lse is not None:
             lse.copy_(result_lse)
 
-    def launch_variant(self, args: PlannedAttentionVariant, out: Tensor, lse: Tensor | None) -> None:
-        result, result_lse = attend_packed(variant_named("planned_attention_variant", args.name), args)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(result_lse)
+
+KERNELS["reference"]["uneven heads"] = ReferencePlan.launch
 
 
 class Reference(Unplanned):
@@ -41,8 +48,7 @@ class Reference(Unplanned):
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
     kv_dtypes = frozenset({FP8})
     capturable = False  # it reads lengths from the device
-    uneven_heads = True
-    functions = True
+    kernels: Mapping[str, Launch] = KERNELS["reference"]
     rope_append = False  # it is to share no kernel with the others
 
     def missing_kernel(self, geometry: Geometry) -> str | None:

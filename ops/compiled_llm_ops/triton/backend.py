@@ -23,7 +23,7 @@ class TritonPlan(EmptyPlan):
         from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
 
         with torch.cuda.device(out.device):  # Triton launches on the current one
-            attend(PackedQueries.of(args, args.logits_soft_cap), out, lse)
+            attend(PackedQueries.of(args), out, lse)
 
 
 class Triton(PagedKernels):

@@ -24,7 +24,7 @@ class InvariantPlan(EmptyPlan):
         from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
         from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
 
-        queries, tiling = PackedQueries.of(args, args.logits_soft_cap), invariant_tiling(args.pages.shape[-1])
+        queries, tiling = PackedQueries.of(args), invariant_tiling(args.pages.shape[-1])
         with torch.cuda.device(out.device):  # Triton launches on the current one
             attend(queries, out, lse, tiling)
 

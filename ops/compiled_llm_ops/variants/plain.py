@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.variants import PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.plain_attention import gather, scaled
+from compiled_llm_ops.variants.contracts import PagedAttentionVariant, PlannedAttentionVariant
 from compiled_llm_ops.variants.expressions import Expression, Type
 from compiled_llm_ops.variants.registry import Variant
 

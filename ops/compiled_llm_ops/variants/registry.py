@@ -54,15 +54,17 @@ class Variant:
         """Name and hash, which ops take as a name, too: caches of compiled code then tell meanings apart."""
         return f"{self.name}@{self.hash}"
 
-    def check_tensors(self, op: str, tensors: Sequence[Tensor], rows: int, queries: int, heads: int) -> None:
-        """Raise ValueError if tensors are not those of the variant for so many rows, queries and query heads."""
+    def checked(self, op: str, tensors: Sequence[Tensor], query: Tensor, rows: int, wants_lse: bool) -> Variant:
+        """Return it; ValueError if tensors do not fit queries ``[T, H, D]`` of so many rows, or it has no lse."""
+        if wants_lse and not self.softmax:
+            raise ValueError(f"{op}_lse: variant {self.name!r} has no softmax, and no log-sum-exp; call {op}")
         names = [tensor.name for tensor in self.tensors]
         if len(tensors) != len(names):
             raise ValueError(
                 f"{op}: variant {self.name!r} takes {len(names)} tensors ({', '.join(names) or 'none'}); got "
                 f"{len(tensors)}"
             )
-        sizes = {"row": rows, "query": queries, "head": heads}
+        sizes = {"row": rows, "query": query.shape[0], "head": query.shape[1]}
         for own, given in zip(self.tensors, tensors, strict=True):
             shape = [sizes.get(index) for index in own.axes]
             fits = given.dim() == len(shape) and all(
@@ -74,6 +76,7 @@ class Variant:
                     f"{op}: {own.name} of variant {self.name!r} must be [{wanted}] {own.dtype}, by "
                     f"{' and '.join(own.axes)}; got {tuple(given.shape)} {given.dtype}"
                 )
+        return self
 
 
 _variants: dict[str, Variant] = {}

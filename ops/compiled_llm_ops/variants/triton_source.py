@@ -13,7 +13,7 @@ from compiled_llm_ops.variants.expressions import INPUTS, READ_AS, Expression, T
 from compiled_llm_ops.variants.registry import Variant
 
 if TYPE_CHECKING:
-    from compiled_llm_ops.kernels.variant import KernelVariant
+    from compiled_llm_ops.kernels.logits import LogitsTransform
 
 _PLACES = ("row", "head", "query", "query_position", "key_position", "tensors", "sizes")
 _OPERATORS = {
@@ -43,9 +43,9 @@ def source_of(variant: Variant) -> str:
     return "\n\n".join(functions)
 
 
-def kernel_variant(variant: Variant, tensors: Sequence[Tensor]) -> KernelVariant:
+def logits_transform(variant: Variant, tensors: Sequence[Tensor]) -> LogitsTransform:
     """Return a variant as kernels take it, with its tensors, which have been checked; imports Triton."""
-    from compiled_llm_ops.kernels.variant import KernelVariant
+    from compiled_llm_ops.kernels.logits import LogitsTransform
 
     if variant not in _jitted:
         _jitted[variant] = _jit(variant)
@@ -53,7 +53,7 @@ def kernel_variant(variant: Variant, tensors: Sequence[Tensor]) -> KernelVariant
     sizes = tuple(
         tensor.shape[axis] for own, tensor in zip(variant.tensors, tensors, strict=True) for axis in own.sized
     )
-    return KernelVariant(logits, visible, tuple(own.contiguous() for own in tensors), sizes, variant.softmax)
+    return LogitsTransform(logits, visible, tuple(own.contiguous() for own in tensors), sizes, variant.softmax)
 
 
 _jitted: WeakKeyDictionary[Variant, tuple[Any, Any]] = WeakKeyDictionary()
@@ -64,7 +64,7 @@ def _jit(variant: Variant) -> tuple[Any, Any]:
     import triton
     import triton.language as tl
 
-    from compiled_llm_ops.kernels.variant import floor_div, floor_mod
+    from compiled_llm_ops.kernels.logits import floor_div, floor_mod
 
     source, path = source_of(variant), f"<variant {variant.key}>"
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm
@@ -18,11 +19,11 @@ from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.model import checks
 from compiled_llm_ops import register_variant
 from compiled_llm_ops.reference.backend import Reference, ReferencePlan
+from compiled_llm_ops.variants.contracts import PlannedAttentionVariant
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.engine.random_requests import WORDS, answers, requests
 from support.engine.text_tokenizers import byte_level
 from support.huggingface.families import FAMILIES, make
-from support.noting import note_calls
 from support.ops.variants import registered
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, wrap_and_compare
 from support.tiny_models import WINDOWS, tiny_llama, tiny_qwen3
@@ -64,7 +65,14 @@ def test_rotary_embedding_of_queries_and_keys_is_the_ops(seed: int, monkeypatch:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let the reference plan decode on a CPU; the variants of its launches."""
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
-    return note_calls(monkeypatch, ReferencePlan, "launch_variant", lambda _, args, *rest: args.name)
+    launch, names = Reference.kernels["functions"], list[str]()
+
+    def noted(plan: ReferencePlan, args: PlannedAttentionVariant, *results: Tensor | None) -> None:
+        names.append(args.name)
+        launch(plan, args, *results)
+
+    monkeypatch.setitem(Reference.kernels, "functions", noted)
+    return names
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,7 +202,6 @@ REFUSED_OPTIONS = {
     "a negative layer": ({"variants": {"example_alibi": [-1]}}, "numbers from 0 on"),
     "no dict": ({"variants": ["example_alibi"]}, "must be a dict of layers by the names of variants"),
     "no variants": ({"variants": {}}, "must be a dict of layers"),
-    "an unknown one": ({"variants": {"missing": "all"}}, "variants: variant 'missing' is not registered"),
     "two of a layer": (
         {"variants": {"example_alibi": [0, 1], "example_sigmoid": [1]}},
         "a layer has one variant, and 'example_sigmoid'",
@@ -209,6 +216,11 @@ def test_impossible_options_are_refused(case: str) -> None:
     options, message = REFUSED_OPTIONS[case]
     with pytest.raises(ValueError, match=message):
         WrapConfig(**{"variants": {"example_alibi": "all"}, **options})
+
+
+def test_a_variant_that_is_not_registered_is_refused() -> None:
+    with pytest.raises(ValueError, match="variants: variant 'missing' is not registered"):
+        compiled_llm.wrap(tiny_llama(), variants={"missing": "all"})
 
 
 def _with_buffer(name: str, tensor: torch.Tensor) -> Callable[[], PreTrainedModel]:
@@ -267,7 +279,7 @@ def test_on_cuda_kernels_are_our_own_or_those_that_the_backend_plans(monkeypatch
     checks.check_layers(model, layers, WrapConfig(backend="reference"))
     with pytest.raises(UnsupportedModelError, match=r"'flashinfer' cannot run attention layer 0: .*float32 queries"):
         checks.check_layers(model, layers, WrapConfig(backend="flashinfer"))
-    monkeypatch.setattr(Reference, "functions", False)
+    monkeypatch.delitem(Reference.kernels, "functions")
     message = "'reference' cannot run attention layer 0: it has no kernels for variants; backend='triton' can"
     with pytest.raises(UnsupportedModelError, match=message):
         checks.check_layers(model, layers, WrapConfig(backend="reference"))

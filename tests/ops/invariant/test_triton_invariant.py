@@ -38,7 +38,7 @@ def by_kernel(args: PagedAttention) -> tuple[Tensor, Tensor]:
     from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
 
     out, lse = torch.full_like(args.query, torch.nan), torch.full(args.query.shape[:2], torch.nan)
-    attend(PackedQueries.of(args, args.logits_soft_cap), out, lse, SMALL)
+    attend(PackedQueries.of(args), out, lse, SMALL)
     return out, lse
 
 

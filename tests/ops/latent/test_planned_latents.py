@@ -47,15 +47,15 @@ def test_wrong_arguments_raise(change: dict[str, Any], message: str) -> None:
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A workspace on the CPU, and FlashInfer's wrapper for latents as a mock with the real signatures."""
     support = pytest.importorskip("support.ops.mocked_flashinfer", exc_type=ImportError)
-    from compiled_llm_ops.flashinfer import latent, workspace
+    from compiled_llm_ops.flashinfer import mla, workspace
 
     support.mocked.__wrapped__(monkeypatch)
     real = support.flashinfer.BatchMLAPagedAttentionWrapper
     wrapper = mock.create_autospec(real)
     wrapper.return_value._cached_module = mock.Mock()
-    wrapper.return_value._cached_module.plan.return_value = list(range(1, 1 + len(latent.FIELDS)))
+    wrapper.return_value._cached_module.plan.return_value = list(range(1, 1 + len(mla.FIELDS)))
     monkeypatch.setattr(support.flashinfer, real.__name__, wrapper)
-    monkeypatch.setattr(latent, "has_kernels", lambda device: False)
+    monkeypatch.setattr(mla, "has_kernels", lambda device: False)
     return real, wrapper.return_value, workspace.FlashInferWorkspace("cpu", 1024)
 
 
@@ -93,7 +93,7 @@ def test_wrapper_planner_and_launch_take_what_is_passed(theirs: Any) -> None:
 
     wrapper.run.side_effect = note
     out = torch.empty_like(args.query_latent)
-    plan.launch_latents(args, out, None)
+    plan.kernels["latents"](plan, args, out, None)
     assert set(wrapper.run.call_args.kwargs) <= set(inspect.signature(real.run).parameters)
     assert seen["scale"] == args.scale
     assert seen["indices"] is args.indices
@@ -107,12 +107,12 @@ def test_a_plan_of_other_rows_is_refused(theirs: Any) -> None:
     plan = planned(theirs, rows_of_16_bits([20, 5]))
     args = rows_of_16_bits([20, 5, 1]).planned_arguments(plan.tensor, theirs[2].buffer)
     with pytest.raises(ValueError, match=r"the plan is of another batch: rows 3 \(planned: 2\)"):
-        plan.launch_latents(args, torch.empty_like(args.query_latent), None)
+        plan.kernels["latents"](plan, args, torch.empty_like(args.query_latent), None)
 
 
 def test_more_tiles_than_a_plan_has_room_for_are_refused() -> None:
     pytest.importorskip("flashinfer", exc_type=ImportError)
-    from compiled_llm_ops.flashinfer.latent import check_works
+    from compiled_llm_ops.flashinfer.mla import check_works
 
     geometry = rows_of_16_bits([3]).planned_arguments().geometry._replace(query_heads=128)
     check_works(geometry, 8192 - 132 - 64 - 1, 64, 132)
@@ -124,15 +124,15 @@ def test_more_tiles_than_a_plan_has_room_for_are_refused() -> None:
 
 def test_what_is_private_to_flashinfer_is_as_it_is_known() -> None:
     support = pytest.importorskip("support.ops.mocked_flashinfer", exc_type=ImportError)
-    from compiled_llm_ops.flashinfer import latent
+    from compiled_llm_ops.flashinfer import mla
 
     real = support.flashinfer.BatchMLAPagedAttentionWrapper
     scheduler = (support.DATA / "include/flashinfer/attention/scheduler.cuh").read_text()
     struct = scheduler[scheduler.index("struct MLAPlanInfo {") :]
     vector = struct[struct.index("return {") + 8 : struct.index("};")]
-    assert tuple(name.strip() for name in vector.split(",")) == latent.FIELDS
+    assert tuple(name.strip() for name in vector.split(",")) == mla.FIELDS
     body = scheduler[scheduler.index("inline cudaError_t MLAPlan(") :]
-    assert f"max_total_num_works = {latent.MOST_WORKS};" in body
+    assert f"max_total_num_works = {mla.MOST_WORKS};" in body
     assert body.count("sizeof(IdType) * max_total_num_works") == 9
     assert body.count("sizeof(IdType) * num_sm") == 5
     assert "cta_tile_q = 64;" in body

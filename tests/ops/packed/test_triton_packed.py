@@ -46,7 +46,7 @@ def attend(
 
     args = PagedAttention(*batch.arguments(), window_left, soft_cap, **given)
     out, lse = torch.full_like(args.query, torch.nan), torch.full(args.query.shape[:2], torch.nan)
-    launch(PackedQueries.of(args, soft_cap), out, lse, tiling)
+    launch(PackedQueries.of(args), out, lse, tiling)
     return out, lse
 
 

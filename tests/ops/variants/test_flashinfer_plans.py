@@ -10,11 +10,11 @@ from torch import Tensor
 
 from compiled_llm_ops import flashinfer_arguments, flashinfer_variant
 from compiled_llm_ops.contracts import FP8, Geometry
-from compiled_llm_ops.contracts.variants import PlannedAttentionVariant
 from compiled_llm_ops.flashinfer import hopper
 from compiled_llm_ops.flashinfer.plan import FlashInferPlan
 from compiled_llm_ops.flashinfer.splitting import SPLIT
 from compiled_llm_ops.flashinfer.versions import sums_parts_wrongly
+from compiled_llm_ops.variants.contracts import PlannedAttentionVariant
 from support.ops.mocked_flashinfer import GEOMETRY, HOST, Mocked, make_plan, mocked as mocked, tensors
 from support.ops.variants import registered
 
@@ -27,7 +27,8 @@ def launched(mocked: Mocked, owner: FlashInferPlan, name: str, given: list[Tenso
     query, pages, out, lse = tensors()
     key, wants_lse = registered(name).key, registered(name).softmax
     arguments = (query, pages, *HOST, owner.tensor, mocked.workspace.buffer, key, given, 0.25)
-    owner.launch_variant(PlannedAttentionVariant(*arguments), out, lse if wants_lse else None)
+    launch = owner.kernels["functions"]
+    launch(owner, PlannedAttentionVariant(*arguments), out, lse if wants_lse else None)
     return mocked.wrapper.run.call_args
 
 

@@ -12,7 +12,7 @@ from compiled_llm_ops import (
     planned_attention_variant,
     planned_attention_variant_lse,
 )
-from compiled_llm_ops.backends import backend_named
+from compiled_llm_ops.backends import BACKENDS, backend_named
 from compiled_llm_ops.protocol import Plan
 from support.ops.op_cases import MIXES, SCALES, Batch
 from support.ops.variants import EXAMPLES, registered
@@ -61,6 +61,7 @@ def test_a_cpu_needs_no_plan_and_a_backend_without_functions_is_refused() -> Non
     assert torch.equal(out, paged_attention_variant(*states, *how))
     triton, cpu = backend_named("triton"), torch.device("cpu")
     plan = triton.new_plan(triton.workspace(cpu, 0), 16)
-    with pytest.raises(NotImplementedError, match="no kernel for variants; call paged_attention_variant"):
+    with pytest.raises(NotImplementedError, match="no kernels for functions; call another op"):
         planned_attention_variant(*states, plan.tensor, nobodys, *how)
-    assert [backend_named(name).functions for name in ("flashinfer", "reference", "triton")] == [True, True, False]
+    able = [name for name in BACKENDS if "functions" in backend_named(name).kernels]
+    assert able == ["flashinfer", "reference"]

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention import variants as ops
 from compiled_llm_ops.contracts import DecodeAttention
-from compiled_llm_ops.contracts.variants import PagedAttentionVariant
 from compiled_llm_ops.kernels.attention.decode_tiling import (
     MAX_ROWS,
     MAX_SHARES,
@@ -21,7 +19,9 @@ from compiled_llm_ops.kernels.attention.decode_tiling import (
     choose_attention_tiling as choose,
 )
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
-from compiled_llm_ops.variants.triton_source import kernel_variant, source_of
+from compiled_llm_ops.variants import packed
+from compiled_llm_ops.variants.contracts import PagedAttentionVariant
+from compiled_llm_ops.variants.triton_source import logits_transform, source_of
 from support.ops.compiling import compiled, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.op_cases import Batch
@@ -53,8 +53,8 @@ def launch(name: str, batch: Batch, tensors: list[Tensor], spare: int, window_le
     tile = AttentionTiling(rows if spare else 1, rows + spare if spare else 1, 1, 1, block=16, stages=3, warps=4)
     lse = torch.empty(batch.query.shape[:2])
     args = DecodeAttention(*batch.decode_arguments(), window_left)
-    variant = kernel_variant(registered(name), tensors)
-    out, run = prepare_decode(args, lse, tiling=tile, pdl=False, variant=variant)
+    transform = logits_transform(registered(name), tensors)
+    out, run = prepare_decode(args, lse, tiling=tile, pdl=False, transform=transform)
     run()
     torch.testing.assert_close(args.pages, batch.pages)
     return out, lse
@@ -98,7 +98,7 @@ def test_examples_in_the_kernel_of_packed_queries(name: str, window: int, seed: 
     query, pages, qo_indptr, *table, _, _, scale = batch.arguments()
     variant = registered(name)
     args = PagedAttentionVariant(query, pages, qo_indptr, *table, variant.name, tensors, scale, window)
-    out, lse = ops._paged_on_cuda(args, variant.softmax)
+    out, lse = packed._cuda(args, variant.softmax)
     outputs, sums = expected(batch, EXAMPLES[name], tensors, window)
     size = max(1.0, float(outputs.abs().max()))
     torch.testing.assert_close(out.float() / size, outputs / size, rtol=3e-3, atol=3e-3)
@@ -135,7 +135,7 @@ POINTERS |= {torch.bool: "*i1"}
 def of_variant(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The constants and types that are a variant's."""
     given = EXAMPLES[name].tensors(2, 2, 16)
-    variant = kernel_variant(registered(name), given)
+    variant = logits_transform(registered(name), given)
     types: dict[str, Any] = {}
     if given:
         types["tensors"] = tuple(POINTERS[tensor.dtype] for tensor in given)

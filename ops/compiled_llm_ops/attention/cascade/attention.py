@@ -89,8 +89,7 @@ def cascade_attention(args: CascadeAttention) -> Tensor:
 
 
 cascade_attention_lse = with_lse(cascade_attention)
-for _op in (torch.ops.compiled_llm.cascade_attention, torch.ops.compiled_llm.cascade_attention_lse):
-    JOINT[_op.default] = CascadeAttention
+JOINT += [torch.ops.compiled_llm.cascade_attention.default, torch.ops.compiled_llm.cascade_attention_lse.default]
 
 
 def _check(args: CascadeAttention) -> None:

@@ -15,7 +15,7 @@ from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
 from compiled_llm_ops.contracts import check_int32
 from compiled_llm_ops.contracts.latent import PlannedLatentAttention
 from compiled_llm_ops.library import define_op
-from compiled_llm_ops.protocol import owner_of
+from compiled_llm_ops.protocol import launch_of, owner_of
 
 
 @define_op(PlannedLatentAttention, writes=("workspace",))
@@ -88,5 +88,6 @@ def _cuda(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor
     out, lse = torch.empty(query.shape, dtype=query.dtype, device=query.device), None
     if wants_lse:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    owner_of(args.plan).launch_latents(args, out, lse)
+    plan = owner_of(args.plan)
+    launch_of("planned_latent_attention", plan, "latents")(plan, args, out, lse)
     return out, lse

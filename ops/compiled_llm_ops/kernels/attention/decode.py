@@ -30,7 +30,7 @@ from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARE
 from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, as_stored, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.counters import zeroed_counters
-from compiled_llm_ops.kernels.variant import KernelVariant, transformed
+from compiled_llm_ops.kernels.logits import LogitsTransform, transformed
 
 MERGED_VALUES = 2**12  # values of partial results that are summed at a time
 
@@ -85,16 +85,16 @@ def _attend(
     row, head, tensors, sizes,
     NEW: tl.constexpr, GQA: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     CAPPED: tl.constexpr, STAGES: tl.constexpr,
-    VARIANT: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
+    TRANSFORMED: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """``[M, D']`` and its log-sum-exp ``[M]`` in base 2, of blocks ``begin`` to ``end`` from key ``first`` on."""
     # Keys past ``length`` are not read: their slots may hold values (NaN) whose product with zero is not zero. A query
     # that sees none of the keys has zeros, and minus infinity.
     # If ``visible`` is not None, blocks are of places in this list of ``listed`` pages (see ``_place``). If SUMMED,
     # there is no softmax: results are sums, and their log-sum-exp is 0.
-    BLIND: tl.constexpr = NEW > 1 or visible is not None or VARIANT
+    BLIND: tl.constexpr = NEW > 1 or visible is not None or TRANSFORMED
     own = length - NEW + _tokens(tl.arange(0, q.shape[0]), NEW, GQA)[:, None]  # the positions of the queries
-    if VARIANT:
+    if TRANSFORMED:
         heads = head * GQA + (tl.arange(0, q.shape[0]) % GQA)[:, None]
         queries = row * NEW + own - (length - NEW)
     offs_n, offs_d = tl.arange(0, BLOCK), tl.arange(0, DIM)
@@ -117,7 +117,7 @@ def _attend(
             logits = tl.where(mask[None, :], logits, -float("inf"))
         else:
             seen = (position[None, :] <= own) & (position[None, :] >= own - window_left)
-            if VARIANT:
+            if TRANSFORMED:
                 logits = transformed(
                     logits, seen, row, heads, queries, own, position[None, :], tensors, sizes, LOGITS, VISIBLE, SUMMED
                 )
@@ -254,7 +254,7 @@ def _decode_paged_attention(
     ROWS: tl.constexpr, MOST: tl.constexpr, NEW: tl.constexpr, GQA: tl.constexpr, PADDED: tl.constexpr,
     HEAD: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, CAPPED: tl.constexpr, SHARE_EQUAL: tl.constexpr, PDL: tl.constexpr,
-    VARIANT: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
+    TRANSFORMED: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
     SUMMED: tl.constexpr = None,
 ):  # fmt: skip
     """Attend over some keys of one row and kv head; if several programs share them, the last to end merges all."""
@@ -270,7 +270,7 @@ def _decode_paged_attention(
     head, tile, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads, programs = tl.num_programs(0), tl.num_programs(2)
     HEADS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
-    BLIND: tl.constexpr = NEW > 1 or visible is not None or VARIANT
+    BLIND: tl.constexpr = NEW > 1 or visible is not None or TRANSFORMED
     offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)[None, :]
     row_ids = tile * row_tile + offs_r
     mask = (offs_r < row_tile) & (row_ids < rows)
@@ -359,7 +359,7 @@ def _decode_paged_attention(
         values, lses = _attend(
             q, head_pages, own_indices, values_offset, first, length, begin, end, window_left, factor, cap,
             own_list, listed, row, head, tensors, sizes, NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
-            VARIANT, LOGITS, VISIBLE, SUMMED,
+            TRANSFORMED, LOGITS, VISIBLE, SUMMED,
         )  # fmt: skip
         if value_scale is not None:
             values *= tl.load(value_scale + head)
@@ -376,7 +376,7 @@ def _decode_paged_attention(
             if tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu") == count - 1:
                 merged, merged_lses = _merge(
                     partials, partial_lses, first_partial + first_program, count, BLIND, PADDED, DIM, CHUNK,
-                    UNSEEN=VARIANT, SUMMED=SUMMED,
+                    UNSEEN=TRANSFORMED, SUMMED=SUMMED,
                 )  # fmt: skip
                 _store(out, lse, merged, merged_lses, item, heads, PADDED, NEW, GQA, HEAD, DIM)
                 tl.store(arrivals + item, 0)
@@ -399,7 +399,7 @@ def prepare_decode(
     tiling: AttentionTiling,
     pdl: bool,
     shared_lengths: Tensor | None = None,
-    variant: KernelVariant | None = None,
+    transform: LogitsTransform | None = None,
 ) -> tuple[Tensor, Callable[[], None]]:
     """Prepare attention of q queries a row: ``[T, H, D]``, contiguous, and what launches the kernel that writes it.
 
@@ -413,7 +413,7 @@ def prepare_decode(
         shared_lengths: ``[B]`` int32, contiguous: so many of each row's first keys are not attended to; multiples of S,
             and fewer than the row has before its new ones. With ``pdl`` the kernel that is launched just before must
             have waited before it let this one begin.
-        variant: what becomes of logits; without ``shared_lengths``, ``visible`` and a cap.
+        transform: what else becomes of logits; without ``shared_lengths``, ``visible`` and a cap.
     """
     if args.query.dtype not in DTYPES:
         raise ValueError(
@@ -447,14 +447,14 @@ def prepare_decode(
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     tensors, sizes = None, None
-    if variant is not None:
-        factor, (tensors, sizes) = variant.factor(args.scale), variant.arguments
+    if transform is not None:
+        factor, (tensors, sizes) = transform.factor(args.scale), transform.arguments
     constants: dict[str, Any] = {
         "ROWS": 1 if tiling.row_tile == 1 else MAX_ROWS, "MOST": MAX_SHARES,
         "NEW": new_tokens, "GQA": gqa, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_VALUES // (padded * stored)), "STAGES": tiling.stages,
         "CAPPED": cap > 0, "SHARE_EQUAL": tiling.share_equal, "PDL": pdl, "num_warps": tiling.warps,
-        **({"launch_pdl": True} if pdl else {}), **({} if variant is None else variant.constants),
+        **({"launch_pdl": True} if pdl else {}), **({} if transform is None else transform.constants),
     }  # fmt: skip
     launch = functools.partial(
         _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)],

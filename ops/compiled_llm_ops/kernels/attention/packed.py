@@ -1,6 +1,6 @@
 """A Triton kernel for causal attention of packed queries over pages, any number of each row, without a plan."""
 
-# It serves prefill with ``backend="triton"`` and with variants, and all batch-invariant attention. A program has a tile
+# It serves prefill with ``backend="triton"`` and with functions of logits, and all batch-invariant attention. A program has a tile
 # of queries of one row and kv head, and reads the row's keys in tiles that begin at fixed positions, in ascending
 # order, each time in the same way. Tiles of which a query sees nothing change nothing for it, whatever other queries
 # see of them. So a query's bits depend on its own row's tokens and on the tiling alone: with one tiling for all
@@ -23,11 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.contracts import PagedAttention
-from compiled_llm_ops.contracts.variants import PagedAttentionVariant
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
 from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
-from compiled_llm_ops.kernels.variant import KernelVariant, transformed
+from compiled_llm_ops.kernels.logits import LogitsTransform, transformed
 
 
 class PackedQueries(NamedTuple):
@@ -51,11 +50,11 @@ class PackedQueries(NamedTuple):
     last_page_len: Tensor | None = None  # ``[B]`` int32, tokens in each row's last page; None if there are ``lengths``
 
     @classmethod
-    def of(cls, args: PagedAttention | PagedAttentionVariant, logits_soft_cap: float) -> PackedQueries:
+    def of(cls, args: PagedAttention) -> PackedQueries:
         """Return those of an op."""
         return cls(
             args.query, args.pages, args.qo_indptr, args.indptr, None, args.indices, args.scale, args.window_left,
-            logits_soft_cap, args.key_scale, args.value_scale, args.last_page_len,
+            args.logits_soft_cap, args.key_scale, args.value_scale, args.last_page_len,
         )  # fmt: skip
 
     @property
@@ -84,7 +83,7 @@ def with_block(
     sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own, nearest,
     row, token, head_ids, tensors, sizes, cap, values_offset,
     DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, VARIANT: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
+    CAPPED: tl.constexpr, TRANSFORMED: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of values, those of weights and the largest logits with those of a block of keys."""
     # Unless MASKED, all queries see all of its keys. Both ways round alike: a sum of the same blocks has the same bits.
@@ -109,7 +108,7 @@ def with_block(
         seen = position[None, :] <= own[:, None]
         if WINDOWED:
             seen = seen & (position[None, :] >= nearest[:, None])
-    if VARIANT:
+    if TRANSFORMED:
         logits = transformed(
             logits, seen, row, head_ids[:, None], token[:, None], own[:, None], position[None, :], tensors, sizes,
             LOGITS, VISIBLE, SUMMED,
@@ -137,7 +136,7 @@ def _packed_attention(
     row_stride, head_stride, rows, window_left, scale, cap,
     QUERIES: tl.constexpr, GQA: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    NEW: tl.constexpr, VARIANT: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
+    NEW: tl.constexpr, TRANSFORMED: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
     SUMMED: tl.constexpr = None,
 ):  # fmt: skip
     """Attend with one tile of queries of one row and kv head. Later ones see more keys, so they begin first."""
@@ -192,22 +191,22 @@ def _packed_attention(
                 sums, total, largest = with_block(
                     sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own,
                     nearest, row, token, head_ids, tensors, sizes, cap, values_offset,
-                    DIM, PAGE, KEYS, True, WINDOWED, CAPPED, VARIANT, LOGITS, VISIBLE, SUMMED,
+                    DIM, PAGE, KEYS, True, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED,
                 )  # fmt: skip
         cut = tl.maximum((first_own + 1) // KEYS, whole)
         for block in tl.range(whole, cut, num_stages=STAGES):
             sums, total, largest = with_block(
                 sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own, nearest,
                 row, token, head_ids, tensors, sizes, cap, values_offset,
-                DIM, PAGE, KEYS, False, WINDOWED, CAPPED, VARIANT, LOGITS, VISIBLE, SUMMED,
+                DIM, PAGE, KEYS, False, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED,
             )  # fmt: skip
         for block in tl.range(cut, end, num_stages=STAGES):
             sums, total, largest = with_block(
                 sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own, nearest,
                 row, token, head_ids, tensors, sizes, cap, values_offset,
-                DIM, PAGE, KEYS, True, WINDOWED, CAPPED, VARIANT, LOGITS, VISIBLE, SUMMED,
+                DIM, PAGE, KEYS, True, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED,
             )  # fmt: skip
-        if VARIANT:
+        if TRANSFORMED:
             total = tl.where(total == 0.0, 1.0, total)  # no key was seen, or none is counted
         values = summed(sums) / total[:, None]
         if value_scale is not None:
@@ -229,11 +228,11 @@ def attend(
     out: Tensor,
     lse: Tensor | None,
     tiling: PackedTiling | None = None,
-    variant: KernelVariant | None = None,
+    transform: LogitsTransform | None = None,
 ) -> None:
     """Launch attention into ``out`` ``[T, H, D]``, contiguous, and ``lse`` ``[T, H]`` float32, in base 2, if any."""
     # ``args`` are checked; each row that has queries has a page at least. Another ``tiling`` than that of
-    # ``packed_tiling`` gives other bits; a ``variant`` has no cap. ValueError for dtypes without a kernel, or pages
+    # ``packed_tiling`` gives other bits; with ``transform`` there is no cap. ValueError for dtypes without a kernel, or pages
     # that are not contiguous.
     if args.query.dtype not in DTYPES:
         raise ValueError(
@@ -259,12 +258,13 @@ def attend(
     if args.logits_soft_cap > 0:
         factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
     tensors, sizes = None, None
-    if variant is not None:
-        factor, (tensors, sizes) = variant.factor(args.scale), variant.arguments
+    if transform is not None:
+        factor, (tensors, sizes) = transform.factor(args.scale), transform.arguments
     constants: dict[str, Any] = {
         "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": kv_heads, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": args.window_left >= 0, "CAPPED": cap > 0, "NEW": new,
-        "num_warps": tiling.warps, "enable_fp_fusion": tiling.fuses, **({} if variant is None else variant.constants),
+        "num_warps": tiling.warps, "enable_fp_fusion": tiling.fuses,
+        **({} if transform is None else transform.constants),
     }  # fmt: skip
     _packed_attention[(tiles * kv_heads,)](
         query, args.pages, args.qo_indptr, args.starts, args.lengths, args.indices, args.last_page_len, out, lse,

@@ -1,4 +1,4 @@
-"""What the ops of attention by variants take, and their kernels."""
+"""What the ops of attention by variants take."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Variants of attention inside of Triton kernels: two device functions, which are made of the user's own."""
+"""What else becomes of logits in Triton kernels: two device functions, which others hand in."""
 
-# A kernel takes them as constants of its compilation, so that any kernel which has a tile of logits can be of any
-# variant, and one without has none of this in its code.
+# A kernel takes them as constants of its compilation, so that any kernel which has a tile of logits can call
+# any, and one without has none of this in its code.
 # Shapes: M queries of a tile (query heads of one kv head), N keys of a tile.
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 
-class KernelVariant(NamedTuple):
-    """A variant as kernels take it."""
+class LogitsTransform(NamedTuple):
+    """What becomes of logits, and which keys are visible, as kernels take it."""
 
     # a device function of logits ``[M, N]``, rows, query heads, numbers of queries in the batch, positions of queries
     # and of keys, which broadcast, then of ``tensors`` and ``sizes``; None if logits stay as they are
     logits: Any
     visible: Any  # one of the arguments after the first, returns int1; None if all keys are visible
-    tensors: tuple[Tensor, ...]  # those of the variant, contiguous
+    tensors: tuple[Tensor, ...]  # contiguous
     sizes: tuple[int, ...]  # of their axes by head and by position
     softmax: bool  # whether weights are the softmax of logits
 
@@ -37,7 +37,7 @@ class KernelVariant(NamedTuple):
     @property
     def constants(self) -> dict[str, Any]:
         """The kernel's constants."""
-        return {"LOGITS": self.logits, "VISIBLE": self.visible, "SUMMED": not self.softmax, "VARIANT": True}
+        return {"LOGITS": self.logits, "VISIBLE": self.visible, "SUMMED": not self.softmax, "TRANSFORMED": True}
 
 
 @triton.jit
@@ -45,9 +45,9 @@ def transformed(
     logits, seen, row, head, query, query_position, key_position, tensors, sizes,
     LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Return logits ``[M, N]`` as a variant makes them, times log2(e), and minus infinity where a key is not seen."""
+    """Return logits ``[M, N]`` as LOGITS makes them, times log2(e), and minus infinity where a key is not seen."""
     # If SUMMED, they are weights: not multiplied, and 0 where a key is not seen. ``seen`` is None if all are. Without
-    # LOGITS, they come multiplied; see ``KernelVariant.factor``.
+    # LOGITS, they come multiplied; see ``LogitsTransform.factor``.
     if LOGITS is not None:
         logits = LOGITS(logits, row, head, query, query_position, key_position, tensors, sizes)
         if not SUMMED:

@@ -17,6 +17,7 @@ from compiled_llm_ops.contracts.latent import PlannedLatentAttention
 from compiled_llm_ops.flashinfer.append import readable
 from compiled_llm_ops.flashinfer.hopper import has_kernels
 from compiled_llm_ops.flashinfer.versions import QUERY_DTYPES, import_flashinfer
+from compiled_llm_ops.protocol import KERNELS
 
 SIZES = (512, 64)  # r and E, the only ones that the kernels are made for and tested with
 
@@ -49,7 +50,7 @@ _TILE = 64
 _LISTS_OF_WORKS, _LISTS_OF_BLOCKS = 9, 5  # int32 each
 
 
-def missing_latent_kernel(geometry: Geometry) -> str | None:
+def missing_kernel(geometry: Geometry) -> str | None:
     """Return why FlashInfer has no kernel for latents of a geometry; None if it has one."""
     if (geometry.head_dim, geometry.rope_size) != SIZES:
         return (
@@ -89,7 +90,7 @@ def planner_arguments(geometry: Geometry, columns: tuple[Tensor, ...]) -> tuple[
     return (*columns, geometry.query_heads, geometry.head_dim, causal)
 
 
-def make_latent_wrapper(geometry: Geometry, buffer: Tensor) -> Any:
+def make_wrapper(geometry: Geometry, buffer: Tensor) -> Any:
     """Return a wrapper with loaded kernels, ``fa3`` on Hopper, by a public plan of one row of one token."""
     indptr, zero, one = (torch.tensor(of, dtype=torch.int32, device="cpu") for of in ([0, 1], [0], [1]))
     kernels = "fa3" if has_kernels(buffer.device) else "fa2"
@@ -113,8 +114,17 @@ def make_latent_wrapper(geometry: Geometry, buffer: Tensor) -> Any:
     return wrapper
 
 
-def launch(wrapper: Any, numbers: list[int], args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
-    """Launch attention as the ``numbers`` of a plan say; arguments as of ``Plan.launch_latents``."""
+def _launch(plan: Any, args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
+    """Write ``out`` ``[T, H, R]``; see ``protocol.Launch``."""
+    wrapper, numbers = plan.to_launch(args)
+    with plan.launching:
+        _run(wrapper, numbers, args, out, lse)
+
+
+KERNELS["flashinfer"]["latents"] = _launch
+
+
+def _run(wrapper: Any, numbers: list[int], args: PlannedLatentAttention, out: Tensor, lse: Tensor | None) -> None:
     rank = args.query_latent.shape[2]
     wrapper._plan_info = numbers
     wrapper._sm_scale = args.scale
