@@ -289,7 +289,7 @@ def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
 
 
 def test_a_prefill_whose_keys_are_split_is_captured_apart(seed, monkeypatch):
-    monkeypatch.setattr(Planner, "variants", (0, 1))
+    monkeypatch.setattr(Planner, "schedules", (0, 1))
     monkeypatch.setattr(Planner, "schedule_for", lambda self, queries, lengths: int(lengths[0] > 30))
     monkeypatch.setattr(Planner, "fits", lambda self, shape: True)
     reference, model = one_layer(), uncompiled(monkeypatch)
