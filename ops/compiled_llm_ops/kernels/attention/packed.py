@@ -1,9 +1,9 @@
 """A Triton kernel for causal attention of packed queries over pages, any number of each row, without a plan."""
 
-# It serves prefill with ``backend="triton"`` and with functions of logits, and all batch-invariant attention. A program has a tile
-# of queries of one row and kv head, and reads the row's keys in tiles that begin at fixed positions, in ascending
-# order, each time in the same way. Tiles of which a query sees nothing change nothing for it, whatever other queries
-# see of them. So a query's bits depend on its own row's tokens and on the tiling alone: with one tiling for all
+# It serves prefill with ``backend="triton"`` and with functions of logits, and all batch-invariant attention. A program
+# has a tile of queries of one row and kv head, and reads the row's keys in tiles that begin at fixed positions, in
+# ascending order, each time in the same way. Tiles of which a query sees nothing change nothing for it, whatever other
+# queries see of them. So a query's bits depend on its own row's tokens and on the tiling alone: with one tiling for all
 # batches, they are the same in each.
 # Shapes: B rows, T packed tokens, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the
 # same as stored, P pages, S page size, Q queries of a tile.
@@ -232,8 +232,8 @@ def attend(
 ) -> None:
     """Launch attention into ``out`` ``[T, H, D]``, contiguous, and ``lse`` ``[T, H]`` float32, in base 2, if any."""
     # ``args`` are checked; each row that has queries has a page at least. Another ``tiling`` than that of
-    # ``packed_tiling`` gives other bits; with ``transform`` there is no cap. ValueError for dtypes without a kernel, or pages
-    # that are not contiguous.
+    # ``packed_tiling`` gives other bits; with ``transform`` there is no cap. ValueError for dtypes without a kernel, or
+    # pages that are not contiguous.
     if args.query.dtype not in DTYPES:
         raise ValueError(
             f"paged_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"
