@@ -38,10 +38,8 @@ def restarted(loop: Loop, error: BaseException) -> DeviceLostError | None:
 
 
 def device_lost(error: BaseException) -> DeviceLostError | None:
-    """Return the error to report if nothing runs on the device after ``error``.
-
-    Memory that the allocator lacks (``torch.OutOfMemoryError``) is not such an error: others may give it back.
-    """
+    """Return the error to report if nothing runs on the device after ``error``."""
+    # Memory that the allocator lacks (``torch.OutOfMemoryError``) is not such an error: others may give it back.
     for each in _chain(error):
         if isinstance(each, DeviceLostError):
             return each

@@ -28,8 +28,8 @@ from compiled_llm.model.traced_hooks import TracedHooks
 _HOST = torch.device("cpu")
 
 _EMITTED_ON_DEVICE = 256 << 20
-"""Bytes that steps emit of requests' tokens before all of it is copied to the host. Each such copy is put together with
-those before when the request has ended, so few should be needed."""
+"""Bytes that steps emit of requests' tokens before all of it is copied to the host."""
+# Each such copy is put together with those before when the request has ended, so few should be needed.
 
 
 class EmittedTap(EngineTap):
@@ -99,14 +99,7 @@ class _Span(NamedTuple):
 
 
 class ArrivingEmitted(NamedTuple):
-    """The outputs of one launch whose tokens have not been read yet.
-
-    Attributes:
-        steps: the launches of the same rows, this one among them.
-        spans: whose it is.
-        keys: under which it was emitted.
-        nbytes: of one launch.
-    """
+    """The outputs of one launch whose tokens have not been read yet, and the launches of the same rows."""
 
     steps: KeptSteps
     spans: Sequence[_Span]
@@ -188,15 +181,9 @@ class EmittedReader(PlanTap):
 
 
 class WantedEmitted(NamedTuple):
-    """The hidden states and outputs of traced hooks that a request asks for.
+    """The hidden states and outputs of traced hooks that a request asks for; None for either if it does not."""
 
-    Attributes:
-        layers: of each layer as the user has named it, the number that steps give it: 0 for the embeddings; None if
-            hidden states are not wanted.
-        names: of what traced hooks emit; None if it is not wanted.
-        hidden_size: of the model.
-        dtype: of the model.
-    """
+    # ``layers`` are numbers that steps give, 0 for the embeddings, by the user's names.
 
     layers: Mapping[int, int] | None
     names: Sequence[str] | None
@@ -215,13 +202,9 @@ class WantedEmitted(NamedTuple):
 
 
 class KeptSteps:
-    """Launches of the same rows, and what they have emitted, on the device.
+    """Launches of the same rows, and what they have emitted, on the device."""
 
-    Attributes:
-        emitted: by each launch, also by those that come to nothing.
-        read: how many of them count, the first ones: their tokens have been read.
-        executor: the model's.
-    """
+    # Of these the first ``read`` count: their tokens have been read.
 
     def __init__(self, emitted: EmittedSteps, executor: Executor) -> None:
         self.emitted, self.executor = emitted, executor
@@ -229,14 +212,10 @@ class KeptSteps:
 
 
 class RequestEmitted:
-    """A request's hidden states and hooks' outputs, of its tokens from the first on.
+    """A request's hidden states and hooks' outputs, of its tokens from the first on."""
 
-    They stay on the device, so that no step waits for a copy, until the request has ended or they take much memory. The
-    loop's thread adds to them, and any thread may read them.
-
-    Attributes:
-        wanted: what is kept.
-    """
+    # They stay on the device, so that no step waits for a copy, until the request has ended or they take much memory.
+    # The loop's thread adds to them, and any thread may read them.
 
     def __init__(self, wanted: WantedEmitted) -> None:
         """Begin without tokens."""
@@ -259,10 +238,8 @@ class RequestEmitted:
         return sum(copy.shape[1] for copy in self._copies[:] if key in copy.keys)
 
     def append(self, steps: KeptSteps, tokens: slice, first: int) -> None:
-        """Add that of steps, each of which has ``tokens`` of the request, from position ``first`` on.
-
-        Tokens that have it already were computed again. A gap cannot be: a request computes all that it has none of.
-        """
+        """Add that of steps, each of which has ``tokens`` of the request, from position ``first`` on."""
+        # Tokens that have it already were computed again. A gap cannot be: a request computes all that it has none of.
         earlier = self.tokens
         assert earlier >= first, "tokens are computed one after the other"
         self._executor, self._earlier = steps.executor, earlier
@@ -319,11 +296,7 @@ class RequestEmitted:
 
 
 class _Kept:
-    """The part of a request's hidden states and hooks' outputs that some launches have on the device.
-
-    Attributes:
-        steps: the launches.
-    """
+    """The part of a request's hidden states and hooks' outputs that some launches have on the device."""
 
     def __init__(self, steps: KeptSteps, tokens: slice, first: int, taken: int) -> None:
         """As ``RequestEmitted.append``; so many of its tokens are ``taken`` already."""
@@ -348,14 +321,7 @@ class _Kept:
 
 
 class _PendingCopy(NamedTuple):
-    """Tensors of one dtype and width on their way to the host.
-
-    Attributes:
-        keys: of K tensors.
-        readback: their bytes.
-        dtype: of each.
-        shape: of all of them, ``[K, tokens, ...]``.
-    """
+    """Tensors of K ``keys`` on their way to the host, ``[K, tokens, ...]`` of one dtype and width."""
 
     keys: tuple[int | str, ...]
     readback: Readback
@@ -374,12 +340,10 @@ class _PendingCopy(NamedTuple):
 
 
 def joined_on_host(tensors: Sequence[Tensor]) -> Tensor:
-    """Return contiguous tensors of the host, ``[K, n, *W]`` of one dtype and width, as one; one alone as it is.
-
-    In one piece of memory from NumPy, which asks for huge pages: where those of a request's layers were joined one by
-    one, touching new memory took longer than to copy. ``torch.cat`` would also start threads for each, milliseconds on
-    many cores that others use, too.
-    """
+    """Return contiguous tensors of the host, ``[K, n, *W]`` of one dtype and width, as one; one alone as it is."""
+    # In one piece of memory from NumPy, which asks for huge pages: where those of a request's layers were joined one by
+    # one, touching new memory took longer than to copy. ``torch.cat`` would also start threads for each, milliseconds
+    # on many cores that others use, too.
     first, *others = tensors
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if not (others and nbytes):
@@ -392,12 +356,7 @@ def joined_on_host(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def wanted_of(hidden_states: Sequence[int] | None, emitted: Sequence[str] | None, facts: ModelFacts) -> WantedEmitted:
-    """Return what a request wants.
-
-    Raises:
-        ValueError: ``hidden_states`` is no list of layers of the model, whose layers may give several of a token;
-            ``emitted`` is no list of names, or there is no hook that could emit any.
-    """
+    """Return what a request wants; ValueError if there is no such layer, or no hook that could emit any."""
     model = facts.model
     if hidden_states is not None and facts.stacks_hidden_states:
         raise ValueError(
@@ -433,13 +392,8 @@ def _names(asked: Sequence[str], hooks: TracedHooks) -> Sequence[str]:
 
 
 def check_room(asked: Iterable[Request], unfinished: Iterable[Request]) -> None:
-    """Check that the host has memory for the hidden states of requests, with what unfinished ones may still keep.
-
-    Of a request that may end early, its prompt's count: its answer takes memory as it goes.
-
-    Raises:
-        ValueError: there is too little; the message has the numbers.
-    """
+    """Raise ValueError, with the numbers, if the host lacks memory for the hidden states of requests."""
+    # Of a request that may end early, its prompt's count: its answer takes memory as it goes.
     if not (new := sum(map(_bytes_left, asked))):
         return
     needed, free = new + sum(map(_bytes_left, unfinished)), free_bytes(_HOST)

@@ -145,18 +145,12 @@ class Engine:
         hidden_states: Sequence[int] | None = None,
         emitted: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, and wait for all of them.
+        """Answer one prompt or several, and wait for all: one output each, in their order; arguments as of ``submit``.
 
         An answer that fails by itself has the finish reason ``"error"`` and its ``error``; the others go on.
 
         Args:
-            prompts: one, or several: token ids, text, chat messages, or one of vLLM's dictionaries
             params: for all of them, or one for each.
-            hidden_states: as of ``submit``, for all of them.
-            emitted: as of ``submit``, for all of them.
-
-        Returns:
-            One output for each prompt, in their order.
 
         Raises:
             ValueError: a prompt or its settings are impossible; nothing has run.
@@ -189,13 +183,12 @@ class Engine:
 
         Args:
             prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
-            params: how to answer.
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
             cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
             hidden_states: layers whose hidden states its output has (``Completion.hidden_states``), as HuggingFace
                 counts them: 0 for the embeddings, -1 for the last. Its prompt is computed whole, for each of ``n``
-                answers, whatever the prefix cache has of it. None for none.
+                answers, whatever the prefix cache has of it.
             emitted: names under which traced hooks emit what its output has (``Completion.emitted``); otherwise as
                 ``hidden_states``.
 
@@ -359,12 +352,9 @@ class Engine:
 
     @contextmanager
     def paused(self, weights_stay: bool = False) -> Iterator[None]:
-        """Run nothing for the block; requests keep their place, and what they have computed so far.
+        """Run nothing for the block; requests keep their place, and with ``weights_stay`` the prefix cache stays.
 
         Calls of ``generate`` do not wait for it: those that run in the engine's batch end first, others by themselves.
-
-        Args:
-            weights_stay: the block does not change the model, and the prefix cache may stay.
         """
         self._runtime.home.check()
         self._engine_thread.step_lock.check_elsewhere()
@@ -468,10 +458,8 @@ class Engine:
         return self._engine_thread.closed
 
     def close(self) -> None:
-        """End all requests; the engine serves no more. Closing it again does nothing.
-
-        The last engine of a model that is asleep brings its weights back; the next call takes the other memory again.
-        """
+        """End all requests; the engine serves no more, and closing it again does nothing."""
+        # The last engine of a model that is asleep brings its weights back; the next call takes the other memory again.
         if not (self._engine_thread.closed or self._runtime.home.left):
             self._engine_thread.close()
             if self._grammars is not None:

@@ -21,11 +21,7 @@ def check_options(
     grammar_timeout: object,
     mixed: object,
 ) -> None:
-    """Check the options of an ``Engine``.
-
-    Raises:
-        ValueError: one is impossible.
-    """
+    """Raise ValueError if an option of an ``Engine`` is impossible."""
     if not is_count(max_num_seqs):
         raise ValueError(f"max_num_seqs={max_num_seqs!r}: give 1 or more")
     if max_model_len is not None and not is_count(max_model_len):
@@ -43,13 +39,7 @@ def check_options(
 
 
 def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool, kinds: Sequence[FoundKind]) -> None:
-    """Check the options of an ``Engine`` with ``mixed=True``.
-
-    Modes and backends are no matter: running rows are rows of a prefill.
-
-    Raises:
-        ValueError: no step could ever be mixed.
-    """
+    """Raise ValueError if no step could ever be mixed; modes and backends do not matter: rows are a prefill's."""
     if batch_invariant:
         raise ValueError(
             "mixed=True with a model that is wrapped with batch_invariant=True: running requests and prompts have "

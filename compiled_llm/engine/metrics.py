@@ -70,14 +70,7 @@ class EngineStats:
 
 
 def stats_of(loop: Loop | None, waiting: int, before: EngineStats, present: ModelRunner | None = None) -> EngineStats:
-    """Return the statistics of a loop, None for none, added to those of ``before``.
-
-    Args:
-        loop: of the engine.
-        waiting: how many requests wait.
-        before: counted on earlier model runners.
-        present: the model runner that there is without a loop, if any.
-    """
+    """Return the statistics of a loop, None for none, added to those of ``before``."""
     if loop is None:
         room = {"pages": None, "states": None} if present is None else _stats_of_runner(present)
         return replace(before, running=0, waiting=waiting, **room)
@@ -146,19 +139,11 @@ class EngineDescription:
     bytes_of_a_state: int = 0
 
     def requests(self, tokens: int) -> int:
-        """Return how many requests of ``tokens``, prompt and answer together, run at once; others wait.
-
-        Raises:
-            ValueError: no request can have so many.
-        """
+        """Return how many requests of ``tokens``, prompt and answer together, run at once; ValueError if none can."""
         return self._at_once(tokens)[0]
 
     def bound(self, tokens: int) -> Bound:
-        """Return what limits how many requests of ``tokens`` run at once: the first of equal limits.
-
-        Raises:
-            ValueError: as ``requests``.
-        """
+        """Return what limits how many requests of ``tokens`` run at once: the first of equal limits."""
         return self._at_once(tokens)[1]
 
     def _at_once(self, tokens: int) -> tuple[int, Bound]:

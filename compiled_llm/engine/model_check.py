@@ -59,11 +59,10 @@ class ModelCheck:
             raise RuntimeError("the engine is asleep, and has no pages; call its wake() first")
 
     def look(self) -> ModelRunner:
-        """Look at the model, and return its model runner.
+        """Look at the model, and return its model runner; RuntimeError if it can serve no request.
 
         Raises:
             DeviceLostError: the device runs nothing more in this process.
-            RuntimeError: it can serve no request.
         """
         self._check_device()
         if (model_runner := self._seen_before()) is None:
@@ -120,13 +119,8 @@ class ModelCheck:
         return self._looked + _SECONDS if self._watching else math.inf
 
     def look_if_due(self, model_runner: ModelRunner) -> bool:
-        """Look if the loop has not for a while, or the prefix cache was cleared since; True if it has looked.
-
-        A cleared cache means that the model may have changed.
-
-        Raises:
-            RuntimeError: requests that run on ``model_runner`` cannot go on.
-        """
+        """Look if the loop has not for a while, or a cleared prefix cache says that the model may have changed."""
+        # True if it has looked. RuntimeError if requests that run on ``model_runner`` cannot go on.
         now, at = time.monotonic(), (weakref.ref(model_runner), model_runner.prefixes.generation)
         if at == self._looked_at and (now - self._looked < _SECONDS or not self._watching):
             return False

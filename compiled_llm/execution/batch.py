@@ -1,7 +1,6 @@
-"""The input of one step, as data, and its result.
+"""The input of one step, as data, and its result."""
 
-Shapes: Q new tokens of a row, N rows that a token is sampled for, V vocabulary.
-"""
+# Shapes: Q new tokens of a row, N rows that a token is sampled for, V vocabulary.
 
 from __future__ import annotations
 
@@ -66,19 +65,13 @@ class Tap:
     wants: tuple[str, ...] = ()  # outputs of the model that steps give it besides logits, by HuggingFace's names
 
     def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
-        """Copy what a launch has emitted.
-
-        Args:
-            spans: whose tokens these are, in order; padding may follow. The same object stands for the same rows.
-            emitted: ``[T, ...]`` each, until the next launch.
-            later: how many tokens of its row come between each span and the tokens.
-        """
+        """Copy what a launch has emitted: ``[T, ...]`` each, until the next launch."""
+        # ``spans`` say whose tokens these are, in order; padding may follow. The same object stands for the same rows.
+        # ``later`` tokens of its row come between each span and the tokens.
 
     def sampled(self, step: StepOutput) -> None:
-        """Look at a launch's own step, while its logits are what they are.
-
-        Of rows whose sampling is deferred once their tokens are sampled; of the others of the launch before.
-        """
+        """Look at a launch's own step, while its logits are what they are."""
+        # Of rows whose sampling is deferred once their tokens are sampled; of the others of the launch before.
 
 
 def outputs_of(taps: Sequence[Tap]) -> tuple[str, ...]:

@@ -1,9 +1,7 @@
-"""Generation step by step: ``admit`` prompts, run ``step``, ``release`` rows.
+"""Generation step by step: ``admit`` prompts, run ``step``, ``release`` rows."""
 
-A step is launched before the tokens of the previous step are read, so the device never waits for the host.
-
-Shapes: B rows, q new tokens of each, L tokens whose logits are wanted, V vocabulary.
-"""
+# A step is launched before the tokens of the previous step are read, so the device never waits for the host.
+# Shapes: B rows, q new tokens of each, L tokens whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
@@ -176,10 +174,8 @@ class GenerateLoop:
 
     @contextmanager
     def watched(self, taps: Sequence[Tap] = (), masks: Callable[[], Masks] | None = None) -> Iterator[None]:
-        """Let ``taps`` watch each launch of the block.
-
-        ``masks`` is called before deferred sampling, in the caller's thread, after all earlier tokens were returned.
-        """
+        """Let ``taps`` watch each launch of the block."""
+        # ``masks`` is called before deferred sampling, in the caller's thread, after all earlier tokens were returned.
         before = self._every_row, self._masks
         self._every_row, self._masks = self._every_row._replace(taps=taps), masks
         try:
@@ -194,10 +190,7 @@ class GenerateLoop:
         return self._unread.read() if self._unread.steps else {}
 
     def look_at_pages(self) -> None:
-        """Raise WrongPageError if a step has read a page that is not its row's, and ``check_pages`` says to raise.
-
-        It waits for all steps where pages are checked.
-        """
+        """Raise WrongPageError if a step read another row's page and ``check_pages`` says so; waits for all steps."""
         for tap in self.model_runner.state.taps:
             self._thread.call(tap.report)
 
@@ -227,10 +220,9 @@ class GenerateLoop:
         self.steps = 0
 
     def add_row(self, tokens: int) -> Row:
-        """Add an empty row with pages promised for ``tokens``, for ``extend``.
+        """Add an empty row with pages promised for ``tokens``, for ``extend``; ValueError if there are too many.
 
         Raises:
-            ValueError: there would be more rows than ``max_batch_size``.
             OutOfPagesError: the pages are not free; nothing was taken.
         """
         self._check_room(len(self.rows) + 1)
@@ -246,17 +238,12 @@ class GenerateLoop:
         keep: NDArray[np.int64] | None = None,
         embeddings: Tensor | None = None,
     ) -> Tensor:
-        """Store and compute more tokens of some rows, packed, and wait for nothing.
+        """Store and compute more packed tokens of some rows: ``[L, V]`` logits in the model's dtype, without a wait.
 
         Args:
-            rows: of this loop.
-            ids: each row's new tokens, at least one.
-            positions: their rotary positions.
+            positions: the new tokens' rotary positions.
             keep: which packed tokens' logits are wanted; each row's last if None.
             embeddings: ``[T, hidden]``, packed, which the model reads in place of ``ids``.
-
-        Returns:
-            ``[L, V]`` logits in the model's dtype.
         """
         extensions = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
         return self._thread.call(self._extend, extensions, keep, embeddings)
@@ -289,28 +276,16 @@ class GenerateLoop:
         return self._thread.call(self.model_runner.state.read_states, self.rows)
 
     def decode(self, tokens: Tensor, positions: Sequence[int] | None = None) -> Tensor:
-        """Run one decode step of all rows with these tokens, and read nothing back.
-
-        Args:
-            tokens: ``[B]`` int64, in the order of ``rows``.
-            positions: their rotary positions; those that follow their last if None.
-
-        Returns:
-            ``[B, V]`` logits in the model's dtype, the caller's to keep.
-        """
+        """Run one decode step of all rows with tokens ``[B]`` int64, and read nothing back."""
+        # ``positions`` follow the rows' last if None. Returns ``[B, V]`` logits in the model's dtype, the caller's to
+        # keep.
         return self._thread.call(self._decode, tokens, positions)
 
     def feed(self, tokens: Tensor) -> NDArray[np.int64]:
-        """Feed several known tokens into each row in one step, such as a draft model's, and wait for the results.
+        """Feed tokens ``[B, q]`` into each row in one step, such as a draft model's; wait for those sampled after each.
 
         A row that does not accept all of them forgets the others by ``Row.rewind``; give the next step the token that
         the row goes on with.
-
-        Args:
-            tokens: ``[B, q]`` int64 or int32 on the model's device, in the order of ``rows``.
-
-        Returns:
-            ``[B, q]``, the tokens sampled after each of them, as q steps would have sampled them.
 
         Raises:
             RuntimeError: a prompt waits for its prefill.
@@ -335,9 +310,6 @@ class GenerateLoop:
             tokens: ``[B, q]``, two at least for each row.
             accept: takes ``[B, q]`` int64, the token sampled after each; returns ``[B]``, how many count, 1 to q,
                 without a wait for the device. Runs in the model's executor.
-
-        Returns:
-            The result on its way.
 
         Raises:
             ValueError: as ``feed``; or a row has penalties, which would count tokens that it forgets.

@@ -1,7 +1,6 @@
-"""Rows grow by the tokens of a step before it is launched; if it fails, they are as before.
+"""Rows grow by the tokens of a step before it is launched; if it fails, they are as before."""
 
-Where the device decides how many of them count, lengths are upper bounds until ``make_exact``.
-"""
+# Where the device decides how many of them count, lengths are upper bounds until ``make_exact``.
 
 from __future__ import annotations
 
@@ -20,13 +19,7 @@ def grown(
     promise: Promise | None,
     copy_pages: Callable[[Sequence[PageCopy]], None],
 ) -> Iterator[bool]:
-    """Grow each row by its count of tokens for the block, and yield whether pages were copied.
-
-    If the block fails, the rows shrink again.
-
-    Args:
-        promise: pages that the rows may take together.
-        copy_pages: copies pages that rows stop sharing.
+    """Grow each row by its tokens for the block, and shrink it if that fails; yield whether pages were copied.
 
     Raises:
         OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.

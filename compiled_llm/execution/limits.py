@@ -40,11 +40,9 @@ def whole_limit(limit: float) -> int:
 
 
 def pages_needed(model_runner: ModelRunner, prompts: Sequence[int], max_new: int, shared: Sequence[int] = ()) -> int:
-    """Return how many pages prompts of these lengths may need with all ``max_new`` tokens that each may grow by.
-
-    The last token of a row is sampled but never stored. ``shared`` is how many tokens each row has in common with an
-    earlier one, if any; full pages of them are counted once.
-    """
+    """Return how many pages prompts of these lengths may need with all ``max_new`` tokens that each may grow by."""
+    # The last token of a row is sampled but never stored. ``shared`` is how many tokens each row has in common with an
+    # earlier one, if any; full pages of them are counted once.
     pool = model_runner.pool
     return sum(pool.pages_for(prompt + max_new - 1) for prompt in prompts) - sum(map(pool.filled_by, shared))
 
@@ -52,17 +50,8 @@ def pages_needed(model_runner: ModelRunner, prompts: Sequence[int], max_new: int
 def check_fits(
     model_runner: ModelRunner, prompts: Sequence[int], max_new: int, needed: int | None = None, beams: int = 1
 ) -> None:
-    """Check prompts with all that they may grow by.
-
-    Args:
-        prompts: the length of each row, with what a cache holds of it already.
-        max_new: how many tokens a row may grow by.
-        needed: how many pages that takes beyond those that the rows have; all of them if None.
-        beams: how many rows each prompt is searched with.
-
-    Raises:
-        ValueError: they do not; the message has the numbers.
-    """
+    """Check prompts with all that they may grow by; ValueError has the numbers if they do not fit."""
+    # ``needed`` pages are beyond those that the rows have, all if None; each prompt is searched with ``beams`` rows.
     rows = f"{len(prompts)} rows" if beams == 1 else f"{len(prompts)} beams (num_beams={beams})"
     longest, positions = max(prompts) + max_new, model_runner.max_positions
     if longest > positions:

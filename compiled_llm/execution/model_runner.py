@@ -1,9 +1,7 @@
-"""A model on its device: ``run`` takes a batch of rows and returns their next tokens, without waiting for them.
+"""A model on its device: ``run`` takes a batch of rows and returns their next tokens, without waiting for them."""
 
-Everything here runs in the model's executor.
-
-Shapes: T packed tokens, L tokens whose logits are wanted, V vocabulary.
-"""
+# Everything here runs in the model's executor.
+# Shapes: T packed tokens, L tokens whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
@@ -81,13 +79,11 @@ class CompilingPrograms(Protocol):
 
 
 class ModelRunner:
-    """Runs the batches of schedulers.
+    """A runner of the batches of schedulers.
 
     Attributes:
-        config: the options of ``wrap``, with as many rows as there is room for.
         max_batch_size: most rows of one call; schedulers that know of more room may run more.
         prefixes: pages of texts that engines keep; one tree for all of them, since a page is in one tree.
-        readbacks: tokens on their way to the host.
         compiling: compiles programs while others answer uncompiled; None if calls wait for that.
     """
 
@@ -107,11 +103,8 @@ class ModelRunner:
         """Allocate pages and buffers; nothing is compiled yet.
 
         Args:
-            programs: programs of an earlier runner, to run again.
             max_rows: make room for so many rows, if that is more than ``config`` says.
             weights: those that an earlier runner has fused.
-            artifacts: compiled programs, in place of compiling.
-            compiling: compiles programs while others answer uncompiled.
             states: have as many entries for states of recurrent layers; what ``config`` has room for if None.
 
         Raises:
@@ -168,15 +161,9 @@ class ModelRunner:
     def admit(
         self, rows: Sequence[Row], settings: Sequence[Sampling | None], goes_on: Callable[[], bool] = lambda: False
     ) -> None:
-        """Give slots to rows that are about to run, as ``Slots.admit``.
-
-        If no other row runs, programs that were compiled meanwhile take over from those that run uncompiled.
-
-        Args:
-            rows: without slots.
-            settings: how their tokens are sampled.
-            goes_on: whether an answer that has begun is still to end, in these rows or later ones; none takes over.
-        """
+        """Give slots to rows that are about to run, as ``Slots.admit``."""
+        # If no other row runs, programs that were compiled meanwhile take over from those that run uncompiled; none if
+        # an answer that has begun ``goes_on`` in these rows or later ones.
         if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty and not goes_on():
             self.compiling.let_take_over(self.graph_manager)
         self.state.slots.admit(rows, settings)
@@ -187,11 +174,7 @@ class ModelRunner:
         self.state.validity.invalidate()
 
     def run(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
-        """Run a batch without waiting for it.
-
-        Args:
-            batch: its rows are not yet grown by their new tokens.
-            persistent: of its scheduler.
+        """Run a batch, of rows that are not yet grown by their new tokens, without waiting for it.
 
         Raises:
             OutOfPagesError: a row has outgrown what it was promised, and no page is free; nothing has changed.
@@ -290,18 +273,9 @@ class ModelRunner:
         embeddings: Tensor | None = None,
         taps: Sequence[Tap] = (),
     ) -> Tensor:
-        """Run new tokens of some rows, and return ``[L, V]`` logits without sampling tokens that would be remembered.
-
-        Args:
-            extensions: their rows are not yet grown.
-            promise: pages that the rows may take together.
-            keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row.
-            embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
-            taps: as in ``Batch``.
-
-        Raises:
-            OutOfPagesError: as ``run``.
-        """
+        """Run new tokens of rows, not yet grown, and return ``[L, V]`` logits, with no sampled tokens to remember."""
+        # ``keep`` is ``[L]`` ascending, the packed tokens whose logits are wanted, None for the last of each row;
+        # ``embeddings`` ``[T, hidden]`` are read in place of ids. OutOfPagesError as ``run``.
         self.graph_manager.cuda_graphs.adopt()
         self.expect_changes()
         rows = _rows(extensions)
@@ -326,10 +300,7 @@ class ModelRunner:
     def sample(
         self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, taps: Sequence[Tap] = ()
     ) -> StepOutput:
-        """Sample the next tokens of rows from logits ``[B, V]`` that were computed elsewhere.
-
-        The rows hold all tokens that the logits follow from.
-        """
+        """Sample the next tokens of rows, which hold all tokens before, from logits ``[B, V]`` computed elsewhere."""
         self.graph_manager.check_model()
         state = self.state
         state.slots.ensure(rows)
@@ -350,10 +321,8 @@ class ModelRunner:
         return persistent.deferred.run(masks, processed)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:
-        """Compile the kernels of deferred sampling, and on CUDA capture those of ``buckets`` rows; no loop runs.
-
-        Other numbers of rows are launched one kernel after the other.
-        """
+        """Compile the kernels of deferred sampling, and on CUDA capture those of ``buckets`` rows; no loop runs."""
+        # Other numbers of rows are launched one kernel after the other.
         self.graph_manager.check_model()
         self.settle()
         prepare_deferred(self.state, buckets)
@@ -383,10 +352,8 @@ class ModelRunner:
     # ---- around it
 
     def look(self) -> None:
-        """Look at the model before the next step; the last one is not repeated.
-
-        Call ``forget_changed`` before anyone gets what the step computes.
-        """
+        """Look at the model before the next step; the last one is not repeated."""
+        # Call ``forget_changed`` before anyone gets what the step computes.
         self.graph_manager.check_model()
 
     def forget_changed(self) -> bool:
@@ -412,11 +379,8 @@ class ModelRunner:
         return self._facts.reference() is model
 
     def give_back_pages(self) -> None:
-        """Give the memory of pages and states back.
-
-        What CUDA graphs have of their addresses stays true. There are no rows, engines keep no texts, and nothing runs
-        until ``take_pages_again``.
-        """
+        """Give the memory of pages and states back, while there are no rows and engines keep no texts."""
+        # What CUDA graphs have of their addresses stays true. Nothing runs until ``take_pages_again``.
         self.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

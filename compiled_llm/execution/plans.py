@@ -1,7 +1,6 @@
-"""The plans of one model: made on the host, before the graph, for every attention group.
+"""The plans of one model: made on the host, before the graph, for every attention group."""
 
-Which kernels they are for, and what a plan says, is the backend's business (``compiled_llm_ops.protocol``).
-"""
+# Which kernels they are for, and what a plan says, is the backend's business (``compiled_llm_ops.protocol``).
 
 from __future__ import annotations
 
@@ -35,10 +34,9 @@ _ABSORBED, _EXPANDED = 0, 1
 
 
 class Planner:
-    """Plans batches: each captured step has plans of its own, all others share one for each group.
+    """Plans batches: each captured step has plans of its own, all others share one for each group."""
 
-    All plans of a model have one size, which programs may take as a constant.
-    """
+    # All plans of a model have one size, which programs may take as a constant.
 
     def __init__(
         self,
@@ -154,10 +152,8 @@ class Planner:
             self._plan(shape, table, shape.tokens, shape.schedule)
 
     def plan_decode(self, table: HostTable, step: StepKey) -> None:
-        """Plan the decode steps of a bucket until a row enters another page: plans depend on pages, not on tokens.
-
-        With ``follows_tokens`` for the next step alone.
-        """
+        """Plan the decode steps of a bucket until a row enters another page, or with ``follows_tokens`` one."""
+        # Plans depend on pages, not on tokens.
         if self._captures:
             self._plan(step, table, step.tokens, self._decode_schedule(step))
         else:

@@ -1,8 +1,7 @@
-"""Pages of fp8: keys and values of one size, each divided by the scale of its kv head.
+"""Pages of fp8: keys and values of one size, each divided by the scale of its kv head."""
 
-Scales lie on the device at addresses that graphs may rely on, with counts of what had to be clamped. They are inputs of
-programs, so that new scales need neither compiling nor capturing.
-"""
+# Scales lie on the device at addresses that graphs may rely on, with counts of what had to be clamped. They are inputs
+# of programs, so that new scales need neither compiling nor capturing.
 
 from __future__ import annotations
 

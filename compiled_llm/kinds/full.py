@@ -1,7 +1,6 @@
-"""Layers that keep keys and values of one size; all tokens are kept, with a window, too.
+"""Layers that keep keys and values of one size; all tokens are kept, with a window, too."""
 
-Shapes as in ``kinds/spec.py``.
-"""
+# Shapes as in ``kinds/spec.py``.
 
 from __future__ import annotations
 
@@ -75,11 +74,9 @@ class Full(LayerKind):
 def attend(
     rows: Rows, call: AttentionCall, pages: Tensor, scales: PageScales, visible: Tensor | None = None
 ) -> Attended:
-    """Write new keys and values into a layer's pages, and attend over them.
-
-    ``visible`` ``[B, K, n]`` int32: which of its pages each row reads, -1 for none; None for all. Only with one new
-    token in each row.
-    """
+    """Write new keys and values into a layer's pages, and attend over them."""
+    # ``visible`` ``[B, K, n]`` int32: which of its pages each row reads, -1 for none; None for all. Only with one new
+    # token in each row.
     if isinstance(rows, PackedTokens):
         return _attend_by_plan(rows, call, pages, scales)
     if isinstance(rows, UnpagedRows):

@@ -1,7 +1,6 @@
-"""A kind of layer: how it is found, what it keeps of each token, how it attends, and what others may ask of it.
+"""A kind of layer: how it is found, what it keeps of each token, how it attends, and what others may ask of it."""
 
-Shapes: T packed tokens (decode: q of each row), H query heads, D head dimension.
-"""
+# Shapes: T packed tokens (decode: q of each row), H query heads, D head dimension.
 
 from __future__ import annotations
 
@@ -34,10 +33,9 @@ LayerFunctions = Mapping[str, Sequence[int] | str]
 
 
 Trial = Callable[..., None]
-"""A trial forward of a model that is not wrapped, which fills a cache of HuggingFace's: ``trial(cache, ...)``.
-
-``attend``, in place of attention, takes a module, and its query, key, value and mask; if ``fake``, nothing has memory.
-"""
+"""A trial forward of a model that is not wrapped, which fills a cache of HuggingFace's: ``trial(cache, ...)``."""
+# ``attend``, in place of attention, takes a module, and its query, key, value and mask; if ``fake``, nothing has
+# memory.
 
 
 class AttentionCall(NamedTuple):

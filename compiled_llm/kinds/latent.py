@@ -1,13 +1,11 @@
-"""Multi-head latent attention (MLA): layers that hand latents to HuggingFace's cache, and expand what it returns.
+"""Multi-head latent attention (MLA): layers that hand latents to HuggingFace's cache, and expand what it returns."""
 
-Pages hold the latents. New tokens are expanded by the layer itself; rows that have no others attend to those keys and
-values. Of tokens in pages nothing is expanded: one half of the layer's up-projection is multiplied into the queries,
-the other one into the results (DeepSeek-V2, https://arxiv.org/abs/2405.04434, calls that absorbed). Both halves are
-views of the layer's own weight.
-
-Shapes: B rows, T packed tokens, H query heads, N size of a key's part that is not rotated, E size of the rotated part,
-V size of a value, R latent size.
-"""
+# Pages hold the latents. New tokens are expanded by the layer itself; rows that have no others attend to those keys and
+# values. Of tokens in pages nothing is expanded: one half of the layer's up-projection is multiplied into the queries,
+# the other one into the results (DeepSeek-V2, https://arxiv.org/abs/2405.04434, calls that absorbed). Both halves are
+# views of the layer's own weight.
+# Shapes: B rows, T packed tokens, H query heads, N size of a key's part that is not rotated, E size of the rotated
+# part, V size of a value, R latent size.
 
 from __future__ import annotations
 

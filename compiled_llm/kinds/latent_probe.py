@@ -1,11 +1,9 @@
-"""Finds layers that keep latents in HuggingFace's cache, and how they expand them: by what they do, not by their names.
+"""Finds layers that keep latents in HuggingFace's cache, and how they expand them: by what they do, not by name."""
 
-A layer is compared with what HuggingFace's cache keeps of a token. If that is something else than the keys and values
-that its attention gets, the one linear layer that reads the latents must be all that stands between them.
-
-Shapes: T tokens, H heads, N size of a key's part that is not rotated, E size of the rotated part, V size of a value, R
-latent size.
-"""
+# A layer is compared with what HuggingFace's cache keeps of a token. If that is something else than the keys and values
+# that its attention gets, the one linear layer that reads the latents must be all that stands between them.
+# Shapes: T tokens, H heads, N size of a key's part that is not rotated, E size of the rotated part, V size of a value,
+# R latent size.
 
 from __future__ import annotations
 
@@ -31,10 +29,7 @@ class Expansion(NamedTuple):
     value: int  # V
 
     def halves(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return views of the weight of an attention module: ``[H, N, R]`` and ``[H, V, R]``.
-
-        UnsupportedModelError if it is no plain linear layer any more.
-        """
+        """Return views of a weight, ``[H, N, R]`` and ``[H, V, R]``, or raise UnsupportedModelError."""
         projection = module.get_submodule(self.projection)
         if type(projection) is not nn.Linear:
             raise UnsupportedModelError(
@@ -50,11 +45,9 @@ class Expansion(NamedTuple):
 def with_latents(
     model: PreTrainedModel, trial: Trial, layers: Sequence[Layer], kind: Callable[[Expansion, int], LayerKind]
 ) -> Sequence[Layer]:
-    """Return the layers as they are kept: those of multi-head latent attention with the sizes of their latents.
-
-    ``kind`` makes theirs, of an expansion and the size of the rotated part. UnsupportedModelError if the cache keeps
-    something that is neither keys and values nor such latents.
-    """
+    """Return the layers as they are kept: those of latent attention with the sizes of their latents."""
+    # ``kind`` makes theirs, of an expansion and the size of the rotated part. UnsupportedModelError if the cache keeps
+    # something that is neither keys and values nor such latents.
     # Expanded latents are keys and values of all heads.
     attending = [layer for layer in layers if layer.kind.attends]
     if all(layer.kv_heads < layer.query_heads and layer.kind.value_head_dim is None for layer in attending):

@@ -72,10 +72,8 @@ def forward_cache_for(layers: Sequence[Layer]) -> Callable[[PreTrainedModel, Any
 def allocate_codecs(
     name: str | None, layers: Sequence[Layer], scales: KVScales | None, device: torch.device
 ) -> tuple[Codec, ...]:
-    """Return the codec of each layer's pages, by its name; none for pages of the model's dtype.
-
-    Scales of 1, if none are given, and counts of what is clamped are allocated here, and are part of the specs.
-    """
+    """Return the codec of each layer's pages, by its name; none for pages of the model's dtype."""
+    # Scales of 1, if none are given, and counts of what is clamped are allocated here, and are part of the specs.
     if name is None:
         return ()
     codecs = []

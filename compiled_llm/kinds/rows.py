@@ -1,7 +1,6 @@
-"""Where the new tokens of a batch go, and where the pages of its rows are: data, by which each kind of layer attends.
+"""Where the new tokens of a batch go, and where its rows' pages are: data, by which each kind of layer attends."""
 
-Shapes: T packed tokens (decode: q of each row), H query heads, D head dimension.
-"""
+# Shapes: T packed tokens (decode: q of each row), H query heads, D head dimension.
 
 from __future__ import annotations
 
@@ -80,10 +79,9 @@ class NewestTokens(NamedTuple):
 
 
 class UnpagedRows(NamedTuple):
-    """Where the packed tokens of rows begin that have no others, and are not in pages.
+    """Where the packed tokens of rows begin that have no others, and are not in pages."""
 
-    On a CPU a batch of them is one call of attention, and nothing is written twice.
-    """
+    # On a CPU a batch of them is one call of attention, and nothing is written twice.
 
     qo_indptr: Tensor  # ``[B + 1]`` int32
     # its numbers, in a forward that runs uncompiled on a CPU, where no layer asks for them; empty in others

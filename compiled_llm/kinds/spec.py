@@ -1,7 +1,6 @@
-"""A layer's part of the KV cache: what it keeps of each token, and how that lies in pages, is written and is read.
+"""A layer's part of the KV cache: what it keeps of each token, and how that lies in pages, is written and is read."""
 
-Shapes: P pages, K kv heads, S page size, D head dimension as stored, B rows, C columns, L tokens of one row.
-"""
+# Shapes: P pages, K kv heads, S page size, D head dimension as stored, B rows, C columns, L tokens of one row.
 
 from __future__ import annotations
 
@@ -61,10 +60,7 @@ class KVCacheSpec(Protocol):
         ...
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values of HuggingFace's caches, ``[B, K, C', D]``, whose last column is the last of C.
-
-        Zeros are written for columns that they lack.
-        """
+        """Write ``[B, K, C', D]`` of HuggingFace's caches, zeros where they lack columns, up to the last of C."""
         ...
 
     def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
-"""What works with which kind of layer: one table, with the sentence of each refusal.
+"""What works with which kind of layer: one table, with the sentence of each refusal."""
 
-`wrap`, engines and caches ask it; a page of the docs and the tests of refusals are made from it.
-"""
+# `wrap`, engines and caches ask it; a page of the docs and the tests of refusals are made from it.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Layers whose values have heads of another size than their keys.
+"""Layers whose values have heads of another size than their keys."""
 
-Shapes as in ``kinds/spec.py``; E head size of the values.
-"""
+# Shapes as in ``kinds/spec.py``; E head size of the values.
 
 from __future__ import annotations
 

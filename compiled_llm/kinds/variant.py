@@ -1,7 +1,6 @@
-"""Layers whose attention is a variant of their user's: which they are, and where they find its tensors.
+"""Layers whose attention is a variant of their user's: which they are, and where they find its tensors."""
 
-A tensor is what the layer's attention module has under its name, or what it calls attention with.
-"""
+# A tensor is what the layer's attention module has under its name, or what it calls attention with.
 
 from __future__ import annotations
 

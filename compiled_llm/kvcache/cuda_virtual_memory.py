@@ -1,8 +1,7 @@
-"""Memory of a CUDA device that is mapped to addresses of its own, by the driver's virtual memory management.
+"""Memory of a CUDA device that is mapped to addresses of its own, by the driver's virtual memory management."""
 
-PyTorch has no such memory that Python can map and unmap, so the driver is called as its documentation says: CUDA Driver
-API, "Virtual Memory Management" (``cuMemAddressReserve`` and what belongs to it).
-"""
+# PyTorch has no such memory that Python can map and unmap, so the driver is called as its documentation says: CUDA
+# Driver API, "Virtual Memory Management" (``cuMemAddressReserve`` and what belongs to it).
 
 from __future__ import annotations
 
@@ -67,11 +66,7 @@ class MappedMemory:
     """Bytes at an address that stays until the last tensor over it is gone; ``torch.as_tensor`` makes one of them."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """Reserve addresses, and map memory there.
-
-        Raises:
-            torch.OutOfMemoryError: the device has too little memory.
-        """
+        """Reserve addresses, and map memory there; torch.OutOfMemoryError if the device has too little."""
         torch.cuda.init()
         _end_others()
         self._device = device
@@ -153,18 +148,14 @@ def unsupported(device: torch.device) -> str | None:
 
 
 def _end(device: torch.device, address: _Address, length: int, mapped: _Mapped) -> None:
-    """Give memory and addresses back, once no kernel can be using them.
-
-    The garbage collector calls this in any thread, at any time.
-    """
+    """Give memory and addresses back, once no kernel can be using them."""
+    # The garbage collector calls this in any thread, at any time.
     when_nothing_is_captured(functools.partial(_unmap, device, address, length, mapped))
 
 
 def _unmap(device: torch.device, address: _Address, length: int, mapped: _Mapped) -> None:
-    """Wait for the device, and give memory and addresses back; later if somebody else captures a CUDA graph.
-
-    In a forked process, or on a lost device, the driver refuses: it has them until the process ends.
-    """
+    """Wait for the device, and give memory and addresses back; later if somebody else captures a CUDA graph."""
+    # In a forked process, or on a lost device, the driver refuses: it has them until the process ends.
     if torch.cuda.is_current_stream_capturing():  # no capture survives a wait
         _ended.append((device, address, length, mapped))
         return
@@ -199,11 +190,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(function: str, *arguments: Any, accepted: int = 0) -> bool:
-    """Call the driver; return whether it succeeded, and not with the ``accepted`` error.
-
-    Raises:
-        RuntimeError: another error.
-    """
+    """Call the driver; whether it succeeded, and not with the ``accepted`` error; others are a RuntimeError."""
     result: int = getattr(_driver(), function)(*arguments)
     if result not in (0, accepted):
         raise RuntimeError(f"{function}: error {result} of the CUDA driver")

@@ -1,7 +1,6 @@
-"""Memory for pages: how many fit, and tensors at addresses that graphs may rely on.
+"""Memory for pages: how many fit, and tensors at addresses that graphs may rely on."""
 
-Shapes: P pages.
-"""
+# Shapes: P pages.
 
 from __future__ import annotations
 
@@ -30,19 +29,14 @@ def pages_to_allocate(
     beside: Callable[[int], int] | None = None,
     states: int = 0,
 ) -> int:
-    """Return P, with the null page, by ``config.kv_memory`` and the free memory.
+    """Return P, with the null page, by ``config.kv_memory`` and the free memory; ValueError if no page fits.
 
     Args:
-        config: has ``kv_memory``.
         one: bytes of a page over all layers; 0 if none has any. Pages then only count tokens.
-        device: where they lie.
         max_positions: tokens that a row may have.
         beside: the bytes that steps over P pages need beside them, never less with more pages; None if they need none
             that depend on them. A fraction of the free memory has to hold both.
         states: bytes of the states of recurrent layers, which are part of ``kv_memory`` unless it counts tokens.
-
-    Raises:
-        ValueError: no page fits, or nothing that has to lie beside them.
     """
     longest = config.max_batch_size * -(-max_positions // config.page_size)
     memory = _kv_memory(config, device)
@@ -83,17 +77,9 @@ def pages_to_allocate(
 
 
 def states_to_allocate(config: WrapConfig, one: int, device: torch.device, wanted: int, least: int) -> int:
-    """Return how many states of recurrent layers there are: ``wanted``, as far as half of ``kv_memory`` holds them.
-
-    A ``kv_memory`` in tokens says nothing of states, and there are all.
-
-    Args:
-        config: has ``kv_memory``.
-        one: bytes of a state over all layers.
-        device: where they lie.
-        wanted: how many are of use.
-        least: how many a row needs to run.
-    """
+    """Return how many states of recurrent layers there are: ``wanted``, as far as half of ``kv_memory`` holds them."""
+    # A ``kv_memory`` in tokens says nothing of states, and there are all. ``one`` is bytes of a state over all layers;
+    # a row needs ``least`` to run.
     memory = _kv_memory(config, device)
     if memory.tokens is not None:
         return wanted
@@ -159,11 +145,9 @@ def mark_static(tensor: Tensor) -> Tensor:
 
 
 def mark_for_any_room(tensor: Tensor) -> Tensor:
-    """As ``mark_static``; on a CPU the code does not depend on the first size, the room for rows, either.
-
-    So processes with room for few rows and for many, such as a command that answers one question and a server, find
-    each other's code in the cache. On CUDA the code that was measured has the size built in.
-    """
+    """As ``mark_static``; on a CPU the code does not depend on the first size, the room for rows, either."""
+    # So processes with room for few rows and for many, such as a command that answers one question and a server, find
+    # each other's code in the cache. On CUDA the code that was measured has the size built in.
     if tensor.device.type == "cpu":
         torch._dynamo.mark_dynamic(tensor, 0)
     return mark_static(tensor)

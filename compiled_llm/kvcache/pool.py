@@ -59,12 +59,11 @@ class RowWatch:
 
 
 class PagePool:
-    """A pool of pages, which are promised ahead of time so that an admitted row never runs out.
+    """A pool of pages, which are promised ahead of time so that an admitted row never runs out."""
 
-    A page may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
-    tree; a page that only the tree owns is cached. It counts as available, and the tree gives it up once no free ones
-    are left.
-    """
+    # A page may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
+    # tree; a page that only the tree owns is cached. It counts as available, and the tree gives it up once no free ones
+    # are left.
 
     def __init__(
         self,
@@ -212,10 +211,8 @@ class PagePool:
                 self._in_tree.add(page)
 
     def share_cached(self, pages: Sequence[int]) -> int:
-        """Make a row one more owner of the first of the tree's ``pages``; return how many.
-
-        It stops at the first pages that are cached and promised to other rows.
-        """
+        """Make a row one more owner of the first of the tree's ``pages``; return how many."""
+        # It stops at the first pages that are cached and promised to other rows.
         with self.lock:
             spare, shared = self.available, 0
             for page in pages:
@@ -260,10 +257,8 @@ class Promise:
 
     @contextmanager
     def drawn_on(self) -> Iterator[None]:
-        """Let the block's rows take from the promise, if there is one, and promise again what they give back.
-
-        Other rows have as many pages available as before, unless these take more than was promised.
-        """
+        """Let the block's rows take from the promise, if there is one, and promise again what they give back."""
+        # Other rows have as many pages available as before, unless these take more than was promised.
         if self._pages is None:
             yield
             return

@@ -39,19 +39,16 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixTree:
-    """The pages of prompts and answers, kept after their rows have ended, until other rows need them.
+    """The pages of prompts and answers, kept after their rows have ended, until other rows need them."""
 
-    The tree is one owner of each of its pages. No row writes into them: rows copy a shared page before they do.
-    When the pool runs out, the least recently used pages go first, those at the ends of sequences before
-    those they continue.
-
-    Where there are recurrent layers, a row can begin only where the tree has the state after its pages, too. The tree
-    is one owner of the entries of such states, which no row writes either. They go with their pages, or before them if
-    entries run out, the least recently used first. A state may be that after tokens which end within a page, such as
-    those of an answer: then the tree keeps that page as well, as a leaf, and no longer than the state.
-
-    Any thread may call; the pool's lock is held. A finalizer may not: it may run in the middle of another call.
-    """
+    # The tree is one owner of each of its pages. No row writes into them: rows copy a shared page before they do. When
+    # the pool runs out, the least recently used pages go first, those at the ends of sequences before those they
+    # continue.
+    # Where there are recurrent layers, a row can begin only where the tree has the state after its pages, too. The tree
+    # is one owner of the entries of such states, which no row writes either. They go with their pages, or before them
+    # if entries run out, the least recently used first. A state may be that after tokens which end within a page, such
+    # as those of an answer: then the tree keeps that page as well, as a leaf, and no longer than the state.
+    # Any thread may call; the pool's lock is held. A finalizer may not: it may run in the middle of another call.
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -74,15 +71,9 @@ class PrefixTree:
         return self._pool.page_size
 
     def match(self, ids: NDArray[np.int64], salt: Hashable = None) -> PrefixMatch:
-        """Return the pages that hold the beginning of a prompt, as many as there are; the caller owns them as well.
-
-        At least one token is left to compute. Pages that only the tree owns are left out as far as they are promised
-        to other rows. With recurrent layers they end where the tree has a state.
-
-        Args:
-            ids: ``[L]`` token ids.
-            salt: pages that were inserted with another salt are not found.
-        """
+        """Return the pages that hold the beginning of a prompt's ids ``[L]``, under a salt, now the caller's, too."""
+        # At least one token is left to compute. Pages that only the tree owns are left out as far as they are promised
+        # to other rows. With recurrent layers they end where the tree has a state.
         texts = self._texts(ids[:-1])
         with self._pool.lock:
             nodes, pages = self._walk(texts, salt)
@@ -107,10 +98,7 @@ class PrefixTree:
             return self._length(self._path(ids, nodes, salt))
 
     def _with_checkpoints(self, match: PrefixMatch, known: Sequence[int], most: int) -> PrefixMatch:
-        """Add the checkpoints of a prompt that fills ``most`` pages, of which ``known`` are in the tree.
-
-        They are where it parts from what is known, and where it ends.
-        """
+        """Add a prompt's checkpoints: where it parts from ``known`` pages, and where it ends, of ``most`` pages."""
         size = self._pool.page_size
         at, checkpoints = match.tokens // size, list[int]()
         for border in (len(known), most):
@@ -120,10 +108,7 @@ class PrefixTree:
         return match._replace(checkpoints=tuple(checkpoints))
 
     def _path(self, ids: NDArray[np.int64], nodes: Sequence[_Node], salt: Hashable) -> list[_Node]:
-        """Return the nodes to the last state within a text, whose known pages are ``nodes``: the first of these.
-
-        Behind them there may be an end within a page.
-        """
+        """Return the nodes to the last state within a text, which may be an end within a page behind the ``nodes``."""
         depth, size = self._depth(nodes), self._pool.page_size
         for full in range(len(nodes), depth - 1, -1):
             above: _Above = self._pages[nodes[full - 1]] if full else (salt,)
@@ -172,8 +157,8 @@ class PrefixTree:
         The pages' keys and values have to be computed, or queued on the device before anything that will read them.
 
         Args:
-            ids: ``[L]`` ids of the tokens that the row holds, or of the first of them.
-            pages: the row's pages; those beyond the last one that ``ids`` fill are left out, unless there is a state.
+            ids: ``[L]`` ids of the tokens that the row holds, or of the first of them; without a state, pages beyond
+                the last one that they fill are left out.
             salt: ``match`` finds them with the same one alone.
             state: the entry of the state after ``ids``. The tree owns it in the caller's place; it is given back if the
                 tree has one there. A page that ``ids`` do not fill is kept with it: its row goes on no more, and has
@@ -210,10 +195,7 @@ class PrefixTree:
                 self._keep_state(nodes[-1], state)
 
     def note(self, ids: NDArray[np.int64], note: Callable[[int, object], object], salt: Hashable = None) -> None:
-        """Keep something with each page of the longest known beginning of ``ids``.
-
-        ``note`` returns it for the page's number and what is kept with it so far, None if nothing is.
-        """
+        """Keep what ``note`` returns, of a page's number and note, with each page of the longest known beginning."""
         texts = self._texts(ids)
         with self._pool.lock:
             nodes, _ = self._walk(texts, salt)
@@ -221,10 +203,7 @@ class PrefixTree:
                 self._notes[node] = note(page, self._notes.get(node))
 
     def notes(self, ids: NDArray[np.int64], salt: Hashable = None) -> list[object]:
-        """Return what is kept with each page of the longest known beginning of ``ids``; None with those that lack it.
-
-        It takes no page.
-        """
+        """Return the notes of the longest known beginning's pages, None for those that lack one; takes no page."""
         with self._pool.lock:
             nodes, _ = self._walk(self._texts(ids), salt)
             return [self._notes.get(node) for node in nodes]
@@ -263,10 +242,8 @@ class PrefixTree:
         return self._pages.pop(node)
 
     def forget_state(self) -> int:
-        """Remove the least recently used state that no row owns; return its entry, which the tree may not use any more.
-
-        Its pages stay, since others may go on from there; but for one that it is within.
-        """
+        """Remove the least recently used state that no row owns; return its entry, which the tree gives up."""
+        # Its pages stay, since others may go on from there; but for one that it is within.
         states = self._checked_states()
         node = next(node for node, state in self._states.items() if states.is_cached(state))
         if self._is_end(node):

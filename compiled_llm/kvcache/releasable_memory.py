@@ -45,11 +45,10 @@ class _HostMemory:
 
 
 class ReleasableMemory:
-    """Tensors of one device whose memory can be given back and taken again, all at once.
+    """Tensors of one device whose memory can be given back and taken again, all at once."""
 
-    On CUDA their addresses are ranges that the driver reserves, and memory is mapped there. PyTorch's allocator knows
-    nothing of it: ``torch.cuda.memory_allocated`` does not count it.
-    """
+    # On CUDA their addresses are ranges that the driver reserves, and memory is mapped there. PyTorch's allocator knows
+    # nothing of it: ``torch.cuda.memory_allocated`` does not count it.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,11 +92,7 @@ class ReleasableMemory:
         self.given_back = True
 
     def take_again(self) -> None:
-        """Have the memory again; the tensors are zeros.
-
-        Raises:
-            torch.OutOfMemoryError: there is too little; all of it is given back.
-        """
+        """Have the memory again, as zeros, or none of it: torch.OutOfMemoryError if there is too little."""
         try:
             for part in self._parts:
                 part.take_again()

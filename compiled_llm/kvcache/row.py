@@ -46,21 +46,15 @@ class Row:
     are on the device. What needs exact ones calls ``exact`` first.
 
     Attributes:
-        pages: page numbers: one for each ``page_size`` tokens.
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
         page_period: an object of its own for as long as the pages only grow, or go ahead and come back: of any two
             states in it, the pages of one are the first pages of the other.
         ahead: page numbers that it enters next; they are promised to it and hold nothing yet.
         slot: index of its state on the device, in the loop that runs it; None while no loop does.
         listed: how many of its page numbers, then of those ahead, are in its slot.
-        has_next: whether its slot holds its next input token.
         unread: of the latest steps, how many of their tokens count.
         uncounted: how many tokens by which it has grown turned out not to count.
-        number: its own, by which a check of pages names it.
-        name: of the request or call whose row it is, for messages; may be empty.
-        states: those of recurrent layers; None if the model has none.
         states_listed: the ``period`` of its states whose entries are in its slot; None if they are not there.
-        watch: hears what becomes of its tokens.
     """
 
     def __init__(self, pool: PagePool, tokens: int) -> None:
@@ -131,10 +125,7 @@ class Row:
                 raise
 
     def missing(self, tokens: int, kept: int | None = None) -> int:
-        """Return how many pages it takes to hold ``tokens`` in all, beyond those taken and promised.
-
-        Only the first ``kept`` of its present tokens stay; all if None.
-        """
+        """Return how many pages ``tokens`` take beyond those taken and promised, if only ``kept`` present ones stay."""
         pool, kept = self._pool, self.length if kept is None else kept
         staying = pool.pages_for(kept)
         back = sum(pool.has_one_row(page) for page in self.pages[staying:])
@@ -146,11 +137,8 @@ class Row:
         return begun > 0 and self._pool.is_shared(self.pages[full])
 
     def grow(self, tokens: int) -> Sequence[PageCopy]:
-        """Count ``tokens`` more as stored, in promised pages; return the copies to make first if a page is shared.
-
-        Raises:
-            OutOfPagesError: pages that were not promised are needed and not free; nothing changed.
-        """
+        """Count ``tokens`` more as stored, in promised pages; return the copies to make first if a page is shared."""
+        # OutOfPagesError, with nothing changed, if pages that were not promised are needed and not free.
         if self.states is not None and tokens:
             self.states.has_grown(self.length)
             self.states.grow(self.length, tokens)
@@ -176,11 +164,9 @@ class Row:
         return made
 
     def begin_as(self, other: Row, tokens: int) -> int:
-        """Share the first pages of a row that is about to store the same tokens; return how many tokens are shared.
-
-        The rows begin with ``tokens`` equal ones; those that fill pages are shared, at least one is not. Both are still
-        empty, and ``other``, with room for the tokens, is computed before this row, or with it.
-        """
+        """Share the first pages of a row that is about to store the same tokens; return how many tokens are shared."""
+        # The rows begin with ``tokens`` equal ones; those that fill pages are shared, at least one is not. Both are
+        # still empty, and ``other``, with room for the tokens, is computed before this row, or with it.
         full = 0 if self.states is not None else self._pool.filled_by(tokens - 1)
         other.pages += other._take(max(0, full - len(other.pages)))
         self._pool.share(other.pages[:full])
@@ -317,20 +303,15 @@ class Row:
         del self.pages[keep:]
 
     def lend_state(self) -> int:
-        """Return the entry of its state, which stays as it is until it comes back, by ``go_back`` or otherwise.
-
-        OutOfStatesError if the row could not go on; nothing has changed.
-        """
+        """Return its state's entry, which stays as it is until it is back; OutOfStatesError if it could not go on."""
         if self.states is None:
             return NO_ENTRY
         self.states.has_grown(self.length)
         return self.states.lend(self.length)
 
     def hand_over_state(self, length: int) -> int:
-        """Return the entry of the state after ``length`` tokens, which the caller owns in the row's place.
-
-        ``NO_ENTRY`` if the row has none. It has to be freed: it cannot go on.
-        """
+        """Return the entry of the state after ``length`` tokens, now the caller's; ``NO_ENTRY`` if the row has none."""
+        # The row has to be freed: it cannot go on.
         if self.states is None:
             return NO_ENTRY
         self.states.has_grown(self.length)

@@ -1,7 +1,6 @@
-"""What the KV cache takes over all layers: each has a spec, which its kind makes, and a memory.
+"""What the KV cache takes over all layers: each has a spec, which its kind makes, and a memory."""
 
-Nothing else knows how a layer's memory is laid out: the pool counts pages, a page table names them.
-"""
+# Nothing else knows how a layer's memory is laid out: the pool counts pages, a page table names them.
 
 from __future__ import annotations
 
@@ -26,15 +25,7 @@ def kv_cache_specs(
     backend: Backend,
     codecs: Sequence[Codec] = (),
 ) -> tuple[KVCacheSpec, ...]:
-    """Return each layer's spec, and then those of what some keep besides.
-
-    Args:
-        layers: of the model.
-        page_size: S.
-        dtype: of the model.
-        backend: attends, and says which head sizes pages must have.
-        codecs: of each layer's pages. Empty if they are of the model's dtype.
-    """
+    """Each layer's spec, and then those of what some keep besides; ``codecs`` are empty for the model's dtype."""
     paging = Paging(page_size, dtype, backend)
     coded = itertools.zip_longest(layers, codecs)
     specs = [layer.kind.spec(layer, paging._replace(codec=codec)) for layer, codec in coded]
@@ -63,10 +54,8 @@ def page_bytes(specs: Sequence[KVCacheSpec]) -> int:
 
 
 def allocate_pages(specs: Sequence[KVCacheSpec], pages: int, memory: ReleasableMemory) -> list[Tensor]:
-    """Return each layer's memory, zeros at addresses that graphs may rely on.
-
-    On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
-    """
+    """Return each layer's memory, zeros at addresses that graphs may rely on."""
+    # On a CPU the operating system backs memory with pages only once it is written, so a large pool costs what is used.
     memories = [memory.zeros(spec.shape(pages), spec.dtype) for spec in specs]
     for tensor in memories:
         mark_static(tensor)

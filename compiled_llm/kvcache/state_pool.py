@@ -1,10 +1,9 @@
-"""Entries for the states of recurrent layers: which row has which. Plain numbers on the host, no device.
+"""Entries for the states of recurrent layers: which row has which. Plain numbers on the host, no device."""
 
-A state is never changed where it lies. A step reads the entry that holds a row's state, and writes another one, which
-becomes the row's; the earlier one stays until the next step. So rows that begin alike share an entry, as they share
-pages, and a row can forget the tokens of its last step. A prefix tree keeps the states after beginnings that may come
-again in the same way: it is one more owner of their entries.
-"""
+# A state is never changed where it lies. A step reads the entry that holds a row's state, and writes another one, which
+# becomes the row's; the earlier one stays until the next step. So rows that begin alike share an entry, as they share
+# pages, and a row can forget the tokens of its last step. A prefix tree keeps the states after beginnings that may come
+# again in the same way: it is one more owner of their entries.
 
 from __future__ import annotations
 
@@ -20,10 +19,9 @@ ENTRIES_OF_A_ROW = 2
 
 
 class StateAccount(NamedTuple):
-    """The pool at one moment; ``used + free + cached`` is always ``total``.
+    """The pool at one moment; ``used + free + cached`` is always ``total``."""
 
-    Cached entries hold states after beginnings of earlier sequences, and are free for any row that needs them.
-    """
+    # Cached entries hold states after beginnings of earlier sequences, and are free for any row that needs them.
 
     total: int
     used: int
@@ -40,12 +38,11 @@ class _TreeOfStates(Protocol):
 
 
 class StatePool:
-    """A pool of entries, which are promised ahead of time, so that a row that was admitted never runs out.
+    """A pool of entries, which are promised ahead of time, so that a row that was admitted never runs out."""
 
-    An entry may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
-    tree; an entry that only the tree owns is cached. It counts as available, and the tree gives it up once none is
-    free.
-    """
+    # An entry may have several owners; it is free again once the last of them gives it back. One of them may be a
+    # prefix tree; an entry that only the tree owns is cached. It counts as available, and the tree gives it up once
+    # none is free.
 
     def __init__(self, entries: int, validity: StepValidity | None = None) -> None:
         """``validity`` of decode steps ends when rows share entries: those are not written any more."""
@@ -170,11 +167,10 @@ class StatePool:
 
 
 class RowStates:
-    """The entries of one row.
+    """The entries of one row."""
 
-    What a step of one token writes lies in the place ``n % 2`` of the row's two, n its tokens with the new one, and it
-    reads the other place. So a step that is run again finds both by the row's length, which it has on the device.
-    """
+    # What a step of one token writes lies in the place ``n % 2`` of the row's two, n its tokens with the new one, and
+    # it reads the other place. So a step that is run again finds both by the row's length, which it has on the device.
 
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
@@ -201,11 +197,7 @@ class RowStates:
             self._lengths[length % 2], self._lengths[1 - length % 2] = length, length - 1
 
     def of(self, length: int) -> int:
-        """Return the entry of the state after ``length`` tokens; ``NO_ENTRY`` of none.
-
-        Raises:
-            ValueError: there is no such state any more.
-        """
+        """Return the entry of the state after ``length`` tokens; ``NO_ENTRY`` of none, ValueError if it is gone."""
         return NO_ENTRY if length == 0 else self._entries[self._place_of(length)]
 
     def _place_of(self, length: int) -> int:
@@ -251,10 +243,7 @@ class RowStates:
         return self.step
 
     def lend(self, length: int) -> int:
-        """Return the entry of the state after ``length`` tokens, of which the caller is one more owner from now on.
-
-        OutOfStatesError if the row could not go on then; nothing has changed.
-        """
+        """Own the entry of the state after ``length`` tokens once more, and return it, or raise OutOfStatesError."""
         entry = self.of(length)
         if entry != NO_ENTRY:
             self._pool.share(entry)
@@ -266,10 +255,7 @@ class RowStates:
         return entry
 
     def hand_over(self, length: int) -> int:
-        """Return the entry of the state after ``length`` tokens, which the caller owns in the row's place.
-
-        ``NO_ENTRY`` if there is none.
-        """
+        """Return the entry of the state after ``length`` tokens, now the caller's; ``NO_ENTRY`` if there is none."""
         if length == 0 or length not in self._lengths:
             return NO_ENTRY
         place = self._lengths.index(length)
@@ -287,10 +273,7 @@ class RowStates:
         self._entries[length % 2], self._lengths[length % 2] = entry, length
 
     def begin_with(self, entry: int, length: int) -> None:
-        """Be one more owner of an entry that holds the state after ``length`` tokens; the row has none yet.
-
-        OutOfStatesError if the row could not go on then; nothing has changed.
-        """
+        """Own an entry after ``length`` tokens, too; OutOfStatesError if the row could not go on."""
         self._entries[length % 2], self._lengths[length % 2] = entry, length
         self._pool.share(entry)
         try:

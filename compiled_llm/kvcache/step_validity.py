@@ -1,8 +1,7 @@
-"""Whether a decode step may be launched again as it is.
+"""Whether a decode step may be launched again as it is."""
 
-Rows, pages, slots and CUDA graphs belong to different rooms. Each of them invalidates here what it has changed, so that
-a step asks one object in place of all.
-"""
+# Rows, pages, slots and CUDA graphs belong to different rooms. Each of them invalidates here what it has changed, so
+# that a step asks one object in place of all.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Page tables on the host: the pages that a batch of rows reads and writes.
+"""Page tables on the host: the pages that a batch of rows reads and writes."""
 
-Shapes: B rows, N entries of the page table, S page size.
-"""
+# Shapes: B rows, N entries of the page table, S page size.
 
 from __future__ import annotations
 
@@ -52,10 +51,8 @@ def build_table(
     padded: int,
     null_tokens: int = 1,
 ) -> HostTable:
-    """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows to B = ``padded``.
-
-    The rows are already grown by these tokens. A null row has ``null_tokens`` tokens and queries, in the null page.
-    """
+    """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows to B = ``padded``."""
+    # The rows are already grown by these tokens. A null row has ``null_tokens`` tokens and queries, in the null page.
     # Sums over lists: of numpy, each other function that a first token needs has to come into the caches first.
     null = padded - len(rows)
     laid_out = rows if null == 0 else [*rows, *[Span.null(null_tokens, page_size)] * null]

@@ -50,10 +50,9 @@ class _GrammarJob:
 
 
 class Grammars:
-    """An engine's grammars: compiles them, and keeps the latest ones.
+    """An engine's grammars: compiles them, and keeps the latest ones."""
 
-    A thread that compiles cannot be stopped. So one that takes long is no longer counted, and another is started.
-    """
+    # A thread that compiles cannot be stopped. So one that takes long is no longer counted, and another is started.
 
     def __init__(
         self,

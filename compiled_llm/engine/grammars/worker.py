@@ -1,8 +1,7 @@
-"""The worker process that compiles grammars: each in a fork of its own, which a crash ends alone.
+"""The worker process that compiles grammars: each in a fork of its own, which a crash ends alone."""
 
-It has one thread, so it can fork at any time, and a fork begins with xgrammar and the tokens in memory. Everything ends
-with its socket: the worker with the engine's process, a fork with the wish for its grammar.
-"""
+# It has one thread, so it can fork at any time, and a fork begins with xgrammar and the tokens in memory. Everything
+# ends with its socket: the worker with the engine's process, a fork with the wish for its grammar.
 
 from __future__ import annotations
 

@@ -66,17 +66,9 @@ FromWorker = Learned | Compiled | Vetted | Failed
 
 
 def received(end: socket.socket, message: Any, wanted: Callable[[], bool] = lambda: True) -> Any:
-    """Wait for one message; None if the other end has gone.
-
-    Args:
-        end: of a pair of sockets; its timeout is how often ``wanted`` is called.
-        message: its type, or a union.
-        wanted: False to stop waiting.
-
-    Raises:
-        FrameError: it is none of these, or too long.
-        UnwantedError: it is not wanted any more.
-    """
+    """Wait for one message; None if the other end has gone."""
+    # ``wanted`` is called as often as the socket's timeout says; UnwantedError once it is False, FrameError for others'
+    # messages.
     frames: Frames[Any] = Frames(message, MAX_BYTES)
     while wanted():
         try:

@@ -35,10 +35,9 @@ _LOST = Failed("lost", "the process that compiles grammars has ended")
 
 
 class WorkerProcess:
-    """The worker's process, started again if it has died; any thread may use it.
+    """The worker's process, started again if it has died; any thread may use it."""
 
-    The worker ends with this process, in whatever way: its standard input is a socket that only this process holds.
-    """
+    # The worker ends with this process, in whatever way: its standard input is a socket that only this process holds.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,11 +60,7 @@ class WorkerProcess:
     def compile(
         self, asked: Compile, vocabulary: WorkerVocabulary, wanted: Callable[[], bool]
     ) -> Compiled | Vetted | Failed:
-        """Have a grammar compiled, and wait for it while ``wanted`` returns True.
-
-        Raises:
-            UnwantedError: it does not any more.
-        """
+        """Have a grammar compiled, and wait for it; UnwantedError once ``wanted`` returns False."""
         try:
             with self._lock:
                 end = self._retried(lambda: self._begun(asked, vocabulary))

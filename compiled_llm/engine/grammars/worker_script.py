@@ -1,9 +1,8 @@
-"""Started by its path, as the worker process that compiles grammars: see ``worker``.
+"""Started by its path, as the worker process that compiles grammars: see ``worker``."""
 
-Python runs it isolated (``-I``), which leaves out the current folder, and this file's own; modules come from where the
-process that has started it has them from, by the arguments. The first one says how xgrammar is imported: ``alone``,
-without torch, or ``whole``.
-"""
+# Python runs it isolated (``-I``), which leaves out the current folder, and this file's own; modules come from where
+# the process that has started it has them from, by the arguments. The first one says how xgrammar is imported:
+# ``alone``, without torch, or ``whole``.
 
 from __future__ import annotations
 

@@ -25,13 +25,10 @@ class QueueFullError(RuntimeError):
 
 
 class TokenFacts(NamedTuple):
-    """The facts of a model's tokens that requests depend on.
+    """The facts of a model's tokens that requests depend on."""
 
-    Attributes:
-        vocabulary: how many ids it can take.
-        logits: how many logits a token has.
-        eos_token_ids: the end-of-sequence tokens that answers end at; at first those that ``generate`` would stop at.
-    """
+    # ``vocabulary`` counts ids that it can take, ``logits`` those of a token; answers end at ``eos_token_ids``, at
+    # first those that ``generate`` would stop at.
 
     vocabulary: int
     logits: int

@@ -12,16 +12,11 @@ from numpy.typing import NDArray
 from compiled_llm.requests.prompts import content_of, is_dictionary
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | NDArray[np.int64] | torch.Tensor
-"""Text, token ids, the messages of a chat (``{"role": ..., "content": ...}``), or one of vLLM's dictionaries
-(``{"prompt": text}``, ``{"prompt_token_ids": ids}``)."""
+"""Text, token ids, the messages of a chat, or one of vLLM's dictionaries, ``{"prompt": text}`` or of token ids."""
 
 
 def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int64]:
-    """Return a prompt's tokens, of which the model can take ``vocabulary``.
-
-    Raises:
-        ValueError: there are no tokens, there is one that the model does not have, or no tokenizer.
-    """
+    """Return a prompt's tokens, of which the model can take ``vocabulary``; ValueError says what is missing."""
     ids = np.asarray(_ids(prompt, tokenizer))
     if ids.ndim > 1 and ids.dtype.kind == "f":
         raise ValueError("prompt: embeddings are not served; give token ids, or call model.generate(inputs_embeds=...)")

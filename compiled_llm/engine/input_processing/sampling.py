@@ -24,13 +24,7 @@ class RequestSampling:
     """The sampling settings of ``SamplingParams`` on one model, for any prompt."""
 
     def __init__(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> None:
-        """Check and pack the settings.
-
-        Args:
-            params: the user's.
-            ends: tokens that end an answer, or would if they were not ignored.
-            vocabulary: how many logits a token has.
-            tokenizer: for words; None if there is none.
+        """Check and pack the settings; ``ends`` are tokens that end an answer, or would if they were not ignored.
 
         Raises:
             ValueError: a token is not one of the model's, a word has too many tokens, or no token is left.

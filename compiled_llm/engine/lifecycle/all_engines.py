@@ -22,11 +22,9 @@ def engine_threads_of(runtime: Runtime) -> list[EngineThread]:
 
 @contextmanager
 def all_paused(runtime: Runtime) -> Iterator[list[EngineThread]]:
-    """Let no engine run.
-
-    A thread that has paused one engine may use another, so that one must not stay paused here while this thread waits
-    for the first: an engine that cannot be paused soon is waited for alone.
-    """
+    """Let no engine run."""
+    # A thread that has paused one engine may use another, so that one must not stay paused here while this thread waits
+    # for the first: an engine that cannot be paused soon is waited for alone.
     engine_threads, last = engine_threads_of(runtime), None
     while True:
         with ExitStack() as stack:
@@ -37,10 +35,8 @@ def all_paused(runtime: Runtime) -> Iterator[list[EngineThread]]:
 
 
 def _first_taken(engine_threads: list[EngineThread], stack: ExitStack) -> EngineThread | None:
-    """Pause engines until the end of the stack; return the first that another thread keeps, None if there is none.
-
-    The first one is waited for without a limit.
-    """
+    """Pause engines until the end of the stack; return the first that another thread keeps, None if there is none."""
+    # The first one is waited for without a limit.
     for number, engine_thread in enumerate(engine_threads):
         if not stack.enter_context(engine_thread.paused(_PATIENCE if number else math.inf)):
             return engine_thread
@@ -48,11 +44,7 @@ def _first_taken(engine_threads: list[EngineThread], stack: ExitStack) -> Engine
 
 
 def check_outside(runtime: Runtime, doing: str) -> None:
-    """Check that this thread may wait for calls and engines to end; ``doing`` begins the message.
-
-    Raises:
-        RuntimeError: it is inside a call, or runs or has paused an engine.
-    """
+    """Raise RuntimeError, begun by ``doing``, if this thread is inside a call, or runs or has paused an engine."""
     if runtime.calls.here or runtime.loop_lock.here:
         raise RuntimeError(f"{doing}: a call of the model is in progress in this thread; call it from outside of that")
     for engine_thread in engine_threads_of(runtime):
@@ -61,10 +53,8 @@ def check_outside(runtime: Runtime, doing: str) -> None:
 
 @contextmanager
 def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
-    """Run the block once the calls of the model in progress have ended; those that come later wait for its end.
-
-    Engines run on meanwhile, since a streamer may wait for one. Arguments and errors as ``check_outside``.
-    """
+    """Run the block once the calls of the model in progress have ended; those that come later wait for its end."""
+    # Engines run on meanwhile, since a streamer may wait for one. Arguments and errors as ``check_outside``.
     check_outside(runtime, doing)
     engine_threads = engine_threads_of(runtime)
     with runtime.calls.waiting(), ExitStack() as stack:
@@ -76,11 +66,9 @@ def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
 
 @contextmanager
 def nothing_running(runtime: Runtime) -> Iterator[list[EngineThread] | None]:
-    """Run the block while neither an engine nor a call of the model runs; inside ``calls_ended``.
-
-    Yields the engines; None if a call is in progress, which may wait for an engine: let all run until the calls have
-    ended, and try again.
-    """
+    """Run the block while neither an engine nor a call of the model runs; inside ``calls_ended``."""
+    # Yields the engines; None if a call is in progress, which may wait for an engine: let all run until the calls have
+    # ended, and try again.
     with all_paused(runtime) as engine_threads, runtime.calls.barred() as barred:
         if not barred:
             yield None

@@ -10,11 +10,8 @@ from compiled_llm.execution.threads.interrupts import deferred
 
 @deferred()
 def set_kv_scales(runtime: Runtime, scales: KVScales) -> None:
-    """Have scales that fit the model from now on; requests that run compute again what they need.
-
-    Raises:
-        RuntimeError: caches hold pages; or a loop of this thread's has called this. Nothing has changed.
-    """
+    """Have scales that fit the model from now on; requests that run compute again what they need."""
+    # RuntimeError, with nothing changed, if caches hold pages, or a loop of this thread's has called this.
     with calls_ended(runtime, "set_kv_scales"):
         while not _set(runtime, scales):
             runtime.calls.wait()

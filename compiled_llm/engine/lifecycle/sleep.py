@@ -13,13 +13,7 @@ logger = logging.getLogger("compiled_llm.engine")
 
 @deferred()
 def put_to_sleep(runtime: Runtime, ends: bool, weights: bool, graphs: bool) -> int:
-    """Give device memory back, and return how many bytes.
-
-    Args:
-        runtime: of the model.
-        ends: end all requests; otherwise they wait.
-        weights: move the weights to host memory, too.
-        graphs: give CUDA graphs, workspaces and buffers back, too.
+    """Give device memory back, and return how many bytes; ``ends`` ends all requests, which else wait.
 
     Raises:
         RuntimeError: others hold pages, or a loop of this thread's has called this.

@@ -1,7 +1,6 @@
-"""New weights for a model that serves: no request is answered with some of the old and some of the new, unless asked.
+"""New weights for a model that serves: unless asked, no request is answered with some of the old and of the new."""
 
-All engines of a model get them together, since they share it.
-"""
+# All engines of a model get them together, since they share it.
 
 from __future__ import annotations
 

@@ -9,11 +9,8 @@ from compiled_llm.execution.lifecycle.warmup import Report, Wanted
 
 
 def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: Wanted, structured: bool, report: Report) -> None:
-    """Prepare steps and other launches of requests, while none runs.
-
-    ``structured`` prepares sampling under grammars for as many rows, too; a profile says itself which. ``report`` takes
-    descriptions of what is prepared.
-    """
+    """Prepare steps and other launches of requests, while none runs."""
+    # ``structured`` prepares sampling under grammars for as many rows, too; a profile says itself which.
     with engine_thread.paused():
         runtime.warming.prepare(wanted, report)
         model_runner = engine_thread.check.look()

@@ -39,14 +39,7 @@ class Logprobs(_Entries[dict[int, Logprob]]):
     """Each token's entries: its own first, then the most likely ones."""
 
     def __init__(self, scores: Scores, tokens: Sequence[int], most: int, start: int = 0) -> None:
-        """Refer to scores.
-
-        Args:
-            scores: of these tokens, or of fewer or more.
-            tokens: from the one at ``start`` on.
-            most: of how many of the most likely tokens.
-            start: how many tokens before them have scores, too.
-        """
+        """Refer to scores of tokens from the one at ``start`` on, and of ``most`` of the most likely ones."""
         self._scores = scores
         self._tokens = list(tokens[: max(0, len(scores) - start)])
         self._most = most

@@ -1,11 +1,9 @@
-"""The log-probabilities of one request.
+"""The log-probabilities of one request."""
 
-Those of prompts are kept beside the pages in which a prefix cache keeps these prompts: the cache has keys and values,
-and no logits. Without them, a request that asks for those of its whole prompt would have to compute cached tokens
-again, as evaluations do for many continuations of one context. A page's are dropped with it.
-
-Shapes: Q tokens of a chunk, V vocabulary.
-"""
+# Those of prompts are kept beside the pages in which a prefix cache keeps these prompts: the cache has keys and values,
+# and no logits. Without them, a request that asks for those of its whole prompt would have to compute cached tokens
+# again, as evaluations do for many continuations of one context. A page's are dropped with it.
+# Shapes: Q tokens of a chunk, V vocabulary.
 
 from __future__ import annotations
 
@@ -30,15 +28,11 @@ from compiled_llm.requests.sampling_params import SamplingParams
 
 
 class RequestLogprobs:
-    """A request's log-probabilities.
+    """A request's log-probabilities."""
 
-    Attributes:
-        most: the number of most likely tokens that are wanted besides the sampled ones; None for none at all.
-        prompt_most: the same of its prompt's tokens.
-        first: the first of its prompt's tokens that has some, not the very first.
-        scored: those of each token; those of one may be there before it.
-        prompt_scored: the same of its prompt's tokens from ``first`` on.
-    """
+    # ``most`` is the number of most likely tokens that are wanted besides the sampled ones, ``prompt_most`` the same of
+    # its prompt's, None for none at all. ``scored`` and ``prompt_scored``, from ``first`` on, have those of each token;
+    # those of one may be there before it.
 
     def __init__(self, request: Request, params: SamplingParams) -> None:
         self.request = request
@@ -67,21 +61,15 @@ class RequestLogprobs:
     # ---- computed
 
     def unseen(self, start: int) -> int | None:
-        """Return the first of its prompt's tokens, from ``start`` on, that log-probabilities follow from.
-
-        None if it wants none, or has all of them.
-        """
+        """Return the first prompt token from ``start`` on that log-probabilities follow from; None if none are due."""
         at = max(start, self.first - 1 + len(self.prompt_scored))
         return at if self.prompt_most is not None and at < len(self.request.prompt) - 1 else None
 
     def run(
         self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[PlanTap]
     ) -> Tensor:
-        """Run a chunk of its prompt with all logits, without waiting for it; in the model's executor.
-
-        Returns:
-            ``[1]`` int64, the token that was sampled after it; ``[0]`` if the chunk does not end the prompt.
-        """
+        """Run a chunk of its prompt with all logits, without waiting for it; in the model's executor."""
+        # Returns ``[1]`` int64, the token that was sampled after it; ``[0]`` if the chunk does not end the prompt.
         row, count = cast(Row, extension.row), len(extension.ids)
         start = row.length
         persistent.leave([row])

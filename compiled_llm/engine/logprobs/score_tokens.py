@@ -1,9 +1,7 @@
-"""Log-probabilities of sampled tokens, and of the most likely ones, from the logits of some rows.
+"""Log-probabilities of sampled tokens, and of the most likely ones, from the logits of some rows."""
 
-They are computed outside of compiled and captured programs, for rows that ask for them alone.
-
-Shapes: R rows that ask for them, V vocabulary, K most likely tokens.
-"""
+# They are computed outside of compiled and captured programs, for rows that ask for them alone.
+# Shapes: R rows that ask for them, V vocabulary, K most likely tokens.
 
 from __future__ import annotations
 
@@ -24,14 +22,10 @@ _AT_ONCE = 2**24
 
 
 class SampledDraws(NamedTuple):
-    """The draws by which rows have sampled their tokens.
+    """The draws by which R rows have sampled their tokens."""
 
-    Attributes:
-        slots: ``[R]`` int64.
-        positions: ``[R]`` int64, of the sampled tokens.
-        tables: of the slots; ``counts`` has these tokens already.
-        kinds: the logit adjustments of all rows, or-ed together.
-    """
+    # ``slots`` and ``positions``, of the sampled tokens, are ``[R]`` int64; ``counts`` of the tables has these tokens
+    # already; ``kinds`` are the logit adjustments of all rows, or-ed together.
 
     slots: Tensor
     positions: Tensor
@@ -40,13 +34,12 @@ class SampledDraws(NamedTuple):
 
 
 class ScoredTokens(NamedTuple):
-    """Log-probabilities of some rows, on the host.
+    """Log-probabilities of some rows, on the host, of sampled tokens and of the most likely ones.
 
     Attributes:
         chosen: ``[R]`` float32, of the sampled tokens.
         ranks: ``[R]`` int32: 1 plus the number of more likely tokens.
-        values: ``[R, K]`` float32, the largest ones, in descending order.
-        tokens: ``[R, K]`` int32, of these values.
+        values: ``[R, K]`` float32, the largest ones, in descending order; ``tokens``, ``[R, K]`` int32, are theirs.
     """
 
     sampled: NDArray[np.float32]
@@ -63,10 +56,7 @@ class ScoredTokens(NamedTuple):
         return cls(floats[:, 0], columns[:, 1], floats[:, 2 : 2 + num_logprobs], columns[:, 2 + num_logprobs :])
 
     def packed(self, num_logprobs: int) -> list[bytes]:
-        """Return each row's numbers by itself: ``sampled``, ``ranks``, and ``num_logprobs`` values and tokens.
-
-        Each is a copy, so that keeping one row's does not keep the others'.
-        """
+        """Return each row's numbers by itself, copied, so that keeping one row's does not keep the others'."""
         floats = self.sampled[:, None], self.values[:, :num_logprobs]
         sampled, values = (part.view(np.int32) for part in floats)
         numbers = np.concatenate([sampled, self.ranks[:, None], values, self.tokens[:, :num_logprobs]], axis=1)
@@ -75,16 +65,13 @@ class ScoredTokens(NamedTuple):
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_logprobs: int, draws: SampledDraws | None = None) -> Tensor:
-    """Compute log-probabilities in float32, without waiting for the device.
+    """Compute log-probabilities in float32, without waiting: ``[R * (2 + 2 * K)]`` int32, for ``unpacked``.
 
     Args:
         logits: ``[R, V]``, at least one row.
         tokens: ``[R]`` int64, the sampled ones; an invalid one (-1) counts as the first.
         num_logprobs: K, at most V.
         draws: changes of the distribution that tokens were sampled from; None for that of the model.
-
-    Returns:
-        ``[R * (2 + 2 * K)]`` int32, for ``ScoredTokens.unpacked``.
     """
     if draws is None:
         return top_logprobs(logits, tokens, num_logprobs).view(-1)
@@ -99,11 +86,9 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_logprobs: int, draws: Sampl
 
 
 def processed(logits: Tensor, tokens: Tensor, draws: SampledDraws) -> Tensor:
-    """Return ``[R, V]`` float32 scores that rows have sampled from, -inf for tokens left out; without waiting.
-
-    It keeps the tokens that ``sample_tokens`` keeps: those as likely as the last one are kept, too. A row that takes
-    the most likely token keeps all.
-    """
+    """Return ``[R, V]`` float32 scores that rows have sampled from, -inf for tokens left out; without waiting."""
+    # It keeps the tokens that ``sample_tokens`` keeps: those as likely as the last one are kept, too. A row that takes
+    # the most likely token keeps all.
     slots, positions, tables, kinds = draws
     given = tables.arguments(logits, tables.seed, slots, positions)
     scores = logits.float()

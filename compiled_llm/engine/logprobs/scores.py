@@ -18,11 +18,10 @@ class TokenScores(NamedTuple):
 
 
 class Scores:
-    """The scores of some tokens, one after the other, in one block of bytes.
+    """The scores of some tokens, one after the other, in one block of bytes."""
 
-    A view of what a step has computed would keep the numbers of all rows alive, and an object for each token would be
-    one that the garbage collector looks at, of millions: a full collection stops the loop for tenths of a second.
-    """
+    # A view of what a step has computed would keep the numbers of all rows alive, and an object for each token would be
+    # one that the garbage collector looks at, of millions: a full collection stops the loop for tenths of a second.
 
     __slots__ = ("_numbers", "_size")
 

@@ -85,10 +85,8 @@ class LateSampling:
         self.failed: dict[Request, RequestError] = {}  # errors that end single requests; their tokens are not read
 
     def sample(self, model_runner: ModelRunner, persistent: PersistentBatch) -> None:
-        """Sample the tokens, the previous ones having been read, and wait for nothing.
-
-        After a failure, what was done before it is not repeated.
-        """
+        """Sample the tokens, the previous ones having been read, and wait for nothing."""
+        # After a failure, what was done before it is not repeated.
         if self._readback is not None:
             return
         masks = None

@@ -55,13 +55,7 @@ class Waits:
 
 
 class Latencies:
-    """The waiting times of requests.
-
-    Attributes:
-        queue: until they first ran.
-        first_token: until their first token was read.
-        inter_token: from one token to the next.
-    """
+    """The waiting times of requests: until they first ran, until their first token, and from one to the next."""
 
     def __init__(self) -> None:
         self.queue, self.first_token, self.inter_token = Waits(), Waits(), Waits()

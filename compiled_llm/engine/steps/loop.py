@@ -62,15 +62,7 @@ class _Prepared(NamedTuple):
 
 
 class LoopSettings(NamedTuple):
-    """The user's settings of an engine's loop.
-
-    Attributes:
-        max_num_seqs: how many requests run at once.
-        max_step_ms: how long a step may take; None for as long as it takes.
-        logprobs_mode: the distribution that log-probabilities are of.
-        watch_model: check now and then whether the model is still what it was.
-        mixed: run prompts and running requests in one launch: wherever they fit, nowhere, or where it is known to pay.
-    """
+    """The user's settings of an engine's loop, as of ``Engine``."""
 
     max_num_seqs: int
     max_step_ms: float | None = None
@@ -84,9 +76,6 @@ class Loop:
     """An engine's loop: runs a scheduler's plans with a model runner; one thread at a time.
 
     Attributes:
-        prefixes: keeps pages of texts that have been computed; None without a prefix cache.
-        steps: how many plans were launched.
-        mixed_steps: how many of them ran prompts and running requests in one launch.
         ran_prompts: whether the last step ran prompts, whose first tokens ``read_first_tokens`` may read.
         stuck: nothing could run in the last step: missing pages belong to others.
     """
@@ -138,15 +127,9 @@ class Loop:
         return self.model_runner.device.type != "cpu"
 
     def step(self, look: bool = False) -> list[Request]:
-        """Launch the next plan, if any request can run, and read the tokens of the previous one.
-
-        Args:
-            look: look at the model, which may have changed. The first requests after a rest need not wait for all of
-                that: it goes on while the device runs their step, which is thrown away if the model has changed.
-
-        Returns:
-            The requests that have got a token or have ended.
-        """
+        """Launch the next plan, if any, read the previous one's tokens, and return requests that got one or ended."""
+        # ``look`` looks at the model, which may have changed. The first requests after a rest need not wait for all of
+        # that: it goes on while the device runs their step, which is thrown away if the model has changed.
         behind = look and self.asynchronous and not (self._launched or self.scheduler.running)
         if look:
             self.model_runner.thread.call(self.model_runner.look)
@@ -186,10 +169,7 @@ class Loop:
         return True
 
     def read_first_tokens(self) -> list[Request]:
-        """Read a step with prompts if it is done: their first tokens need not wait for the next launch.
-
-        Otherwise as ``step``.
-        """
+        """Read a step with prompts if it is done: their first tokens need not wait for the next launch."""
         if not (self._launched and self._launched[0].first_tokens_arrived):
             return []
         changed = self._read(self._launched[0])

@@ -11,11 +11,7 @@ from compiled_llm.requests.users_code import described, raise_interrupt
 
 
 def processed_logits(request: Request, logits: Tensor) -> Tensor:
-    """Return logits ``[V]`` float32 after a request's processors, which may write into them.
-
-    Raises:
-        RequestError: a processor has failed, or returns something else.
-    """
+    """Return logits ``[V]`` float32 after a request's processors, which may write into them, or raise RequestError."""
     assert request.constraint is not None, "it has processors"
     answer = list(request.tokens)
     for processor in request.constraint.processors:

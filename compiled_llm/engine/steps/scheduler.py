@@ -1,8 +1,7 @@
-"""Plans each step: admission, chunks of prompts next to decode, preemption, and which requests have ended.
+"""Plans each step: admission, chunks of prompts next to decode, preemption, and which requests have ended."""
 
-Host facts only: nothing here knows of a device. The loop asks for a plan, launches it, says so, and brings the tokens
-once it has read them, mostly after it has launched the next plan.
-"""
+# Host facts only: nothing here knows of a device. The loop asks for a plan, launches it, says so, and brings the tokens
+# once it has read them, mostly after it has launched the next plan.
 
 from __future__ import annotations
 
@@ -49,11 +48,7 @@ class Scheduler:
     of the lowest priority gives its pages back, waits at the front of its queue, and goes on with the same draws.
 
     Attributes:
-        running: requests that have a row, in the order in which they were admitted.
         rows: rows that have not given all back; none while nothing runs.
-        prompt_tokens: of the prompts that have begun to run.
-        cached_tokens: how many of those were in the prefix cache.
-        new_tokens: tokens read.
         admits_until: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait for them.
         lets_pass: later requests may run before the next one, which lacks pages or slots.
         generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
@@ -69,15 +64,9 @@ class Scheduler:
         prefixes: PrefixTree | None = None,
         slots: Callable[[int, int], bool] = lambda new, keeping: True,
     ) -> None:
-        """Begin without requests.
-
-        Args:
-            pool: of the pages.
-            max_num_seqs: how many requests may run at once.
-            budget: how many tokens of prompts to run next to this many decoding rows; at least 1.
-            prefixes: keeps pages of texts; None to compute each prompt whole.
-            slots: whether ``new`` rows may begin together, of which ``keeping`` retain their slots.
-        """
+        """Begin without requests."""
+        # ``budget`` says how many tokens of prompts to run next to this many decoding rows, at least 1; ``slots``,
+        # whether ``new`` rows may begin together, of which ``keeping`` retain their slots.
         self._slots = slots
         self._beginning: list[bool] = []  # in the plan that is made, and whether they keep their slots
         self._pool = pool
@@ -228,10 +217,7 @@ class Scheduler:
         return request
 
     def _row_for(self, request: Request) -> Row | None:
-        """Return a row with the cached pages of the request's text, and a promise of what it likely needs beyond.
-
-        None if there are too few pages, or if too many rows keep their slots.
-        """
+        """Return a row with the text's cached pages and a promise of what it likely needs, or None for lack of room."""
         keeping = sum(self._beginning) + request.keeps_slot
         if not self._slots(len(self._beginning) + 1, keeping):
             return None
@@ -323,11 +309,7 @@ class Scheduler:
     # ---- preemption
 
     def preempt(self) -> None:
-        """Take the pages of the request that has computed least of the lowest priority.
-
-        Raises:
-            OutOfPagesError: nothing runs.
-        """
+        """Take the pages of the request that has computed least of the lowest priority, or raise OutOfPagesError."""
         if not self.running:
             raise OutOfPagesError("no page is free, and no request has any")
         victim = max(self.running, key=lambda request: (request.priority, -request.running_row.length, request.arrival))
@@ -373,16 +355,7 @@ class Scheduler:
         return ended
 
     def read(self, requests: Sequence[Request], tokens: Sequence[int], now: float) -> list[Request]:
-        """Take the tokens that a step has sampled; a token for a request that has ended is dropped.
-
-        Args:
-            requests: those that the tokens are for.
-            tokens: one for each.
-            now: on ``time.monotonic``'s clock.
-
-        Returns:
-            The requests that have got a token or have ended.
-        """
+        """Take the tokens that a step has sampled, unless their request has ended; return who got one or ended."""
         got: list[Request] = []
         failed: list[Request] = []
         ended: list[tuple[Request, FinishReason]] = []
@@ -422,11 +395,9 @@ class Scheduler:
     # ---- rows
 
     def _retire(self, request: Request) -> None:
-        """Take a request's row, and keep its pages, and its last state, for others to begin with.
-
-        A step that is still queued may write after what is known of the text, never into pages that it fills, and
-        another state.
-        """
+        """Take a request's row, and keep its pages, and its last state, for others to begin with."""
+        # A step that is still queued may write after what is known of the text, never into pages that it fills, and
+        # another state.
         row = request.running_row
         text = request.text[: row.length]
         self._keep(request, text, partial(self._last_state, request, text))
@@ -445,10 +416,8 @@ class Scheduler:
             self._prefixes.insert(ids, request.running_row.pages, request.salt, state())
 
     def _last_state(self, request: Request, ids: NDArray[np.int64]) -> int:
-        """Return the entry of the state after a text that ends: a chat goes on from there.
-
-        The caller owns it in the row's place; ``NO_ENTRY`` if there is none, or it would save others too little.
-        """
+        """Return the entry of the state after a text that ends, now the caller's: a chat goes on from there."""
+        # ``NO_ENTRY`` if there is none, or it would save others too little.
         prefixes = self._prefixes
         if self._pool.states is None or prefixes is None:
             return NO_ENTRY

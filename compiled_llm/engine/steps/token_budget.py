@@ -13,8 +13,8 @@ _LARGEST = 2**16
 _OF_THE_LATEST = 0.25
 """The weight of the latest step in the estimate for the next one."""
 _FADING = 0.99
-"""A size that seemed too long seems this much shorter after each step that could have been longer, so that one odd
-step does not forbid it for ever."""
+"""A size that seemed too long seems this much shorter after each step that could have been longer."""
+# So one odd step does not forbid it for ever.
 _STEPS_TOO_LONG = 3
 """So many steps of the smallest chunks, one after the other, are no accident."""
 
@@ -29,17 +29,14 @@ class _SmallStep(NamedTuple):
 
 
 class TokenBudget:
-    """A budget of tokens for a step's chunks, so that steps stay within a time.
+    """A budget of tokens for a step's chunks, so that steps stay within a time."""
 
-    Decode steps are told apart by their rows, and chunks by their tokens, both rounded up to a power of two. A chunk
-    twice as large as any that was seen is taken to last twice as long, so chunks grow step by step.
-    """
+    # Decode steps are told apart by their rows, and chunks by their tokens, both rounded up to a power of two. A chunk
+    # twice as large as any that was seen is taken to last twice as long, so chunks grow step by step.
 
     def __init__(self, max_step_ms: float | None, max_tokens: int, mixed: bool = False) -> None:
-        """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``.
-
-        If all steps with prompts are ``mixed``, chunks leave room for the token of each running row.
-        """
+        """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``."""
+        # If all steps with prompts are ``mixed``, chunks leave room for the token of each running row.
         self._limit = math.inf if max_step_ms is None else max_step_ms / 1000
         self.bounded = max_step_ms is not None  # whether steps have to be timed
         self._max_tokens = max_tokens
@@ -70,10 +67,8 @@ class TokenBudget:
         return self._chunk[size]
 
     def ran(self, decoding: int, tokens: int, seconds: float, mixed: bool = False) -> None:
-        """Learn from a step of ``decoding`` rows and ``tokens`` of prompts, which took the device ``seconds``.
-
-        A ``mixed`` step counts as its chunk: a chunk of the same size takes no longer in a launch of its own.
-        """
+        """Learn from a step of ``decoding`` rows and ``tokens`` of prompts, which took the device ``seconds``."""
+        # A ``mixed`` step counts as its chunk: a chunk of the same size takes no longer in a launch of its own.
         if 0 < tokens <= _SMALLEST and not self._told:
             self._compare_with_limit(_SmallStep(seconds, decoding, tokens, mixed))
         rows = _rounded(decoding)

@@ -18,11 +18,7 @@ _PATIENCE = 10
 
 
 class Changed(Condition):
-    """The lock of an engine's state.
-
-    Attributes:
-        seen: whether the thread that runs the loop has looked since the last ``notify_all``.
-    """
+    """The lock of an engine's state; ``seen``: the loop's thread has looked since the last ``notify_all``."""
 
     seen = False
 
@@ -32,13 +28,7 @@ class Changed(Condition):
 
 
 class Arrivals:
-    """The calls to make between two steps. They do not keep the engine alive while a thread waits for them.
-
-    Attributes:
-        changed: the lock of the engine's state, notified when something has changed.
-        closed: no more messages are taken.
-        messages: those that were left and not called yet.
-    """
+    """The calls to make between two steps. They do not keep the engine alive while a thread waits for them."""
 
     def __init__(self) -> None:
         self.changed = Changed()
@@ -57,11 +47,9 @@ class Arrivals:
             self.call()
 
     def deliver(self, loop: Loop) -> None:
-        """Call all messages.
-
-        A message stays in the queue while it is called: else the engine's thread would take the engine for idle before
-        the scheduler has its requests, and sleep.
-        """
+        """Call all messages."""
+        # A message stays in the queue while it is called: else the engine's thread would take the engine for idle
+        # before the scheduler has its requests, and sleep.
         while self.messages:
             message = self.messages[0]
             try:
@@ -79,10 +67,8 @@ class Arrivals:
             self.changed.notify_all()
 
     def wait(self) -> bool:
-        """Wait for a ``call`` since the last time; False once it is closed.
-
-        Another thread may have taken the message meanwhile, and leave its requests when its own answers have ended.
-        """
+        """Wait for a ``call`` since the last time; False once it is closed."""
+        # Another thread may have taken the message meanwhile, and leave its requests when its own answers have ended.
         with self.changed:
             while not (self._called or self.closed):
                 self.changed.wait(_PATIENCE)

@@ -1,8 +1,7 @@
-"""Runs the loop in one thread at a time: that of a caller waiting for answers, or the engine's own.
+"""Runs the loop in one thread at a time: that of a caller waiting for answers, or the engine's own."""
 
-Requests come in as messages, which the thread that runs the loop takes between two steps; no other thread writes the
-loop's state.
-"""
+# Requests come in as messages, which the thread that runs the loop takes between two steps; no other thread writes the
+# loop's state.
 
 from __future__ import annotations
 
@@ -42,11 +41,10 @@ logger = logging.getLogger("compiled_llm.engine")
 
 
 class EngineThread:
-    """The thread that runs the loop of one engine.
+    """The thread that runs the loop of one engine."""
 
-    The loop's knowledge of rows and pages changes only under the model's loop lock, in the thread that runs it or in
-    a call that lacks pages (``give_back``).
-    """
+    # The loop's knowledge of rows and pages changes only under the model's loop lock, in the thread that runs it or in
+    # a call that lacks pages (``give_back``).
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, settings: LoopSettings) -> None:
         self._runtime = runtime
@@ -69,11 +67,9 @@ class EngineThread:
     def add(self, handles: Sequence[RequestHandle], max_waiting: int | None = None) -> None:
         """Let requests wait for their turn; those that are not ``ready`` have to ``arrive`` later.
 
-        ``max_waiting`` bounds how many requests may wait with them; None for any number.
-
         Raises:
             RuntimeError: the engine is closed, or asleep.
-            QueueFullError: more would wait; none was added.
+            QueueFullError: more than ``max_waiting`` would wait; none was added.
             ValueError: the host has too little memory for their hidden states; none was added.
         """
         requests = {request: handle for handle in handles for request in handle.requests}
@@ -107,13 +103,8 @@ class EngineThread:
     # ---- one thread at a time
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Run the loop in this thread until ``done``, or wait while another thread runs it.
-
-        ``done`` is asked again when the engine's state has changed, as when a request has ended.
-
-        Raises:
-            RuntimeError: this thread has paused it.
-        """
+        """Run the loop in this thread until ``done``, or wait while another runs it; RuntimeError if paused."""
+        # ``done`` is asked again when the engine's state has changed, as when a request has ended.
         # Without gradients, as ``generate``: each step would have to leave that world otherwise.
         with deferred(), torch.no_grad():
             while self.step_lock.begin(done):
@@ -141,13 +132,8 @@ class EngineThread:
 
     @contextmanager
     def paused(self, patience: float = math.inf) -> Iterator[bool]:
-        """Let no thread run the loop for the block, once the present step has been launched and read.
-
-        Yields False if another thread has had the loop for ``patience`` seconds; it then runs on.
-
-        Raises:
-            RuntimeError: this thread runs it.
-        """
+        """Let no thread run the loop for the block, once the present step is read; RuntimeError if this one runs it."""
+        # Yields False if another thread has had the loop for ``patience`` seconds; it then runs on.
         if not self.step_lock.pause(patience):
             yield False
             return
@@ -242,10 +228,8 @@ class EngineThread:
             logger.error("compiled_llm: an idle engine has failed, of %s", described(error), exc_info=error)
 
     def _work(self, loop: Loop, done: Callable[[], bool]) -> None:
-        """Run steps while there is something to run.
-
-        A loop that is stuck has no pages, and returns: others may wait until no loop has any.
-        """
+        """Run steps while there is something to run."""
+        # A loop that is stuck has no pages, and returns: others may wait until no loop has any.
         lock, loop.stuck, self._changed.seen = self._runtime.loop_lock, False, False
         loop.scheduler.lets_pass = self._starvation.lasting
         while not loop.stuck:
@@ -268,10 +252,8 @@ class EngineThread:
         return [engine for engine in list(self._runtime.engines) if isinstance(engine, EngineThread)]
 
     def _refuse_waiting(self, loop: Loop, lacking: str) -> None:
-        """End all requests, none of which can begin, if no row that runs will give a state of recurrent layers back.
-
-        What is left are rows of caches that the user keeps. The prefix tree has given up what it had.
-        """
+        """End all requests, none of which can begin, if no row that runs will give a state of recurrent layers back."""
+        # What is left are rows of caches that the user keeps. The prefix tree has given up what it had.
         run = any(engine.loop is not None and engine.loop.scheduler.rows for engine in self._engines)
         if run or self._runtime.loop_lock.shared:
             return
@@ -350,10 +332,8 @@ class EngineThread:
             raise error
 
     def _restart(self, loop: Loop, error: BaseException) -> None:
-        """Restart after a step that failed: unless this thread was interrupted, the requests that ran fail with it.
-
-        If nothing ran, nothing can: then all have failed.
-        """
+        """Restart after a step that failed: unless this thread was interrupted, the requests that ran fail with it."""
+        # If nothing ran, nothing can: then all have failed.
         failed = loop.underway or list(self.request_table)
         lost = restarted(loop, error)
         self.check.forget()
@@ -424,10 +404,7 @@ class EngineThread:
                 self.check.forget()
 
     def give_back(self, pages: int, rows: int, pool: PagePool) -> None:
-        """Let requests that run wait again until so many pages, and states of rows, are available.
-
-        The caller holds the loop lock.
-        """
+        """Let running requests wait until so many pages, and states, are available; the caller holds the loop lock."""
         loop = self.loop
         if loop is not None and loop.model_runner.pool is pool and loop.scheduler.running:
             self.drain(loop)

@@ -1,8 +1,7 @@
-"""While requests run, Python's full garbage collections, which stop all threads, come less often.
+"""While requests run, Python's full garbage collections, which stop all threads, come less often."""
 
-A process that has compiled a model has some hundred thousand objects, and to go through all of them takes half a
-second. Only cycles of old objects wait longer for it; all else is freed as ever.
-"""
+# A process that has compiled a model has some hundred thousand objects, and to go through all of them takes half a
+# second. Only cycles of old objects wait longer for it; all else is freed as ever.
 
 from __future__ import annotations
 

@@ -34,16 +34,9 @@ class RequestHandle(PendingAnswers[Answer]):
         check: Callable[[], None] = lambda: None,
         check_process: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for the answers to one prompt.
-
-        Args:
-            requests: the answers.
-            cancel: ends requests; takes them, and a reason and an error, if they are not cancelled.
-            form: how their tokens become text; None without a tokenizer.
-            output: makes the text; needed with ``form``.
-            check: raises an error in a thread that must not wait, because the engine does not run meanwhile.
-            check_process: raises an error in a process that does not have the engine.
-        """
+        """Wait for the answers to one prompt; ``form`` and ``output`` make their text, if there is a tokenizer."""
+        # ``check`` raises an error in a thread that must not wait, because the engine does not run meanwhile,
+        # ``check_process`` in a process that does not have the engine.
         super().__init__([Answer(request, form) for request in requests], Listeners(check, check_process))
         self.requests = requests
         self.has_text = form is not None and bool(form.stop)

@@ -40,11 +40,10 @@ class PromptRequests(Protocol):
 
 
 class OutputProcessor:
-    """The maker of text for requests that are read as text, or that stop strings end.
+    """The maker of text for requests that are read as text, or that stop strings end."""
 
-    The loop hands over changed requests once a step; listeners of requests without text hear at once. The thread starts
-    with the first request that has text.
-    """
+    # The loop hands over changed requests once a step; listeners of requests without text hear at once. The thread
+    # starts with the first request that has text.
 
     def __init__(self, arrivals: Arrivals) -> None:
         self._arrivals = arrivals

@@ -30,10 +30,7 @@ class Starvation:
         return self._since is not None and time.monotonic() - self._since > _PATIENCE
 
     def pause(self, loop: Loop) -> float:
-        """Return how many seconds to wait, nothing having run in a loop's last step; said once it has lasted for long.
-
-        Something has: 0.
-        """
+        """Return how many seconds to wait, nothing having run in a loop's last step (else 0); says so if it lasts."""
         if not loop.stuck:
             self._since, self._said = None, False
             return 0.0

@@ -38,11 +38,7 @@ class StepLock:
         return self._runner is None or not self._runner.is_alive()
 
     def begin(self, done: Callable[[], bool]) -> bool:
-        """Wait until no other thread runs the loop, or until ``done``; True if this thread runs it now.
-
-        Raises:
-            RuntimeError: this thread runs it already, or has paused it.
-        """
+        """Wait until no other thread runs the loop, or ``done``; True if this one does now; RuntimeError if it did."""
         with self._changed:
             self.check_elsewhere()
             self.wait_until(lambda: done() or (self._free and not (self.pausing or self.resting)))
@@ -55,11 +51,8 @@ class StepLock:
 
     @deferred()
     def pause(self, patience: float = math.inf) -> bool:
-        """Let no other thread run the loop; True if this thread has it, False after ``patience`` seconds.
-
-        Raises:
-            RuntimeError: this thread runs it.
-        """
+        """Let no other thread run the loop; True if this thread has it, False after ``patience`` seconds."""
+        # RuntimeError if this thread runs it.
         with self._changed:
             self.check_elsewhere()
             self.pausing += 1

@@ -16,12 +16,7 @@ from compiled_llm_ops.protocol import DecodeOps
 
 
 class Cascade:
-    """Decides for one model: ``cascade=True`` always, ``"auto"`` where attention is known to be faster.
-
-    Attributes:
-        always: for all rows that share enough to fill a block of keys.
-        tables: of a ``RunnerState``, what such steps read besides the page table.
-    """
+    """Decides for one model: ``cascade=True`` always, ``"auto"`` where attention is known to be faster."""
 
     tables = CascadeTable
 
@@ -32,10 +27,8 @@ class Cascade:
 
     @classmethod
     def of(cls, state: RunnerState, ops: DecodeOps | None) -> Cascade | None:
-        """Return None if no step reads shared pages once: it is not wanted, or ``"auto"`` has no kernel for it.
-
-        The rule of ``"auto"`` was fitted on GPUs, so on a CPU it is off.
-        """
+        """Return None if no step reads shared pages once: it is not wanted, or ``"auto"`` has no kernel for it."""
+        # The rule of ``"auto"`` was fitted on GPUs, so on a CPU it is off.
         config, wanted = state.config, state.config.cascade
         layers = zip(state.facts.layers, state.specs, strict=False)  # after them come specs of index keys
         known = [

@@ -1,11 +1,9 @@
-"""Finds the rows of a decode batch that begin with the same pages, on the host: attention reads those once for all.
+"""Finds the rows of a decode batch that begin with the same pages, on the host: attention reads those once for all."""
 
-Equal page numbers alone count. That two rows have the same page at one position says nothing about the pages before
-it: where a prefix tree has pages of equal tokens, a row keeps its own and hangs its later pages below those of the
-tree. So a row's numbers are compared from the first one on, but as bytes, and only when the row is new.
-
-Shapes: B rows, S page size.
-"""
+# Equal page numbers alone count. That two rows have the same page at one position says nothing about the pages before
+# it: where a prefix tree has pages of equal tokens, a row keeps its own and hangs its later pages below those of the
+# tree. So a row's numbers are compared from the first one on, but as bytes, and only when the row is new.
+# Shapes: B rows, S page size.
 
 from __future__ import annotations
 
@@ -56,14 +54,10 @@ class _Node:
     gets there, so that a row that only grows changes nothing here.
 
     Attributes:
-        above: the longest shorter beginning; None for the empty one.
-        label: the page numbers that it adds to that, int32.
+        label: the page numbers that it adds to ``above``, int32.
         end: how many pages it has from a row's first one on.
         shortest: the least length of a row that ends here.
-        below: longer beginnings, by the number of their next page.
-        shared: those that have several rows.
         members: periods of the rows that begin so; in the order of their coming, which is mostly that of the batch.
-        ends: those that have no further page.
         plans: the best runs for its members, as far as they were asked for.
         candidates: longer beginnings at which runs may end, when not all may; None until they are asked for.
     """
@@ -83,17 +77,15 @@ class _Node:
 
 
 class SharedRuns:
-    """The runs of pages that rows of one batch share, kept from step to step: only rows that are new are compared.
+    """The runs of pages that rows of one batch share, kept from step to step: only rows that are new are compared."""
 
-    A row is in up to three runs, which follow each other from its page 0 on: all its rows share the first, fewer the
-    second. The page of its newest token is in none, nor are those behind it, since the row writes there. Of all such
-    runs these save the most reads of pages, (rows - 1) * pages summed up, where a batch has up to 32 different
-    beginnings. With more of them those are left out whose rows are at most halved (less one) by a longer one; that
-    costs half of the savings at the very most if ``least_pages`` and ``least_saved`` are 1, and nothing where runs
-    are not nested.
-
-    The answer follows from the rows' present page numbers and lengths alone. No row is kept alive.
-    """
+    # A row is in up to three runs, which follow each other from its page 0 on: all its rows share the first, fewer the
+    # second. The page of its newest token is in none, nor are those behind it, since the row writes there. Of all such
+    # runs these save the most reads of pages, (rows - 1) * pages summed up, where a batch has up to 32 different
+    # beginnings. With more of them those are left out whose rows are at most halved (less one) by a longer one; that
+    # costs half of the savings at the very most if ``least_pages`` and ``least_saved`` are 1, and nothing where runs
+    # are not nested.
+    # The answer follows from the rows' present page numbers and lengths alone. No row is kept alive.
 
     def __init__(self, page_size: int, least_pages: int = 1, least_saved: int = 1) -> None:
         """Leave out runs of fewer pages than ``least_pages``, and those that save fewer reads than ``least_saved``."""
@@ -116,11 +108,8 @@ class SharedRuns:
         self._runs: tuple[SharedRun, ...] = ()
 
     def runs(self, rows: Sequence[Paged]) -> tuple[SharedRun, ...]:
-        """Return the runs of B different rows, ordered by their first page and row.
-
-        The rows are already grown by the token that they are about to feed in. While nothing changes, each call
-        returns the same object.
-        """
+        """Return the runs of B different rows, ordered by first page and row; the same object while nothing changes."""
+        # The rows are already grown by the token that they are about to feed in.
         periods = [row.page_period for row in rows]
         lengths = [row.length for row in rows]
         if periods == self._periods and self._hold(lengths):
@@ -329,10 +318,8 @@ def _candidates(node: _Node, exact: bool) -> Collection[_Node]:
 
 
 def _far_apart(node: _Node) -> list[_Node]:
-    """Return the longer shared beginnings, without those of which at least half of the rows go on together.
-
-    Two longer ones cannot both keep half of the rows, so what is left out are the upper parts of single chains.
-    """
+    """Return the longer shared beginnings, without those of which at least half of the rows go on together."""
+    # Two longer ones cannot both keep half of the rows, so what is left out are the upper parts of single chains.
     found, left = [], [*node.shared.values()]
     while left:
         child = left.pop()

@@ -1,7 +1,6 @@
-"""The tables of decode steps that read the pages which rows share once for all of these rows.
+"""The tables of decode steps that read the pages which rows share once for all of these rows."""
 
-Shapes: B rows of a bucket, W work items.
-"""
+# Shapes: B rows of a bucket, W work items.
 
 from __future__ import annotations
 

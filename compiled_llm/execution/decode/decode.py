@@ -1,7 +1,6 @@
-"""Decode steps over buffers at fixed addresses, one bucket of rows each, and whose rows are in them.
+"""Decode steps over buffers at fixed addresses, one bucket of rows each, and whose rows are in them."""
 
-Shapes: B rows of a bucket, q new tokens of each, T = B * q, V vocabulary.
-"""
+# Shapes: B rows of a bucket, q new tokens of each, T = B * q, V vocabulary.
 
 from __future__ import annotations
 
@@ -35,12 +34,10 @@ class BatchOwner(Protocol):
 
 
 class Decode:
-    """The decode buffers of one model: who has them, and what is written there.
+    """The decode buffers of one model: who has them, and what is written there."""
 
-    Attributes:
-        follows_tokens: whether steps are planned, again for each token.
-        follows_pages: whether they are planned, again whenever a row enters a page.
-    """
+    # Steps that are planned are planned again for each token if they ``follows_tokens``, and whenever a row enters a
+    # page if they ``follows_pages``.
 
     def __init__(self, state: RunnerState, graph_manager: GraphManager, planner: Planner) -> None:
         self._state = state
@@ -75,15 +72,9 @@ class Decode:
         runs: Sequence[Any] | None = (),
         stay: bool = False,
     ) -> None:
-        """Put rows, already grown by the tokens that they are about to feed in, in the decode buffers.
-
-        Args:
-            rows: whose slots have their page numbers; the rest of the bucket becomes padding.
-            step: of B rows.
-            cause: to be counted.
-            runs: the pages that they share, of a step that reads these once; None for those of the step before.
-            stay: the rows are there, and advanced; what has changed is their pages.
-        """
+        """Put rows, grown by the tokens that they are about to feed in, in the decode buffers; the rest is padding."""
+        # ``runs`` are pages that they share, of a step that reads these once; None for those of the step before. If
+        # they ``stay``, the rows are there, and advanced; what has changed is their pages.
         self._write(rows, step, len(rows) if stay else 0)
         if self._planned is not None:
             self._planned.lay_out(rows, step)
@@ -115,16 +106,9 @@ class Decode:
             self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], tokens.long())
 
     def go_back(self, step: StepKey, sampled: Tensor, accept: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Let rows forget the last tokens of a step that has run, on the device, as many as do not count.
-
-        Args:
-            step: of q tokens a row.
-            sampled: ``[rows, q]`` int64, after each of them.
-            accept: returns ``[rows]``, how many count.
-
-        Returns:
-            ``[rows]`` int64 how many count, and the token that each row goes on with.
-        """
+        """Let rows forget, on the device, tokens of a step of q a row that do not count, by ``accept``."""
+        # ``sampled`` is ``[rows, q]`` int64. Returns ``[rows]`` int64, how many count, and the token that each goes on
+        # with.
         counts = accept(sampled.clone()).clamp(1, step.new_tokens_per_row).long()  # beyond are others' pages
         if counts.shape != sampled.shape[:1]:
             raise ValueError(f"accept: one number for each of {len(sampled)} rows is needed; got {[*counts.shape]}")

@@ -1,10 +1,8 @@
-"""A decode step that is made once and then run again and again: the same rows, the same CUDA graph.
+"""A decode step that is made once and then run again and again: the same rows, the same CUDA graph."""
 
-Most steps differ from the one before in nothing but their tokens. What such a step needs is found when it is made; to
-run it asks no other object. Whatever changes one of these things invalidates the step, and the next one is made anew.
-
-Shapes: B rows of a bucket, q new tokens of each, T = B * q, V vocabulary.
-"""
+# Most steps differ from the one before in nothing but their tokens. What such a step needs is found when it is made; to
+# run it asks no other object. Whatever changes one of these things invalidates the step, and the next one is made anew.
+# Shapes: B rows of a bucket, q new tokens of each, T = B * q, V vocabulary.
 
 from __future__ import annotations
 
@@ -24,13 +22,9 @@ from compiled_llm.kvcache.row import Row
 
 
 class DecodeStep:
-    """The next steps of rows that sit in the decode buffers.
+    """The next steps of rows that sit in the decode buffers."""
 
-    Attributes:
-        rows: in the order of their batch indices.
-        output: of its last run, after the last new token of each row.
-        repeats: how often it has run again.
-    """
+    # ``output`` is of its last run, after the last new token of each row.
 
     def __init__(
         self,
@@ -43,18 +37,8 @@ class DecodeStep:
         deferred_sampling: DeferredSampling,
         readbacks: Readbacks,
     ) -> None:
-        """Note a step that has just run.
-
-        Args:
-            rows: grown by the tokens that they have fed in.
-            launch: has run it, and runs it again.
-            limit: how often it can run until a row lacks a page number or a position.
-            feed: replaces the tokens that the rows feed in.
-            state: what is due in its arena is uploaded first.
-            period: of its validity, in which the step was made.
-            deferred_sampling: of the same loop.
-            readbacks: copy tokens to the host.
-        """
+        """Note a step that has just run, of rows grown by the tokens that they have fed in, and what runs it again."""
+        # It can run ``limit`` times until a row lacks a page number or a position, within ``period``.
         self.rows, self.repeats, self._page_size = rows, 0, state.config.page_size
         # The rows that enter a page when ``repeats``, modulo the page size, is the key; found in the first repeat.
         self._entering: dict[int, list[Row]] | None = None
@@ -90,17 +74,9 @@ class DecodeStep:
         self._launch.release()
 
     def run(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
-        """Run it once more and start copying its tokens; None if something has changed, and nothing was run.
-
-        In the executor, briefly: its program alone may take long.
-
-        Args:
-            batch: of the step that is wanted, whose rows feed in one token each that was sampled for them.
-            lose: called with its rows if the run fails, or is interrupted: the decode buffers may have advanced.
-
-        Returns:
-            The rows and their tokens on the way to the host; an empty list if all are sampled later.
-        """
+        """Run it again; return rows and their tokens, none if all are sampled later, or None if nothing was run."""
+        # In the executor, briefly: its program alone may take long. ``lose`` is called with its rows if the run fails,
+        # or is interrupted: the decode buffers may have advanced.
         if not (self._launch.alone and self.is_valid_for(batch)):
             return None
         output = self.launch(batch, lose)
@@ -118,12 +94,7 @@ class DecodeStep:
         )
 
     def launch(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> StepOutput:
-        """Launch it, in the executor; captures may go on afterwards.
-
-        Args:
-            batch: for which it is valid, whose rows feed in one token each.
-            lose: as in ``run``.
-        """
+        """Launch it, in the executor, for rows that feed in one token each; captures may go on afterwards."""
         launch = self._launch
         try:
             if batch.tokens is not None:

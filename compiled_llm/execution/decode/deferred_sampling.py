@@ -1,10 +1,8 @@
-"""Tokens that are sampled after the launch that computed their logits: the host looks at earlier tokens first.
+"""Tokens that are sampled after the launch that computed their logits: the host looks at earlier tokens first."""
 
-The logits of such rows are copied after each launch, since later launches overwrite them. ``DeferredSampling.run``
-samples from them, for all these rows in one launch, and waits for nothing.
-
-Shapes: D rows, V vocabulary, n rows that get a mask.
-"""
+# The logits of such rows are copied after each launch, since later launches overwrite them. ``DeferredSampling.run``
+# samples from them, for all these rows in one launch, and waits for nothing.
+# Shapes: D rows, V vocabulary, n rows that get a mask.
 
 from __future__ import annotations
 
@@ -69,11 +67,7 @@ class DeferredSampling:
         return [row for part in self.unsampled for row in part.rows]
 
     def logits_of(self, row: Row) -> Tensor:
-        """Return ``[V]``, a copy of the logits that the row's next token is sampled from, in the model's dtype.
-
-        Raises:
-            ValueError: the row's next token does not wait to be sampled.
-        """
+        """Return ``[V]``, a copy, in the model's dtype, of the logits of the row's next token, or raise ValueError."""
         for part in self.unsampled:
             if row in part.rows:
                 return part.logits[part.rows.index(row)].clone()
@@ -137,14 +131,13 @@ class DeferredSampling:
     # ---- sample
 
     def run(self, masks: Masks | None = None, processed: Mapping[Row, Tensor] = _NOTHING) -> StepOutput:
-        """Sample for all rows, and wait for nothing.
+        """Sample for all rows, and wait for nothing; return them, the model's logits, and tokens ``[D]``.
+
+        ``NOT_A_TOKEN`` is for rows that have ended meanwhile, too.
 
         Args:
             masks: new masks of rows that came in with one; the others keep theirs.
             processed: ``[V]`` logits to sample from in place of the model's, on its device, of any dtype.
-
-        Returns:
-            The rows, the model's logits, and tokens ``[D]``; ``NOT_A_TOKEN`` for rows that have ended meanwhile, too.
 
         Raises:
             ValueError: a row that is given a mask has come in without one; nothing has changed.

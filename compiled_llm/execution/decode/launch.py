@@ -19,11 +19,10 @@ from compiled_llm.execution.threads.interrupts import allowed
 
 
 class BoundProgram:
-    """A decode program over the buffers of a step, to be called again and again.
+    """A decode program over the buffers of a step, to be called again and again."""
 
-    The first call checks the guards of compiled code. As long as nothing changes, later ones run the same code, with
-    the same arguments. Those keep the model alive until ``release``.
-    """
+    # The first call checks the guards of compiled code. As long as nothing changes, later ones run the same code, with
+    # the same arguments. Those keep the model alive until ``release``.
 
     def __init__(
         self,
@@ -32,13 +31,7 @@ class BoundProgram:
         guarded: bool,
         in_trees: bool,
     ) -> None:
-        """Bind it when it is first called.
-
-        Args:
-            prepare: returns a call, to be made within ``paged``.
-            guarded: check guards at each call.
-            in_trees: whether cudagraph trees replay it, of which each call is one step.
-        """
+        """``prepare`` returns a call, to be made within ``paged``, each one step of trees if ``in_trees``."""
         self._prepare, self._paged, self._guarded, self._in_trees = prepare, paged, guarded, in_trees
         self._call: Callable[[], StepOutputs] | None = None
         self._code: Callable[..., Any] | None = None  # that ran, if it is known
@@ -73,9 +66,7 @@ class Launch:
     """A step that is ready to run, for rows of which the buffers have all that it reads.
 
     Attributes:
-        wanted: the step that runs if all are ready.
-        key: the step that runs, of B rows.
-        new_tokens: of each row.
+        key: the step that runs, of B rows, in place of ``wanted``.
         replays: whether it replays a CUDA graph, so that to launch it takes no time.
         repeats: whether it can be launched again as it is; a missing graph would not be captured then.
         alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
@@ -97,11 +88,9 @@ class Launch:
         alone: bool,
         shares: bool,
     ) -> None:
-        """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or if that is None, by the ``program``.
-
-        ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured;
-        ``shares`` says whether pages that rows share are read once.
-        """
+        """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or without one by the ``program``."""
+        # ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured;
+        # ``shares`` says whether pages that rows share are read once.
         self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
         self.new_tokens = key.tokens // key.rows
         self.repeats = self.new_tokens == 1 and capture is None

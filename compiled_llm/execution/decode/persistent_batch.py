@@ -1,7 +1,6 @@
-"""The rows of one loop in the decode buffers: a step of the same rows writes nothing.
+"""The rows of one loop in the decode buffers: a step of the same rows writes nothing."""
 
-Shapes: B rows, V vocabulary.
-"""
+# Shapes: B rows, V vocabulary.
 
 from __future__ import annotations
 
@@ -34,7 +33,6 @@ class PersistentBatch:
             rows give the same bits each time; if not, one whose CUDA graph is missing is padded to a larger one.
         bucket: how many rows the last decode step had, padding included; 0 if there was none.
         step: the last decode step, to be run again; None if its rows are no longer in the decode buffers.
-        deferred: its rows whose tokens are not sampled yet.
     """
 
     def __init__(self, state: RunnerState, steps: Steps, readbacks: Readbacks, exact: bool = False) -> None:
@@ -61,10 +59,7 @@ class PersistentBatch:
     # ---- a step is made
 
     def step_for(self, rows: Sequence[Row], new_tokens: int = 1, wants: tuple[str, ...] = ()) -> StepKey:
-        """Return the decode step of rows, not yet grown, after the last one of the same rows and others.
-
-        With several new tokens a row, it is the smallest. ``wants`` are outputs besides logits.
-        """
+        """Return the decode step of rows, not yet grown, after the last one, or of several new tokens the smallest."""
         if new_tokens > 1:
             return self._steps.step_of_several(len(rows), new_tokens)._replace(wants=wants)
         step = self._steps.decode_of(len(rows), self._wanted, self.exact)
@@ -73,13 +68,7 @@ class PersistentBatch:
         return (StepKey.decode(step.rows, shares=True) if self._runs else step)._replace(wants=wants)
 
     def place(self, rows: Sequence[Row], launch: Launch, copied: bool) -> None:
-        """Put rows, grown by the tokens that they are about to feed in, in the decode buffers, if they are not there.
-
-        Args:
-            rows: in the order of the step.
-            launch: of B rows.
-            copied: whether a row left a page that it shares, to write into a copy.
-        """
+        """Put rows, grown by what they feed in, in the decode buffers, unless they are there with their pages."""
         decode, key, new = self._decode, launch.key, launch.new_tokens
         if decode.follows_pages:  # whose plan needs exact lengths
             make_exact(rows)
@@ -108,10 +97,8 @@ class PersistentBatch:
         self._placed_runs = self._runs
 
     def _has(self, step: DecodeStep, rows: Sequence[Row], launch: Launch) -> bool:
-        """Whether the decode buffers, after ``step``, describe rows that have grown by what they are about to feed in.
-
-        The buffers have gone back by the tokens that do not count, whether or not the host knows how many those are.
-        """
+        """Whether the buffers, after ``step``, describe rows grown by what they are about to feed in."""
+        # The buffers have gone back by the tokens that do not count, whether or not the host knows how many those are.
         if step.key != launch.key or step.rows != rows:
             return False
         advanced, new = self._advanced + step.repeats, launch.new_tokens
@@ -119,10 +106,8 @@ class PersistentBatch:
         return self._placed == [(row.slot, row.length - new + by, row.position + by) for row, by in before]
 
     def _enters_page(self, rows: Sequence[Row], new_tokens: int) -> bool:
-        """Whether a row has just entered a page; padding, which has one page, may have with several new tokens.
-
-        So may any row as far as plans are concerned that hold exact lengths.
-        """
+        """Whether a row has just entered a page; padding, which has one page, may have with several new tokens."""
+        # So may any row as far as plans are concerned that hold exact lengths.
         return (
             self._decode.follows_tokens
             or new_tokens > 1
@@ -130,13 +115,8 @@ class PersistentBatch:
         )
 
     def has_run(self, rows: Sequence[Row], launch: Launch, period: object) -> StepOutput:
-        """Make the step that has just run, so that it can be run again.
-
-        Args:
-            rows: in the decode buffers, grown by the tokens that they fed in.
-            launch: has run.
-            period: of ``StepValidity``, before the rows grew.
-        """
+        """Make the step that has just run, of rows grown by what they fed in, so that it can be run again."""
+        # ``period`` is of ``StepValidity``, before the rows grew.
         rows = list(rows) if self.step is None else self.step.rows
         for row in rows:
             row.position += launch.new_tokens
@@ -163,10 +143,7 @@ class PersistentBatch:
         return min(room, self._longest - max([row.length for row in rows]))
 
     def verified(self, accept: Callable[[Tensor], Tensor]) -> Verification:
-        """Let the device decide how many of the new tokens count in the step that has just run.
-
-        ``accept`` is that of ``GenerateLoop.verify``.
-        """
+        """Let the device decide, by ``accept`` of ``GenerateLoop.verify``, how many new tokens of the step count."""
         assert self.step is not None, "a step has run"
         rows, key = self.step.rows, self.step.key
         try:

@@ -1,7 +1,6 @@
-"""The page table of decode steps for a backend that plans them: one list of the rows' pages.
+"""The page table of decode steps for a backend that plans them: one list of the rows' pages."""
 
-Shapes: B rows of a bucket, q new tokens of each.
-"""
+# Shapes: B rows of a bucket, q new tokens of each.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which step is ready to run, and what is compiled and captured so that a decode step is.
+"""Which step is ready to run, and what is compiled and captured so that a decode step is."""
 
-Shapes: B rows of a bucket, q new tokens of each, T = B * q.
-"""
+# Shapes: B rows of a bucket, q new tokens of each, T = B * q.
 
 from __future__ import annotations
 
@@ -33,12 +32,7 @@ _ROWS_TO_COMPILE = 64
 
 
 class Steps:
-    """The steps of one model.
-
-    Attributes:
-        dispatcher: picks the step that runs.
-        decode: the buffers that decode steps read.
-    """
+    """The steps of one model."""
 
     def __init__(
         self,
@@ -66,19 +60,12 @@ class Steps:
         anchors: bool = True,
         exact: bool = False,
     ) -> Launch:
-        """Return the launch of a decode step; compile it and capture its graph first, if that is needed.
-
-        A call does not wait for a CUDA graph alone: its step runs in the next larger one that is ready, or if there
-        is none or it has to be exact, is launched as it is; the graph is captured while later steps run.
-
-        Args:
-            wanted: the step, of B rows.
-            waiting: how many rows the call has that waits for it.
-            number: its number among all that is prepared, to be shown.
-            anchors: if the program of several rows is compiled now, capture the largest step, too, in which any can
-                run.
-            exact: run in no other step; if others have to make room for its CUDA graph, capture it now.
-        """
+        """Return the launch of a decode step; compile it and capture its graph first, if that is needed."""
+        # A call does not wait for a CUDA graph alone: its step runs in the next larger one that is ready, or if there
+        # is none or it has to be exact, is launched as it is; the graph is captured while later steps run.
+        # With ``anchors``, if the program of several rows is compiled now, the largest step is captured, too, in which
+        # any can run. An ``exact`` one runs in no other step; if others have to make room for its CUDA graph, it is
+        # captured now.
         table, looked = self._table, self.look_if_due()
         if (entry := table.entries.get(wanted)) is not None:
             entry.spare = False
@@ -106,10 +93,8 @@ class Steps:
         return due
 
     def is_valid(self, entry: StepEntry[Any]) -> bool:
-        """Return whether a step may still be run as its state says; if not, all CUDA graphs are forgotten.
-
-        What was found in this look at the model still holds.
-        """
+        """Return whether a step may still be run as its state says; if not, all CUDA graphs are forgotten."""
+        # What was found in this look at the model still holds.
         if entry.looked == (look := self._table.look):
             return True
         if entry.guards is not None:
@@ -138,16 +123,10 @@ class Steps:
         return [step.rows for step in self._table.at_once("decode") if not self._table.entries[step].spare]
 
     def decode_of(self, rows: int, previous: StepKey | None = None, exact: bool = False) -> StepKey:
-        """Return the smallest decode step that holds so many rows; if there were more, the smallest that is ready.
-
-        So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
-        half the rows, ready or not: no step waits for its CUDA graph. One row stays in the program of several.
-
-        Args:
-            rows: how many.
-            previous: the step that was wanted before for the same rows and others.
-            exact: as in ``ready``.
-        """
+        """Return the smallest decode step that holds so many rows; if there were more, the smallest that is ready."""
+        # So no step waits for a smaller one to be prepared because rows have ended. Exact steps go on in one of at most
+        # half the rows, ready or not: no step waits for its CUDA graph. One row stays in the program of several.
+        # ``previous`` is the step that was wanted before for the same rows and others.
         smallest = self._decodes[rows]
         if previous is None or smallest.rows >= previous.rows:
             return smallest
@@ -181,10 +160,7 @@ class Steps:
         return step
 
     def _dispatch(self, step: StepKey, waits: bool, looked: bool, exact: bool) -> Dispatch | None:
-        """Return what runs now, and is still valid; None if the step has to be compiled or captured first.
-
-        ``looked`` says whether the model has been looked at for this step.
-        """
+        """Return what runs now, and is still valid; None if the step has to be compiled or captured first."""
         manager = self._graph_manager
         while True:
             dispatch = self.dispatcher.dispatch(step, exact)

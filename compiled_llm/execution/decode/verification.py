@@ -1,7 +1,6 @@
-"""The result of a step of several known tokens a row, of which the device decides how many count.
+"""The result of a step of several known tokens a row, of which the device decides how many count."""
 
-Shapes: B rows, q new tokens of each.
-"""
+# Shapes: B rows, q new tokens of each.
 
 from __future__ import annotations
 
@@ -18,13 +17,9 @@ from compiled_llm.kvcache.row import Row
 
 
 class Verification:
-    """How many tokens of each row count, and what was sampled after them, on the way to the host.
+    """How many tokens of each row count, and what was sampled after them, on the way to the host."""
 
-    Attributes:
-        next_tokens: ``[B]`` int64 on the device, the token that each row goes on with.
-        new_tokens: q.
-        known: whether the counts have been read.
-    """
+    # ``next_tokens`` is ``[B]`` int64 on the device, the token that each row goes on with.
 
     def __init__(
         self, rows: Sequence[Row], new_tokens: int, next_tokens: Tensor, counts: Readback, sampled: Readback
@@ -47,10 +42,7 @@ class Verification:
         return self._counts
 
     def read(self) -> dict[Row, list[int]]:
-        """Return the tokens sampled after each that counts, once, waiting for this step.
-
-        Lengths of rows are exact afterwards, but for tokens of later steps.
-        """
+        """Return the tokens sampled after each that counts, once, waiting for this step; lengths are exact then."""
         counts, sampled = self.counts(), self._sampled.array().reshape(-1, self.new_tokens)
         with deferred():
             for row in self._rows:

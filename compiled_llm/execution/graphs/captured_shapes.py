@@ -19,21 +19,13 @@ _DEVICE_BOUND = 2**38
 
 
 class CapturedShapes:
-    """The shapes up to the most tokens that are worth capturing.
+    """The shapes up to the most tokens that are worth capturing."""
 
-    The device takes longer over more tokens than the host takes to launch them. Nor are more tokens captured than the
-    rows can have.
-    """
+    # The device takes longer over more tokens than the host takes to launch them. Nor are more tokens captured than the
+    # rows can have.
 
     def __init__(self, max_rows: int, weights: int, max_row_tokens: int, max_tokens: int) -> None:
-        """Find the shapes.
-
-        Args:
-            max_rows: most rows there can be.
-            weights: numbers in the matrices of a layer.
-            max_row_tokens: tokens that a row may have.
-            max_tokens: tokens of a chunk.
-        """
+        """Find the shapes for numbers of rows, of weights in a layer's matrices, and of tokens in a row and a chunk."""
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in _CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
         # tokens that the device computes in half the time that the host takes to launch a prefill
@@ -53,11 +45,9 @@ class CapturedShapes:
         return [*itertools.chain.from_iterable(self._by_rows.values())]
 
     def anchors(self) -> list[StepKey]:
-        """Return a few shapes, the most important first, in the next larger of which any other can run.
-
-        The largest holds all, but takes long: most prefills run in those of up to half as many tokens. Below that each
-        has a quarter of the next one's tokens, so that few prefills compute much more padding than tokens.
-        """
+        """Return a few shapes, the most important first, in the next larger of which any other can run."""
+        # The largest holds all, but takes long: most prefills run in those of up to half as many tokens. Below that
+        # each has a quarter of the next one's tokens, so that few prefills compute much more padding than tokens.
         *others, largest = [*self._by_rows.values()][-1]
         chosen: list[StepKey] = []
         for shape in reversed(others):

@@ -9,13 +9,11 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepTable
 
 How = Literal["run", "launch", "capture", "compile"]
-"""How a step runs.
-
-- run: as it is; it is ready, or where nothing is captured, compiled.
-- launch: kernel by kernel; its CUDA graph is captured while later steps run.
-- capture: and is captured at once, since others have to make room for its CUDA graph.
-- compile: once it is compiled, unless it turns out that nothing has to be compiled for it.
-"""
+"""How a step runs."""
+# run: as it is; it is ready, or where nothing is captured, compiled.
+# launch: kernel by kernel; its CUDA graph is captured while later steps run.
+# capture: and is captured at once, since others have to make room for its CUDA graph.
+# compile: once it is compiled, unless it turns out that nothing has to be compiled for it.
 
 
 class Dispatch(NamedTuple):
@@ -26,11 +24,7 @@ class Dispatch(NamedTuple):
 
 
 class Dispatcher:
-    """Picks steps of one model.
-
-    Attributes:
-        captures: whether steps are captured while others run, so that calls wait for no more than compiling.
-    """
+    """The choice of steps of one model; if it ``captures`` while others run, calls wait for no more than compiling."""
 
     def __init__(self, table: StepTable, simplest: int = 0, padding: int = 0) -> None:
         """Pick steps from a table.
@@ -48,14 +42,7 @@ class Dispatcher:
         return self._table.at_best == "ready"
 
     def dispatch(self, step: StepKey, exact: bool) -> Dispatch:
-        """Return what runs for a step.
-
-        Whether the model is still the one that was captured is not known here: ``Steps.is_valid`` says so.
-
-        Args:
-            step: the one that is wanted.
-            exact: run in the shape that follows from the rows alone, and in no larger one.
-        """
+        """Return what runs for a step, in no larger shape if ``exact``; ``Steps.is_valid`` tells more."""
         table = self._table
         entry = table.entries.get(step)
         state = "missing" if entry is None else entry.state

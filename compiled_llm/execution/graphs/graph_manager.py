@@ -1,7 +1,7 @@
-"""A model's compiled programs and CUDA graphs, and whether they are still valid.
+"""A model's compiled programs and CUDA graphs, and whether they are still valid."""
 
-Nothing is run from here: prefill and decode ask, and run missing steps on rows of padding, never on a caller's tokens.
-"""
+# Nothing is run from here: prefill and decode ask, and run missing steps on rows of padding, never on a caller's
+# tokens.
 
 from __future__ import annotations
 
@@ -100,11 +100,8 @@ class GraphManager:
     # ---- is it still valid?
 
     def check_model(self) -> None:
-        """Look at the model: drop CUDA graphs of weights that have moved, compile again what is no longer the same.
-
-        Raises:
-            RuntimeError: as ``check_pages``.
-        """
+        """Look at the model: drop CUDA graphs of weights that have moved, compile again what is no longer the same."""
+        # RuntimeError as ``check_pages``.
         self.check_pages()
         self.table.look += 1
         expected = self._version.expected
@@ -200,16 +197,10 @@ class GraphManager:
         filled: Filled | None = None,
         background: bool = False,
     ) -> None:
-        """Capture a step that has run before, unless it may have run uncompiled: nothing would guard that.
-
-        Args:
-            key: its name from now on.
-            inputs: the tensors that its program reads.
-            like: its outputs; None if it may never have run.
-            first: launches the kernels before the program; any thread may call it.
-            filled: the tensor that is filled before each replay, if there is one.
-            background: capture it while steps go on; ``CudaGraphs.adopt`` takes it over then.
-        """
+        """Capture a step that has run before, unless it may have run uncompiled: nothing would guard that."""
+        # ``like`` are its outputs, None if it may never have run; ``first`` launches the kernels before the program, in
+        # any thread; ``filled`` is filled before each replay. In the ``background`` steps go on, and
+        # ``CudaGraphs.adopt`` takes it over.
         if self.programs.full(inputs):
             return
         if not background:
@@ -241,15 +232,7 @@ class GraphManager:
     def preparing(
         self, what: str, waiting: int, program: str, shown: str = "", number: TaskNumber | None = None
     ) -> Iterator[None]:
-        """Show the preparation in the block, and note it if a call waits for it.
-
-        Args:
-            what: its name in events.
-            waiting: how many rows the call has that waits; 0 if none does.
-            program: the one that it runs.
-            shown: its name for users, if it is another.
-            number: its number among all that is prepared.
-        """
+        """Show the preparation in the block, and note it if a call of ``waiting`` rows waits for it."""
         self.cuda_graphs.finish()  # to time tilings, Inductor waits for the whole device, which no capture survives
         start, stage = time.perf_counter(), partial(compiling_stage, threading.get_ident())
         shown = f"{shown or what} ({number})" if number else shown or what

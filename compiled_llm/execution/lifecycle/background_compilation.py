@@ -1,10 +1,9 @@
-"""Compiles a model's programs in a thread, on a CPU, while the same programs answer uncompiled.
+"""Compiles a model's programs in a thread, on a CPU, while the same programs answer uncompiled."""
 
-The thread runs its programs over a few pages and rows of padding of its own, so it writes nothing that an answer reads.
-Of the cores it leaves one to the answers: it is one thread, which starts fewer compilers than there are cores.
-An answer ends in the mode that it began in: what is compiled takes over when a row comes in, and no other one runs or
-has lost its pages in the midst of its answer.
-"""
+# The thread runs its programs over a few pages and rows of padding of its own, so it writes nothing that an answer
+# reads. Of the cores it leaves one to the answers: it is one thread, which starts fewer compilers than there are cores.
+# An answer ends in the mode that it began in: what is compiled takes over when a row comes in, and no other one runs or
+# has lost its pages in the midst of its answer.
 
 from __future__ import annotations
 
@@ -68,10 +67,8 @@ class BackgroundCompilation:
 
     @property
     def admits_until(self) -> float:
-        """Until when rows may come in while others run, on ``time.monotonic``'s clock; without a limit, ``inf``.
-
-        Later ones wait until those have ended, so that what is compiled takes over on a busy server, too.
-        """
+        """Until when rows may come in while others run, on ``time.monotonic``'s clock; without a limit, ``inf``."""
+        # Later ones wait until those have ended, so that what is compiled takes over on a busy server, too.
         compiled = self._compiled
         return math.inf if compiled is None else compiled.since + _DRAIN_AFTER
 
@@ -108,10 +105,8 @@ class BackgroundCompilation:
             thread.join(0.2)
 
     def let_take_over(self, graph_manager: GraphManager) -> None:
-        """Let what is compiled take over from programs that run uncompiled; in the executor, while no row runs.
-
-        If the model is no longer what it was compiled for, it is compiled again.
-        """
+        """Let what is compiled take over from programs that run uncompiled; in the executor, while no row runs."""
+        # If the model is no longer what it was compiled for, it is compiled again.
         with self._lock:
             if (compiled := self._compiled) is None:
                 self._start()

@@ -48,12 +48,7 @@ class ModelRunnerLifecycle:
         holders: Iterable[Holder],
         artifacts: Artifacts | None = None,
     ) -> None:
-        """Allocate nothing yet.
-
-        Args:
-            holders: all that refer to the model runner without having rows.
-            artifacts: compiled programs, in place of compiling; the runner gets all of their room for rows.
-        """
+        """Allocate nothing yet; a runner gets all of the room for rows that ``artifacts`` have."""
         self._facts = facts
         self._config = config
         self._events = events
@@ -108,14 +103,10 @@ class ModelRunnerLifecycle:
                 self.compiling.learn(self._facts)
 
     def current(self, placement: Placement | None = None) -> ModelRunner:
-        """Return the model runner; made at the first call, and again if the model was moved, converted or hooked.
-
-        And if its config says that it has more positions than before, or more rows are to have room. ``placement`` is
-        that of the model at this moment, if the caller has just asked for it: to find it, all modules are walked.
-
-        Raises:
-            RuntimeError: it is asleep.
-        """
+        """Return the model runner; made at the first call, and again if the model was moved, converted or hooked."""
+        # And if its config says that it has more positions than before, or more rows are to have room. ``placement`` is
+        # that of the model at this moment, if the caller has just asked for it: to find it, all modules are walked.
+        # RuntimeError if it is asleep.
         if self.asleep:
             raise RuntimeError("the model is asleep, and has no pages; call wake() on its engine")
         return self._current(placement)
@@ -199,16 +190,13 @@ class ModelRunnerLifecycle:
 
     @deferred()
     def sleep(self, weights: bool, graphs: bool) -> int:
-        """Give pages back; a model that is asleep may still give CUDA graphs and weights.
+        """Give pages back, and return how many bytes; a model that is asleep may still give CUDA graphs and weights.
 
         No loop runs, and none begins meanwhile.
 
         Args:
             weights: move these to host memory, too, and give CUDA graphs back, which have their addresses.
             graphs: give back all but the weights and the compiled programs.
-
-        Returns:
-            Device memory that was given back, in bytes; on a CPU, memory.
 
         Raises:
             RuntimeError: rows have pages; nothing has changed.
@@ -231,10 +219,8 @@ class ModelRunnerLifecycle:
 
     @deferred()
     def wake(self) -> None:
-        """Bring weights, pages and the CUDA graphs that were ready back to the device; nothing is compiled again.
-
-        If it fails or is interrupted, the model is asleep; its weights may be back already.
-        """
+        """Bring weights, pages and the CUDA graphs that were ready back to the device; nothing is compiled again."""
+        # If it fails or is interrupted, the model is asleep; its weights may be back already.
         self._bring_weights_back()
         if self._resting is not None:
             self._resting.thread.call(self._resting.take_pages_again)
@@ -324,15 +310,8 @@ def prepare(
     report: Callable[[str], None] = lambda doing: None,
     anchors: bool = True,
 ) -> None:
-    """Compile, and on CUDA capture, all of these that are not ready yet.
-
-    Args:
-        decodes: the steps.
-        captured: shapes of prefills, in groups that are shown as one.
-        embedded: prefill from embeddings, too.
-        report: takes each preparation, in words.
-        anchors: a few CUDA graphs in which all others could run, too.
-    """
+    """Compile, and on CUDA capture, all of these that are not ready yet."""
+    # ``embedded`` prefills from embeddings, too; ``anchors`` are a few CUDA graphs in which all others could run.
     thread, prefill, steps = model_runner.thread, model_runner.prefill, model_runner.steps
     missing = [step for step in decodes if not steps.is_ready(step)]
     total = len(missing) + (not prefill.is_ready)

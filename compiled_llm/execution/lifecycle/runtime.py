@@ -40,11 +40,7 @@ class Runtime:
     """The compiled side of a wrapped model."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
-        """Remember the model; nothing big is allocated before the first use or ``warmup``.
-
-        Raises:
-            ValueError: the artifacts cannot be used.
-        """
+        """Remember the model; nothing big is allocated before first use or ``warmup``; ValueError for bad artifacts."""
         self.config = config  # the options given to ``wrap``
         self.home = HomeProcess()  # the process that wrapped the model; each use checks that it runs there
         self.counters = Counters()  # read through ``stats``
@@ -204,19 +200,14 @@ class Runtime:
         return self.runner_lifecycle.is_current(model_runner, placement)
 
     def take_kv_scales(self, scales: KVScales) -> None:
-        """Have other scales of pages of fp8, which fit the model, while nothing runs.
-
-        RuntimeError if caches hold pages; nothing has changed.
-        """
+        """Have other scales of pages of fp8, which fit, while nothing runs; RuntimeError if caches hold pages."""
         self.runner_lifecycle.set_kv_scales(scales)
         self.config = dataclasses.replace(self.config, kv_scales=scales)
 
     def take_back(self, pages: int, rows: int, pool: PagePool) -> None:
-        """Have engines preempt requests, if it takes that to make pages of a pool, and states of rows, available.
-
-        A loop that begins has waited for those in progress; but requests of an engine keep their pages while it is
-        paused, or passes from thread to thread. The caller holds the loop lock.
-        """
+        """Have engines preempt requests, if it takes that to make pages of a pool, and states of rows, available."""
+        # A loop that begins has waited for those in progress; but requests of an engine keep their pages while it is
+        # paused, or passes from thread to thread. The caller holds the loop lock.
         if pool.lacks(pages, rows):
             for engine in list(self.engines):
                 engine.give_back(pages, rows, pool)

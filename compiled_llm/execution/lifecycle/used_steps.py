@@ -12,22 +12,16 @@ from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
 
 def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
-    """Return how often steps were used that can be prepared ahead: of decode, those of one new token a row.
-
-    Those that give more outputs, or the logits of all tokens, are prepared when they are asked for.
-    """
+    """Return how often steps were used that can be prepared ahead: of decode, those of one new token a row."""
+    # Those that give more outputs, or the logits of all tokens, are prepared when they are asked for.
     keys = (key for key in used if isinstance(key, StepKey) and not key.wants and key.phase != "scoring")
     return {key: used[key] for key in keys if key.phase != "decode" or key.new_tokens_per_row == 1}
 
 
 def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callable[[str], None]) -> None:
-    """Compile, and on CUDA capture, the steps of a profile, the most used if there is no room for all.
-
-    Room that is left then is for a few CUDA graphs in which all others can run.
-
-    Raises:
-        ValueError: it names a step that does not exist here; nothing has been prepared.
-    """
+    """Compile, and on CUDA capture, the steps of a profile, the most used if there is no room for all."""
+    # Room that is left then is for a few CUDA graphs in which all others can run. ValueError, with nothing prepared, if
+    # it names a step that does not exist here.
     here = _steps_here(model_runner)
     for step in profile.uses:
         _check_known(step, here)

@@ -66,17 +66,8 @@ class Warmup:
         self._earlier: Profile | None = None
 
     def wanted(self, name: str, sizes: Sizes, profile: ProfilePath | None, max_rows: int) -> Wanted:
-        """Return the steps to prepare; whether there can be so many rows is not checked yet.
-
-        Args:
-            name: of the argument that gives ``sizes``.
-            sizes: numbers of rows.
-            profile: the path of a profile, in their place.
-            max_rows: most rows that there may be.
-
-        Raises:
-            ValueError: the argument is impossible, or the profile cannot be used.
-        """
+        """Return the steps to prepare, for ``sizes`` of argument ``name`` or a profile's, or raise ValueError."""
+        # Whether there can be so many rows is not checked yet.
         if profile is not None:
             if sizes is not None:
                 raise ValueError(f"{name}={sizes!r}, profile={os.fspath(profile)!r}: give one of them")
@@ -96,11 +87,7 @@ class Warmup:
         return [size for size in all_sizes if size <= _MAX_ON_CPU] if on_cpu else all_sizes
 
     def prepare(self, wanted: Wanted, report: Report) -> None:
-        """Compile, and on CUDA capture, the wanted steps; the model runner has room for so many rows.
-
-        Raises:
-            ValueError: the profile names a step that does not exist here.
-        """
+        """Compile, and on CUDA capture, the wanted steps; ValueError if a profile names one that is not here."""
         model_runner = self._runner_lifecycle.current()
         model_runner.thread.call(model_runner.graph_manager.make_room)
         if model_runner.graph_manager.eager and (compiling := self._runner_lifecycle.compiling) is not None:

@@ -1,16 +1,12 @@
-"""Whether a prompt and the rows that run are faster in one launch than in two.
+"""Whether a prompt and the rows that run are faster in one launch than in two."""
 
-One launch reads the weights once, two read them twice. Three costs stand against that:
-
-- The host takes a millisecond or two to prepare it, longer than a small model takes to read its weights.
-- Running rows may push the launch into a larger captured shape, whose padding is computed, too. Up to some hundred
-  tokens the device waits for weights, and padding is free.
-- Running rows attend as rows of a prefill, one query each, which takes about as long again as reading their keys and
-  values in a decode step.
-
-The rule is fitted to an H200 alone (Qwen3 of 0.6B and 8B; 1 to 120 rows of 256 and 2,048 tokens, prompts of 64, 256
-and 1,024). The page about the engine's design has the figures.
-"""
+# One launch reads the weights once, two read them twice. Three costs stand against that. The host takes a millisecond
+# or two to prepare it, longer than a small model takes to read its weights. Running rows may push the launch into a
+# larger captured shape, whose padding is computed, too; up to some hundred tokens the device waits for weights, and
+# padding is free. Running rows attend as rows of a prefill, one query each, which takes about as long again as reading
+# their keys and values in a decode step.
+# The rule is fitted to an H200 alone (Qwen3 of 0.6B and 8B; 1 to 120 rows of 256 and 2,048 tokens, prompts of 64, 256
+# and 1,024). The page about the engine's design has the figures.
 
 from __future__ import annotations
 

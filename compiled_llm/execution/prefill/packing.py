@@ -1,7 +1,6 @@
-"""The layout of packed tokens on their way through prefill: chunks of a bounded size, padding, captured shapes.
+"""The layout of packed tokens on their way through prefill: chunks of a bounded size, padding, captured shapes."""
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is sampled.
-"""
+# Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is sampled.
 
 from __future__ import annotations
 
@@ -68,16 +67,9 @@ def pack(
     padding: int | None = None,
     recurrent: bool = False,
 ) -> tuple[Packed, HostTable]:
-    """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned.
-
-    Args:
-        batch: the rows.
-        keep: ``[L]``, the tokens whose logits are wanted.
-        slots: ``[C]``, the slots of the rows for which a token is sampled after the first C of them.
-        page_size: S.
-        padding: the place of padding, if there are taps.
-        recurrent: whether rows have states.
-    """
+    """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned."""
+    # ``keep`` ``[L]`` are the tokens whose logits are wanted, ``slots`` ``[C]`` those of rows for which a token is
+    # sampled after the first C of them; ``padding`` is its place, if there are taps.
     queries = [len(extension.ids) for extension in batch]
     table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
     count = len(batch)
@@ -128,11 +120,9 @@ def chunks(
     holds: Holds | None = None,
     spare_states: tuple[int, int] = (NO_ENTRY, NO_ENTRY),
 ) -> Iterator[list[Extension]]:
-    """Cut packed tokens into chunks of at most ``most``; the rest of a row attends to its earlier chunks in pages.
-
-    ``holds`` tells whether a launch may have so many tokens, pages and rows; it may always have one token of any row.
-    The states of a row in between two chunks lie in ``spare_states``: at most one row is in two of them.
-    """
+    """Cut packed tokens into chunks of at most ``most``; the rest of a row attends to its earlier chunks in pages."""
+    # ``holds`` tells whether a launch may have so many tokens, pages and rows; it may always have one token of any row.
+    # The states of a row in between two chunks lie in ``spare_states``: at most one row is in two of them.
     chunk: list[Extension] = []
     tokens = pages = 0
     for extension in batch:

@@ -1,8 +1,7 @@
-"""Prefill and extend: new tokens of some rows, packed one after the other, in chunks of a bounded size.
+"""Prefill and extend: new tokens of some rows, packed one after the other, in chunks of a bounded size."""
 
-Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is sampled, V
-vocabulary, S page size.
-"""
+# Shapes: B rows, T packed tokens, L tokens whose logits are wanted, C of them after which a token is sampled, V
+# vocabulary, S page size.
 
 from __future__ import annotations
 
@@ -101,15 +100,9 @@ class Prefill:
         anchors: bool = True,
         wants: tuple[str, ...] = (),
     ) -> None:
-        """Compile prefill, if it is not compiled yet.
-
-        Args:
-            embedded: the one that reads embeddings in place of token ids.
-            waiting: how many rows the call has that waits for it.
-            number: its number among all that is prepared, to be shown.
-            anchors: capture them, too, once it is compiled.
-            wants: the one that gives these outputs, too.
-        """
+        """Compile prefill, if it is not compiled yet, for a call of ``waiting`` rows that waits for it."""
+        # ``embedded`` reads embeddings in place of token ids; ``anchors`` are captured, too; ``wants`` are further
+        # outputs.
         graph_manager = self._graph_manager
         program = with_outputs(PREFILL_EMBEDDED if embedded else PREFILL, wants)
         looked = self._steps.look_if_due()
@@ -135,10 +128,8 @@ class Prefill:
         return [self._planner.schedules[0], *([] if embedded else alone)]
 
     def capture_anchors(self) -> None:
-        """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured.
-
-        They are evicted after all others.
-        """
+        """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured."""
+        # They are evicted after all others.
         self.capture_shapes(sorted(self._anchors), only_with_room=True)
 
     def _find_anchors(self) -> list[StepKey]:
@@ -169,7 +160,7 @@ class Prefill:
         exact: bool = False,
         taps: Sequence[Tap] = (),
     ) -> StepOutputs:
-        """Run new tokens of some rows, packed.
+        """Run new tokens of some rows, packed: ``[L, V]`` logits, and, if ``keep`` is None, ``[L]`` int64 tokens.
 
         Args:
             extensions: at most ``max_batch_size`` rows, each already grown by its tokens.
@@ -177,10 +168,6 @@ class Prefill:
             embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
             remember: whether the rows' slots keep the tokens that are sampled.
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
-            taps: watch each launch.
-
-        Returns:
-            ``[L, V]`` logits, and the tokens sampled from them: ``[L]`` int64 if ``keep`` is None, else none.
         """
         wants = outputs_of(taps)
         self.make_ready(embedded=embeddings is not None, waiting=len(extensions), wants=wants)
@@ -356,12 +343,10 @@ class Prefill:
         embeddings: Tensor | None,
         wants: tuple[str, ...],
     ) -> StepKey | None:
-        """Return the shape in which a prefill can be captured; None if it cannot.
-
-        Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
-        tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none that gives
-        hidden states of many tokens.
-        """
+        """Return the shape in which a prefill can be captured; None if it cannot."""
+        # Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
+        # tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none that gives hidden states
+        # of many tokens.
         if not self._captures or embeddings is not None or len(slots) not in (0, wanted):
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
@@ -391,12 +376,7 @@ class Prefill:
         return None  # larger ones fit even less
 
     def is_one_launch(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Return whether rows run in one launch, and in a captured shape if there are some for so many tokens.
-
-        Args:
-            queries: ``[B]``, new tokens of each row.
-            lengths: ``[B]``, all its tokens.
-        """
+        """Return whether rows of ``queries`` ``[B]`` new of ``lengths`` ``[B]`` tokens run in one launch."""
         if sum(queries) > self._state.config.prefill_tokens:
             return False
         pages = sum(-(-length // self._page_size) for length in lengths)

@@ -1,11 +1,9 @@
-"""Calls of the model itself whose rows are new: on a CPU they need no pages, and their rows no slots.
+"""Calls of the model itself whose rows are new: on a CPU they need no pages, and their rows no slots."""
 
-A row in pages is written there, gathered again, and attended over alone. Rows that nobody goes on with save that, and
-the host's work for pages, which is most of the time of a short forward of a small model.
-
-Shapes: B rows, Q columns, T packed tokens, L of them whose logits are wanted, V vocabulary, K kv heads, D head
-dimension.
-"""
+# A row in pages is written there, gathered again, and attended over alone. Rows that nobody goes on with save that, and
+# the host's work for pages, which is most of the time of a short forward of a small model.
+# Shapes: B rows, Q columns, T packed tokens, L of them whose logits are wanted, V vocabulary, K kv heads, D head
+# dimension.
 
 from __future__ import annotations
 
@@ -70,10 +68,8 @@ class Unpaged:
         self._longest = min(facts.windows, default=state.max_positions)
 
     def serves(self, shown: NDArray[np.bool_]) -> bool:
-        """Return whether the tokens shown of rows ``[B, Q]`` can run without pages, all of them in one launch.
-
-        No window reaches over a column that is not shown: none is shorter than a row.
-        """
+        """Return whether the tokens shown of rows ``[B, Q]`` can run without pages, all of them in one launch."""
+        # No window reaches over a column that is not shown: none is shorter than a row.
         fits = 2 <= np.count_nonzero(shown) <= self._state.config.prefill_tokens and shown.shape[1] <= self._longest
         return bool(fits) and self._serves_model and not self._state.facts.hooks.placed
 
@@ -84,16 +80,13 @@ class Unpaged:
         shown: NDArray[np.bool_],
         keep: NDArray[np.int64],
     ) -> tuple[Tensor, KeysAndValues]:
-        """Run new rows.
+        """Run new rows: ``[L, V]`` logits in the model's dtype, and the keys and values of all layers.
 
         Args:
             ids: ``[T]``, their tokens one after the other; the program reads these very arrays.
             positions: ``[T]``, rotary positions.
             shown: ``[B, Q]``, which ``serves``: the columns that hold these tokens.
             keep: ``[L]``, those of the tokens whose logits are wanted.
-
-        Returns:
-            ``[L, V]`` logits in the model's dtype, and the keys and values of all layers.
         """
         self._make_ready(len(shown))
         wanted = len(keep)

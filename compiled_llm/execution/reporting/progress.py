@@ -72,13 +72,7 @@ class ProgressDisplay:
     """Shows one task after the other: on a terminal with a spinner and a clock, elsewhere as lines."""
 
     def __init__(self, enabled: bool, animated: bool = True, brief: bool = False) -> None:
-        """Tasks are logged in any case.
-
-        Args:
-            enabled: show them, too.
-            animated: use a spinner if stderr is a terminal.
-            brief: elsewhere, show only tasks that have taken long.
-        """
+        """Tasks are logged in any case; ``brief`` shows, where there is no spinner, only those that have taken long."""
         self._enabled = enabled
         self._animated = animated
         self._brief = brief
@@ -88,13 +82,8 @@ class ProgressDisplay:
     def task(
         self, description: str, stage: Stage = lambda: "", number: TaskNumber | None = None
     ) -> Iterator[Callable[[str], object]]:
-        """Show ``description`` while the block runs; yields a function that changes it.
-
-        Args:
-            description: the task, in words, which say its number, too.
-            stage: returns how far the task is, in words, or nothing; called on another thread, now and then.
-            number: of the task, for watchers.
-        """
+        """Show ``description`` while the block runs; yields a function that changes it."""
+        # ``stage`` returns how far the task is, in words, or nothing; it is called on another thread, now and then.
         started, last = time.perf_counter(), [description]
         columns = (SpinnerColumn(), _Doing(stage, beside=11), TimeElapsedColumn())
         with self._shown(description, *columns, stage=stage) as update:

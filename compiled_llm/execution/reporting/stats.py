@@ -23,8 +23,7 @@ logger = logging.getLogger("compiled_llm.generate")
 _OF_FORWARD = "forward: "
 
 Path = Literal["fast loop", "engine", "processed loop", "compiled forward", "original"]
-"""Our loop; the batch of an engine, for ``generate_batch`` and for calls that find one busy; our loop with processors
-between steps; HuggingFace's loop over the compiled forward, or the original."""
+"""Our loop; an engine's batch; our loop with processors between steps; HuggingFace's, over ours or its forward."""
 
 ForwardPath = Literal["compiled", "original", "outside"]
 """Our programs; HuggingFace's forward, called by us; or a call that passes us by, which we only notice."""

@@ -25,11 +25,10 @@ class _Column(NamedTuple):
 
 
 class Arena:
-    """Columns of numbers of four or eight bytes in one piece of device memory, which begin as zeros.
+    """Columns of numbers of four or eight bytes in one piece of device memory, which begin as zeros."""
 
-    Writes are collected on the host until ``flush``. Programs may write into the columns, too; their numbers stay where
-    the host writes none.
-    """
+    # Writes are collected on the host until ``flush``. Programs may write into the columns, too; their numbers stay
+    # where the host writes none.
 
     def __init__(self, columns: Mapping[str, tuple[int, torch.dtype]], device: torch.device, staging: Staging) -> None:
         self._staging = staging

@@ -1,7 +1,6 @@
-"""The buffers that a replayed decode step reads and advances, at fixed addresses, and its batch sizes.
+"""The buffers that a replayed decode step reads and advances, at fixed addresses, and its batch sizes."""
 
-Shapes: B rows of a bucket, q new tokens of each.
-"""
+# Shapes: B rows of a bucket, q new tokens of each.
 
 from __future__ import annotations
 
@@ -38,10 +37,7 @@ class DecodeBuffers:
         self._fed: dict[int, Tensor] = {}  # known tokens, by q
 
     def of(self, step: StepKey) -> DecodeInputs:
-        """Return the views for a bucket, always the same tensor objects.
-
-        Batch 1 is compiled with its size built in; in all larger ones it is symbolic.
-        """
+        """Return the views for a bucket, always the same tensors; batch 1 is compiled with its size built in."""
         if step not in self._views:
             whole, rows = self._whole, step.rows
             batch_indices = (whole.slots[:rows], whole.positions[:rows], whole.lengths[:rows], whole.starts[:rows])

@@ -1,7 +1,6 @@
-"""Sizes of prefills: of the one that is compiled, and of the largest, for which page table and plans are allocated.
+"""Sizes of prefills: of the one that is compiled, and of the largest, for which page table and plans are allocated."""
 
-Shapes: B rows, T packed tokens, S page size.
-"""
+# Shapes: B rows, T packed tokens, S page size.
 
 from __future__ import annotations
 

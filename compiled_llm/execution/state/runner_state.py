@@ -1,7 +1,6 @@
-"""Tensors of a model runner at fixed addresses: pages, page tables, decode buffers and sampling settings.
+"""Tensors of a model runner at fixed addresses: pages, page tables, decode buffers and sampling settings."""
 
-Shapes: B rows, C columns of a cache, K kv heads, D head dimension.
-"""
+# Shapes: B rows, C columns of a cache, K kv heads, D head dimension.
 
 from __future__ import annotations
 
@@ -55,20 +54,12 @@ class RunnerState:
     """Tensors that are allocated once, before anything is captured, and copies into and out of them.
 
     Attributes:
-        dtype: of the model.
-        specs: of each layer, what it keeps of a token.
         kv_memory: of ``pages``, their tags, and ``states``, which a model that sleeps gives back.
         sharing: when decode steps read shared pages once; None for never.
-        pages: the memory of each layer.
         codecs: of each layer's pages; empty if these are of the model's dtype.
         validity: of decode steps; whatever changes something that they are made from ends it.
-        pool: which row has which page.
-        arena: the columns of slots and decode buffers.
-        step_table: all steps, and their CUDA graphs within their budget.
         states: the memory of recurrent layers, a tensor for each that their specs name; empty if there are none.
-        memories: ``pages`` and ``states``, as programs take them.
         spare_states: entries for the states of a row whose prompt is cut into several launches.
-        taps: watch all steps.
         scores: what choosing tokens may take; None if layers have no indexers.
         prefill_indices: the page numbers of the prefill that runs; None with ``scores``, where each prefill has a
             tensor of as many as it scores.
@@ -83,14 +74,9 @@ class RunnerState:
         entries: int | None = None,
         taps: Sequence[type[RunnerTap]] = (),
     ) -> None:
-        """Allocate, with room for rows of ``max_positions`` tokens and ``prefill_pages`` entries of a page table.
-
-        There are ``entries`` for states of recurrent layers; as many as the config has room for if None. At most one
-        of the ``taps`` hears of rows.
-
-        Raises:
-            ValueError: not even one page fits into the memory allowed.
-        """
+        """Allocate, with room for rows of ``max_positions`` tokens and ``prefill_pages`` entries of a page table."""
+        # There are ``entries`` for states of recurrent layers; as many as the config has room for if None. At most one
+        # of the ``taps`` hears of rows. ValueError if not even one page fits into the memory allowed.
         model = facts.model
         self.facts = facts
         self.config = config
@@ -187,10 +173,8 @@ class RunnerState:
         return lambda pages: ScoreRoom.of(scores, self.config, most, compiled, pages, pages * one)
 
     def _entries_of_states(self) -> int:
-        """Return how many states there are: of a cut prompt, of rows with slots, and of beginnings that a tree keeps.
-
-        The tree has all that no row needs: of many rows, seldom all run.
-        """
+        """Return how many states there are: of a cut prompt, of rows with slots, of beginnings that a tree keeps."""
+        # The tree has all that no row needs: of many rows, seldom all run.
         if not self.facts.states:
             return 0
         rows, least = self.config.max_batch_size, _SPARE_STATES + ENTRIES_OF_A_ROW
@@ -247,10 +231,9 @@ class RunnerState:
             tap.copied(source, target)
 
     def write(self, rows: Sequence[Row], stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write keys and values that were computed elsewhere to the ends of rows.
+        """Write keys and values that were computed elsewhere to the ends of rows, already grown by them.
 
         Args:
-            rows: already grown by what they take.
             stored: ``[B, C]``, which columns each row takes.
             states: keys and values of each layer, ``[B, K, C', D]``, whose last column is the last of ``stored``; zeros
                 are written for columns that a layer lacks.

@@ -59,10 +59,8 @@ class RunnerTap:
         return 0
 
     def went_back(self, slots: Tensor, tokens: Tensor, counts: Tensor, lengths: Tensor) -> None:
-        """Let rows forget all but ``counts`` of the ``tokens`` ``[B, q]`` of a step, on the device.
-
-        ``lengths`` ``[B]`` are with the next tokens and none forgotten.
-        """
+        """Let rows forget all but ``counts`` of the ``tokens`` ``[B, q]`` of a step, on the device."""
+        # ``lengths`` ``[B]`` are with the next tokens and none forgotten.
 
     def copied(self, source: Tensor, target: Tensor) -> None:
         """Copy what belongs to pages with them."""

@@ -1,7 +1,6 @@
-"""Deferred sampling as CUDA graphs: one launch in place of a dozen, once they are prepared.
+"""Deferred sampling as CUDA graphs: one launch in place of a dozen, once they are prepared."""
 
-Shapes: D rows, B rows of a bucket, V vocabulary.
-"""
+# Shapes: D rows, B rows of a bucket, V vocabulary.
 
 from __future__ import annotations
 
@@ -38,19 +37,12 @@ class _Held(NamedTuple):
 
 
 class SamplingGraphs:
-    """Captured sampling, and the logits, slots and positions that it reads, at fixed addresses.
+    """Captured sampling, and the logits, slots and positions that it reads, at fixed addresses."""
 
-    One loop at a time keeps its logits there, from the first launch whose sampling is deferred until it is sampled.
-    """
+    # One loop at a time keeps its logits there, from the first launch whose sampling is deferred until it is sampled.
 
     def __init__(self, device: torch.device, captures: bool, table: StepTable) -> None:
-        """Allocate and capture nothing yet.
-
-        Args:
-            device: where the model lives.
-            captures: whether anything is to be captured there.
-            table: all steps of the model; others may evict these.
-        """
+        """Allocate and capture nothing yet; other steps of the ``table`` may evict these."""
         self._table = table
         self._buckets: list[int] = []
         table.when_dropped.append(functools.partial(_forget, self._buckets))
@@ -83,14 +75,7 @@ class SamplingGraphs:
     # ---- capture
 
     def prepare(self, buckets: Sequence[int], tables: SamplingTables, padding: int, dtype: torch.dtype) -> None:
-        """Capture sampling of so many rows, too; logits that a loop keeps here now are sampled from without a graph.
-
-        Args:
-            buckets: numbers of rows.
-            tables: the sampling settings.
-            padding: the slot of rows of padding.
-            dtype: of the model.
-        """
+        """Capture sampling of ``buckets`` rows, too; logits that a loop keeps here now are sampled without a graph."""
         known = set(self.buckets) if tables is self._tables else set()
         if not self._captures or known.issuperset(buckets):
             return
@@ -142,15 +127,8 @@ class SamplingGraphs:
     # ---- keep logits, and sample from them
 
     def room(self, user: object, start: int, rows: int, logits: Tensor, tables: SamplingTables) -> Tensor | None:
-        """Return ``[rows, V]`` for logits, after ``start`` others of the same user; None if they have no place here.
-
-        Args:
-            user: the loop that keeps them here until ``leave``.
-            start: how many rows it has here.
-            rows: how many more.
-            logits: of their launch.
-            tables: the sampling settings as they are now.
-        """
+        """Return ``[rows, V]`` for logits, after ``start`` rows of the same user's; None if they have no place here."""
+        # The loop ``user`` keeps them here until ``leave``; ``tables`` are the sampling settings as they are now.
         here = None if self._user is None else self._user()
         fits = start + rows <= max(self._buckets, default=0) and tables is self._tables
         begun_elsewhere = here is not user if start else here not in (None, user)
@@ -165,10 +143,7 @@ class SamplingGraphs:
             self._user = None
 
     def bucket_of(self, user: object, rows: int, tables: SamplingTables) -> int | None:
-        """Return the smallest bucket that holds ``rows`` that a user keeps here.
-
-        None if it keeps nothing here, or if the sampling settings lie in other ``tables`` by now.
-        """
+        """Return the smallest bucket of a user's ``rows``; None if it keeps none here, or ``tables`` are others now."""
         if rows == 0 or self._user is None or self._user() is not user or tables is not self._tables:
             return None
         return next((bucket for bucket in self._buckets if bucket >= rows), None)
@@ -182,10 +157,8 @@ class SamplingGraphs:
         return self._logits[:rows]
 
     def place(self, bucket: int, slots: list[int], positions: list[int], padding: int, staging: Staging) -> None:
-        """Write slots and positions of rows, and padding, to where a bucket's graph reads them.
-
-        Mostly they are there already: each replay has moved the positions on.
-        """
+        """Write slots and positions of rows, and padding, to where a bucket's graph reads them."""
+        # Mostly they are there already: each replay has moved the positions on.
         wanted, columns = _Held(bucket, slots, positions), self._columns[: 2 * bucket]
         if self._held != wanted:
             numbers = np.zeros((2, bucket), dtype=np.int64)
@@ -199,15 +172,8 @@ class SamplingGraphs:
         staging.upload_lent(masks, self._masks)
 
     def sample(self, bucket: int, masked: bool) -> Tensor:
-        """Sample for the rows that have places, from the logits that are kept here.
-
-        Args:
-            bucket: B.
-            masked: all of them have got masks, which go into the table first.
-
-        Returns:
-            ``[B]`` tokens, overwritten by the next call.
-        """
+        """Sample ``[B]`` tokens, overwritten by the next call, from the logits that are kept here."""
+        # Of ``masked`` rows all have got masks, which go into the table first.
         held, self._held = self._held, _Held(0, [], [])
         cuda_graph = self._table.get(StepKey.sampling(bucket, masked))
         assert cuda_graph is not None, "asked for before"

@@ -1,7 +1,6 @@
-"""How much memory indexers take to choose tokens, and how large launches may be so that it stays at that.
+"""How much memory indexers take to choose tokens, and how large launches may be so that it stays at that."""
 
-Shapes: B rows, T packed tokens, S page size.
-"""
+# Shapes: B rows, T packed tokens, S page size.
 
 from __future__ import annotations
 
@@ -27,16 +26,8 @@ class ScoreRoom(NamedTuple):
     def of(
         cls, scores: ScoreSizes, config: WrapConfig, max_row_tokens: int, compiled: int, pages: int, nbytes: int
     ) -> ScoreRoom:
-        """Return the room beside a pool.
-
-        Args:
-            scores: of the model.
-            config: of the model.
-            max_row_tokens: tokens that a row may have.
-            compiled: tokens of each row of the prefill that is compiled.
-            pages: of the pool, with the null page.
-            nbytes: of the pool.
-        """
+        """Return the room beside a pool of ``pages``, with the null page, that takes ``nbytes``."""
+        # ``compiled`` is how many tokens each row of the compiled prefill has.
         size = config.page_size
         longest = min(-(-max_row_tokens // size), pages)
         room = cls(scores, size, longest, 0)

@@ -1,10 +1,8 @@
-"""The sampling settings of the rows in the slots, on the host and in the tables that programs read.
+"""The sampling settings of the rows in the slots, on the host and in the tables that programs read."""
 
-Numbers go through the arena. Larger settings are written only when a row comes in that has them; all of them in one
-copy, however many rows come in.
-
-Shapes: X slots, V vocabulary, n slots that are written, N biases.
-"""
+# Numbers go through the arena. Larger settings are written only when a row comes in that has them; all of them in one
+# copy, however many rows come in.
+# Shapes: X slots, V vocabulary, n slots that are written, N biases.
 
 from __future__ import annotations
 
@@ -32,12 +30,9 @@ _HALF_WRITTEN = Sampling()
 
 
 class SlotSettings:
-    """The settings of each slot; in the model's executor only.
+    """The settings of each slot; in the model's executor only."""
 
-    Attributes:
-        tables: those that programs read.
-        deferring: the slots of rows whose sampling is deferred.
-    """
+    # ``deferring`` has the slots of rows whose sampling is deferred.
 
     @staticmethod
     def columns(count: int) -> dict[str, tuple[int, torch.dtype]]:
@@ -109,11 +104,8 @@ class SlotSettings:
             (self._masked.discard if sampling.mask is None else self._masked.add)(slot)
 
     def laid_out(self, slots: Sequence[int], masks: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return masks ``[n, words]`` as the table has them; tokens that they do not know are barred.
-
-        Raises:
-            ValueError: a row in ``slots`` ``[n]`` has come in without a mask.
-        """
+        """Return masks ``[n, words]`` as the table has them; tokens that they do not know are barred."""
+        # ValueError if a row in ``slots`` ``[n]`` has come in without a mask.
         if not self._masked.issuperset(slots):
             raise ValueError("masks: a row that is to get masks comes in with one; give its Sampling the first")
         return _as_wide(masks, self.tables.allowed.shape[1])

@@ -1,10 +1,8 @@
-"""Slots hold the state of running rows on the device, whatever their batch indices.
+"""Slots hold the state of running rows on the device, whatever their batch indices."""
 
-A slot holds the row's next token, its page numbers, some of them ahead of its length, and its sampling settings. A row
-has one while a loop runs it; if there are more rows than slots, those wait outside that took theirs first.
-
-Shapes: X slots, N page numbers of a row.
-"""
+# A slot holds the row's next token, its page numbers, some of them ahead of its length, and its sampling settings. A
+# row has one while a loop runs it; if there are more rows than slots, those wait outside that took theirs first.
+# Shapes: X slots, N page numbers of a row.
 
 from __future__ import annotations
 
@@ -64,13 +62,7 @@ class Slots:
         carried: Sequence[Tensor] = (),
         recurrent: bool = False,
     ) -> None:
-        """All slots begin free, and greedy.
-
-        Args:
-            validity: of decode steps.
-            carried: of which a row takes its own entry along when it changes its slot.
-            recurrent: whether rows have states.
-        """
+        """All slots begin free, and greedy; a row takes its entry of ``carried`` along when it changes its slot."""
         self._arena = arena
         self._validity = StepValidity() if validity is None else validity
         self._settings = SlotSettings(arena, staging, vocabulary)
@@ -118,11 +110,9 @@ class Slots:
         return len(self._free) == self.padding and not self._waiting
 
     def room_for(self, new: int, keeping: int) -> bool:
-        """Return whether ``new`` rows of one loop may come in, and no loop lacks slots in a later step.
-
-        Rows whose slots hold counts or masks keep them until they end (``keeping`` of the new ones); others take turns
-        in the rest.
-        """
+        """Return whether ``new`` rows of one loop may come in, and no loop lacks slots in a later step."""
+        # Rows whose slots hold counts or masks keep them until they end (``keeping`` of the new ones); others take
+        # turns in the rest.
         rows = self.padding - len(self._free) + len(self._waiting) + new
         if rows <= self.padding:  # as always while one loop runs, or two
             return True
@@ -136,11 +126,7 @@ class Slots:
         return sum(not self._settings.of(slot).forgets for slot, row in rows if row is not None and row.slot == slot)
 
     def admit(self, rows: Sequence[Row], settings: Sequence[Sampling | None]) -> None:
-        """Give slots to rows that have none and are about to run, with settings; greedy ones if None.
-
-        Raises:
-            RuntimeError: there are not enough slots; nothing has changed.
-        """
+        """Give slots to rows that have none, with settings or greedy ones; RuntimeError if there are too few."""
         for row in rows:
             self._waiting.pop(row, None)
         if not self.room_for(len(rows), sum(not (sampling or GREEDY).forgets for sampling in settings)):
@@ -148,11 +134,8 @@ class Slots:
         self._give(rows, [sampling or GREEDY for sampling in settings])
 
     def ensure(self, rows: Sequence[Row]) -> None:
-        """Give all rows slots: those that waited outside go on as they were, others are greedy.
-
-        Raises:
-            RuntimeError: there are not enough slots; nothing has changed.
-        """
+        """Give all rows slots: those that waited outside go on as they were, others are greedy."""
+        # RuntimeError, with nothing changed, if there are not enough.
         missing = [row for row in rows if row.slot is None]
         if not missing:
             return
@@ -220,15 +203,9 @@ class Slots:
     def masks_of(
         self, rows: Sequence[Row], masks: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
-        """Return slots, and the masks to write into ``tables.allowed`` there; None if no row has a slot.
-
-        Args:
-            rows: rows that came in with a mask; those without a slot are left out.
-            masks: ``[n, words]``, their next ones.
-
-        Raises:
-            ValueError: a row has come in without one.
-        """
+        """Return slots, and masks for ``tables.allowed`` there; None if no row has a slot."""
+        # ``masks`` are ``[n, words]``, the rows' next ones; rows without a slot are left out. ValueError if one has
+        # come in without a mask.
         slots = [row.slot for row in rows]
         if None in slots:
             here = [at for at, slot in enumerate(slots) if slot is not None]
@@ -250,10 +227,8 @@ class Slots:
         return [self.tables.next_token, *self._carried]
 
     def restore(self, slots: Iterable[int], fed: Sequence[Tensor] | None = None) -> None:
-        """Forget the tokens that were sampled in these slots since rows took them.
-
-        ``fed`` are copies of before, for rows that have sampled tokens before.
-        """
+        """Forget the tokens that were sampled in these slots since rows took them."""
+        # ``fed`` are copies of before, for rows that have sampled tokens before.
         self._settings.count_again(slots)
         for table, before in zip(self._overwritten, fed or (), strict=fed is not None):
             table.copy_(before)

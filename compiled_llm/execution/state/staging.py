@@ -1,9 +1,8 @@
-"""Copies from host arrays to fixed device buffers that never wait for the device.
+"""Copies from host arrays to fixed device buffers that never wait for the device."""
 
-A copy from ordinary memory waits for the device, and one from pinned memory reads it later, so pinned memory must not
-be rewritten before its copy is done. Several pinned areas are used one after the other, each with an event after its
-copies, so that the host waits only when it is that many uploads ahead.
-"""
+# A copy from ordinary memory waits for the device, and one from pinned memory reads it later, so pinned memory must not
+# be rewritten before its copy is done. Several pinned areas are used one after the other, each with an event after its
+# copies, so that the host waits only when it is that many uploads ahead.
 
 from __future__ import annotations
 
@@ -45,11 +44,9 @@ class Staging:
         self._lent_event = torch.cuda.Event() if self._events else None
 
     def lend(self, rows: int, columns: int) -> NDArray[np.int32]:
-        """Return an array ``[rows, columns]`` from which ``upload_lent`` copies directly.
-
-        It holds its previous contents, at first zeros. It is the caller's until the next call of this, which waits for
-        its copy to be done.
-        """
+        """Return an array ``[rows, columns]`` from which ``upload_lent`` copies directly."""
+        # It holds its previous contents, at first zeros. It is the caller's until the next call of this, which waits
+        # for its copy to be done.
         if self._lent_event is not None:
             self._lent_event.synchronize()
         if self._lent.shape[0] < rows or self._lent.shape[1] != columns:

@@ -1,7 +1,6 @@
-"""Keeps what steps of the same rows emit, on the device, with one copy in each step.
+"""Keeps what steps of the same rows emit, on the device, with one copy in each step."""
 
-Shapes: S steps of a block, N tensors of one kind in each, R kept tokens, W the shape of one token's entry.
-"""
+# Shapes: S steps of a block, N tensors of one kind in each, R kept tokens, W the shape of one token's entry.
 
 from __future__ import annotations
 
@@ -13,17 +12,12 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.outputs import Emitted
 
 _LEAST_STEPS, _MOST_STEPS, _MOST_BYTES = 16, 64, 32 << 20
-"""Of a block, but for the first: rows are often others after one step. With less, views of many blocks would take the
-host time, and with more, the last one waste memory."""
+"""Of a block, but for the first: rows are often others after one step."""
+# With less, views of many blocks would take the host time, and with more, the last one waste memory.
 
 
 class EmittedSteps:
-    """Copies of what each step emits.
-
-    Attributes:
-        kept: slices of a launch's tokens.
-        count: how many steps there are.
-    """
+    """Copies of what each step emits: ``kept`` slices of a launch's tokens, ``count`` steps."""
 
     def __init__(self, kept: Sequence[slice], names: Collection[int | str]) -> None:
         """Keep the tokens in these slices of a launch's, of the tensors with these ``names``."""
@@ -66,11 +60,9 @@ class EmittedSteps:
     def of(
         self, names: Collection[int | str], tokens: slice, steps: range
     ) -> dict[tuple[int | str, ...], list[Tensor]]:
-        """Return what consecutive steps, at least one, have emitted under some names, of n of the R tokens.
-
-        By the names of tensors of one dtype and width, K of them, it is ``[K, steps * n, *W]``, in parts of some steps
-        each; tokens of one step before those of the next.
-        """
+        """Return what consecutive steps, at least one, have emitted under some names, of n of the R tokens."""
+        # By the names of tensors of one dtype and width, K of them, it is ``[K, steps * n, *W]``, in parts of some
+        # steps each; tokens of one step before those of the next.
         found = {}
         for kind in self._kinds.values():
             if wanted := tuple(name for name in kind.names if name in names):

@@ -1,10 +1,9 @@
-"""The check that rows read their own pages, once in each step: the rows' chains, and what becomes of a fault.
+"""The check that rows read their own pages, once in each step: the rows' chains, and what becomes of a fault."""
 
-A row's chain is on the host for as long as the host knows its tokens, and on the device, in the row's slot, from the
-first decode step on. Where neither has it, since the row was forked, rewound or kept, that of its last tag counts once.
-
-Shapes: B rows, T packed tokens, q new tokens of each row in decode, X places.
-"""
+# A row's chain is on the host for as long as the host knows its tokens, and on the device, in the row's slot, from the
+# first decode step on. Where neither has it, since the row was forked, rewound or kept, that of its last tag counts
+# once.
+# Shapes: B rows, T packed tokens, q new tokens of each row in decode, X places.
 
 from __future__ import annotations
 
@@ -194,11 +193,7 @@ class PageCheck(RunnerTap):
     # ---- faults
 
     def inspect(self) -> None:
-        """Look, now and then, at what the steps that have ended found, and wait for none.
-
-        Raises:
-            WrongPageError: a row has read a page that is not its own; with ``check_pages="raise"``.
-        """
+        """Look, now and then, at what the steps that have ended found, and wait for none, or raise WrongPageError."""
         if self._device.type != "cuda":
             self._judge(self._tags.faults.tolist())
             return

@@ -40,11 +40,9 @@ class CallingThread:
         return self._caller
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function`` here and return its result.
-
-        Torch modes that the caller has entered (``with torch.device(...)`` is one) cannot be left meanwhile, and would
-        be compiled into the graphs; such a call runs on another thread.
-        """
+        """Run ``function`` here and return its result."""
+        # Torch modes that the caller has entered (``with torch.device(...)`` is one) cannot be left meanwhile, and
+        # would be compiled into the graphs; such a call runs on another thread.
 
         def interruptible() -> T:
             with allowed():

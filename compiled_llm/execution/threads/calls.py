@@ -18,11 +18,9 @@ _STALLED = 1.0
 
 
 class Calls:
-    """Counts the calls of a model in progress, nested ones included; safe to use from any thread.
+    """The calls of a model in progress, nested ones included; safe to use from any thread."""
 
-    Attributes:
-        moves: counted up by a call in progress that has done a step: it does not wait for a later call.
-    """
+    # ``moves`` is counted up by a call in progress that has done a step: it does not wait for a later call.
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -42,11 +40,9 @@ class Calls:
 
     @contextmanager
     def begun(self) -> Iterator[None]:
-        """Be a call in progress for the block; one that comes while calls are awaited begins after those.
-
-        A nested one begins at once; and so do all once none of those in progress moves, since a callback may wait for a
-        call of another thread.
-        """
+        """Be a call in progress for the block; one that comes while calls are awaited begins after those."""
+        # A nested one begins at once; and so do all once none of those in progress moves, since a callback may wait for
+        # a call of another thread.
         call = object()
         try:
             with self._changed:

@@ -1,9 +1,8 @@
-"""A thread that calls compiled code for a model, if its callers' threads cannot.
+"""A thread that calls compiled code for a model, if its callers' threads cannot."""
 
-Cudagraph trees belong to the thread that captured them, while users call from any thread; and torch modes that a
-caller has entered would be compiled in. The thread's own grad mode and autocast state never change, so that a caller's
-``no_grad``, ``inference_mode`` or ``autocast`` cannot recompile anything.
-"""
+# Cudagraph trees belong to the thread that captured them, while users call from any thread; and torch modes that a
+# caller has entered would be compiled in. The thread's own grad mode and autocast state never change, so that a
+# caller's ``no_grad``, ``inference_mode`` or ``autocast`` cannot recompile anything.
 
 from __future__ import annotations
 
@@ -32,10 +31,9 @@ T = TypeVar("T")
 
 
 class _Flag:
-    """An event whose ``set`` an exception between any two instructions cannot tear apart, for one thread to wait for.
+    """An event whose ``set`` an exception between two instructions cannot tear apart, for one thread to wait for."""
 
-    That of ``threading`` takes locks in Python.
-    """
+    # That of ``threading`` takes locks in Python.
 
     def __init__(self) -> None:
         self.is_set = False
@@ -84,14 +82,12 @@ def _nothing() -> None:
 
 
 class _Worker:
-    """A thread that runs jobs for ever.
+    """A thread that runs jobs for ever."""
 
-    It is never ended: a thread that ends while the interpreter shuts down runs destructors that need the interpreter,
-    which aborts the process. Asleep, it does no harm, so workers are kept and used again.
-
-    A KeyboardInterrupt may arrive between any two instructions, so a job stays at the head of the queue until it is
-    done, and one is sent only under the guard, while its job runs and is not in the midst of bookkeeping.
-    """
+    # It is never ended: a thread that ends while the interpreter shuts down runs destructors that need the interpreter,
+    # which aborts the process. Asleep, it does no harm, so workers are kept and used again.
+    # A KeyboardInterrupt may arrive between any two instructions, so a job stays at the head of the queue until it is
+    # done, and one is sent only under the guard, while its job runs and is not in the midst of bookkeeping.
 
     def __init__(self, device: torch.device, has_trees: bool) -> None:
         self.current: _Job | None = None
@@ -151,13 +147,8 @@ class DeviceThread:
     """Runs calls one after the other on its own thread; safe to use from any thread."""
 
     def __init__(self, device: torch.device, has_trees: bool = False) -> None:
-        """Take an idle thread for the device, or start one.
-
-        Args:
-            device: that calls run on.
-            has_trees: whether the calls use cudagraph trees. Other threads leave them alone: before torch 2.13 the one
-                that imports them keeps them from all others.
-        """
+        """Take an idle thread for the device, or start one, for calls with or without cudagraph trees."""
+        # Other threads leave trees alone: before torch 2.13 the one that imports them keeps them from all others.
         self._device = device
         self._home = HomeProcess()
         idle = _idle[device, has_trees]
@@ -173,11 +164,8 @@ class DeviceThread:
         return None if job is None else job.caller
 
     def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function`` on the thread, on the caller's CUDA stream, and return its result.
-
-        An exception is re-raised with its traceback. Ctrl-C interrupts the running call and waits until it has
-        stopped.
-        """
+        """Run ``function`` on the thread, on the caller's CUDA stream; return its result, or raise its exception."""
+        # Ctrl-C interrupts the running call and waits until it has stopped.
         if threading.current_thread() is self._worker.thread:
             return function(*args, **kwargs)
         self._home.check()
@@ -227,10 +215,8 @@ def _forget_workers() -> None:
 
 @atexit.register
 def _finish_running_calls() -> None:
-    """Let running calls of daemon threads end, and those threads come to rest at their next one.
-
-    A thread that is inside torch while the interpreter shuts down aborts the process.
-    """
+    """Let running calls of daemon threads end, and those threads come to rest at their next one."""
+    # A thread that is inside torch while the interpreter shuts down aborts the process.
     _exiting.set()
     for worker in _workers:
         job = worker.current

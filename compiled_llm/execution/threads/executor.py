@@ -1,8 +1,7 @@
-"""Runs compiled calls one at a time, in a world that the caller's contexts cannot change.
+"""Runs compiled calls one at a time, in a world that the caller's contexts cannot change."""
 
-Loops, callbacks, streamers and stopping criteria are not run here: they stay in the caller's thread, with its context
-variables, debugger and tracebacks.
-"""
+# Loops, callbacks, streamers and stopping criteria are not run here: they stay in the caller's thread, with its context
+# variables, debugger and tracebacks.
 
 from __future__ import annotations
 
@@ -36,10 +35,8 @@ class Executor(Protocol):
 
 
 def executor_for(device: torch.device, config: WrapConfig) -> Executor:
-    """Return an executor for calls on ``device``.
-
-    Cudagraph trees belong to the thread that captured them, so a thread of our own runs them. All else runs on the
-    caller's: to wake another and wait for it takes time in each step. On a CPU it would halve the speed: OpenMP gives
-    each thread a team of workers, and once there are more of them than cores, all sleep between any two loops.
-    """
+    """Return an executor for calls on ``device``."""
+    # Cudagraph trees belong to the thread that captured them, so a thread of our own runs them. All else runs on the
+    # caller's: to wake another and wait for it takes time in each step. On a CPU it would halve the speed: OpenMP gives
+    # each thread a team of workers, and once there are more of them than cores, all sleep between any two loops.
     return DeviceThread(device, has_trees=True) if config.uses_trees_on(device.type) else CallingThread(device)

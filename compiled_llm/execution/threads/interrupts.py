@@ -1,10 +1,9 @@
-"""Defers Ctrl-C while internal state is inconsistent.
+"""Defers Ctrl-C while internal state is inconsistent."""
 
-Python raises KeyboardInterrupt between any two instructions of the main thread, in a ``finally`` as well. Inside
-``deferred`` it waits until a block that is ``allowed`` to be interrupted, as everything that takes long is, or until
-the end. The user's own signal handlers are left alone. A device thread is interrupted by the main one, which waits
-while the device thread is inside ``deferred``.
-"""
+# Python raises KeyboardInterrupt between any two instructions of the main thread, in a ``finally`` as well. Inside
+# ``deferred`` it waits until a block that is ``allowed`` to be interrupted, as everything that takes long is, or until
+# the end. The user's own signal handlers are left alone. A device thread is interrupted by the main one, which waits
+# while the device thread is inside ``deferred``.
 
 from __future__ import annotations
 
@@ -95,11 +94,10 @@ def _guarded(guard: threading.RLock) -> Iterator[None]:
 
 
 class allowed:  # noqa: N801
-    """Let Ctrl-C through for the block, inside ``deferred``.
+    """Let Ctrl-C through for the block, inside ``deferred``."""
 
-    The innermost context, and never around the ``yield`` of another: a generator that was interrupted at its ``yield``
-    is closed when its traceback is dropped, and would then undo a second time.
-    """
+    # The innermost context, and never around the ``yield`` of another: a generator that was interrupted at its
+    # ``yield`` is closed when its traceback is dropped, and would then undo a second time.
 
     _changed = False
 

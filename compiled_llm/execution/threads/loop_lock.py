@@ -28,10 +28,9 @@ class _Waiter(NamedTuple):
 
 
 class LoopLock:
-    """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself.
+    """A lock that a loop gives away while a callback of the user's runs, since that may call the model itself."""
 
-    Loops that take pages begin in the order in which they came: many small ones starve no large one.
-    """
+    # Loops that take pages begin in the order in which they came: many small ones starve no large one.
 
     def __init__(self) -> None:
         self._home = HomeProcess()
@@ -59,11 +58,9 @@ class LoopLock:
         return len(self._loops) > 1
 
     def pages_wanted_since(self, apart_from: object = None) -> float:
-        """Return since when a loop waits for pages, on ``time.monotonic``'s clock: later ones take none.
-
-        It is ``inf`` if none does, or if the loops that have the pages seem to wait for a later one. The claim of
-        ``apart_from`` does not count.
-        """
+        """Return since when a loop, but for ``apart_from``, waits for pages: later ones take none; else ``inf``."""
+        # It is of ``time.monotonic``'s clock; and ``inf``, too, if the loops that have the pages seem to wait for a
+        # later one.
         if not (self.waiters or self.claims):
             return math.inf
         with self._condition:
@@ -82,15 +79,9 @@ class LoopLock:
 
     @contextmanager
     def taken(self, fits: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Wait for the lock and hold it.
-
-        Args:
-            fits: whether there are enough pages for a loop that takes some; if not, wait for the loops in progress to
-                end. A call from inside one of their callbacks does not: they wait for it.
-
-        Raises:
-            RuntimeError: a loop of this very thread holds it.
-        """
+        """Wait for the lock and hold it; RuntimeError if a loop of this very thread does."""
+        # ``fits`` says whether there are enough pages for a loop that takes some; if not, wait for the loops in
+        # progress to end. A call from inside one of their callbacks does not: they wait for it.
         outer, mine = getattr(self._local, "loop", None), object()
         with self._condition:
             if outer is not None and self._holder is outer:

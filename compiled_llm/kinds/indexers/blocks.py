@@ -1,7 +1,6 @@
-"""Layers that keep keys and values, and read blocks of tokens that an indexer chooses for each kv head (MiniMax-M3).
+"""Layers that keep keys and values, and read blocks of tokens that an indexer chooses for each kv head (MiniMax-M3)."""
 
-Shapes as in ``kinds/indexers/index_keys.py``.
-"""
+# Shapes as in ``kinds/indexers/index_keys.py``.
 
 from __future__ import annotations
 
@@ -25,12 +24,9 @@ _OPS = own_decode_ops()
 
 
 class BlockChoices:
-    """In place of HuggingFace's cache while a forward runs whose layers keep keys and values, and some index keys.
+    """In place of HuggingFace's cache while a forward runs whose layers keep keys and values, and some index keys."""
 
-    Attributes:
-        rows: where these lie.
-        layers: take them, one for each layer; those with an indexer have pages ``[P, S, I]``.
-    """
+    # Layers with an indexer have pages ``[P, S, I]``.
 
     def __init__(self, rows: IndexedRows, layers: int, index_pages: Mapping[int, Tensor]) -> None:
         self.rows = rows
@@ -119,10 +115,8 @@ class Blocks(Indexed):
 
 
 def visible_pages(blocks: Tensor, rows: IndexedRows) -> Tensor:
-    """Return ``[T, K, m]`` int32, pages of each token's row, of blocks ``[1, K, T, n]`` or ``[B, K, q, n]``.
-
-    Both have -1 for none. Some pages may be ones that the row does not have.
-    """
+    """Return ``[T, K, m]`` int32, pages of each token's row, of blocks ``[1, K, T, n]`` or ``[B, K, q, n]``."""
+    # Both have -1 for none. Some pages may be ones that the row does not have.
     of_block = torch.arange(rows.block_size // rows.page_size, dtype=torch.int32, device=blocks.device)
     chosen = blocks.transpose(1, 2).flatten(0, 1).int()[..., None]
     return torch.where(chosen < 0, chosen, chosen * len(of_block) + of_block).flatten(2)

@@ -1,7 +1,6 @@
-"""Layers that read single tokens which an indexer chooses (DSA, in DeepSeek-V3.2); kinds that can do so keep latents.
+"""Layers that read single tokens which an indexer chooses (DSA, in DeepSeek-V3.2); such kinds keep latents."""
 
-Shapes as in ``kinds/indexers/index_keys.py``.
-"""
+# Shapes as in ``kinds/indexers/index_keys.py``.
 
 from __future__ import annotations
 
@@ -37,11 +36,7 @@ INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
 
 
 class IndexedCache:
-    """In place of HuggingFace's cache while a forward runs: takes index keys, too.
-
-    Attributes:
-        rows: where these lie.
-    """
+    """In place of HuggingFace's cache while a forward runs: takes index keys, too."""
 
     def __init__(self, memory: Any, rows: IndexedRows, index_pages: Mapping[int, Tensor]) -> None:
         """``memory`` takes what layers keep besides; ``index_pages`` are ``[P, S, I]`` of each layer that has some."""
@@ -124,10 +119,8 @@ class ChosenTokens(Indexed):
 
 
 def positions_of(indices: Tensor, rows: IndexedRows) -> Tensor:
-    """Return ``[T, n]`` int32, positions in each token's row, of places ``[1, T, n]`` or ``[B, q, n]`` among keys.
-
-    Places that the mask hides become positions that the row does not have, or that come after the token.
-    """
+    """Return ``[T, n]`` int32, positions in each token's row, of places ``[1, T, n]`` or ``[B, q, n]`` among keys."""
+    # Places that the mask hides become positions that the row does not have, or that come after the token.
     return indices.flatten(0, 1) - rows.first[:, None]
 
 

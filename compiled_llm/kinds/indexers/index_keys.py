@@ -1,16 +1,13 @@
-"""Indexers of sparse attention: layers that keep a further key of each token, by which they choose what to read.
+"""Indexers of sparse attention: layers that keep a further key of each token, by which they choose what to read."""
 
-They choose single tokens (DSA, in DeepSeek-V3.2), or blocks of them for each kv head (MiniMax-M3).
-
-Choosing is HuggingFace's code: its indexer hands the keys of new tokens to the cache, scores all of a row's keys under
-a causal mask, and takes the best. Here the cache is pages, a memory of their own for each layer with an indexer, and
-what it returns has a width that follows from no length: with packed tokens all pages of the table, else as many as a
-row may have. The mask shows each query the keys of its own row alone. Indexers of blocks count keys from the row's
-first one, and take no mask; so packed tokens are those of one row, and of null tokens.
-
-Shapes: B rows, T packed tokens, q new tokens of each row in decode, I size of an index key, N page numbers, S page
-size, L keys that are scored, n tokens or blocks that are chosen, K kv heads.
-"""
+# They choose single tokens (DSA, in DeepSeek-V3.2), or blocks of them for each kv head (MiniMax-M3).
+# Choosing is HuggingFace's code: its indexer hands the keys of new tokens to the cache, scores all of a row's keys
+# under a causal mask, and takes the best. Here the cache is pages, a memory of their own for each layer with an
+# indexer, and what it returns has a width that follows from no length: with packed tokens all pages of the table, else
+# as many as a row may have. The mask shows each query the keys of its own row alone. Indexers of blocks count keys from
+# the row's first one, and take no mask; so packed tokens are those of one row, and of null tokens.
+# Shapes: B rows, T packed tokens, q new tokens of each row in decode, I size of an index key, N page numbers, S page
+# size, L keys that are scored, n tokens or blocks that are chosen, K kv heads.
 
 from __future__ import annotations
 
@@ -31,13 +28,10 @@ from compiled_llm_ops.backends import ChosenBackend
 
 
 def scored_pages(pages: int, page_size: int, block_size: int, padding: int) -> int:
-    """Return how many pages are scored where rows have ``pages``, and an indexer takes ``padding`` tokens at least.
-
-    Null pages fill up the last block, and follow.
-
-    One quotient, not a sum of two: Inductor takes products of a sum for other sizes than the same multiplied out (its
-    analysis of tilings in torch 2.11 asserts that their hints are equal).
-    """
+    """Return how many pages are scored where rows have ``pages``, and an indexer takes ``padding`` tokens at least."""
+    # Null pages fill up the last block, and follow. One quotient, not a sum of two: Inductor takes products of a sum
+    # for other sizes than the same multiplied out (its analysis of tilings in torch 2.11 asserts that their hints are
+    # equal).
     block = max(1, block_size // page_size)
     null = -(-padding // (block * page_size)) * block
     return (pages + null + block - 1) // block * block
@@ -62,11 +56,9 @@ class IndexScores(NamedTuple):
         return scored_pages(pages, page_size, self.block_size, self.chosen) * page_size
 
     def nbytes(self, queries: int, keys: int, rows: int = 1) -> int:
-        """Return the bytes of ``queries`` that are scored with ``keys`` each; each row has keys of its own.
-
-        Scores of all heads exist twice at a time, those that are summed over heads twice, and masks. Keys are gathered
-        from their pages, and copied to float32; where blocks are chosen, for each head.
-        """
+        """Return the bytes of ``queries`` that are scored with ``keys`` each; each row has keys of its own."""
+        # Scores of all heads exist twice at a time, those that are summed over heads twice, and masks. Keys are
+        # gathered from their pages, and copied to float32; where blocks are chosen, for each head.
         a_score = 8 * self.heads + 12
         a_key = self.size * (self.dtype.itemsize + 4 + (4 * self.heads if self.block_size > 1 else 0))
         return keys * (queries * a_score + rows * a_key)
@@ -99,10 +91,7 @@ class IndexedRows(NamedTuple):
         return cls(*places, page_size, row_pages, padding, block_size)
 
     def extended(self, keys: Tensor, memory: Tensor) -> Tensor:
-        """Write the keys ``[1, T, I]`` or ``[B, q, I]`` of new tokens to pages ``[P, S, I]``.
-
-        Returns ``[1, L, I]`` or ``[B, L, I]``.
-        """
+        """Write keys ``[1, T, I]`` or ``[B, q, I]`` to pages ``[P, S, I]``; return ``[1, L, I]`` or ``[B, L, I]``."""
         flat, half = keys.flatten(0, 1).to(memory.dtype), keys.shape[2] // 2
         places = (self.token_rows, self.token_positions, self.starts, self.indices)
         append_latent(flat[:, :half], flat[:, half:], memory, *places)
