@@ -302,16 +302,6 @@ def indexed_layers() -> tuple[type, ...]:
     return tuple(layer for layer in found if layer is not None)
 
 
-def add_states(cache: Cache, layer: int, number: int, conv: Tensor | None, recurrent: Tensor | None) -> None:
-    """Give a layer of HuggingFace's dynamic cache states ``[B, ...]`` as if its own forward had left them there."""
-    given: Any = cache
-    if conv is not None:
-        given.update_conv_state(conv, layer, state_idx=number, conv_kernel_size=conv.shape[-1])
-    if recurrent is not None:
-        heads_of_one = recurrent.shape[2] == 1  # Mamba 1, whose states have no dimension for it
-        given.update_recurrent_state(recurrent.squeeze(2) if heads_of_one else recurrent, layer, state_idx=number)
-
-
 def keeps_nothing(layer: Any) -> bool:
     """Whether a layer of a cache has no memory, from 5.23 on: it reads another one's keys and values, or none."""
     nothing: type | None = getattr(cache_utils, "DummyLayer", None)

@@ -16,10 +16,10 @@ from compiled_llm.compilation.regions import (
     attentions_in,
     cut,
     join,
-    recurrences_in,
     without_symbols,
 )
 from compiled_llm.compilation.tracing.layer_marks import fill
+from compiled_llm.kinds.registry import state_ops
 from compiled_llm.model.version.training import FLAGS
 from compiled_llm_ops.attention.lse import ATTENTIONS
 
@@ -60,7 +60,8 @@ class Inductor:
         fill(module.graph)
         for rewrite in self._passes:
             rewrite(module.graph)
-        mixers = (*self._attentions, *recurrences_in(module.graph))
+        of_states = next((ops for ops in state_ops() if attentions_in(module.graph, ops)), ())
+        mixers = (*self._attentions, *of_states)
         if not self._worth_cutting(attentions_in(module.graph, mixers)):
             module.recompile()
             return self._compiled(module, inputs)

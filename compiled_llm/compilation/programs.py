@@ -57,7 +57,6 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.kinds.kind import places_beside
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.layers.recurrent import layers_of
 from compiled_llm.model.version.code import places_of
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
@@ -146,7 +145,8 @@ class Programs:
         self._device = device
         self._decode_ops = config.backend_on(device.type).decode_ops
         self._layers = facts.layers
-        self._following = [*places_beside(facts.layers), *layers_of(facts.states)]
+        of_states = (number for number, layer in enumerate(facts.layers) for _ in layer.states)
+        self._following = [*places_beside(facts.layers), *of_states]
         self._outlines: dict[str, Outline] = {}
         self._adapters = ActiveAdapters(self._version)
         self._passes: list[Pass] = []

@@ -25,15 +25,6 @@ PLANNED: tuple[torch._ops.OpOverload, ...] = (
 )
 """The ops that attend by a plan, of any backend, to keys and values."""
 
-RECURRENCES: tuple[torch._ops.OpOverload, ...] = (
-    torch.ops.compiled_llm.gated_delta_rule.default,
-    torch.ops.compiled_llm.selective_scan.default,
-)
-"""The ops of recurrent layers that read and write a state; most layers have a convolution before."""
-
-CONVOLUTIONS: tuple[torch._ops.OpOverload, ...] = (torch.ops.compiled_llm.causal_conv1d.default,)
-"""The ops of recurrent layers that have nothing else."""
-
 _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
@@ -96,11 +87,6 @@ def layers_in_equal_regions(layers: Sequence[object], at_least: int) -> int:
 def attentions_in(graph: fx.Graph, ops: Sequence[torch._ops.OpOverload] = PLANNED) -> int:
     """Return how often a graph attends, by one of ``ops``: once a layer."""
     return sum(node.target in ops for node in graph.nodes)
-
-
-def recurrences_in(graph: fx.Graph) -> tuple[torch._ops.OpOverload, ...]:
-    """Return the ops of which a recurrent layer calls one, of the kind that a graph has."""
-    return RECURRENCES if attentions_in(graph, RECURRENCES) else CONVOLUTIONS
 
 
 def cut(module: fx.GraphModule, layers: int = 1, ops: Sequence[torch._ops.OpOverload] = PLANNED) -> list[Region]:

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.graphs.outputs import Emitted, StepOutputs
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
-from compiled_llm.kinds.rows import NewestTokens, PackedTokens, UnpagedRows
+from compiled_llm.kinds.rows import NewestTokens, PackedTokens, StateRows, UnpagedRows
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.attention import BATCH_ARGUMENT, PagedBatch
 from compiled_llm.model.facts import Forward
-from compiled_llm.model.layers.recurrent import StateRows
 from compiled_llm_ops.attention.decode import SharedPlaces
 
 

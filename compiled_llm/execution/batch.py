@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import Stored
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 
 class Extension(NamedTuple):

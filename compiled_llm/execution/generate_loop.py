@@ -27,7 +27,6 @@ from compiled_llm.execution.state.staging import Readback, Readbacks
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
-from compiled_llm.model.layers.recurrent import Place, StateMemory
 
 _NOTHING: Mapping[Row, int] = {}
 _INTEGERS = (torch.int64, torch.int32)
@@ -271,8 +270,8 @@ class GenerateLoop:
         make_exact(self.rows)
         return self._thread.call(lambda: [self.model_runner.state.read(layer, row) for row in self.rows])
 
-    def states(self) -> dict[Place, StateMemory]:
-        """Return copies of the rows' states at each place of recurrent layers, ``[B, ...]``."""
+    def states(self) -> list[Tensor]:
+        """Return copies of the rows' states, ``[B, ...]``, in the order of ``ModelFacts.states``."""
         return self._thread.call(self.model_runner.state.read_states, self.rows)
 
     def decode(self, tokens: Tensor, positions: Sequence[int] | None = None) -> Tensor:

@@ -27,13 +27,13 @@ from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Sandbox, Trace
 from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.registry import packing
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.checks import check_model, check_placement
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.inputs import check_prompt
 from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers
-from compiled_llm.model.layers.recurrent import packing
 from compiled_llm.model.places import blame, stack_of
 from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.restore import restored
@@ -136,10 +136,10 @@ class _Subject:
             try:
                 # No fake tensor may stay.
                 with restored(self.model), self._paged(), LinearRecorder() as recorder:
-                    layers, states = probe_layers(self.model, BATCH_ARGUMENT, fake)
+                    layers = probe_layers(self.model, BATCH_ARGUMENT, fake)
                 layers = check_patterns(self.model, layers)
                 groups = recorder.groups(self.model)
-                return ModelFacts.of(self.model, type(self.model), layers, groups, states=states)
+                return ModelFacts.of(self.model, type(self.model), layers, groups)
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.cause
                 if cause is None:

@@ -17,10 +17,10 @@ from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.wrapped_model import WrappedModel, forget_inner_calls, note_inner_calls, wrapped_class
+from compiled_llm.kinds.registry import as_they_were, let_layers_pack
 from compiled_llm.model.checks import check_attention, check_layers, check_model, check_placement, on_fastest_backend
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.layers.experts import experts_of
-from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
 from compiled_llm.model.places import leading_to_explain
 from compiled_llm.model.probes.layers_of import layers_of
 from compiled_llm.model.probes.position_probe import default_positions
@@ -76,16 +76,16 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
         prepare_cudagraph_trees()
     with leading_to_explain():
         recorder = LinearRecorder()
-        layers, states = layers_of(checked, config.layer_functions, recorder)
+        layers = layers_of(checked, config.layer_functions, recorder)
     config = on_fastest_backend(config, layers, checked)
-    check_layers(checked, layers, config, states)
+    check_layers(checked, layers, config)
     if config.batch_invariant:
         check_invariance(checked, recorder, has_experts=bool(experts_of(checked)))
     base = type(checked)
     groups, positions = recorder.groups(checked), default_positions(checked)
     let_layers_pack(checked)
     try:
-        runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions, states), config)
+        runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions), config)
     except BaseException:  # artifacts may be of another model
         as_they_were(checked)
         raise

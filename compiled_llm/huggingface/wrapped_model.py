@@ -37,9 +37,9 @@ from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run,
 from compiled_llm.huggingface.inspection.overrides import forget_restored_forward, own_forward
 from compiled_llm.huggingface.inspection.signatures import MethodSignature
 from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
+from compiled_llm.kinds.registry import let_layers_pack
 from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
-from compiled_llm.model.layers.recurrent import let_layers_pack
 
 
 class WrappedModel:

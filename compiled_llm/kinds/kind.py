@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from compiled_llm.kinds.rows import Rows
-from compiled_llm.kinds.spec import KVCacheSpec, PageScales
+from compiled_llm.kinds.spec import KVCacheSpec, PageScales, StateSpec
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import ChosenBackend
 from compiled_llm_ops.protocol import Backend
@@ -264,7 +264,7 @@ class KindOver(LayerKind):
 
 
 class Layer(NamedTuple):
-    """A layer: its geometry, and its kind."""
+    """A layer: its geometry, its kind, and its states."""
 
     query_heads: int  # how many
     kv_heads: int  # how many are kept of each token
@@ -273,6 +273,7 @@ class Layer(NamedTuple):
     logits_soft_cap: float  # cap on the logits; 0.0 for none
     kind: LayerKind  # tells what is kept, and how it attends
     window_in_mask: bool = False  # only HuggingFace's mask has the window; attention is given another one, or none
+    states: tuple[StateSpec, ...] = ()  # what rows keep of it besides pages
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""

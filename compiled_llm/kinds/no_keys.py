@@ -11,7 +11,7 @@ from compiled_llm_ops.backends import ChosenBackend
 
 @dataclass(frozen=True)
 class NoKeys(LayerKind):
-    """No attention; the layer may be recurrent."""
+    """No attention; the layer may have states."""
 
     name = "no keys"
     attends = False

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
 
 from compiled_llm.config import KVScales
 from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerFunctions, LayerKind, SeenCall, Trial
 from compiled_llm.kinds.no_keys import NoKeys
 from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.rows import StateRows
 from compiled_llm.kinds.spec import PageScales
 
 KINDS: Sequence[type[LayerKind]] = (
@@ -28,6 +32,9 @@ CODECS: Mapping[str, Any] = {
     "fp8_e4m3": import_module("compiled_llm.kinds.fp8").Fp8AttentionSpec,
 }
 """Specs of how pages are stored, by ``kv_dtype``."""
+
+STATES: Sequence[Any] = (import_module("compiled_llm.kinds.recurrent.layers"),)
+"""Modules of layers whose rows keep states besides pages."""
 
 
 def kind_of(seen: SeenCall) -> LayerKind:
@@ -99,3 +106,62 @@ def count_saturated(codecs: Sequence[Codec]) -> int:
     """Return how many numbers were clamped, over all layers; waits for the device."""
     counts = [codec.scales.saturated for codec in codecs if codec.scales.saturated is not None]
     return int(torch.cat(counts).sum()) if counts else 0
+
+
+# ---- layers whose rows keep states besides pages
+
+
+def let_layers_pack(model: nn.Module) -> None:
+    """Let such layers compute packed rows by what ``states_cache`` makes; UnsupportedModelError if one cannot."""
+    for module in STATES:
+        module.let_layers_pack(model)
+
+
+def as_they_were(model: nn.Module) -> None:
+    """Undo ``let_layers_pack``."""
+    for module in STATES:
+        module.as_they_were(model)
+
+
+@contextmanager
+def packing(model: nn.Module) -> Iterator[None]:
+    """Let layers pack rows for the block; errors as ``let_layers_pack``."""
+    let_layers_pack(model)
+    try:
+        yield
+    finally:
+        as_they_were(model)
+
+
+def let_layers_compute_on_fakes(model: nn.Module, tokens: int) -> None:
+    """Let such layers compute by our ops on fake tensors, a row of so many tokens, whatever cache they are given."""
+    for module in STATES:
+        module.let_layers_compute_on_fakes(model, tokens)
+
+
+def state_probe(model: PreTrainedModel, tokens: int) -> Callable[[], Any] | None:
+    """Return what makes a cache for a trial forward of so many tokens, which has then ``specs`` of layers by number.
+
+    None if no layer has states.
+    """
+    modules = [module for module in STATES if module.has_states(model)]
+    return functools.partial(modules[0].StateProbe.of_one_row, tokens, model.device) if modules else None
+
+
+def states_cache(layers: Sequence[Layer]) -> Callable[[StateRows, Sequence[Tensor], Any], Any] | None:
+    """Return what makes a forward's cache, of its rows, the memory of states, and what layers that attend have.
+
+    None if no layer has states.
+    """
+    return next((module.cache_of(layers) for module in STATES if any(layer.states for layer in layers)), None)
+
+
+def add_states(cache: Cache, layers: Sequence[Layer], states: Sequence[Tensor]) -> None:
+    """Give HuggingFace's dynamic cache states ``[B, ...]`` of layers, as if their own forward had left them there."""
+    for module in STATES:
+        module.add_states(cache, layers, states)
+
+
+def state_ops() -> Sequence[Sequence[torch._ops.OpOverload]]:
+    """Return the ops that read and write states: a layer calls one of the first that its model's graph has any of."""
+    return [ops for module in STATES for ops in module.OPS]

@@ -12,6 +12,9 @@ from torch import Tensor
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.protocol import DecodeOps
 
+NO_ENTRY = -1
+"""In place of an entry with a row's states: the row begins with zeros, or its states are not kept."""
+
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
 """The row of each token, its index there, where each row's pages begin among page numbers, and these."""
 
@@ -28,6 +31,19 @@ class AttentionPlans(NamedTuple):
         """Return a layer's plan, and the workspace; None if it has none."""
         group = self.groups[layer]
         return None if group < 0 else (self.tensors[group], self.workspace)
+
+
+class StateRows(NamedTuple):
+    """Where the states of a batch lie, which rows keep besides pages."""
+
+    token_rows: Tensor  # ``[T]`` int32, the row of each new token
+    qo_indptr: Tensor  # ``[B + 1]`` int32, where each row's tokens begin
+    read: Tensor  # ``[B]`` int32, the entry that a row begins with; negative for none
+    write: Tensor  # ``[B]`` int32, the entry that its new states are written to; negative to drop them
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.qo_indptr, self.read, self.write
 
 
 class PackedTokens(NamedTuple):

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import math
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,18 @@ class TokenPlaces(NamedTuple):
     slots: Tensor  # places in those pages
     rows: Tensor  # rows of the given states
     columns: Tensor  # their columns, of the last C
+
+
+class StateSpec(NamedTuple):
+    """A tensor that a layer keeps of each row besides pages, of one size, however long the row is."""
+
+    key: tuple[Any, ...]  # tells it from the layer's others
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class KVCacheSpec(Protocol):

@@ -153,11 +153,9 @@ BY_NAME = {"blocks": BLOCKS, "chosen": CHOSEN_LATENTS, "latent": LATENT, "varian
 KINDS = (FULL, WINDOWED, UNEVEN, LATENT, CHOSEN_LATENTS, BLOCKS, VARIANT, RECURRENT, NO_ATTENTION)
 
 
-def kinds_of(layers: Sequence[Layer], states: Mapping[tuple[int, int], Any]) -> Iterator[FoundKind]:
-    """Yield the kinds of each layer of a model; ``states`` are those that recurrent layers keep, by their places."""
-    if states:
-        first, _ = min(states)
-        yield FoundKind(RECURRENT, first, layers[first])
+def kinds_of(layers: Sequence[Layer]) -> Iterator[FoundKind]:
+    """Yield the kinds of each layer of a model."""
+    yield from (FoundKind(RECURRENT, number, layer) for number, layer in enumerate(layers) if layer.states)
     if not any(layer.kind.attends for layer in layers):
         yield FoundKind(NO_ATTENTION, 0, layers[0])
     for number, layer in enumerate(layers):

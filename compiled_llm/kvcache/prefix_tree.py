@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.state_pool import StatePool
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 # The page before a page; of a first one the salt, in a tuple so that it never equals a page's number.
 _Above = int | tuple[Hashable]

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfStatesError
 from compiled_llm.kvcache.step_validity import StepValidity
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 ENTRIES_OF_A_ROW = 2
 """While it runs: the state that a step reads, and the one that it writes."""

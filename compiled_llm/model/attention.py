@@ -14,10 +14,9 @@ from torch import Tensor, nn, sigmoid
 from transformers import AttentionInterface
 
 from compiled_llm.kinds.kind import AttentionCall, LayerKind
-from compiled_llm.kinds.rows import Rows, packed
+from compiled_llm.kinds.rows import Rows, StateRows, packed
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
-from compiled_llm.model.layers.recurrent import StateRows
 
 NAME = "compiled_llm"
 BATCH_ARGUMENT = "paged_batch"
@@ -34,7 +33,7 @@ class PagedBatch(NamedTuple):
     # those
     windows: tuple[int, ...] = ()
     cache: Any = None  # what stands in for HuggingFace's cache; None if nothing does
-    # where the states of rows lie; None if no layer is recurrent. Their memories follow those of ``specs``
+    # where the states of rows lie; None if no layer has any. Their memories follow those of ``specs``
     states: StateRows | None = None
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +23,6 @@ from compiled_llm.kinds.support import kinds_of, refusal
 from compiled_llm.model.attention_switch import attention_function_of_user
 from compiled_llm.model.inputs import in_training
 from compiled_llm.model.layer_probe import accepts_logits_to_keep
-from compiled_llm.model.layers.recurrent import Place, StateSpec
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm.model.version.training import training_difference
 from compiled_llm_ops import Geometry
@@ -209,17 +207,12 @@ def _with_kernels_for(dtype: torch.dtype) -> str:
     return "".join(f", or wrap with backend={name!r}" for name in able)
 
 
-def check_layers(
-    model: PreTrainedModel,
-    layers: Sequence[Layer],
-    config: WrapConfig,
-    states: Mapping[Place, StateSpec] = MappingProxyType({}),
-) -> None:
+def check_layers(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> None:
     """Raise UnsupportedModelError if layers cannot run as the options say; it says why, and the way out."""
     device = model.device.type
     chosen = config.backend_on(device)
     planned = device == "cuda" and not chosen.decodes_by_our_own
-    for found in kinds_of(layers, states):
+    for found in kinds_of(layers):
         for feature, given in _asked(config, found.layer, planned):
             if (sentence := refusal([found], feature, f"wrap: {given}")) is not None:
                 raise UnsupportedModelError(sentence)

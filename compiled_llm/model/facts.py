@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -17,11 +16,11 @@ from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.compat.huggingface import keeps_all
 from compiled_llm.kinds.kind import Layer, LayerFunctions, ScoreSizes
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.kinds.registry import forward_cache_for
+from compiled_llm.kinds.registry import forward_cache_for, states_cache
+from compiled_llm.kinds.spec import StateSpec
 from compiled_llm.kinds.support import FoundKind, kinds_of, runs_original
 from compiled_llm.model.attention import PagedBatch
 from compiled_llm.model.attention_switch import AttentionSwitch
-from compiled_llm.model.layers.recurrent import Place, RecurrentStates, StateSpec, memories
 from compiled_llm.model.probes.autocast_probe import AutocastProbe
 from compiled_llm.model.probes.cache_probe import hands_cache_back
 from compiled_llm.model.probes.layers_of import as_if_unwrapped, layers_of
@@ -34,7 +33,7 @@ from compiled_llm.model.weights.fused_weights import FusedGroup
 
 Forward = Callable[..., Any]  # a model class's own ``forward``
 
-Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions, Mapping[Place, StateSpec], bool]
+Learnt = tuple[Sequence[Layer], Sequence[FusedGroup], DefaultPositions, bool]
 """The arguments of ``ModelFacts.of`` after a model and its forward."""
 
 
@@ -52,7 +51,6 @@ class ModelFacts:
     attention: AttentionSwitch
     version: ModelVersion
     default_positions: DefaultPositions = "columns"
-    states: Mapping[Place, StateSpec] = field(default_factory=dict)
     hooks: TracedHooks = field(default_factory=TracedHooks)
     refused: UnsupportedModelError | None = None
     _probed: int = 0
@@ -66,7 +64,6 @@ class ModelFacts:
         layers: Sequence[Layer],
         fused_groups: Sequence[FusedGroup] = (),
         default_positions: DefaultPositions = "columns",
-        states: Mapping[Place, StateSpec] = MappingProxyType({}),
         hold: bool = True,
     ) -> ModelFacts:
         """Return what was learnt of a model; unless it is known to ``hold``, the probes run again before it is used."""
@@ -81,7 +78,6 @@ class ModelFacts:
             switch,
             version,
             default_positions,
-            states,
             hooks,
             _probed=version.probed if hold else 0,
         )
@@ -89,7 +85,7 @@ class ModelFacts:
     @property
     def learnt(self) -> Learnt:
         """The part that a copy of the model, or one read from a file, need not learn again."""
-        return self.layers, self.fused_groups, self.default_positions, self.states, self.hold
+        return self.layers, self.fused_groups, self.default_positions, self.hold
 
     @property
     def hold(self) -> bool:
@@ -101,13 +97,12 @@ class ModelFacts:
         probed, model = self.version.probed, self.model
         try:
             with self.attention.original(), as_if_unwrapped(model, self.model_class) as unwrapped:
-                layers, states = layers_of(unwrapped, functions)
+                layers = tuple(layers_of(unwrapped, functions))
                 positions = default_positions(unwrapped)
         except UnsupportedModelError as error:
             return replace(self, refused=error, _probed=probed)
-        same = (tuple(layers), states) == (self.layers, self.states)
-        kept = (self.layers, self.states) if same else (tuple(layers), states)
-        return replace(self, layers=kept[0], states=kept[1], default_positions=positions, refused=None, _probed=probed)
+        kept = self.layers if layers == self.layers else layers
+        return replace(self, layers=kept, default_positions=positions, refused=None, _probed=probed)
 
     @property
     def stacks_hidden_states(self) -> bool:
@@ -122,8 +117,13 @@ class ModelFacts:
     @cached_property
     def kinds(self) -> tuple[FoundKind, ...]:
         """Of which kinds layers are, each with the first layer of it."""
-        found = reversed([*kinds_of(self.layers, self.states)])
+        found = reversed([*kinds_of(self.layers)])
         return tuple({kind.support: kind for kind in found}.values())[::-1]
+
+    @cached_property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What rows keep besides pages, layer after layer; programs get its memories after those of pages."""
+        return tuple(spec for layer in self.layers for spec in layer.states)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -149,8 +149,7 @@ class ModelFacts:
         """The ``forward`` that the class defines now, taking pages, with the hooks that there are now."""
         argument = self.cache_argument
         attending = with_kinds(self.model_class.forward, self.layers, argument)
-        recurring = with_states(attending, self.states, argument)
-        return with_hooks(recurring, self.hooks)
+        return with_hooks(attending, self.hooks)
 
     def replaced_attention(self) -> str | None:
         """The user's attention function in whose place ours would run, or None; of known kinds users agreed."""
@@ -213,33 +212,23 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def with_kinds(forward: Forward, layers: Sequence[Layer], argument: str) -> Forward:
-    """Return a ``forward`` whose layers attend as their kinds do, with the stand-in for a cache as its ``argument``."""
-    kinds, forward_cache = tuple(layer.kind for layer in layers), forward_cache_for(layers)
+    """Return a ``forward`` whose layers attend as their kinds do, with what stands in for a cache as its ``argument``.
+
+    Windows that only HuggingFace's masks have are those of the layers.
+    """
+    kinds = tuple(layer.kind for layer in layers)
+    forward_cache, with_states = forward_cache_for(layers), states_cache(layers)
     in_masks = any(layer.window_in_mask for layer in layers)
     windows = tuple(layer.window_left for layer in layers) if in_masks else ()
 
     def attending(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
         batch = paged_batch._replace(kinds=kinds, windows=windows)
-        if forward_cache is None:
-            return forward(model, paged_batch=batch, **inputs)
-        cache, more = forward_cache(model, batch)
-        if isinstance(states := inputs.get(argument), RecurrentStates):
-            states.attending = cache
-            more = {**more, argument: states}
-        return forward(model, paged_batch=batch._replace(cache=cache), **{**inputs, argument: cache, **more})
+        if forward_cache is not None:
+            cache, more = forward_cache(model, batch)
+            batch, inputs = batch._replace(cache=cache), {**inputs, argument: cache, **more}
+        if with_states is not None:
+            assert batch.states is not None, "steps of such models have some"
+            inputs[argument] = with_states(batch.states, batch.pages[len(batch.specs) :], batch.cache)
+        return forward(model, paged_batch=batch, **inputs)
 
     return attending
-
-
-def with_states(forward: Forward, specs: Mapping[Place, StateSpec], argument: str) -> Forward:
-    """Return a ``forward`` that is given states of recurrent layers as its ``argument``; mostly ``forward`` itself."""
-    if not specs:
-        return forward
-
-    def recurring(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
-        assert paged_batch.states is not None, "steps of such models have some"
-        tensors = paged_batch.pages[len(paged_batch.specs) :]
-        cache = RecurrentStates(paged_batch.states, memories(specs, tensors))
-        return forward(model, paged_batch=paged_batch, **{argument: cache}, **inputs)
-
-    return recurring

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.compat.huggingface import experts_implementation, set_experts_implementation, state_beside_keys
-from compiled_llm.compat.recurrent_forwards import StatesNotFoundError
 from compiled_llm.compat.torch.tensors import fake_tensors, has_unknown_sizes
 from compiled_llm.kinds.kind import Layer, LayerFunctions, SeenCall, attended_like
 from compiled_llm.kinds.no_keys import WITHOUT_ATTENTION
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.kinds.registry import check_kinds, kind_of, trial_inputs
-from compiled_llm.model.layers.recurrent import (
-    Place,
-    StateProbe,
-    StateSpec,
-    has_states,
+from compiled_llm.kinds.registry import (
+    check_kinds,
+    kind_of,
     let_layers_compute_on_fakes,
     packing,
+    state_probe,
+    trial_inputs,
 )
+from compiled_llm.kinds.spec import StateSpec
 from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.restore import attributes_restored, data_restored, restored
 
@@ -99,37 +98,31 @@ class LayerProbe:
         return attended_like(query, value), None
 
 
-class Probed(NamedTuple):
-    """What a trial forward has shown."""
-
-    layers: list[Layer]  # in order; those without attention, too
-    states: dict[Place, StateSpec]  # what recurrent layers keep of a row
-
-
 def probe_layers(
     model: PreTrainedModel, batch_argument: str, fake: bool = True, functions: LayerFunctions = MappingProxyType({})
-) -> Probed:
+) -> list[Layer]:
     """Return the layers of a model whose attention implementation is ours at the moment."""
     # ``fake`` tensors have no memory: a forward that looks at numbers does not take them. UnsupportedModelError if a
     # layer's attention does not reach our function or needs more than pages can do, or its states are not known.
     check_kinds(model, functions)
-    if not has_states(model):
-        _check_states(model)
     probe = LayerProbe(functions)
     states = _watch(model, fake, batch_argument, probe)
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
-    layers = _in_order(type(model).__name__, probe.layers, {layer for layer, _ in states}, expected)
-    return Probed(layers, states)
+    return _in_order(type(model).__name__, probe.layers, states, expected)
 
 
-def _watch(model: PreTrainedModel, fake: bool, batch_argument: str, probe: LayerProbe) -> dict[Place, StateSpec]:
-    """Run a trial forward that ``probe`` watches; return what recurrent layers keep."""
-    name, recurrent, noted = type(model).__name__, has_states(model), list[StateProbe]()
+def _watch(
+    model: PreTrainedModel, fake: bool, batch_argument: str, probe: LayerProbe
+) -> Mapping[int, tuple[StateSpec, ...]]:
+    """Run a trial forward that ``probe`` watches; return the states of layers that have some."""
+    name, make, noted = type(model).__name__, state_probe(model, _TOKENS), list[Any]()
+    if make is None:
+        _check_states(model)
 
     def inputs() -> dict[str, Any]:
-        if not recurrent:
+        if make is None:
             return {batch_argument: probe}
-        noted.append(StateProbe.of_one_row(_TOKENS, model.device))
+        noted.append(make())
         return {batch_argument: probe, cache_argument(type(model).forward): noted[0]}
 
     try:
@@ -137,10 +130,6 @@ def _watch(model: PreTrainedModel, fake: bool, batch_argument: str, probe: Layer
             trial_forward(model, fake, inputs)
     except UnsupportedModelError:
         raise
-    except StatesNotFoundError as error:
-        raise UnsupportedModelError(
-            f"{name} has recurrent layers that keep states in a way of their own: {error}"
-        ) from None
     except UnpagedCallError as error:
         raise UnsupportedModelError(
             f"{name} does not hand keyword arguments of its forward on to its attention, so the page table cannot "
@@ -152,12 +141,14 @@ def _watch(model: PreTrainedModel, fake: bool, batch_argument: str, probe: Layer
     return noted[0].specs if noted else {}
 
 
-def _in_order(name: str, attending: Mapping[int, Layer], recurrent: Set[int], expected: int) -> list[Layer]:
+def _in_order(
+    name: str, attending: Mapping[int, Layer], states: Mapping[int, tuple[StateSpec, ...]], expected: int
+) -> list[Layer]:
     """Return all of so many layers; UnsupportedModelError if some may attend without our function."""
-    # Those of a recurrent model that do not attend may keep nothing, either. But if none attends, each has to be
-    # recurrent: attention may have gone by unseen.
+    # Beside layers with states, those that do not attend may keep nothing. But if none attends, each has to have
+    # states: attention may have gone by unseen.
     layers = dict(attending)
-    if recurrent and (attending or recurrent == {*range(expected)}):
+    if states and (attending or len(states) == expected):
         layers = dict.fromkeys(range(expected), WITHOUT_ATTENTION) | layers
     if sorted(layers) != list(range(expected)):
         raise UnsupportedModelError(
@@ -165,7 +156,7 @@ def _in_order(name: str, attending: Mapping[int, Layer], recurrent: Set[int], ex
             "interface of transformers (AttentionInterface); the others would silently run without pages. Models with "
             "attention of their own (Falcon, BLOOM, MPT, ...) cannot be wrapped"
         )
-    return [layers[number] for number in range(expected)]
+    return [layers[number]._replace(states=states.get(number, ())) for number in range(expected)]
 
 
 def _check_states(model: PreTrainedModel) -> None:

@@ -417,10 +417,10 @@ def ask(feature: str, kind: Kind, seed: int) -> None:
         cache.crop(-2)
     elif feature == "backend":
         config, placed = WrapConfig(backend="flashinfer", page_size=4), cast(Any, PlacedOnCuda())
-        check_layers(placed, facts.layers, config, facts.states)
+        check_layers(placed, facts.layers, config)
     else:
         changed = {"window": {"window_left": 9}, "soft_cap": {"logits_soft_cap": 30.0}}[feature]
-        check_layers(model, [layer._replace(**changed) for layer in facts.layers], runtime.config, facts.states)
+        check_layers(model, [layer._replace(**changed) for layer in facts.layers], runtime.config)
 
 
 @pytest.mark.parametrize(

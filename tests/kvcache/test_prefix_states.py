@@ -16,12 +16,12 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfPagesError, OutOfStatesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixMatch, PrefixTree
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.state_pool import RowStates, StatePool
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 pytestmark = pytest.mark.core
 

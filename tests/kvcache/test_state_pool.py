@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfStatesError
 from compiled_llm.kvcache.state_pool import RowStates, StateAccount, StatePool
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 pytestmark = pytest.mark.core
 

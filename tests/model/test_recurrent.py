@@ -17,8 +17,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compat.cache_names import cache_argument
-from compiled_llm.compat.recurrent_forwards import FUNCTIONS, StatesNotFoundError, keeps_states, with_packed_rows
-from compiled_llm.model.layers.recurrent import RecurrentStates, StateMemory, StateProbe, StateRows
+from compiled_llm.kinds.recurrent.forwards import FUNCTIONS, StatesNotFoundError, keeps_states, with_packed_rows
+from compiled_llm.kinds.recurrent.layers import RecurrentStates, StateProbe
+from compiled_llm.kinds.rows import StateRows
 from support.huggingface.recurrent_families import ALL_RECURRENT, RECURRENT, recurrent_model
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
@@ -115,7 +116,7 @@ def test_packed_rows_have_the_logits_of_rows_alone(family: str, seed: int) -> No
     found = packed.run(tokens, positions, probe).split(COUNTS)
     for own, count, logits in zip(found, COUNTS, expected, strict=True):
         torch.testing.assert_close(own, logits[:count], rtol=1e-4, atol=1e-4)
-    memory = {place: StateMemory(*map(with_entries_that_show, states)) for place, states in probe.memory.items()}
+    memory = {place: with_entries_that_show(states) for place, states in probe.memory.items()}
     read, write = [*range(most)], [*range(most, 2 * most)]
     for step in range(NEW):
         at = [count + step for count in COUNTS]
@@ -128,9 +129,9 @@ def test_packed_rows_have_the_logits_of_rows_alone(family: str, seed: int) -> No
         read, write = write, read
 
 
-def with_entries_that_show(states: Tensor | None) -> Tensor | None:
+def with_entries_that_show(states: Tensor) -> Tensor:
     """As many further entries, of NaN."""
-    return None if states is None else torch.cat([states, torch.full_like(states, torch.nan)])
+    return torch.cat([states, torch.full_like(states, torch.nan)])
 
 
 def test_layers_are_traced_whole(seed: int) -> None:
@@ -148,8 +149,7 @@ def test_layers_are_traced_whole(seed: int) -> None:
         return logits
 
     for states in memory.values():
-        for own in states:
-            own.fill_(torch.nan)  # type: ignore[union-attr]
+        states.fill_(torch.nan)
     torch._dynamo.reset()
     with torch.no_grad():
         found = torch.compile(run, backend="aot_eager", fullgraph=True)(ids, rows)

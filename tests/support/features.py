@@ -58,12 +58,10 @@ FEATURES = {
     ),
     "recurrent layers": Feature(
         "recurrent",
-        (
-            *("compiled_llm/model/layers/recurrent.py", "compiled_llm/compat/recurrent_forwards.py"),
-            *("compiled_llm/kvcache/state_pool.py", "ops/compiled_llm_ops/recurrent"),
-        ),
+        ("compiled_llm/kinds/recurrent", "ops/compiled_llm_ops/recurrent"),
         ("huggingface/recurrent/test_recurrent_generate.py", "model/test_recurrent.py", "ops/recurrent"),
-        lacks="rows, the pool, the prefix tree, the scheduler and all steps know of states",
+        line="compiled_llm/kinds/registry.py: compiled_llm.kinds.recurrent",
+        exports="ops/compiled_llm_ops/__init__.py: causal_conv1d|gated_delta_rule|selective_scan",
     ),
     "cascade": Feature(
         "cascade",

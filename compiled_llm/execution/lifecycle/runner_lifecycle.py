@@ -126,7 +126,7 @@ class ModelRunnerLifecycle:
                     holder.let_go()
                 self._facts.version.let_go()
                 check_placement(self._facts.model, self._config)
-                check_layers(self._facts.model, self._facts.layers, self._config, self._facts.states)
+                check_layers(self._facts.model, self._facts.layers, self._config)
                 model_runner = self._new(made_for)
                 self.present, self._made_for, self._kept = model_runner, made_for, None
             return model_runner

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import Extension
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.table import HostTable, Span, build_table
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 Holds = Callable[[int, int, int], bool]
 """Whether a launch may have so many tokens, pages and rows."""

@@ -24,6 +24,7 @@ from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.features import feature
 from compiled_llm.kinds.registry import allocate_codecs
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kinds.spec import TokenPlaces
 from compiled_llm.kvcache.memory import (
     ended_marker,
@@ -40,10 +41,8 @@ from compiled_llm.kvcache.specs import allocate_pages, kv_cache_specs, page_byte
 from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StatePool
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.layers.recurrent import Place, StateMemory, memories, shapes as shapes_of_states
 from compiled_llm.model.sizes import logits_width
 from compiled_llm_ops.plain_attention import as_bytes
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 _SPARE_STATES = 2
 _KEPT_STATES_FOR_A_ROW, _MOST_KEPT_STATES = 2, 32
@@ -155,9 +154,8 @@ class RunnerState:
         return pool, (pool.take_reserved(), pool.take_reserved())
 
     def _allocate_states(self, entries: int) -> list[Tensor]:
-        """Return the memory of recurrent layers' states."""
-        shapes = shapes_of_states(self.facts.states)
-        states = [self.kv_memory.zeros((entries, *shape), dtype) for shape, dtype in shapes]
+        """Return the memory of rows' states."""
+        states = [self.kv_memory.zeros((entries, *spec.shape), spec.dtype) for spec in self.facts.states]
         for memory in states:
             mark_static(memory)
             torch._dynamo.mark_dynamic(memory, 0)
@@ -190,7 +188,7 @@ class RunnerState:
     @property
     def bytes_of_a_state(self) -> int:
         """Bytes of a row's state over all recurrent layers; 0 if there are none."""
-        return sum(spec.nbytes for spec in self.facts.states.values())
+        return sum(spec.nbytes for spec in self.facts.states)
 
     @property
     def state_bytes(self) -> int:
@@ -250,13 +248,12 @@ class RunnerState:
         for tap in self.taps:
             tap.imported(rows, self.slots.places(rows), counts)
 
-    def read_states(self, rows: Sequence[Row]) -> dict[Place, StateMemory]:
-        """Return copies of rows' states at each place of recurrent layers, ``[B, ...]``; they hold tokens."""
-        if not self.facts.states:
-            return {}
-        entries = [row.entry for row in rows]
-        (at,) = self.staging.to_device([np.array(entries, dtype=np.int64)])
-        return memories(self.facts.states, [memory.index_select(0, at) for memory in self.states])
+    def read_states(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Return copies of rows' states, ``[B, ...]``; the rows hold tokens."""
+        if not self.states:
+            return []
+        (at,) = self.staging.to_device([np.array([row.entry for row in rows], dtype=np.int64)])
+        return [memory.index_select(0, at) for memory in self.states]
 
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
         """Return copies of a row's keys and values in one layer, each ``[K, length, D]``."""

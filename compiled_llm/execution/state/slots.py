@@ -20,10 +20,10 @@ from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slot_settings import SlotSettings
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.state_pool import RowStates
 from compiled_llm.kvcache.step_validity import StepValidity
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
 # Loops that interleave (a callback calls the model again, an engine and calls run) have slots at the same time.
 SLOTS_FOR_A_ROW = 2

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache, DynamicCache, PretrainedConfig
 
-from compiled_llm.compat.huggingface import add_index_keys, add_states
+from compiled_llm.compat.huggingface import add_index_keys
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.unpaged import KeysAndValues
@@ -33,11 +33,11 @@ from compiled_llm.huggingface.cache.cache_columns import (
 from compiled_llm.huggingface.cache.hidden_columns import check_blocks, check_windows
 from compiled_llm.huggingface.cache.paged_layer import PagedLayer
 from compiled_llm.kinds.kind import places_beside
+from compiled_llm.kinds.registry import add_states
 from compiled_llm.kinds.support import refusal, runs_original
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
-from compiled_llm.model.layers.recurrent import Place, StateMemory
 
 
 class PagedCache(Cache):
@@ -108,10 +108,6 @@ class PagedCache(Cache):
         return self.generate_loop.rows
 
     @property
-    def _is_recurrent(self) -> bool:
-        return bool(self.model_runner.state.facts.states)
-
-    @property
     def is_compileable(self) -> bool:
         """False, or ``generate`` would compile by itself and turn the 2-D mask into one that this cache cannot use."""
         return False
@@ -134,10 +130,6 @@ class PagedCache(Cache):
         places = places_beside(self.model_runner.state.facts.layers) if self.seen else {}
         return ((layer, self.copied(place)[0][:, 0]) for layer, place in places.items())
 
-    def states(self) -> dict[Place, StateMemory]:
-        """Return copies of the rows' states ``[B, ...]`` at each place; none while there are no rows."""
-        return self.generate_loop.states() if self.seen else {}
-
     def _in_columns(self, rows: Sequence[Tensor]) -> Tensor:
         """Return ``[B, K, C, D]`` from the stored tokens of each row, ``[K, length, D]``."""
         heads, _, head_dim = rows[0].shape
@@ -154,8 +146,8 @@ class PagedCache(Cache):
                 theirs.update(keys, values, index)
         for index, keys in self.index_keys():
             add_index_keys(theirs, keys, index)
-        for (layer, number), (conv, recurrent) in self.states().items():
-            add_states(theirs, layer, number, conv, recurrent)
+        if self.seen:
+            add_states(theirs, self.model_runner.state.facts.layers, self.generate_loop.states())
         self.close()
         return theirs
 
@@ -218,7 +210,8 @@ class PagedCache(Cache):
         if self.seen and len(self.stored) != batch:
             raise ValueError(f"input_ids: {batch} rows do not fit a cache of {len(self.stored)} rows")
         stored = self.stored if self.seen else np.zeros((batch, 0), dtype=bool)
-        return row_updates(stored, None if mask is None else on_host(mask) != 0, first, last, self._is_recurrent)
+        shown, keeps_states = None if mask is None else on_host(mask) != 0, bool(self.model_runner.state.facts.states)
+        return row_updates(stored, shown, first, last, keeps_states)
 
     def check_windows(self, updates: Sequence[RowUpdate], last: int, growth: int = 0) -> None:
         """Raise HiddenInWindowError if a window hides tokens, or will ``growth`` tokens after column ``last``."""

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from transformers import PreTrainedModel
 
-from compiled_llm.kinds.kind import LayerFunctions
+from compiled_llm.kinds.kind import Layer, LayerFunctions
+from compiled_llm.kinds.registry import as_they_were, let_layers_pack
 from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
-from compiled_llm.model.layer_probe import Probed, probe_layers
-from compiled_llm.model.layers.recurrent import as_they_were, let_layers_pack
+from compiled_llm.model.layer_probe import probe_layers
 from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.shallow_copies import shallow_copy
 from compiled_llm.model.weights.foreign_weights import changes_in_first_call
@@ -19,12 +19,12 @@ from compiled_llm.model.weights.foreign_weights import changes_in_first_call
 
 def layers_of(
     model: PreTrainedModel, functions: LayerFunctions, watch: AbstractContextManager[object] | None = None
-) -> Probed:
+) -> list[Layer]:
     """Return the layers of an unwrapped model, or UnsupportedModelError; ``watch`` is entered for the first trial."""
     with paged_attention_in(model), watch or nullcontext():
         fake = not changes_in_first_call(model)
-        layers, states = probe_layers(model, BATCH_ARGUMENT, fake, functions)
-    return Probed(check_patterns(model, layers), states)
+        layers = probe_layers(model, BATCH_ARGUMENT, fake, functions)
+    return check_patterns(model, layers)
 
 
 @contextmanager

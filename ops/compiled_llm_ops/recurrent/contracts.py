@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-NO_ENTRY = -1  # in place of an entry of a pool of states: a row begins with zeros, or its state is not kept
-
 
 class CausalConv1d(NamedTuple):
     tokens: Tensor

@@ -8,7 +8,7 @@
 # anywhere else, so that nothing changes for other callers, other models and other threads.
 # Without it, models with recurrent layers are refused. It ends when transformers computes packed rows without
 # flash-linear-attention and mamba-ssm, and its caches may bring their own functions.
-# ``tests/compat/test_recurrent_forwards.py`` names what no longer fits.
+# ``tests/kinds/test_recurrent_forwards.py`` names what no longer fits.
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 # HuggingFace's layers hand states to its cache, and compute by functions that take padded rows, or one row. Here
 # ``RecurrentStates`` is in the cache's place. Layers find no earlier state in it, so they take the way of a prompt, for
-# one token, too, and it stands in for the functions that they call there (``compat/recurrent_forwards.py``): ops that
-# read and write the states of packed rows. A layer may keep several; each has a place, the layer's number and its own.
+# one token, too, and it stands in for the functions that they call there (``forwards.py``): ops that read and write the
+# states of packed rows. A layer may keep several, each with a number, of up to two tensors: "conv", the newest inputs
+# of a convolution, and "recurrent", the matrix of a recurrence.
 # Shapes: B rows, T packed tokens, [b, q] the tokens as the model has them (T = b * q), C channels, W width of a
 # convolution, K heads of queries and keys, H heads, D size of a key, V size of a value, P size of a head, N size of a
 # state, G groups of heads, E entries.
@@ -12,75 +13,50 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
+from transformers import Cache
 
-from compiled_llm.compat.recurrent_forwards import (
+from compiled_llm.kinds.kind import Layer
+from compiled_llm.kinds.recurrent.forwards import (
     StatesNotFoundError,
     keeps_states,
     own_class,
     packed_forward,
     with_packed_rows,
 )
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.kinds.rows import NO_ENTRY, StateRows
+from compiled_llm.kinds.spec import StateSpec
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
-from compiled_llm_ops.recurrent.contracts import NO_ENTRY
 
-Place = tuple[int, int]  # a layer's number, and that of its state among those of the layer
+OPS = (
+    (torch.ops.compiled_llm.gated_delta_rule.default, torch.ops.compiled_llm.selective_scan.default),
+    (torch.ops.compiled_llm.causal_conv1d.default,),  # of layers that have nothing else; most others have it, too
+)
+"""The ops that read and write states: each layer of a model calls one of the first, or one of the second."""
 
-
-class StateRows(NamedTuple):
-    """Where the states of a batch lie."""
-
-    token_rows: Tensor  # ``[T]`` int32, the row of each new token
-    qo_indptr: Tensor  # ``[B + 1]`` int32, where each row's tokens begin
-    read: Tensor  # ``[B]`` int32, the entry that a row begins with; negative for none
-    write: Tensor  # ``[B]`` int32, the entry that its new state is written to; negative to drop it
-
-    @property
-    def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.qo_indptr, self.read, self.write
-
-
-class StateSpec(NamedTuple):
-    """What a layer keeps of a row at one place."""
-
-    conv: tuple[int, int] | None  # C and W of a convolution; None if there is none
-    recurrent: tuple[int, int, int] | None  # H, D and V, or H, P and N, of a recurrence; None if there is none
-    dtype: torch.dtype  # of the convolution's inputs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a row."""
-        conv = 0 if self.conv is None else math.prod(self.conv) * self.dtype.itemsize
-        return conv + (0 if self.recurrent is None else 4 * math.prod(self.recurrent))
-
-
-class StateMemory(NamedTuple):
-    """The states of one place; None for what it has not."""
-
-    conv: Tensor | None = None  # ``[E, C, W]``, the newest inputs of a convolution, of the model's dtype
-    recurrent: Tensor | None = None  # ``[E, H, D, V]`` or ``[E, H, P, N]`` float32
+Place = tuple[int, int, str]  # of a tensor: its layer, the number of its state there, and which of the state's it is
 
 
 class RecurrentStates:
     """States of ``rows``, in place of HuggingFace's cache; ``attending`` takes what layers that attend hand over."""
 
-    def __init__(self, rows: StateRows, memory: Mapping[Place, StateMemory]) -> None:
-        self.rows, self._memory = rows, memory
-        self.attending: Any = None
-        self._place: Place = -1, 0
+    def __init__(self, rows: StateRows, memory: Mapping[Place, Tensor], attending: Any = None) -> None:
+        self.rows, self._memory, self._attending = rows, memory, attending
+        self._state = -1, 0  # the layer that asked last, and the number of its state
 
     # ---- what HuggingFace's layers ask a cache
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return a layer's new keys and values: its attention function has pages."""
-        return (key, value) if self.attending is None else self.attending.update(key, value, layer_idx)
+        return (key, value) if self._attending is None else self._attending.update(key, value, layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return how many keys a mask is for, and where they begin: those of the new tokens."""
@@ -92,21 +68,21 @@ class RecurrentStates:
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None: no layer is to compute with a state by itself."""
-        self._place = layer_idx, state_idx
+        self._state = layer_idx, state_idx
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None, as ``get_conv_state``."""
-        self._place = layer_idx, state_idx
+        self._state = layer_idx, state_idx
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
         """Return False, for transformers before ``get_conv_state``."""
         if layer_idx is not None:
-            self._place = layer_idx, state_idx
+            self._state = layer_idx, state_idx
         return False
 
     def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Return the inputs of a convolution as they are; ``causal_conv1d`` follows."""
-        self._place = layer_idx, state_idx
+        self._state = layer_idx, state_idx
         return states
 
     def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> None:
@@ -209,22 +185,19 @@ class RecurrentStates:
         return (out, out.new_empty(0)) if return_final_states else out
 
     def _conv(self, weight: Tensor) -> Tensor:
-        memory = self._memory[self._place].conv
-        assert memory is not None
-        return memory
+        """Return ``[E, C, W]`` in the model's dtype."""
+        return self._memory[(*self._state, "conv")]
 
     def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
-        memory = self._memory[self._place].recurrent
-        assert memory is not None
-        return memory
+        """Return ``[E, H, D, V]`` or ``[E, H, P, N]`` float32."""
+        return self._memory[(*self._state, "recurrent")]
 
 
 class StateProbe(RecurrentStates):
     """Takes their place in a trial forward, and notes what each layer keeps."""
 
     def __init__(self, rows: StateRows) -> None:
-        # of each place that a layer has named so far, one entry for each row
-        self.memory: dict[Place, StateMemory] = {}
+        self.memory: dict[Place, Tensor] = {}  # what a layer has named so far, with an entry for each row
         super().__init__(rows, self.memory)
 
     @classmethod
@@ -234,29 +207,20 @@ class StateProbe(RecurrentStates):
         return cls(StateRows(*(torch.tensor(own, dtype=torch.int32, device=device) for own in numbers)))
 
     @property
-    def specs(self) -> dict[Place, StateSpec]:
-        """What was noted, in the order of layers."""
-        return {place: _spec_of(*self.memory[place]) for place in sorted(self.memory)}
+    def specs(self) -> dict[int, tuple[StateSpec, ...]]:
+        """What was noted of each layer that keeps something."""
+        found: defaultdict[int, tuple[StateSpec, ...]] = defaultdict(tuple)
+        for place, states in sorted(self.memory.items(), key=lambda own: own[0]):
+            found[place[0]] += (StateSpec(place[1:], tuple(states.shape[1:]), states.dtype),)
+        return dict(found)
 
     def _conv(self, weight: Tensor) -> Tensor:
-        memory = self.memory.get(self._place, StateMemory())
-        if memory.conv is None:
-            memory = memory._replace(conv=weight.new_zeros(len(self.rows.read), *weight.shape))
-            self.memory[self._place] = memory
-        return super()._conv(weight)
+        states = weight.new_zeros(len(self.rows.read), *weight.shape)
+        return self.memory.setdefault((*self._state, "conv"), states)
 
     def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
-        memory = self.memory.get(self._place, StateMemory())
-        if memory.recurrent is None:
-            states = torch.zeros(len(self.rows.read), heads, size, width, dtype=torch.float32, device=device)
-            self.memory[self._place] = memory._replace(recurrent=states)
-        return super()._recurrent(heads, size, width, device)
-
-
-def _spec_of(conv: Tensor | None, recurrent: Tensor | None) -> StateSpec:
-    sizes = None if conv is None else (conv.shape[1], conv.shape[2])
-    matrix = None if recurrent is None else (recurrent.shape[1], recurrent.shape[2], recurrent.shape[3])
-    return StateSpec(sizes, matrix, torch.float32 if conv is None else conv.dtype)
+        states = torch.zeros(len(self.rows.read), heads, size, width, dtype=torch.float32, device=device)
+        return self.memory.setdefault((*self._state, "recurrent"), states)
 
 
 def has_states(model: nn.Module) -> bool:
@@ -265,21 +229,16 @@ def has_states(model: nn.Module) -> bool:
 
 
 def let_layers_pack(model: nn.Module) -> None:
-    """Let recurrent layers compute packed rows by ``RecurrentStates``; StatesNotFoundError if one cannot."""
+    """Let recurrent layers compute packed rows by ``RecurrentStates``; UnsupportedModelError if one cannot."""
     layers = [module for module in model.modules() if keeps_states(type(module))]
-    classes = [with_packed_rows(type(module), RecurrentStates) for module in layers]
+    try:
+        classes = [with_packed_rows(type(module), RecurrentStates) for module in layers]
+    except StatesNotFoundError as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has recurrent layers that keep states in a way of their own: {error}"
+        ) from None
     for module, packed in zip(layers, classes, strict=True):
         module.__class__ = packed
-
-
-@contextmanager
-def packing(model: nn.Module) -> Iterator[None]:
-    """Let recurrent layers pack rows for the block; errors as ``let_layers_pack``."""
-    let_layers_pack(model)
-    try:
-        yield
-    finally:
-        as_they_were(model)
 
 
 def let_layers_compute_on_fakes(model: nn.Module, tokens: int) -> None:
@@ -316,27 +275,25 @@ def as_they_were(model: nn.Module) -> None:
             module.__class__ = own
 
 
-def memories(specs: Mapping[Place, StateSpec], tensors: Sequence[Tensor]) -> dict[Place, StateMemory]:
-    """Return the memory of each place, of tensors that follow one another as ``shapes`` does."""
-    left = iter(tensors)
-    return {
-        place: StateMemory(None if spec.conv is None else next(left), None if spec.recurrent is None else next(left))
-        for place, spec in specs.items()
-    }
+def cache_of(layers: Sequence[Layer]) -> Callable[[StateRows, Sequence[Tensor], Any], RecurrentStates]:
+    """Return what makes a forward's cache, of its rows, the memory of states, and what layers that attend have."""
+    places = [*_places(layers)]
+    return lambda rows, states, attending: RecurrentStates(rows, dict(zip(places, states, strict=True)), attending)
 
 
-def layers_of(specs: Mapping[Place, StateSpec]) -> list[int]:
-    """Return the layer of each tensor, in the order of ``shapes``."""
-    return [layer for (layer, _), spec in specs.items() for kept in (spec.conv, spec.recurrent) if kept is not None]
+def _places(layers: Sequence[Layer]) -> Iterator[Place]:
+    return ((number, *spec.key) for number, layer in enumerate(layers) for spec in layer.states)
 
 
-def shapes(specs: Mapping[Place, StateSpec]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape of each tensor of a row's states, and its type."""
-    found: list[tuple[tuple[int, ...], torch.dtype]] = []
-    for spec in specs.values():
-        found += [] if spec.conv is None else [(spec.conv, spec.dtype)]
-        found += [] if spec.recurrent is None else [(spec.recurrent, torch.float32)]
-    return found
+def add_states(cache: Cache, layers: Sequence[Layer], states: Sequence[Tensor]) -> None:
+    """Give HuggingFace's dynamic cache the layers' states ``[B, ...]`` as if their own forward had left them there."""
+    given: Any = cache
+    for (layer, number, part), own in zip(_places(layers), states, strict=True):
+        if part == "conv":
+            given.update_conv_state(own, layer, state_idx=number, conv_kernel_size=own.shape[-1])
+        else:
+            heads_of_one = own.shape[2] == 1  # Mamba 1, whose states have no dimension for it
+            given.update_recurrent_state(own.squeeze(2) if heads_of_one else own, layer, state_idx=number)
 
 
 def _activated(states: Tensor, activation: str | None) -> Tensor:

@@ -10,8 +10,8 @@ import textwrap
 import pytest
 
 from compiled_llm.compat.cache_names import NAMES
-from compiled_llm.compat.recurrent_forwards import FUNCTIONS, keeps_states
-from compiled_llm.model.layers.recurrent import RecurrentStates
+from compiled_llm.kinds.recurrent.forwards import FUNCTIONS, keeps_states
+from compiled_llm.kinds.recurrent.layers import RecurrentStates
 from support.huggingface.recurrent_families import RECURRENT, recurrent_model
 
 pytestmark = pytest.mark.core

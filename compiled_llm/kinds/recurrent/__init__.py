@@ -1,0 +1,1 @@
+"""Recurrent layers: what they keep of rows besides pages, and how they compute packed rows."""
