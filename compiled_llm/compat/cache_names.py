@@ -25,7 +25,7 @@ from transformers.utils.generic import ModelOutput
 
 NAMES = ("cache", "past_key_values", "cache_params")  # all that it has had, the newest one first
 
-RECURRENT_NAMES = ("cache", "cache_params")  # those that models without attention have had
+STATE_CACHE_NAMES = ("cache", "cache_params")  # those that models without attention have had
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -41,8 +41,8 @@ class PrefillInputs(NamedTuple):
     taps: tuple[StepTap, ...] = ()  # watch the step
     places: Tensor | None = None  # ``[B]`` int64, where each row's entries lie that taps have; None without
     alone: bool = False  # whether rows have no other tokens, and layers with latents attend to expanded keys and values
-    read: Tensor | None = None  # ``[B]`` int32, the entry of each row's state; None without recurrent layers
-    write: Tensor | None = None  # ``[B]`` int32, the entry of the state that it has afterwards; None without
+    read: Tensor | None = None  # ``[B]`` int32, the entry of each row's states; None if rows have none
+    write: Tensor | None = None  # ``[B]`` int32, the entry of those that it has afterwards; None likewise
     wants: tuple[str, ...] = ()  # outputs of the model that the step gives besides logits, by HuggingFace's names
 
 
@@ -88,8 +88,8 @@ class DecodeInputs(NamedTuple):
     # by which rows read pages that they share once; None if each row reads all of its own
     shared: JointAttention | None = None
     taps: tuple[StepTap, ...] = ()  # as of ``PrefillInputs``; rows' entries lie in their slots
-    # ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None without
-    # recurrent layers
+    # ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None if rows have
+    # no states
     states: tuple[Tensor, Tensor] | None = None
     wants: tuple[str, ...] = ()  # as of ``PrefillInputs``
     # whether layers attend together where they find their rows: the step runs uncompiled on a CPU

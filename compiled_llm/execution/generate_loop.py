@@ -151,7 +151,7 @@ class GenerateLoop:
 
         Raises:
             ValueError: they are more than ``max_batch_size``; nothing has changed.
-            OutOfStatesError: too few states of recurrent layers are free; the rows are as they were.
+            OutOfStatesError: too few states are free; the rows are as they were.
         """
         self._check_room(len(indices))
         old = list(self.rows)

@@ -105,7 +105,7 @@ class ModelRunner:
         Args:
             max_rows: make room for so many rows, if that is more than ``config`` says.
             weights: those that an earlier runner has fused.
-            states: have as many entries for states of recurrent layers; what ``config`` has room for if None.
+            states: have as many entries for states of rows; what ``config`` has room for if None.
 
         Raises:
             ValueError: not even one page fits into the memory allowed.

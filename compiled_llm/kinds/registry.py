@@ -33,7 +33,9 @@ CODECS: Mapping[str, Any] = {
 }
 """Specs of how pages are stored, by ``kv_dtype``."""
 
-STATES: Sequence[Any] = (import_module("compiled_llm.kinds.recurrent.layers"),)
+STATES: Sequence[Any] = [
+    import_module("compiled_llm.kinds.recurrent.layers"),
+]
 """Modules of layers whose rows keep states besides pages."""
 
 

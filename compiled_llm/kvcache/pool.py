@@ -73,7 +73,7 @@ class PagePool:
         watch: Callable[[], RowWatch] | None = None,
         states: StatePool | None = None,
     ) -> None:
-        self.states = states  # of recurrent layers; None if there are none
+        self.states = states  # what rows keep besides pages; None if they keep nothing
         # of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens, but by no
         # call of a tree: that owns full pages, into which no row writes
         self.validity = StepValidity() if validity is None else validity

@@ -30,7 +30,7 @@ class PrefixMatch(NamedTuple):
     """The longest beginning of a prompt that a row can take over, and what is known of it beyond."""
 
     pages: list[int]  # that hold it; their taker owns them. The last one may be full in part
-    # the entry of the state after it, which its taker owns; ``NO_ENTRY`` without recurrent layers, and if nothing was
+    # the entry of the state after it, which its taker owns; ``NO_ENTRY`` if rows have none, and if nothing was
     # found
     state: int = NO_ENTRY
     # after how many tokens of the prompt the tree lacks a state that others could begin with
@@ -44,7 +44,7 @@ class PrefixTree:
     # The tree is one owner of each of its pages. No row writes into them: rows copy a shared page before they do. When
     # the pool runs out, the least recently used pages go first, those at the ends of sequences before those they
     # continue.
-    # Where there are recurrent layers, a row can begin only where the tree has the state after its pages, too. The tree
+    # Where rows have states, one can begin only where the tree has the state after its pages, too. The tree
     # is one owner of the entries of such states, which no row writes either. They go with their pages, or before them
     # if entries run out, the least recently used first. A state may be that after tokens which end within a page, such
     # as those of an answer: then the tree keeps that page as well, as a leaf, and no longer than the state.
@@ -73,7 +73,7 @@ class PrefixTree:
     def match(self, ids: NDArray[np.int64], salt: Hashable = None) -> PrefixMatch:
         """Return the pages that hold the beginning of a prompt's ids ``[L]``, under a salt, now the caller's, too."""
         # At least one token is left to compute. Pages that only the tree owns are left out as far as they are promised
-        # to other rows. With recurrent layers they end where the tree has a state.
+        # to other rows. Where rows have states, they end where the tree has a state.
         texts = self._texts(ids[:-1])
         with self._pool.lock:
             nodes, pages = self._walk(texts, salt)
@@ -132,7 +132,7 @@ class PrefixTree:
     def _share_with_state(self, path: list[_Node]) -> tuple[list[_Node], int]:
         """Return as much of a path as ends with a state, and its entry; the caller owns it and the pages as well."""
         states, pages = self._pool.states, self._pages_of(path)
-        assert states is not None, "there are recurrent layers"
+        assert states is not None, "rows have states"
         shared = self._pool.share_cached(pages)
         depth = self._depth(path[:shared])
         if depth and not states.share_cached(self._states[path[depth - 1]]):
@@ -223,7 +223,7 @@ class PrefixTree:
 
     def _checked_states(self) -> StatePool:
         if self._pool.states is None:
-            raise ValueError("insert: a state is given, and there are no recurrent layers")
+            raise ValueError("insert: a state is given, and rows have none")
         return self._pool.states
 
     def forget_oldest(self) -> int:

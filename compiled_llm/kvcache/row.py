@@ -85,7 +85,7 @@ class Row:
 
     @property
     def entry(self) -> int:
-        """The entry of its state; ``NO_ENTRY`` if it has no tokens, or there are no recurrent layers."""
+        """The entry of its state; ``NO_ENTRY`` if it has no tokens, or no states."""
         if self.states is None:
             return NO_ENTRY
         self.states.has_grown(self.length)
@@ -178,7 +178,7 @@ class Row:
     def begin_from(self, pages: Sequence[int], state: int = NO_ENTRY, tokens: int | None = None) -> None:
         """Take over pages of ``PrefixTree.match``, which hold the first tokens of this row, still empty.
 
-        The row is their owner already, and that of the ``state`` after these tokens, where there are recurrent layers.
+        The row is their owner already, and that of the ``state`` after these tokens, if rows have states.
         There are as many as fill the pages, or ``tokens``; a last page that is full in part is copied before the row
         writes there, and that copy is promised. The pages promised to it stay promised: call ``reserve`` afterwards for
         the tokens beyond.

@@ -1,4 +1,4 @@
-"""Entries for the states of recurrent layers: which row has which. Plain numbers on the host, no device."""
+"""Entries for the states that rows keep besides pages: which row has which. Plain numbers on the host, no device."""
 
 # A state is never changed where it lies. A step reads the entry that holds a row's state, and writes another one, which
 # becomes the row's; the earlier one stays until the next step. So rows that begin alike share an entry, as they share

@@ -198,7 +198,7 @@ class HistogramCounts(Struct, frozen=True):
 
 
 class PageCounts(Struct, frozen=True):
-    """The account of pages, or of states of recurrent layers; ``used + free + cached`` is ``total``."""
+    """The account of pages, or of states of rows; ``used + free + cached`` is ``total``."""
 
     total: int
     used: int

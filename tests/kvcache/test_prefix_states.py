@@ -445,7 +445,7 @@ def test_states_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(ValueError, match=r"another prefix tree holds states of this pool; clear\(\)"):
         PrefixTree(pool).insert(array((5, 6, 7, 8)), other.pages, state=other.entry)
     assert (len(tree), states.account().cached) == (2, 0)
-    with pytest.raises(ValueError, match="there are no recurrent layers"):
+    with pytest.raises(ValueError, match="a state is given, and rows have none"):
         PrefixTree(PagePool(4, 2)).insert(array((5, 6)), [1], state=0)
     row.free()
     other.free()

@@ -53,7 +53,7 @@ class Scheduler:
         lets_pass: later requests may run before the next one, which lacks pages or slots.
         generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
         short_since: when the next request came, if the last plan had too few pages or slots for it; else None.
-        lacks_states: why it had too few states of recurrent layers for a request; empty if it had enough.
+        lacks_states: why it had too few states of rows for a request; empty if it had enough.
     """
 
     def __init__(

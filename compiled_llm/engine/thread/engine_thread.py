@@ -252,7 +252,7 @@ class EngineThread:
         return [engine for engine in list(self._runtime.engines) if isinstance(engine, EngineThread)]
 
     def _refuse_waiting(self, loop: Loop, lacking: str) -> None:
-        """End all requests, none of which can begin, if no row that runs will give a state of recurrent layers back."""
+        """End all requests, none of which can begin, if no row that runs will give states back."""
         # What is left are rows of caches that the user keeps. The prefix tree has given up what it had.
         run = any(engine.loop is not None and engine.loop.scheduler.rows for engine in self._engines)
         if run or self._runtime.loop_lock.shared:

@@ -21,7 +21,7 @@ class CompiledParts:
     rows: int
     positions: int
     tokens: int  # that fill all pages
-    states: int  # entries for those of recurrent layers
+    states: int  # entries for those of rows
     # the compiled functions; None if their CUDA graphs are part of them, and had to go with them
     programs: Programs | None
     weights: FusedWeights

@@ -36,7 +36,7 @@ class Packed(NamedTuple):
     qo_indptr: NDArray[np.int32]  # [B + 1]
     indptr: NDArray[np.int32]  # [B + 1]
     last_page_len: NDArray[np.int32]  # [B]
-    read: NDArray[np.int32]  # [B], or [0] without recurrent layers, as the next one
+    read: NDArray[np.int32]  # [B], or [0] if rows have no states, as the next one
     write: NDArray[np.int32]  # [B]
 
 
@@ -65,7 +65,7 @@ def pack(
     slots: NDArray[np.int64],
     page_size: int,
     padding: int | None = None,
-    recurrent: bool = False,
+    keeps_states: bool = False,
 ) -> tuple[Packed, HostTable]:
     """Lay out rows one after the other; returns the inputs of the program, and the page table that is planned."""
     # ``keep`` ``[L]`` are the tokens whose logits are wanted, ``slots`` ``[C]`` those of rows for which a token is
@@ -73,7 +73,7 @@ def pack(
     queries = [len(extension.ids) for extension in batch]
     table = build_table([extension.row for extension in batch], queries, page_size, len(batch))
     count = len(batch)
-    sizes = (sum(queries), len(keep), len(slots), count, count * (padding is not None), count * recurrent)
+    sizes = (sum(queries), len(keep), len(slots), count, count * (padding is not None), count * keeps_states)
     packed = _allocated(*sizes)
     np.concatenate([extension.ids for extension in batch], out=packed.ids)
     np.concatenate([extension.positions for extension in batch], out=packed.positions)
@@ -87,16 +87,16 @@ def pack(
     packed.qo_indptr[:], packed.indptr[:], packed.last_page_len[:] = table.qo_indptr, table.indptr, table.last_page_len
     if padding is not None:
         packed.places[:] = [padding if extension.place < 0 else extension.place for extension in batch]
-    if recurrent:
+    if keeps_states:
         for at, extension in enumerate(batch):
             packed.read[at], packed.write[at] = extension.states
     return packed, table
 
 
-def _allocated(tokens: int, wanted: int, sampled: int, rows: int, placed: int, recurrent: int) -> Packed:
+def _allocated(tokens: int, wanted: int, sampled: int, rows: int, placed: int, entries: int) -> Packed:
     """Return columns that lie one after the other in one piece of memory."""
     wide = (tokens, tokens, wanted, sampled, sampled, placed)
-    narrow = (tokens, tokens, rows + 1, rows + 1, rows, recurrent, recurrent)
+    narrow = (tokens, tokens, rows + 1, rows + 1, rows, entries, entries)
     memory = np.empty(8 * sum(wide) + 4 * sum(narrow), np.uint8)
     columns: list[NDArray[Any]] = []
     for sizes, words in (

@@ -75,7 +75,7 @@ class Prefill:
         self._page_size = state.config.page_size
         self._taps = state.taps
         self._padding = state.slots.padding if state.taps else None
-        self._recurrent = state.pool.states is not None
+        self._stateful = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
         model = state.facts.model
         self._most_scored = _tokens_in(state, _SCORES, vocabulary_of(model) * model.dtype.itemsize)
@@ -184,7 +184,7 @@ class Prefill:
         if self._taps:
             extensions = self._placed(extensions)
         self._state.arena.flush()
-        if self._recurrent:
+        if self._stateful:
             extensions = [_with_states(extension) for extension in extensions]
         start, parts = 0, []
         spare = self._state.spare_states
@@ -265,7 +265,7 @@ class Prefill:
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it, which chooses its own schedule."""
         state = self._state
-        packed, table = pack(chunk, keep, slots, self._page_size, self._padding, self._recurrent)
+        packed, table = pack(chunk, keep, slots, self._page_size, self._padding, self._stateful)
         alone = self._planner.attends_alone(schedule)
         columns, indices = state.staging.to_device(packed), state.prefill_indices
         if indices is not None:
@@ -291,7 +291,7 @@ class Prefill:
         named |= {"ids": named["ids"][None], "positions": named["positions"][None]}
         if not self._taps:
             named["places"] = None
-        if not self._recurrent:
+        if not self._stateful:
             named |= {"read": None, "write": None}
         alone = shape is not None and self._planner.attends_alone(shape.schedule)
         plans = self._planner.for_prefill(shape)
@@ -439,7 +439,7 @@ class Prefill:
         logits, sampled = shape.outputs
         keep = np.concatenate([keep, np.zeros(logits - len(keep), dtype=np.int64)])
         slots = np.concatenate([slots, self._state.slots.of([], sampled - len(slots))])
-        return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size, self._padding, self._recurrent)
+        return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size, self._padding, self._stateful)
 
     def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""

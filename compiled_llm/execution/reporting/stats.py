@@ -79,7 +79,7 @@ class Stats:
             over.
         buckets: decode batch sizes that are ready.
         pages: the page account, or None while nothing is allocated.
-        states: the account of states of recurrent layers; None without such layers, or while nothing is allocated.
+        states: the account of states of rows; None if they have none, or while nothing is allocated.
         peak_pages: how many pages were used at one time, at most.
         page_size: tokens in a page.
         memory: bytes on the device: ``weights``, ``pages``, ``workspace`` (the backend's), ``buffers`` (page tables and

@@ -57,7 +57,7 @@ class RunnerState:
         sharing: when decode steps read shared pages once; None for never.
         codecs: of each layer's pages; empty if these are of the model's dtype.
         validity: of decode steps; whatever changes something that they are made from ends it.
-        states: the memory of recurrent layers, a tensor for each that their specs name; empty if there are none.
+        states: the memory of rows' states, a tensor for each of ``ModelFacts.states``.
         spare_states: entries for the states of a row whose prompt is cut into several launches.
         scores: what choosing tokens may take; None if layers have no indexers.
         prefill_indices: the page numbers of the prefill that runs; None with ``scores``, where each prefill has a
@@ -74,7 +74,7 @@ class RunnerState:
         taps: Sequence[type[RunnerTap]] = (),
     ) -> None:
         """Allocate, with room for rows of ``max_positions`` tokens and ``prefill_pages`` entries of a page table."""
-        # There are ``entries`` for states of recurrent layers; as many as the config has room for if None. At most one
+        # There are ``entries`` for states of rows; as many as the config has room for if None. At most one
         # of the ``taps`` hears of rows. ValueError if not even one page fits into the memory allowed.
         model = facts.model
         self.facts = facts
@@ -146,7 +146,7 @@ class RunnerState:
         return columns
 
     def _pool_of_states(self, entries: int) -> tuple[StatePool | None, tuple[int, int]]:
-        """Return what hands out entries, and the spare ones; there are none without recurrent layers."""
+        """Return what hands out entries, and the spare ones; there are none if rows have no states."""
         if not self.facts.states:
             return None, (NO_ENTRY, NO_ENTRY)
         pool = StatePool(entries, self.validity)
@@ -182,17 +182,17 @@ class RunnerState:
 
     @property
     def states_of_rows(self) -> int:
-        """How many states rows and the prefix tree may have: all but the spare ones; 0 without recurrent layers."""
+        """How many states rows and the prefix tree may have: all but the spare ones."""
         return 0 if self.pool.states is None else self.pool.states.total - _SPARE_STATES
 
     @property
     def bytes_of_a_state(self) -> int:
-        """Bytes of a row's state over all recurrent layers; 0 if there are none."""
+        """Bytes of an entry over all layers; 0 if rows have no states."""
         return sum(spec.nbytes for spec in self.facts.states)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers; 0 while they are given back."""
+        """Bytes of rows' states; 0 while they are given back."""
         return 0 if self.kv_memory.given_back else sum(memory.nbytes for memory in self.states)
 
     def fit_vocabulary(self) -> None:

@@ -47,10 +47,10 @@ class Slots:
     """Gives slots to rows; in the model's executor only."""
 
     @staticmethod
-    def columns(max_rows: int, pages_each: int, recurrent: bool = False) -> dict[str, tuple[int, torch.dtype]]:
-        """Return the columns of an arena for slots for this many rows, with states if there are recurrent layers."""
+    def columns(max_rows: int, pages_each: int, keeps_states: bool = False) -> dict[str, tuple[int, torch.dtype]]:
+        """Return the columns of an arena for slots for this many rows, with states if rows have some."""
         count = SLOTS_FOR_A_ROW * max_rows + 1
-        states = dict.fromkeys(_STATES if recurrent else (), (count, torch.int32))
+        states = dict.fromkeys(_STATES if keeps_states else (), (count, torch.int32))
         return SlotSettings.columns(count) | {"pages": (count * pages_each, torch.int32)} | states
 
     def __init__(
@@ -60,7 +60,7 @@ class Slots:
         vocabulary: int,
         validity: StepValidity | None = None,
         carried: Sequence[Tensor] = (),
-        recurrent: bool = False,
+        keeps_states: bool = False,
     ) -> None:
         """All slots begin free, and greedy; a row takes its entry of ``carried`` along when it changes its slot."""
         self._arena = arena
@@ -68,9 +68,9 @@ class Slots:
         self._settings = SlotSettings(arena, staging, vocabulary)
         self._carried = carried
         self.pages = arena["pages"]  # ``[X * N]`` int32, the page numbers of each slot
-        # ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None without
-        # recurrent layers
-        self.states = (arena[_STATES[0]], arena[_STATES[1]]) if recurrent else None
+        # ``[X]`` int32 twice, the entries of each slot's row after an even and an odd number of tokens; None if
+        # rows have no states
+        self.states = (arena[_STATES[0]], arena[_STATES[1]]) if keeps_states else None
         # the slot of padding rows, which is greedy and has the null page alone
         self.padding = len(self.tables.next_token) - 1
         self.pages_each = len(self.pages) // (self.padding + 1)  # N

@@ -30,7 +30,7 @@ class RowUpdate(NamedTuple):
 
 
 def row_updates(
-    stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int, recurrent: bool = False
+    stored: NDArray[np.bool_], mask: NDArray[np.bool_] | None, first: int, last: int, keeps_states: bool = False
 ) -> list[RowUpdate]:
     """Return the changes in each row of a cache; ValueError if the mask shows a token that is neither stored nor here.
 
@@ -38,7 +38,7 @@ def row_updates(
         stored: ``[B, C]``, True for columns that lie in pages.
         mask: ``[B, C']`` that ends with column ``last``, False where hidden; None hides nothing new.
         first: the column of the first token at hand; ``last`` is one past that of the last.
-        recurrent: a row that is to forget a token begins again, as it has no state from before it.
+        keeps_states: a row that is to forget a token begins again, as it has no state from before it.
     """
     batch, seen = stored.shape
     if not (seen or first) and (mask is None or mask.all()):
@@ -48,7 +48,7 @@ def row_updates(
     if mask is not None:
         covered = min(last, mask.shape[1])
         wanted[:, last - covered :] = mask[:, mask.shape[1] - covered :]
-    rows = [_row_update(*row, recurrent) for row in zip(stored, wanted, strict=True)]
+    rows = [_row_update(*row, keeps_states) for row in zip(stored, wanted, strict=True)]
     for row, update in enumerate(rows):
         if len(update.columns) and update.columns[0] < first:
             raise ValueError(
@@ -58,10 +58,10 @@ def row_updates(
     return rows
 
 
-def _row_update(stored: NDArray[np.bool_], wanted: NDArray[np.bool_], recurrent: bool) -> RowUpdate:
+def _row_update(stored: NDArray[np.bool_], wanted: NDArray[np.bool_], keeps_states: bool) -> RowUpdate:
     changed = np.flatnonzero(wanted[: len(stored)] != stored)
     unchanged = int(changed[0]) if len(changed) else len(stored)
-    if recurrent and stored[unchanged:].any():
+    if keeps_states and stored[unchanged:].any():
         unchanged = 0
     return RowUpdate(int(stored[:unchanged].sum()), unchanged, unchanged + np.flatnonzero(wanted[unchanged:]))
 

@@ -166,7 +166,7 @@ class PagedCache(Cache):
         """Drop the last tokens of every row, a negative number as in HuggingFace, and give back their pages.
 
         Raises:
-            ValueError: the number is positive or too large, or recurrent layers have no state from before; nothing
+            ValueError: the number is positive or too large, or there are no states from before; nothing
                 changed.
         """
         if tokens_to_remove > 0:

@@ -42,7 +42,7 @@ OPS = (
 )
 """The ops that read and write states: each layer of a model calls one of the first, or one of the second."""
 
-Place = tuple[int, int, str]  # of a tensor: its layer, the number of its state there, and which of the state's it is
+Place = tuple[tuple[int, int], str]  # of a tensor: its layer, the number of its state there; and which of that's it is
 
 
 class RecurrentStates:
@@ -186,11 +186,11 @@ class RecurrentStates:
 
     def _conv(self, weight: Tensor) -> Tensor:
         """Return ``[E, C, W]`` in the model's dtype."""
-        return self._memory[(*self._state, "conv")]
+        return self._memory[self._state, "conv"]
 
     def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
         """Return ``[E, H, D, V]`` or ``[E, H, P, N]`` float32."""
-        return self._memory[(*self._state, "recurrent")]
+        return self._memory[self._state, "recurrent"]
 
 
 class StateProbe(RecurrentStates):
@@ -210,17 +210,18 @@ class StateProbe(RecurrentStates):
     def specs(self) -> dict[int, tuple[StateSpec, ...]]:
         """What was noted of each layer that keeps something."""
         found: defaultdict[int, tuple[StateSpec, ...]] = defaultdict(tuple)
-        for place, states in sorted(self.memory.items(), key=lambda own: own[0]):
-            found[place[0]] += (StateSpec(place[1:], tuple(states.shape[1:]), states.dtype),)
+        for (layer, number), part in sorted(self.memory):
+            states = self.memory[(layer, number), part]
+            found[layer] += (StateSpec((number, part), tuple(states.shape[1:]), states.dtype),)
         return dict(found)
 
     def _conv(self, weight: Tensor) -> Tensor:
         states = weight.new_zeros(len(self.rows.read), *weight.shape)
-        return self.memory.setdefault((*self._state, "conv"), states)
+        return self.memory.setdefault((self._state, "conv"), states)
 
     def _recurrent(self, heads: int, size: int, width: int, device: torch.device) -> Tensor:
         states = torch.zeros(len(self.rows.read), heads, size, width, dtype=torch.float32, device=device)
-        return self.memory.setdefault((*self._state, "recurrent"), states)
+        return self.memory.setdefault((self._state, "recurrent"), states)
 
 
 def has_states(model: nn.Module) -> bool:
@@ -282,13 +283,14 @@ def cache_of(layers: Sequence[Layer]) -> Callable[[StateRows, Sequence[Tensor], 
 
 
 def _places(layers: Sequence[Layer]) -> Iterator[Place]:
-    return ((number, *spec.key) for number, layer in enumerate(layers) for spec in layer.states)
+    keys = ((number, *spec.key) for number, layer in enumerate(layers) for spec in layer.states)
+    return (((layer, number), part) for layer, number, part in keys)
 
 
 def add_states(cache: Cache, layers: Sequence[Layer], states: Sequence[Tensor]) -> None:
     """Give HuggingFace's dynamic cache the layers' states ``[B, ...]`` as if their own forward had left them there."""
     given: Any = cache
-    for (layer, number, part), own in zip(_places(layers), states, strict=True):
+    for ((layer, number), part), own in zip(_places(layers), states, strict=True):
         if part == "conv":
             given.update_conv_state(own, layer, state_idx=number, conv_kernel_size=own.shape[-1])
         else:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from compiled_llm.compat.cache_names import RECURRENT_NAMES
+from compiled_llm.compat.cache_names import STATE_CACHE_NAMES
 
 CHECKPOINTING = "gradient_checkpointing"
 """HuggingFace's flag of layers that use no cache in training mode, and compute again what gradients need."""
@@ -34,8 +34,8 @@ _PLAIN = (
 """What a condition may consist of: to find out whether it holds must call nothing."""
 
 
-_TOLD = frozenset({*(f"{name} is None" for name in RECURRENT_NAMES), "self.config.use_cache"})
-"""What HuggingFace's recurrent models ask before they keep no states in training mode; our calls say that they do."""
+_TOLD = frozenset({*(f"{name} is None" for name in STATE_CACHE_NAMES), "self.config.use_cache"})
+"""What HuggingFace's models with states ask before they keep none in training mode; our calls say that they do."""
 
 
 class Read(NamedTuple):
