@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts import SCALED_DTYPES, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
 
 
 class CapturedLaunch(NamedTuple):
@@ -171,7 +171,7 @@ class Backend(Protocol):
             ``"latents"``: arguments of ``planned_latent_attention`` on CUDA, planned again for each token.
             ``"functions"``: arguments of an op whose logits are what ``Geometry.function`` makes of them.
         rope_append: whether on CUDA ``rope_append_paged_kv`` may take the place of ``append`` before its attention; its
-            kernel then writes all pages of fp8.
+            kernel then writes all pages with scales.
         schedules: ways to divide a batch among thread blocks, the simplest first.
         installation: what must be there before it can run.
     """
@@ -326,7 +326,7 @@ class TritonInstallation(NothingToBuild):
 class PagedKernels(Unplanned):
     """The part of ``protocol.Backend`` that does not depend on how attention is tiled."""
 
-    kv_dtypes = frozenset({FP8})
+    kv_dtypes = SCALED_DTYPES
     capturable = True
     rope_append = True  # by the kernel that decode has, too
     installation: Installation = TritonInstallation()

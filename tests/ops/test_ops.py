@@ -37,7 +37,7 @@ from compiled_llm_ops.contracts import (
     AppendPagedKv,
     DecodeAttention,
     check_capability,
-    check_fp8 as check_fp8_arguments,
+    check_scales as check_fp8_arguments,
 )
 from support.ops.cascade_rows import turned
 from support.ops.fp8_pages import KINDS, LARGEST, Fp8Batch

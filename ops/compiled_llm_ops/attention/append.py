@@ -9,10 +9,10 @@ import torch
 from compiled_llm_ops import plain_attention
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import (
-    FP8,
+    SCALED_DTYPES,
     AppendPagedKv,
     check_capability,
-    check_fp8,
+    check_scales,
     check_token_places,
     has_uneven_heads,
 )
@@ -46,7 +46,7 @@ def append_paged_kv(args: AppendPagedKv) -> None:
         ValueError: shapes or dtypes do not fit together.
 
     Source:
-        FlashInfer ``flashinfer.append_paged_kv_cache`` on CUDA, for pages of fp8 the Triton kernel of
+        FlashInfer ``flashinfer.append_paged_kv_cache`` on CUDA, for pages with scales the Triton kernel of
         ``rope_append_paged_kv``; paged KV caches after vLLM's PagedAttention
         (https://arxiv.org/abs/2309.06180).
     """
@@ -72,7 +72,7 @@ def _check(args: AppendPagedKv) -> None:
             f"{tuple(key.shape)}; got {tuple(pages.shape)}"
         )
     check_token_places("append_paged_kv", args)
-    check_fp8("append_paged_kv", args.pages, args.key_scale, args.value_scale, args.saturated)
+    check_scales("append_paged_kv", args.pages, args.key_scale, args.value_scale, args.saturated)
 
 
 @kernel_of(append_paged_kv, "CPU")
@@ -85,19 +85,14 @@ def _cpu(args: AppendPagedKv) -> None:
 def _cuda(args: AppendPagedKv) -> None:
     _check(args)
     backend = backend_named(args.backend)
-    if args.pages.dtype == FP8 and backend.rope_append:
-        _append_fp8(args)
+    if args.pages.dtype in SCALED_DTYPES and backend.rope_append:  # other kernels that append only copy
+        from compiled_llm_ops.kernels.attention.rope_append import append
+
+        check_capability("append_paged_kv", args.pages)
+        append(args)
         return
     padding = 0 if has_uneven_heads(args.pages) else args.pages.shape[4] - args.key.shape[2]
     if padding:
         key, value = (torch.nn.functional.pad(states, (0, padding)) for states in (args.key, args.value))
         args = args._replace(key=key, value=value)
     backend.append(args)
-
-
-def _append_fp8(args: AppendPagedKv) -> None:
-    """Write states in fp8, which a kernel that copies does not, without queries by ``rope_append_paged_kv``."""
-    from compiled_llm_ops.kernels.attention.rope_append import append
-
-    check_capability("append_paged_kv", args.pages)
-    append(args)

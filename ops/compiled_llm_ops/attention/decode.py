@@ -23,9 +23,9 @@ from compiled_llm_ops.contracts import (
     PageTable,
     check_capability,
     check_even_heads,
-    check_fp8,
     check_int32,
     check_pages,
+    check_scales,
     newest_pages,
     value_size,
 )
@@ -112,7 +112,7 @@ def check(op: str, args: DecodeAttention) -> None:
         )
     check_int32(op, starts=args.starts, lengths=args.lengths, indices=args.indices)
     check_preparation(op, args)
-    check_fp8(op, args.pages, args.key_scale, args.value_scale, args.saturated)
+    check_scales(op, args.pages, args.key_scale, args.value_scale, args.saturated)
     if args.visible is not None:
         _check_visible(op, args.visible, args)
 

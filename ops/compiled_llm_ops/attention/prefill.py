@@ -14,9 +14,9 @@ from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.contracts import (
     PagedAttention,
     PageTable,
-    check_fp8,
     check_int32,
     check_pages,
+    check_scales,
     has_uneven_heads,
     value_size,
 )
@@ -79,7 +79,7 @@ def check(
             f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
         )
     check_int32(op, **table._asdict())
-    check_fp8(op, pages, key_scale, value_scale)
+    check_scales(op, pages, key_scale, value_scale)
 
 
 def _check(args: PagedAttention) -> None:

@@ -13,8 +13,8 @@ from compiled_llm_ops.contracts import (
     RopeAppendPagedKv,
     check_capability,
     check_even_heads,
-    check_fp8,
     check_pages,
+    check_scales,
     check_token_places,
 )
 from compiled_llm_ops.library import define_op, kernel_of
@@ -79,7 +79,7 @@ def _check(args: RopeAppendPagedKv) -> None:
         )
     check_token_places("rope_append_paged_kv", args)
     check_preparation("rope_append_paged_kv", args)
-    check_fp8("rope_append_paged_kv", args.pages, args.key_scale, args.value_scale, args.saturated)
+    check_scales("rope_append_paged_kv", args.pages, args.key_scale, args.value_scale, args.saturated)
 
 
 @kernel_of(rope_append_paged_kv, "CPU")

@@ -119,12 +119,14 @@ FP8 = torch.float8_e4m3fn
 """The only dtype of fp8 that pages may have: ``clamp(x / scale, -448, 448)`` in e4m3, with scales by kv head."""
 # Before torch 2.12 casting a number beyond 448 gives NaN, so writers clamp first.
 
+SCALED_DTYPES = frozenset({FP8})  # those of pages with scales
+
 FP8_LARGEST = 448.0  # the largest number in e4m3, which has no infinities
 
 FP8_CAPABILITY = (8, 9)  # the compute capability from which on Triton converts from and to e4m3
 
 
-def check_fp8(
+def check_scales(
     op: str, pages: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, saturated: Tensor | None = None
 ) -> None:
     """Raise ValueError if pages of fp8 have another shape, or scales or the count of clamped numbers do not fit."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm_ops.contracts import FP8, Geometry
+from compiled_llm_ops.contracts import SCALED_DTYPES, Geometry
 from compiled_llm_ops.flashinfer.functors import functors
 
 HEAD_DIMS = (64, 128, 256, 512)  # head sizes with kernels: ``DISPATCH_HEAD_DIM`` in FlashInfer's ``utils.cuh``
@@ -57,8 +57,8 @@ def missing_kernel(geometry: Geometry) -> str | None:
         return f"head size {geometry.head_dim} is larger than {HEAD_DIMS[-1]}, the largest that has a kernel"
     if geometry.dtype not in QUERY_DTYPES:
         return f"there is no kernel for {geometry.dtype} queries; use torch.bfloat16 or torch.float16"
-    if padded_head_dim(geometry.head_dim) == 512 and geometry.kv_dtype == FP8:
-        return f"FlashInfer has no kernel for heads of size {geometry.head_dim} in pages of {FP8}"
+    if padded_head_dim(geometry.head_dim) == 512 and geometry.kv_dtype in SCALED_DTYPES:
+        return f"FlashInfer has no kernel for heads of size {geometry.head_dim} in pages of {geometry.kv_dtype}"
     return _missing_large_heads(geometry.head_dim) if padded_head_dim(geometry.head_dim) == 512 else None
 
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from compiled_llm_ops.contracts import FP8, Geometry, PageTable
+from compiled_llm_ops.contracts import SCALED_DTYPES, Geometry, PageTable
 from compiled_llm_ops.flashinfer import mla
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.functors import functors
@@ -66,7 +66,7 @@ class FlashInferWorkspace:
             arguments = geometry, self.buffer, kernels
             self._loading[geometry, kernels] = _loaders.submit(_on_device, self.device, make_wrapper, *arguments)
         # The kernels of rope_append_paged_kv and append_latent write other pages.
-        if geometry.kv_dtype != FP8 and not geometry.rope_size:
+        if geometry.kv_dtype not in SCALED_DTYPES and not geometry.rope_size:
             # What goes wrong in that one goes wrong again at the first launch.
             _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)
         build_for_later(geometry, self.device)

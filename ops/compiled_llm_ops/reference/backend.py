@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import plain_attention
-from compiled_llm_ops.contracts import FP8, AppendPagedKv, Geometry, PagedAttention
+from compiled_llm_ops.contracts import SCALED_DTYPES, AppendPagedKv, Geometry, PagedAttention
 from compiled_llm_ops.protocol import (
     KERNELS,
     DecodeOps,
@@ -46,7 +46,7 @@ class Reference(Unplanned):
 
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-    kv_dtypes = frozenset({FP8})
+    kv_dtypes = SCALED_DTYPES
     capturable = False  # it reads lengths from the device
     kernels: Mapping[str, Launch] = KERNELS["reference"]
     rope_append = False  # it is to share no kernel with the others

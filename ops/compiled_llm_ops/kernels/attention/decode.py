@@ -27,8 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
-from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, as_stored, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.rotary import prepared
+from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, as_stored, faded, no_values, summed
 from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.logits import LogitsTransform, transformed
 
@@ -262,8 +262,8 @@ def _decode_paged_attention(
     # With ``shared_lengths`` the first keys of each row are left to the kernel that was launched just before, which
     # reads and writes nothing that this one does. So the two run side by side, and one program waits for that kernel at
     # the end, for the sake of those that come later; those before have ended, since that kernel has waited for them.
-    # Keys and values of fp8 are multiplied as they are stored. The scale of keys is a factor on logits, that of values
-    # one on results.
+    # Keys and values of 8 bits are multiplied as they are stored. The scale of keys is a factor on logits, that of
+    # values one on results.
     # Axes of the grid: kv heads, tiles of rows, programs, so that programs without keys start last. A tile is
     # ``row_tile`` rows, at most ROWS. ``partials`` holds a [PADDED, D'] for each program and ``partial_lses`` a
     # [PADDED]; ``arrivals`` holds a zero for each row and kv head, which it is again afterwards.

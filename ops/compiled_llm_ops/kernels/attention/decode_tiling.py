@@ -32,8 +32,8 @@ LARGE_PROGRAM = 160 * 1024  # bytes of shared memory that a program with large b
 MAX_LARGE = 0.75
 """Rows and kv heads for each multiprocessor up to which large programs are faster than several small ones."""
 # Measured in whole steps of Qwen3-0.6B, where 8 rows decode 6% faster with large ones, 16 rows 1% and 32 rows 3%
-# slower; alone, launch after launch, attention of 8 long rows is faster with small ones. Of fp8, whose blocks take half
-# of the bytes, large programs are as fast as any with all numbers of rows, 16 and more of them with half as many for a
+# slower; alone, launch after launch, attention of 8 long rows is faster with small ones. Of 8 bits, with blocks of half
+# the bytes, large programs are as fast as any with all numbers of rows, 16 and more of them with half as many for a
 # row: in a sweep on an H100 of 8 to 256 rows they took up to 1.07 of the time of the best, on average over four kinds
 # of lengths.
 
@@ -99,21 +99,21 @@ def choose_attention_tiling(
     # row can be long, each has one program.
     # ``gqa`` is G, times the new tokens of a row; ``max_keys`` bounds the keys that a query can see; ``shared_memory``
     # is bytes of a multiprocessor, ``number_bytes`` of a number in the pages, ``query_bytes`` of one of the queries.
-    items, in_fp8 = rows * kv_heads, number_bytes == 1 and query_bytes == 2
+    items, narrow = rows * kv_heads, number_bytes == 1 and query_bytes == 2
     few = items <= MAX_LARGE * processors
     if query_bytes > 2:
         values, stages, warps = EXACT_BLOCK, SHALLOW, 4
     elif gqa > MAX_GQA:
         values, stages, warps = SMALL_BLOCK, SHALLOW, 4
-    elif (few or in_fp8) and shared_memory >= LARGE_PROGRAM:
+    elif (few or narrow) and shared_memory >= LARGE_PROGRAM:
         values, stages, warps = LARGE_BLOCK, DEEP, 4
     else:
         between = MAX_DEEP * processors < items <= MANY * processors
         values, stages, warps = SMALL_BLOCK, SHALLOW if between else DEEP, 2
     splits, unsplit, min_share = processors // items, ALONE, 1
     if splits < FEW:
-        splits = FEW_OF_MANY if items > MANY * processors or (in_fp8 and not few) else FEW
-        if not (in_fp8 and few):
+        splits = FEW_OF_MANY if items > MANY * processors or (narrow and not few) else FEW
+        if not (narrow and few):
             unsplit = min_share = BUSY_VALUES // values
     block = max(SMALLEST_BLOCK, values // head_dim)
     blocks = -(-max_keys // block)
@@ -121,7 +121,7 @@ def choose_attention_tiling(
         return AttentionTiling(1, 1, unsplit, min_share, block, stages, warps)
     row_tile = -(-rows // -(-rows // MAX_ROWS))
     programs = row_tile * min(splits, blocks, MAX_SHARES)
-    share_equal = in_fp8 or items <= MAX_DEEP * processors
+    share_equal = narrow or items <= MAX_DEEP * processors
     return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, share_equal)
 
 

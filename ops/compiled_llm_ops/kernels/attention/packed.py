@@ -24,8 +24,8 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import PagedAttention
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
-from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
+from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.logits import LogitsTransform, transformed
 
 
@@ -45,7 +45,7 @@ class PackedQueries(NamedTuple):
     scale: float
     window_left: int  # tokens visible to the left of each query; -1 for all
     logits_soft_cap: float  # ``cap * tanh(logits / cap)``; 0.0 for none
-    key_scale: Tensor | None  # ``[K]`` float32 for pages of fp8; None for 1
+    key_scale: Tensor | None  # ``[K]`` float32 for pages with scales; None for 1
     value_scale: Tensor | None  # ``[K]`` float32, the same for values
     last_page_len: Tensor | None = None  # ``[B]`` int32, tokens in each row's last page; None if there are ``lengths``
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import AppendPagedKv, RopeAppendPagedKv
-from compiled_llm_ops.kernels.attention.fp8 import as_stored
 from compiled_llm_ops.kernels.attention.rotary import prepared
+from compiled_llm_ops.kernels.attention.scaled import as_stored
 
 
 class RopeAppendTiling(NamedTuple):

@@ -25,8 +25,8 @@ from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS, CascadeA
 from compiled_llm_ops.attention.cascade.kernels.tiling import CascadeTiling
 from compiled_llm_ops.contracts import CASCADE_QUERIES
 from compiled_llm_ops.kernels.attention.decode import capped
-from compiled_llm_ops.kernels.attention.fp8 import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.attention.rotary import prepared
+from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, faded, no_values, summed
 
 DTYPES = (torch.float16, torch.bfloat16)
 
