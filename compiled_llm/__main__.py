@@ -60,11 +60,9 @@ def _set_up_threads() -> None:
 
 
 def _leave(code: int) -> None:
-    """End the process, once threads have ended and all else that is registered for its end has run.
-
-    Python would take everything apart first: two seconds for what torch has compiled, only to free memory that ends
-    with the process; and from Triton 3.9 on it would print 27 lines about what it cannot take apart.
-    """
+    """End the process, once threads have ended and all else that is registered for its end has run."""
+    # Python would take everything apart first: two seconds for what torch has compiled, only to free memory that ends
+    # with the process; and from Triton 3.9 on it would print 27 lines about what it cannot take apart.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # its reader has gone
@@ -73,10 +71,7 @@ def _leave(code: int) -> None:
 
 
 def _leave_out_first_folder() -> None:
-    """Import nothing more from where Python looks first: the current folder with `-m`, and this one for a script.
-
-    `compiled-llm` never looks in the current folder.
-    """
+    """Import nothing more from where Python looks first: the current folder with `-m`, and this one for a script."""
     if sys.path[0] in ("", os.getcwd(), os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
 

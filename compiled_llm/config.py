@@ -42,13 +42,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 @dataclass(frozen=True)
 class KVMemory:
-    """How much memory the pages may take; exactly one of the three is set.
-
-    Attributes:
-        fraction: of what is free on the device when the pages are allocated.
-        nbytes: bytes.
-        tokens: tokens, over all rows.
-    """
+    """A bound on the memory of pages: ``nbytes``, ``tokens`` over all rows, or a ``fraction`` of what is free then."""
 
     fraction: float | None = None
     nbytes: int | None = None

@@ -1,7 +1,6 @@
-"""Every environment variable that the library reads, and the logging that one of them turns on.
+"""Every environment variable that the library reads, and the logging that one of them turns on."""
 
-Without it, everything goes through Python's `logging` as usual.
-"""
+# Without it, everything goes through Python's `logging` as usual.
 
 from __future__ import annotations
 

@@ -107,7 +107,6 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         )
 
     def fail(self, error: Exception) -> None:
-        """End what has not ended, with an error."""
         for answer in self.answers:
             if not answer.done:
                 answer.received.error, answer.received.finish_reason = error, "error"

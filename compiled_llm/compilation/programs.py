@@ -95,7 +95,6 @@ class PreparedCall(NamedTuple):
 
     @property
     def compiled(self) -> bool:
-        """Whether the programs for it are compiled already."""
         return self.interpreted or is_compiled_for(self.function, self.arguments)
 
     def unguarded(self, ran: Callable[..., Any] | None) -> PreparedCall:

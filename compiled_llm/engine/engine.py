@@ -130,7 +130,6 @@ class Engine:
         self._runtime.engines.add(self._engine_thread)
 
     def __repr__(self) -> str:
-        """How much it has to do."""
         stats = self._engine_thread.stats()
         state = "closed" if self.closed else "asleep" if self.asleep else f"{stats.running} requests running"
         return f"<{type(self).__name__}: {state}, {stats.waiting} waiting>"
@@ -473,7 +472,6 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()
 
 

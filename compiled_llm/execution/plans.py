@@ -49,14 +49,8 @@ class Planner:
         shapes: Sequence[StepKey] = (),
         expands: bool = False,
     ) -> None:
-        """Allocate the backend's workspace.
-
-        Args:
-            layers: the geometry of each; None if it attends without a plan.
-            room: the most that a prefill takes.
-            shapes: of captured prefills, of any schedule.
-            expands: whether layers keep latents, which they may expand for rows without cached tokens.
-        """
+        """Allocate the backend's workspace for ``layers``' geometries, None for those that attend without a plan."""
+        # ``expands``: layers keep latents, which they may expand for rows without cached tokens.
         self._name, self._backend, decode_ops = config.backend_on(device.type)
         # whether decode steps are planned, too; if not, they attend by ops that need no plan
         self.decodes = decode_ops is None
@@ -94,20 +88,15 @@ class Planner:
 
     @property
     def schedules(self) -> tuple[int, ...]:
-        """Ways to divide a batch; each has CUDA graphs of its own, if these hold attention.
-
-        Where layers keep latents, the ways to attend to them.
-        """
+        """Ways to divide a batch, or to attend to latents; each has CUDA graphs of its own, if these hold attention."""
         if self._expands:
             return _ABSORBED, _EXPANDED
         return self._backend.schedules if self._captures else self._backend.schedules[:1]
 
     def fits(self, shape: StepKey) -> bool:
-        """Return whether prefills of this shape can be captured.
-
-        The workspace must hold their plans, however long the rows are; and a schedule from which only a mixture of
-        rows gains is not captured.
-        """
+        """Return whether prefills of this shape can be captured."""
+        # The workspace must hold their plans, however long the rows are; and a schedule from which only a mixture of
+        # rows gains is not captured.
         if shape.schedule == self.schedules[0] or not self._captures or self._expands:
             return True
         return shape.schedule in self._of_one_row(shape.tokens) and self._needed(shape) <= self.workspace_bytes

@@ -49,14 +49,10 @@ class StateSpec(NamedTuple):
 class KVCacheSpec(Protocol):
     """One layer's part of the KV cache: its memory is one tensor, whose first dimension are the pages."""
 
-    def shape(self, pages: int) -> tuple[int, ...]:
-        """Return the shape of a memory of ``pages`` pages."""
-        ...
+    def shape(self, pages: int) -> tuple[int, ...]: ...
 
     @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        ...
+    def page_size(self) -> int: ...
 
     @property
     def dtype(self) -> torch.dtype:

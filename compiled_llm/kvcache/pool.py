@@ -116,7 +116,6 @@ class PagePool:
         return -(-tokens // self.page_size)
 
     def filled_by(self, tokens: int) -> int:
-        """Return how many pages ``tokens`` of one row fill."""
         return tokens // self.page_size
 
     def tokens_in(self, pages: int) -> int:

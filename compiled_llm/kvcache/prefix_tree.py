@@ -67,7 +67,6 @@ class PrefixTree:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
         return self._pool.page_size
 
     def match(self, ids: NDArray[np.int64], salt: Hashable = None) -> PrefixMatch:

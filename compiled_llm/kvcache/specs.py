@@ -34,7 +34,6 @@ def kv_cache_specs(
 
 
 def page_size_bytes(spec: KVCacheSpec) -> int:
-    """Return the bytes of a page in a layer."""
     return math.prod(spec.shape(1)) * spec.dtype.itemsize
 
 

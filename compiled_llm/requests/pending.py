@@ -25,7 +25,6 @@ class PendingAnswers(ABC, Generic[A]):
         self._reading = threading.Lock()
 
     def __repr__(self) -> str:
-        """How far it is."""
         tokens = ", ".join(str(answer.tokens) for answer in self.answers)
         return f"<{type(self).__name__}: {tokens} tokens, {', '.join(map(self._place, self.answers))}>"
 
@@ -34,7 +33,6 @@ class PendingAnswers(ABC, Generic[A]):
 
     @property
     def done(self) -> bool:
-        """Whether all answers have ended."""
         return all(answer.done for answer in self.answers)
 
     @abstractmethod
@@ -96,12 +94,10 @@ class PendingAnswers(ABC, Generic[A]):
             yield token.id
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """As ``__iter__``, for ``async for``."""
         async for token in TokenStream(self._only(), self.listeners, scored=False):
             yield token.id
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
-        """Return the result, for ``await``."""
         return self._ended().__await__()
 
     async def _ended(self) -> RequestOutput:

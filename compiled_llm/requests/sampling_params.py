@@ -85,11 +85,10 @@ def number_fields(cls: type) -> Mapping[str, NumberField]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SamplingNumbers:
-    """The numbers by which the op samples a row's token, a line each.
+    """The numbers by which the op samples a row's token, a line each."""
 
-    Made from it: checks, the fields of HTTP, options of the command line, what is read of a generation config, the
-    slots' columns, and which of them the op is given.
-    """
+    # Made from it: checks, the fields of HTTP, options of the command line, what is read of a generation config, the
+    # slots' columns, and which of them the op is given.
 
     temperature: Annotated[
         float,

@@ -36,7 +36,6 @@ class _AnswerStream(ABC, Generic[T]):
         self._listeners.wait_until(lambda: self._has_more(given) or self._is_over(given))
 
     async def __aiter__(self) -> AsyncIterator[T]:
-        """As ``__iter__``, for ``async for``."""
         given = 0
         with self._listeners.listening() as event:
             while not self._is_over(given):

@@ -137,7 +137,6 @@ class DecodeOps(NamedTuple):
 
     @property
     def overloads(self) -> tuple[torch._ops.OpOverload, ...]:
-        """All of the ops."""
         return (self.attend, self.attend_lse, *self.joint)
 
 

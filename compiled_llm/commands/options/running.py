@@ -29,7 +29,6 @@ class RunningOptions:
     eager_first: bool = True
 
     def wrap_options(self, device: str) -> dict[str, Any]:
-        """Return the options of ``wrap`` on a kind of device."""
         # On a CPU room for rows costs nothing before it is used, and with the default the code is what ``wrap(model)``
         # compiles: each finds the other's in the cache. On CUDA pages for one row leave others most of the memory.
         rows = {"max_batch_size": 1} if device == "cuda" else {}

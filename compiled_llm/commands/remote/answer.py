@@ -44,9 +44,7 @@ class Answering(Protocol):
 
     def __iter__(self) -> Iterator[int]: ...
 
-    def cancel(self) -> None:
-        """End it, if it has not ended."""
-        ...
+    def cancel(self) -> None: ...
 
     def figures(self) -> AnswerFigures:
         """Return its figures, once it has ended or was cancelled."""

@@ -115,7 +115,6 @@ def storage_number(tensor: Tensor) -> int:
 
 
 def storage_owners(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors hold a storage."""
     uses: int = torch._C._storage_Use_Count(storage._cdata)
     return uses - 1  # ``storage`` itself
 

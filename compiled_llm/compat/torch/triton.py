@@ -16,7 +16,6 @@ _built: list[str] = []
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

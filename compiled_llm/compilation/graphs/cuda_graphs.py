@@ -239,7 +239,6 @@ class CudaGraphs:
         return self._scored.nbytes + (0 if self._outputs is None else self._outputs.nbytes)
 
     def forget(self) -> None:
-        """Drop all graphs."""
         if self._underway is not None:
             abandon(self._underway.captured)
             self.settle()
@@ -278,7 +277,6 @@ class CudaGraphs:
 
     @property
     def prefills(self) -> int:
-        """How many prefills were captured."""
         return self.table.captures("prefill") + self.table.captures("scoring")
 
     def repeated(self) -> int:

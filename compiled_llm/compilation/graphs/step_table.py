@@ -235,7 +235,6 @@ class StepTable:
                 entry.state = "missing"
 
     def entry(self, key: StepKey) -> StepEntry[Any]:
-        """Return the entry of a step, which may be missing."""
         if key not in self.entries:
             self.entries[key] = StepEntry(key, self._clock)
         return self.entries[key]

@@ -60,7 +60,6 @@ class CudaGraphRow:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be replayed."""
         return self.state == "ready"
 
 

@@ -142,7 +142,6 @@ class SamplingTables(NamedTuple):
     def arguments(
         self, logits: Tensor, seeds: Tensor, slots: Tensor, positions: Tensor, deferred: bool = False
     ) -> SampleTokens:
-        """Return the arguments of ``sample_tokens`` for these rows."""
         wide = (self.counts, self.allowed, self.biases, self.recent)
         return SampleTokens._make((logits, seeds, slots, positions, *self.numbers, *wide, deferred))
 

@@ -62,15 +62,7 @@ class Grammars:
         arrive: Callable[[Sequence[Request]], None],
         end: Callable[[Sequence[Request], FinishReason, BaseException | None], None],
     ) -> None:
-        """Begin without grammars and threads.
-
-        Args:
-            tokenizer: whose tokens they are about; None if there is none.
-            compilers: compile them.
-            timeout: seconds that a request waits for its grammar.
-            arrive: a method that lets requests wait for their turn; its object is not kept alive.
-            end: a method that ends requests; neither is its object.
-        """
+        """``timeout`` is in seconds; ``arrive`` and ``end`` are methods whose objects are not kept alive."""
         self._tokenizer = tokenizer
         self._compilers = compilers
         self._writer = MaskWriter()
@@ -109,11 +101,7 @@ class Grammars:
         return [replace(form) for _ in range(params.n)]
 
     def begin(self, requests: Sequence[Request], asked: StructuredOutputsParams) -> None:
-        """Give the answers to one prompt their grammar, if it was compiled before.
-
-        Raises:
-            ValueError: there is no grammar of what is asked for, as far as that is known at once.
-        """
+        """Give the answers to one prompt a grammar that was compiled before; ValueError if there surely is none."""
         form = _form(requests[0])
         with self._changed:
             grammar = self._kept.get(_key(form))

@@ -1,7 +1,6 @@
-"""The form of an answer, which a grammar follows token by token.
+"""The form of an answer, which a grammar follows token by token."""
 
-Shapes: n answers, V vocabulary.
-"""
+# Shapes: n answers, V vocabulary.
 
 from __future__ import annotations
 

@@ -70,18 +70,11 @@ def requests_for(
     """Return the answers that a prompt asks for.
 
     Args:
-        prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
-        params: how to answer.
-        model: its token facts.
-        model_runner: of the model.
-        tokenizer: for text and messages; None if there is none.
         grammars: give answers a form; None if none asks for one.
-        max_model_len: the most tokens of a prompt and its answer; None for the model's positions.
         priority: smaller ones run first.
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
         enter: lets a request have what is emitted of its tokens; None if nothing is wanted.
-        request_samplings: of the other requests of the call.
 
     Raises:
         ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to

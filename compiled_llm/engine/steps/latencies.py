@@ -38,7 +38,6 @@ class Waits:
             self._seconds += seconds * count
 
     def histogram(self) -> Histogram:
-        """Return all of them by their length."""
         return Histogram(tuple(self._counts), self._seconds)
 
     def latency(self) -> Latency | None:

@@ -248,7 +248,6 @@ class EngineThread:
 
     @property
     def _engines(self) -> list[EngineThread]:
-        """The engines of this model."""
         return [engine for engine in list(self._runtime.engines) if isinstance(engine, EngineThread)]
 
     def _refuse_waiting(self, loop: Loop, lacking: str) -> None:

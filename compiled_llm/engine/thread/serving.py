@@ -28,7 +28,6 @@ class ServingThread:
 
     @property
     def here(self) -> bool:
-        """Whether the current thread is it."""
         return threading.current_thread() is self.thread
 
     def start(self) -> None:

@@ -27,13 +27,7 @@ class Dispatcher:
     """The choice of steps of one model; if it ``captures`` while others run, calls wait for no more than compiling."""
 
     def __init__(self, table: StepTable, simplest: int = 0, padding: int = 0) -> None:
-        """Pick steps from a table.
-
-        Args:
-            table: their states.
-            simplest: the schedule of prefills that can run any batch.
-            padding: most tokens by which a prefill is padded to another one.
-        """
+        """``simplest`` is the schedule of prefills that can run any batch; ``padding`` bounds tokens that pad one."""
         self._table = table
         self._simplest, self._padding = simplest, padding
 

@@ -74,7 +74,6 @@ class BackgroundCompilation:
 
     @property
     def running(self) -> bool:
-        """Whether it compiles."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 

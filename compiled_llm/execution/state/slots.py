@@ -157,7 +157,6 @@ class Slots:
         self._arena.write("next_token", at, np.array([tokens[row] for row in rows], dtype=np.int64))
 
     def forget_next(self, rows: Sequence[Row]) -> None:
-        """Forget the next tokens of rows."""
         for row in rows:
             row.has_next = False
             if (waiting := self._waiting.get(row)) is not None:

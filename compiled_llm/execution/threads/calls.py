@@ -82,7 +82,6 @@ class Calls:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until no call is in progress."""
         with self._changed:
             while self._running:
                 self._changed.wait(_PATIENCE)

@@ -35,7 +35,6 @@ class Executor(Protocol):
 
 
 def executor_for(device: torch.device, config: WrapConfig) -> Executor:
-    """Return an executor for calls on ``device``."""
     # Cudagraph trees belong to the thread that captured them, so a thread of our own runs them. All else runs on the
     # caller's: to wake another and wait for it takes time in each step. On a CPU it would halve the speed: OpenMP gives
     # each thread a team of workers, and once there are more of them than cores, all sleep between any two loops.

@@ -44,7 +44,6 @@ class LoopLock:
 
     @property
     def busy(self) -> bool:
-        """Whether loops are in progress."""
         return bool(self._loops)
 
     @property

@@ -174,7 +174,6 @@ class Indexed(KindOver):
 
     @classmethod
     def layers_of(cls, layers: Sequence[Layer]) -> dict[int, Indexed]:
-        """Return those of this kind."""
         return {number: layer.kind for number, layer in enumerate(layers) if isinstance(layer.kind, cls)}
 
     @classmethod

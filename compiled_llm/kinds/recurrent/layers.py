@@ -225,7 +225,6 @@ class StateProbe(RecurrentStates):
 
 
 def has_states(model: nn.Module) -> bool:
-    """Whether a model has recurrent layers."""
     return any(keeps_states(type(module)) for module in model.modules())
 
 

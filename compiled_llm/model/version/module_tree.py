@@ -112,7 +112,6 @@ def _embeds(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 

@@ -24,11 +24,7 @@ def ready_of(
     gguf_file: str | None = None,
     chat_template: str | None = None,
 ) -> Ready:
-    """Return the facts of a wrapped model.
-
-    Args:
-        location: where clients can load the tokenizer from; ``gguf_file`` is the file there, if it is one.
-    """
+    """Return the facts of a wrapped model; clients can load the tokenizer from ``location``."""
     described, runtime = engine.describe(), runtime_of(model)
     assert runtime is not None, "an engine's model is wrapped"
     return Ready(

@@ -279,7 +279,6 @@ class DecodeAttention(NamedTuple):
 
     @property
     def new_tokens(self) -> int:
-        """New tokens of each row."""
         return self.query.shape[0] // self.starts.shape[0]
 
 

@@ -100,10 +100,7 @@ class FlashInferPlan:
             _of_each_kv_head(out, args.value_scale, written=out)
 
     def to_launch(self, args: Any) -> tuple[Any, list[int]]:
-        """Return the wrapper that launches, and the numbers of the plan, which a capture bakes in.
-
-        ``args`` are those of an op, queries first. The wrapper is to be used with ``launching`` held.
-        """
+        """The wrapper that launches, with ``launching`` held, and the plan's numbers, which a capture bakes in."""
         if self._waiting is not None:
             self._decide(self._waiting)
         numbers = self._numbers.tolist()

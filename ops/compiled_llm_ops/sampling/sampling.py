@@ -120,10 +120,7 @@ class Filters(NamedTuple):
 
 
 def filtered(scores: Tensor, filters: Filters) -> Tensor:
-    """Return ``[R, V]`` scores, -inf for tokens that ``sample_tokens`` does not draw; without waiting for the device.
-
-    ``scores`` are ``[R, V]`` float32, divided by the temperature.
-    """
+    """Return float32 scores ``[R, V]``, -inf for tokens that ``sample_tokens`` does not draw; without waiting."""
     ordered = scores.sort(dim=-1, descending=True).values
     limit = torch.where(filters.top_k > 0, filters.top_k, scores.shape[1]).long().clamp(max=scores.shape[1]) - 1
     smallest = ordered.gather(1, limit[:, None])

@@ -106,7 +106,6 @@ def _one_of(texts: Iterable[str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a text as a literal of EBNF."""
     return json.dumps(text, ensure_ascii=False)
 
 

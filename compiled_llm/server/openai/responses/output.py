@@ -37,7 +37,6 @@ class Output:
         self._logprobs: list[TokenLogprob] = []
 
     def take(self, parts: Parts, logprobs: list[TokenLogprob]) -> Iterator[bytes]:
-        """Take new parts, and yield events of them."""
         self._logprobs += logprobs
         if parts.reasoning:
             yield from self._think(parts.reasoning)

@@ -51,7 +51,6 @@ class PackedQueries(NamedTuple):
 
     @classmethod
     def of(cls, args: PagedAttention) -> PackedQueries:
-        """Return those of an op."""
         return cls(
             args.query, args.pages, args.qo_indptr, args.indptr, None, args.indices, args.scale, args.window_left,
             args.logits_soft_cap, args.key_scale, args.value_scale, args.last_page_len,

@@ -19,7 +19,6 @@ def _append_latent(
     latent_stride, latent_step, rope_stride, rope_step, page_stride, slot_stride,
     RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write one token."""
     token = tl.program_id(0).to(tl.int64)
     row, position = tl.load(token_rows + token), tl.load(token_positions + token)
     page = tl.load(indices + tl.load(indptr + row) + position // PAGE).to(tl.int64)

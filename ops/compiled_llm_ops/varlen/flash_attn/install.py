@@ -28,7 +28,6 @@ def flash_attn_3() -> Any:
 
 
 def flash_attn_2() -> Any:
-    """Import flash-attn 2."""
     return importlib.import_module("flash_attn")
 
 
