@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -14,7 +15,14 @@ from compiled_llm_ops.protocol import Backend, DecodeOps, own_decode_ops
 
 logger = logging.getLogger("compiled_llm.graphs")
 
-BACKENDS = ("flashinfer", "triton", "flash-attn", "torch", "reference")  # the names of our own
+BACKENDS = {
+    "flashinfer": "compiled_llm_ops.flashinfer.backend",
+    "triton": "compiled_llm_ops.triton.backend",
+    "flash-attn": "compiled_llm_ops.varlen.flash_attn.backend",
+    "torch": "compiled_llm_ops.varlen.torch.backend",
+    "reference": "compiled_llm_ops.reference.backend",
+}
+"""Our own, by name, each a module with ``BACKEND``, that imports only torch."""
 
 INVARIANT = "invariant"
 """The one that ``wrap(batch_invariant=True)`` takes; it is not chosen by its name, since matmuls belong to it."""
@@ -95,30 +103,10 @@ def backend_named(name: str) -> Backend:
         ValueError: there is none of this name, or several packages bring one.
         RuntimeError: the package that brings it cannot be imported, or its object is no backend.
     """
-    if name == "flashinfer":
-        from compiled_llm_ops.flashinfer import backend as flashinfer
-
-        return flashinfer.BACKEND
-    if name == "triton":
-        from compiled_llm_ops.triton import backend as triton
-
-        return triton.BACKEND
-    if name == "flash-attn":
-        from compiled_llm_ops.varlen.flash_attn import backend as flash_attn
-
-        return flash_attn.BACKEND
-    if name == "torch":
-        from compiled_llm_ops.varlen.torch import backend as torch_varlen
-
-        return torch_varlen.BACKEND
-    if name == "reference":
-        from compiled_llm_ops.reference import backend as reference
-
-        return reference.BACKEND
-    if name == INVARIANT:
-        from compiled_llm_ops.triton import invariant
-
-        return invariant.BACKEND
+    if name == INVARIANT or name in BACKENDS:
+        module = "compiled_llm_ops.triton.invariant" if name == INVARIANT else BACKENDS[name]
+        own: Backend = importlib.import_module(module).BACKEND
+        return own
     match list(dict.fromkeys(entry_points(group=GROUP, name=name))):
         case []:
             raise ValueError(f"backend {name!r} does not exist; choose one of {', '.join(map(repr, backend_names()))}")
