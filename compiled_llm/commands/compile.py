@@ -16,7 +16,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks, integers
+from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import MAX_NUM_SEQS
@@ -56,7 +56,7 @@ def compile_ahead(
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
-    kv_dtype: shared.KeysAndValues = KvDtype.auto,
+    kv_dtype: shared.KeysAndValues = None,
     batch_invariant: shared.BatchInvariant = False,
     check_pages: shared.CheckPages = PageChecks.off,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
@@ -70,7 +70,7 @@ def compile_ahead(
     with readable_errors():
         if mode == "eager":
             raise ValueError("mode='eager' compiles nothing; give another one")
-        options = {"mode": mode, "backend": backend, "kv_dtype": kv_dtype.option, "progress": not quiet}
+        options = {"mode": mode, "backend": backend, "kv_dtype": kv_dtype, "progress": not quiet}
         options |= {"batch_invariant": batch_invariant, "check_pages": check_pages.value}
         WrapConfig.from_options(options)
         if max_num_seqs < 1:

@@ -7,7 +7,7 @@ are:
 | part | for | without it | ends when |
 | --- | --- | --- | --- |
 | variables of that ``forward``: ``experts_interface``, ``original_forward`` | whether the name is known there, as it \
-is not to experts of fp8; the class's own loop | all experts are HuggingFace's | a layer tells its interface |
+is not to quantised experts; the class's own loop | all experts are HuggingFace's | a layer tells its interface |
 | ``_default_apply_gate`` | whether a gate is the plain one, which is fused | gates are not fused | it is public |
 | a layer's ``has_gate``, ``has_bias``, ``is_transposed``, ``has_post_expert_norm`` (from 5.23), \
 ``_is_expert_parallel``, ``_apply_gate``, ``act_fn``, and its weights ``gate_up_proj``, ``up_proj``, ``down_proj`` | \

@@ -41,7 +41,7 @@ from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import feature
-from compiled_llm.kinds.registry import count_saturated, write_scales
+from compiled_llm.kinds.scales import count_saturated, write_scales
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
@@ -365,13 +365,13 @@ class ModelRunner:
         return changed
 
     def saturated(self) -> int:
-        """Return how many numbers were clamped on their way into pages of fp8; waits for the device."""
-        return count_saturated(self.state.codecs)
+        """Return how many numbers were clamped on their way into pages; waits for the device."""
+        return count_saturated(self.state.scales)
 
     def set_kv_scales(self, scales: KVScales) -> None:
-        """Have other scales of pages of fp8; no row has pages, and what engines keep of texts is forgotten."""
+        """Have other scales of pages; no row has pages, and what engines keep of texts is forgotten."""
         self.settle()
-        write_scales(self.state.codecs, scales)
+        write_scales(self.state.scales, scales)
         self.prefixes.clear()
 
     def is_of(self, model: PreTrainedModel) -> bool:

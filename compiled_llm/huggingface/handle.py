@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from compiled_llm.config import KVScales, WrapConfig
-from compiled_llm.engine.lifecycle.kv_scales import set_kv_scales
+from compiled_llm.engine.lifecycle.all_engines import with_no_pages
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
@@ -15,7 +15,7 @@ from compiled_llm.huggingface.inspection.model_obstacles import model_obstacle
 from compiled_llm.huggingface.inspection.overrides import Overrides
 from compiled_llm.huggingface.inspection.settings_cache import PreparedConfigs
 from compiled_llm.huggingface.inspection.special_tokens import SpecialTokens
-from compiled_llm.model.checks import check_scales
+from compiled_llm.kinds.scales import check_scales
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import Placement
 
@@ -37,7 +37,7 @@ class CompiledModel(Runtime):
         self.overrides = Overrides()
 
     def set_kv_scales(self, scales: KVScales) -> None:
-        """Have other scales of keys and values in pages of fp8 from now on, as ``wrap(kv_scales=...)``.
+        """Have other scales of keys and values in pages from now on, as ``wrap(kv_scales=...)``.
 
         For a model whose weights have changed. Calls in progress end first; requests of engines go on, and compute
         again what they have in pages. The prefix cache is emptied. Nothing is compiled or captured again.
@@ -54,10 +54,10 @@ class CompiledModel(Runtime):
         if self.config.kv_dtype is None:
             raise ValueError(
                 "set_kv_scales: the model is wrapped without kv_dtype, and its pages have no scales; unwrap it, and "
-                "wrap it with kv_dtype='fp8_e4m3'"
+                "wrap it with kv_dtype"
             )
         check_scales("set_kv_scales", scales, self.facts.layers)
-        set_kv_scales(self, scales)
+        with_no_pages(self, "set_kv_scales", lambda _: self.take_kv_scales(scales))
 
     def explain(self, timings: bool | Sequence[int] = False) -> Report:
         """Return the history and its reasons: paths taken, recompiles, cold starts, uploads, CUDA graphs.

@@ -14,16 +14,16 @@ from transformers import DynamicCache, PreTrainedModel
 from compiled_llm.compat.cache_names import cache_argument
 from compiled_llm.config import KVScales
 from compiled_llm.huggingface.wrapped_model import WrappedModel
-from compiled_llm_ops.contracts import FP8_LARGEST
+from compiled_llm.kinds.registry import CODECS
 
 
 def kv_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int] | Tensor]) -> KVScales:
-    """Measure scales of keys and values for pages of fp8, by layer and kv head.
+    """Measure scales of keys and values for pages of ``kv_dtype``, by layer and kv head.
 
     HuggingFace's own forward computes the prompts, one after the other. A scale is the largest absolute value that a
-    head's keys or values have in any of them, divided by 448, the largest number of fp8, and rounded up to a power of
-    two: that leaves room for numbers up to twice as large, and costs no digits, which fp8 has as many of at each size.
-    Numbers beyond that are clamped, and counted by ``stats().kv_saturated``.
+    head's keys or values have in any of them, divided by the largest number that such pages hold, and rounded up to a
+    power of two: that leaves room for numbers up to twice as large, and costs no digits of floating-point numbers,
+    which have as many of them at each size. Numbers beyond that are clamped, and counted by ``stats().kv_saturated``.
 
     Args:
         model: wrapped or not, in evaluation mode.
@@ -33,13 +33,14 @@ def kv_scales(model: PreTrainedModel, prompts: Sequence[Sequence[int] | Tensor])
         ``wrap(kv_scales=...)`` and ``model.compiled.set_kv_scales`` take it.
 
     Raises:
-        ValueError: there are no prompts, one has no tokens, or keys or values are not finite.
+        ValueError: no codec is there, or no prompts, one has no tokens, or keys or values are not finite.
         RuntimeError: the model keeps keys and values in another way than HuggingFace's caches.
 
     Examples:
         >>> scales = compiled_llm.kv_scales(model, [tokenizer(text).input_ids for text in texts])  # doctest: +SKIP
-        >>> compiled_llm.wrap(model, kv_dtype="fp8_e4m3", kv_scales=scales)  # doctest: +SKIP
     """
+    if not CODECS:
+        raise ValueError("kv_scales: this copy of compiled_llm has no pages with scales")
     if len(prompts) == 0:
         raise ValueError("kv_scales: prompts is empty; give some texts as token ids")
     wrapped, largest = isinstance(model, WrappedModel), _Largest()
@@ -84,7 +85,8 @@ def _scales_of(layer: int, largest: Sequence[float]) -> list[float]:
         raise ValueError(
             f"kv_scales: keys or values of layer {layer} are not finite: the model computes NaN or infinity"
         )
-    return [2.0 ** math.ceil(math.log2(number / FP8_LARGEST)) if number else 1.0 for number in largest]
+    stored = min(codec.largest for codec in CODECS.values())
+    return [2.0 ** math.ceil(math.log2(number / stored)) if number else 1.0 for number in largest]
 
 
 class _Watched(DynamicCache):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from compiled_llm.kinds.full import FullAttentionSpec
+from compiled_llm.kinds.kind import Codec
 from compiled_llm.kinds.spec import PageScales, TokenPlaces, last_columns
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.contracts import FP8
+from compiled_llm_ops.contracts import FP8, FP8_CAPABILITY, FP8_LARGEST
 from compiled_llm_ops.plain_attention import as_bytes, as_fp8, scaled
 
 
@@ -47,3 +48,6 @@ class Fp8AttentionSpec(NamedTuple):
         of_heads = zip(stored, self.scales[:2], strict=True)
         keys, values = (scaled(states.view(FP8), scale).to(self.unscaled.dtype) for states, scale in of_heads)
         return keys, values
+
+
+CODEC = Codec(FP8, FP8_LARGEST, FP8_CAPABILITY, Fp8AttentionSpec)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from compiled_llm.kinds.rows import Rows
-from compiled_llm.kinds.spec import KVCacheSpec, PageScales, StateSpec
+from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, StateSpec
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import ChosenBackend
 from compiled_llm_ops.protocol import Backend
@@ -88,11 +88,13 @@ class ScoreSizes(Protocol):
 
 
 class Codec(NamedTuple):
-    """How a layer's keys and values are stored, if not in the model's dtype."""
+    """How keys and values are stored, if not in the model's dtype."""
 
-    # the spec of such a layer, of that of one with pages of the model's dtype, and of scales
+    dtype: torch.dtype  # of pages
+    largest: float  # number that is stored
+    capability: tuple[int, int]  # compute capability from which on kernels read and write it
+    # the spec of a layer, of that of one with pages of the model's dtype, and of scales
     coded: Callable[[Any, PageScales], KVCacheSpec]
-    scales: PageScales  # of the layer
 
 
 class Paging(NamedTuple):
@@ -101,7 +103,8 @@ class Paging(NamedTuple):
     page_size: int  # S
     dtype: torch.dtype  # of the model
     backend: Backend  # attends, and says which head sizes pages must have
-    codec: Codec | None = None  # of the layer's pages; None if they are of the model's dtype
+    codec: Codec | None = None  # of all layers' pages; None if they are of the model's dtype
+    scales: PageScales = UNSCALED  # of the layer
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from compiled_llm.config import KVScales
 from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerFunctions, LayerKind, SeenCall, Trial
 from compiled_llm.kinds.no_keys import NoKeys
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.rows import StateRows
-from compiled_llm.kinds.spec import PageScales
 
 KINDS: Sequence[type[LayerKind]] = (
     import_module("compiled_llm.kinds.full").Full,
@@ -28,10 +26,10 @@ KINDS: Sequence[type[LayerKind]] = (
 )
 """Each takes the place of what those before it have found, or lies over it."""
 
-CODECS: Mapping[str, Any] = {
-    "fp8_e4m3": import_module("compiled_llm.kinds.fp8").Fp8AttentionSpec,
+CODECS: Mapping[str | None, Codec] = {
+    "fp8_e4m3": import_module("compiled_llm.kinds.fp8").CODEC,
 }
-"""Specs of how pages are stored, by ``kv_dtype``."""
+"""How pages are stored, by ``kv_dtype``."""
 
 STATES: Sequence[Any] = [
     import_module("compiled_llm.kinds.recurrent.layers"),
@@ -76,38 +74,6 @@ def forward_cache_for(layers: Sequence[Layer]) -> Callable[[PreTrainedModel, Any
     """Return what makes a stand-in for HuggingFace's cache in a forward of a model; None if it needs none."""
     makers = [maker for kind in KINDS if (maker := kind.forward_cache(layers)) is not None]
     return makers[-1] if makers else None
-
-
-def allocate_codecs(
-    name: str | None, layers: Sequence[Layer], scales: KVScales | None, device: torch.device
-) -> tuple[Codec, ...]:
-    """Return the codec of each layer's pages, by its name; none for pages of the model's dtype."""
-    # Scales of 1, if none are given, and counts of what is clamped are allocated here, and are part of the specs.
-    if name is None:
-        return ()
-    codecs = []
-    for layer in layers:
-        key, value = (torch.ones(layer.kv_heads, dtype=torch.float32, device=device) for _ in range(2))
-        # A count of its own for each layer: equal ones are then equal code.
-        scales_of_layer = PageScales(key, value, torch.zeros(1, dtype=torch.int64, device=device))
-        codecs.append(Codec(CODECS[name], scales_of_layer))
-    if scales is not None:
-        write_scales(codecs, scales)
-    return tuple(codecs)
-
-
-def write_scales(codecs: Sequence[Codec], scales: KVScales) -> None:
-    """Write scales, which fit the layers, in place."""
-    for codec, *numbers in zip(codecs, scales.keys, scales.values, strict=True):
-        for tensor, own in zip(codec.scales[:2], numbers, strict=True):
-            assert tensor is not None
-            tensor.copy_(torch.tensor(own, dtype=torch.float32, device="cpu"))
-
-
-def count_saturated(codecs: Sequence[Codec]) -> int:
-    """Return how many numbers were clamped, over all layers; waits for the device."""
-    counts = [codec.scales.saturated for codec in codecs if codec.scales.saturated is not None]
-    return int(torch.cat(counts).sum()) if counts else 0
 
 
 # ---- layers whose rows keep states besides pages

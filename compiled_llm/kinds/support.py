@@ -76,7 +76,7 @@ UNEVEN = Support(
     "attention layer {number} has keys with heads of size {layer.head_dim}, and values with heads of size "
     "{layer.kind.value_head_dim}",
     {
-        "kv_dtype": No("and pages of fp8 need one size"),
+        "kv_dtype": No("and such pages need one size"),
         "batch_invariant": _NO_KERNEL,
         **_all(YES, "cascade", "mixed", "check_pages", "variants", "page_size", "crop", "captured_prefills", "drafts"),
         **_all(YES, "several_tokens", "left_padding", "prefix_cache", "dynamic_cache", "static_cache"),

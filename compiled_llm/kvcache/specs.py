@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.kinds.kind import Codec, Layer, Paging
-from compiled_llm.kinds.spec import KVCacheSpec, VectorSpec
+from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, VectorSpec
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm_ops.protocol import Backend
@@ -23,12 +22,13 @@ def kv_cache_specs(
     page_size: int,
     dtype: torch.dtype,
     backend: Backend,
-    codecs: Sequence[Codec] = (),
+    codec: Codec | None = None,
+    scales: Sequence[PageScales] = (),
 ) -> tuple[KVCacheSpec, ...]:
-    """Each layer's spec, and then those of what some keep besides; ``codecs`` are empty for the model's dtype."""
-    paging = Paging(page_size, dtype, backend)
-    coded = itertools.zip_longest(layers, codecs)
-    specs = [layer.kind.spec(layer, paging._replace(codec=codec)) for layer, codec in coded]
+    """Each layer's spec, and then those of what some keep besides; ``scales`` are those of a codec."""
+    paging = Paging(page_size, dtype, backend, codec)
+    both = zip(layers, scales or [UNSCALED] * len(layers), strict=True)
+    specs = [layer.kind.spec(layer, paging._replace(scales=own)) for layer, own in both]
     beside = [layer.kind.beside for layer in layers if layer.kind.beside is not None]
     return *specs, *(VectorSpec(size, page_size, dtype) for size in beside)
 

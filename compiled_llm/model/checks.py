@@ -15,10 +15,11 @@ from transformers.generation.utils import GenerationMixin
 
 from compiled_llm.compat.torch.inductor import cpp_compilers, default_inductor_cache
 from compiled_llm.compat.torch.modes import cuda_is_lost
-from compiled_llm.config import WAITING_MODES, KVScales, WrapConfig
+from compiled_llm.config import WAITING_MODES, WrapConfig
 from compiled_llm.kinds.kind import Layer
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.registry import CODECS
+from compiled_llm.kinds.scales import check_scales
 from compiled_llm.kinds.support import kinds_of, refusal
 from compiled_llm.model.attention_switch import attention_function_of_user
 from compiled_llm.model.inputs import in_training
@@ -27,7 +28,7 @@ from compiled_llm.model.sizes import attention_geometries
 from compiled_llm.model.version.training import training_difference
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import BACKENDS, backend_for, backend_named
-from compiled_llm_ops.contracts import CASCADE_QUERIES, FP8, FP8_CAPABILITY
+from compiled_llm_ops.contracts import CASCADE_QUERIES
 
 ROOT = 0  # Root's user id; root is always trusted
 
@@ -112,10 +113,10 @@ def check_placement(model: PreTrainedModel, config: WrapConfig) -> None:
 
 
 def _check_capability(device: torch.device, config: WrapConfig) -> None:
-    found = torch.cuda.get_device_capability(device)
-    if found < FP8_CAPABILITY:
+    found, needed = torch.cuda.get_device_capability(device), CODECS[config.kv_dtype].capability
+    if found < needed:
         raise ValueError(
-            f"wrap: kv_dtype={config.kv_dtype!r} needs compute capability {'.'.join(map(str, FP8_CAPABILITY))} or "
+            f"wrap: kv_dtype={config.kv_dtype!r} needs compute capability {'.'.join(map(str, needed))} or "
             f"newer, and {device} has {'.'.join(map(str, found))}; wrap without kv_dtype"
         )
 
@@ -175,9 +176,9 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
         raise ValueError(
             f"wrap: kv_dtype={config.kv_dtype!r}: this copy of compiled_llm has no such pages; leave it out"
         )
-    if config.kv_dtype is not None and FP8 not in backend.kv_dtypes:
+    if config.kv_dtype is not None and CODECS[config.kv_dtype].dtype not in backend.kv_dtypes:
         raise ValueError(
-            f"wrap: kv_dtype={config.kv_dtype!r}: backend={name!r} has no kernels for pages of fp8; wrap with "
+            f"wrap: kv_dtype={config.kv_dtype!r}: backend={name!r} has no kernels for such pages; wrap with "
             "backend='auto', or without kv_dtype"
         )
     if kind == "cpu":
@@ -258,7 +259,8 @@ def _asked(config: WrapConfig, layer: Layer, planned: bool) -> Iterator[tuple[st
 
 def _geometries(model: PreTrainedModel, layers: Sequence[Layer], config: WrapConfig) -> list[Geometry]:
     found = attention_geometries(layers, config.page_size, model.dtype)
-    return found if config.kv_dtype is None else [geometry._replace(kv_dtype=FP8) for geometry in found]
+    codec = CODECS.get(config.kv_dtype)
+    return found if codec is None else [geometry._replace(kv_dtype=codec.dtype) for geometry in found]
 
 
 def on_fastest_backend(config: WrapConfig, layers: Sequence[Layer], model: PreTrainedModel) -> WrapConfig:
@@ -273,23 +275,6 @@ def on_fastest_backend(config: WrapConfig, layers: Sequence[Layer], model: PreTr
     chosen, both = other.backend_on("cuda"), zip(layers, _geometries(model, layers, config), strict=True)
     missing = (layer.kind.missing_kernel(chosen, layer, own, "cuda") for layer, own in both if layer.kind.attends)
     return config if any(missing) else other
-
-
-def check_scales(call: str, scales: KVScales, layers: Sequence[Layer]) -> None:
-    """Raise ValueError if scales do not have the shape of a model's layers; ``call`` begins the message."""
-    expected = [layer.kv_heads for layer in layers]
-    for name, found in zip(("keys", "values"), scales.kv_heads, strict=True):
-        if len(found) != len(expected):
-            raise ValueError(
-                f"{call}: kv_scales has scales of {name} for {len(found)} layers, and the model has {len(expected)}; "
-                "measure them with compiled_llm.kv_scales(model, prompts)"
-            )
-        for number, (heads, wanted) in enumerate(zip(found, expected, strict=True)):
-            if heads != wanted:
-                raise ValueError(
-                    f"{call}: kv_scales has {heads} scales of {name} for layer {number}, which has {wanted} kv heads; "
-                    "measure them with compiled_llm.kv_scales(model, prompts)"
-                )
 
 
 def _others(name: str, layer: Layer, geometry: Geometry, device: str) -> str:

@@ -18,7 +18,8 @@ from compiled_llm import Engine, KVScales, WrapConfig, kv_scales
 from compiled_llm.kinds.full import Full, FullAttentionSpec
 from compiled_llm.kinds.kind import Layer
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.kinds.registry import allocate_codecs
+from compiled_llm.kinds.registry import CODECS
+from compiled_llm.kinds.scales import allocate_scales
 from compiled_llm.kinds.spec import TokenPlaces
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import (
@@ -71,8 +72,8 @@ def test_what_is_written_is_read_rounded_and_nothing_else_changes(
     """Two rows of 6 and 9 tokens, the second of which lacks its first column, which a window has left."""
     generator = torch.Generator().manual_seed(seed)
     scales = KVScales([[0.01, 0.02]], [[0.005, 0.03]])
-    (codec,) = allocate_codecs("fp8_e4m3", [Layer(4, 2, head_dim, -1, 0.0, Full())], scales, CPU)
-    spec: Any = codec.coded(FullAttentionSpec(2, head_dim, stored, 4, dtype), codec.scales)
+    (allocated,) = allocate_scales([Layer(4, 2, head_dim, -1, 0.0, Full())], scales, CPU)
+    spec: Any = CODECS["fp8_e4m3"].coded(FullAttentionSpec(2, head_dim, stored, 4, dtype), allocated)
     (memory,) = allocate_pages([spec], 9, ReleasableMemory(CPU))
     assert (memory.shape, memory.dtype) == ((9, 2, 2, 4, stored), torch.float8_e4m3fn)
     assert page_size_bytes(spec) == 2 * 2 * 4 * stored
@@ -103,8 +104,8 @@ def test_what_is_written_is_read_rounded_and_nothing_else_changes(
 def test_numbers_that_fp8_holds_come_back_as_they_were() -> None:
     held = numbers_of(codes_of(torch.randn(2, 1, 8, 16))) * 2.0**-5
     layers = [Layer(2, 1, 16, -1, 0.0, Full())]
-    codecs = allocate_codecs("fp8_e4m3", layers, KVScales([[2.0**-5]], [[2.0**-5]]), CPU)
-    (spec,) = kv_cache_specs(layers, 4, torch.float32, backend_named("reference"), codecs)
+    scales = allocate_scales(layers, KVScales([[2.0**-5]], [[2.0**-5]]), CPU)
+    (spec,) = kv_cache_specs(layers, 4, torch.float32, backend_named("reference"), CODECS["fp8_e4m3"], scales)
     (memory,) = allocate_pages([spec], 5, ReleasableMemory(CPU))
     at = torch.arange(8)
     spec.write(memory, TokenPlaces(8, 1 + at // 4, at % 4, torch.zeros_like(at), at), held[:1], held[1:])
@@ -425,7 +426,7 @@ def test_gpus_without_fp8_are_refused(
 
 def test_a_backend_without_kernels_for_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "kv_dtypes", frozenset())
-    with pytest.raises(ValueError, match="kv_dtype='fp8_e4m3': backend='reference' has no kernels for pages of fp8"):
+    with pytest.raises(ValueError, match="kv_dtype='fp8_e4m3': backend='reference' has no kernels for such pages"):
         compiled_llm.wrap(tiny_qwen3(0), **FP8)
     compiled_llm.wrap(tiny_qwen3(0), **{**FP8, "kv_dtype": None})
 

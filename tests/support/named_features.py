@@ -1,5 +1,7 @@
 """Which files of package and ops name a feature outside of its own files, and the list of them that is kept.
 
+`compiled_llm_flashinfer` is left out: FlashInfer's API over the ops names what it offers.
+
 ``PYTHONPATH=. python support/named_features.py``, in ``tests/``, writes the list anew, with the reasons that stand in
 it.
 """
@@ -24,7 +26,8 @@ WORDS = {
 
 def named_in() -> dict[str, list[str]]:
     """Return the files that name each feature, from the checkout, without those whose path does."""
-    files = {str(path.relative_to(CHECKOUT)): path.read_text() for path in sources().values()}
+    own = {name: path for name, path in sources().items() if name.partition(".")[0] != "compiled_llm_flashinfer"}
+    files = {str(path.relative_to(CHECKOUT)): path.read_text() for path in own.values()}
     return {
         feature: sorted(file for file, text in files.items() if named(word, text) and not named(word, file))
         for feature, word in WORDS.items()

@@ -18,7 +18,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import DEMO, Source, locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype
+from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions, check_new_tokens
@@ -55,7 +55,7 @@ def chat(
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
-    kv_dtype: shared.KeysAndValues = KvDtype.auto,
+    kv_dtype: shared.KeysAndValues = None,
     kv_scales: shared.ScalesFile = None,
     max_new_tokens: shared.MaxNewTokens = 1024,
     stop: shared.StopBefore = None,
@@ -73,7 +73,7 @@ def chat(
             dtype=dtype.value,
             device=device.value,
             quiet=quiet,
-            kv_dtype=kv_dtype.option,
+            kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             eager_first=eager_first,
         )

@@ -235,7 +235,7 @@ def _driver_version() -> str | None:
 def gpu(index: int) -> Outcome:
     import torch
 
-    from compiled_llm_ops.contracts import FP8_CAPABILITY
+    from compiled_llm.kinds.registry import CODECS
 
     try:
         capability = torch.cuda.get_device_capability(index)
@@ -249,8 +249,7 @@ def gpu(index: int) -> Outcome:
         return Outcome("failed", detail, "run on the CPU: --device cpu")
     if capability < _BFLOAT16_CAPABILITY:
         return Outcome("warning", f"{detail}, no bfloat16", "load models with dtype=float16")
-    if capability < FP8_CAPABILITY:
-        detail += ", no kv_dtype='fp8_e4m3'"
+    detail += "".join(f", no kv_dtype={name!r}" for name, codec in CODECS.items() if capability < codec.capability)
     if free < _LITTLE_MEMORY:
         return Outcome("warning", detail, "see in nvidia-smi what else runs there")
     return Outcome("ok", detail)

@@ -9,7 +9,7 @@ import typer
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks
+from compiled_llm.commands.options.choices import Device, Dtype, PageChecks
 from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.options.prompt import check_quoted, read_prompt
 from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions
@@ -39,7 +39,7 @@ def generate(
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
-    kv_dtype: shared.KeysAndValues = KvDtype.auto,
+    kv_dtype: shared.KeysAndValues = None,
     kv_scales: shared.ScalesFile = None,
     batch_invariant: shared.BatchInvariant = False,
     check_pages: shared.CheckPages = PageChecks.off,
@@ -78,7 +78,7 @@ def generate(
             backend=backend,
             dtype=dtype.value,
             device=device.value,
-            kv_dtype=kv_dtype.option,
+            kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             batch_invariant=batch_invariant,
             check_pages=check_pages.value,

@@ -16,17 +16,6 @@ class Dtype(str, Enum):
     float = "float"
 
 
-class KvDtype(str, Enum):
-    """Values of `--kv-dtype`."""
-
-    auto = "auto"
-    fp8_e4m3 = "fp8_e4m3"
-
-    @property
-    def option(self) -> str | None:
-        return None if self is KvDtype.auto else self.value
-
-
 class PageChecks(str, Enum):
     """Values of `--check-pages`."""
 

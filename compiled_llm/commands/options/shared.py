@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks
+from compiled_llm.commands.options.choices import Device, Dtype, PageChecks
+from compiled_llm.config import KVDtype
 
 INPUT, SAMPLING, MODEL, OUTPUT = "Input", "Sampling", "Model", "Output"
 
@@ -91,13 +92,20 @@ EagerFirst = Annotated[
         help="On a CPU, answer at once, uncompiled, while the model is compiled in the background.",
     ),
 ]
+_KV_DTYPES = ("auto", *get_args(KVDtype))
 _DTYPE = "The type of the weights; auto is float32 on the CPU and bfloat16 on CUDA."
 _DEVICE = "Where the model runs; auto is CUDA if there is a device, else the CPU."
 WeightsDtype = Annotated[Dtype, _model("--dtype", help=_DTYPE)]
 OnDevice = Annotated[Device, _model("--device", help=_DEVICE)]
 KeysAndValues = Annotated[
-    KvDtype,
-    _model("--kv-dtype", help="The type of keys and values in memory; auto is that of the weights, fp8_e4m3 8 bits."),
+    str | None,
+    _model(
+        "--kv-dtype",
+        metavar=f"[{'|'.join(_KV_DTYPES)}]",
+        parser=lambda name: None if name == "auto" else name,
+        show_default="auto",
+        help="The type of keys and values in memory; auto is that of the weights, the other has 8 bits.",
+    ),
 ]
 ScalesFile = Annotated[
     Path | None,

@@ -14,7 +14,7 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, KvDtype, PageChecks, integers
+from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
 from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
 from compiled_llm.commands.serve.leash import end_with_parent
@@ -44,7 +44,7 @@ class ServeOptions(NamedTuple):
     backend: str
     dtype: str
     device: str
-    kv_dtype: str
+    kv_dtype: str | None
     kv_memory: str | None
     max_num_seqs: int
     max_model_len: int | None
@@ -76,8 +76,8 @@ class ServeOptions(NamedTuple):
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
         artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
         scales = {} if self.kv_scales is None else {"kv_scales": KVScales.load(self.kv_scales)}
-        options = {name: getattr(self, name) for name in ("mode", "backend", "batch_invariant", "check_pages")}
-        options["kv_dtype"] = KvDtype(self.kv_dtype).option
+        names = ("mode", "backend", "kv_dtype", "batch_invariant", "check_pages")
+        options = {name: getattr(self, name) for name in names}
         options["eager_first"] = self.eager_first and not self.batch_invariant
         return {**options, "progress": self.shows_progress, **memory, **scales, **artifacts}
 
@@ -140,7 +140,7 @@ def serve(
     backend: shared.Backend = "auto",
     dtype: shared.WeightsDtype = Dtype.auto,
     device: shared.OnDevice = Device.auto,
-    kv_dtype: shared.KeysAndValues = KvDtype.auto,
+    kv_dtype: shared.KeysAndValues = None,
     kv_scales: shared.ScalesFile = None,
     batch_invariant: shared.BatchInvariant = False,
     check_pages: shared.CheckPages = PageChecks.off,
@@ -172,7 +172,7 @@ def serve(
         sizes = integers("--warmup", warmup)
         served = ServeOptions(
             shared.model_of(model, same_model),
-            *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value, kv_dtype.value, kv_memory),
+            *(tokenizer, _absolute(chat_template), mode, backend, dtype.value, device.value, kv_dtype, kv_memory),
             *(max_num_seqs, max_model_len, max_queue, max_step_ms, sizes, _absolute(profile)),
             *(_absolute(operations_uds), _absolute(artifacts), eager_first),
             *(log_level.value, log_format.value, quiet),

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from compiled_llm.commands.serve.vllm_options import instead_of
+from compiled_llm.commands.serve.vllm_options import OURS, instead_of
 
 ALWAYS = {
     "--enable-prefix-caching --enable-chunked-prefill --async-scheduling --enable-auto-tool-choice": "",
@@ -17,16 +17,6 @@ ALWAYS = {
     "--block-size": "16",
 }
 """Options of vLLM that change nothing here if they have this value, or none if it is empty."""
-
-_OURS = {
-    "--enforce-eager": "--mode eager",
-    "--gpu-memory-utilization": "--kv-memory {}",
-    "--kv-cache-dtype fp8": "--kv-dtype fp8_e4m3",
-    "--kv-cache-dtype fp8_e4m3": "--kv-dtype fp8_e4m3",
-    "--shutdown-timeout": "--drain-seconds {}",
-    "-asc": "--api-server-count {}",
-}
-"""Our options for those of vLLM; ``{}`` is the value of vLLM's option."""
 
 _FLAG = re.compile(
     r"--(no|enable|use|skip|calculate|allow)-.+|--disable-(?!access-log-for-endpoints).+"
@@ -59,7 +49,7 @@ def read_line(arguments: Sequence[str]) -> VllmLine:
             line.always.append(shlex.join([typed, *values]))
             continue
         line.refused.append(f"{typed} is an option of vLLM: {said}")
-        ours = _OURS.get(" ".join([name, *values]), _OURS.get(name, ""))
+        ours = OURS.get(" ".join([name, *values]), OURS.get(name, ""))
         line.ours.extend(shlex.split(ours.format(shlex.quote(" ".join(values)))))
     return line
 

@@ -6,6 +6,16 @@ _ONE_GPU = "a model runs on one GPU here; start a server for each GPU, with CUDA
 _RESPONSE_TEMPLATE = "leave it out: the tokenizer's response template says how calls and thinking are found in answers"
 _TEXT_ALONE = "models are served for text alone, without images, sound or video"
 
+OURS = {
+    "--enforce-eager": "--mode eager",
+    "--gpu-memory-utilization": "--kv-memory {}",
+    "--kv-cache-dtype fp8": "--kv-dtype fp8_e4m3",
+    "--kv-cache-dtype fp8_e4m3": "--kv-dtype fp8_e4m3",
+    "--shutdown-timeout": "--drain-seconds {}",
+    "-asc": "--api-server-count {}",
+}
+"""Our options for those of vLLM; ``{}`` is the value of vLLM's option."""
+
 VLLM_OPTIONS: dict[str, str] = {
     # ---- what fits
     "--max-num-batched-tokens --max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold "

@@ -77,8 +77,8 @@ def _make_one(
         states = [graph.call_method("squeeze", (raw.states, ALL_ROWS)) for raw in (query, key)]
         places = (written.token_rows, written.token_positions, written.indptr, written.indices)
         preparation = (query.norm, key.norm, query.epsilon or key.epsilon, cos, sin)
-        fp8 = (written.key_scale, written.value_scale, written.saturated)
-        arguments = (*states, written.value, written.pages, *places, *preparation, False, *fp8)
+        scales = (written.key_scale, written.value_scale, written.saturated)
+        arguments = (*states, written.value, written.pages, *places, *preparation, False, *scales)
         made = graph.call_function(_ROPE_APPEND, arguments)
     made.meta.update({name: value for name, value in append.meta.items() if name != "example_value"})
     set_arguments(attention, arguments_of(attention, PagedAttention)._replace(query=made))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.execution.threads.interrupts import deferred
 
+Changed = TypeVar("Changed")
 _PATIENCE = 0.5
 """Seconds to wait for an engine while others are paused: several steps, since it lets go after one."""
 
@@ -75,3 +78,19 @@ def nothing_running(runtime: Runtime) -> Iterator[list[EngineThread] | None]:
             return
         with runtime.loop_lock.taken(fits=lambda: False):  # once no loop is in progress that is no call's
             yield engine_threads
+
+
+@deferred()
+def with_no_pages(runtime: Runtime, doing: str, change: Callable[[list[EngineThread]], Changed]) -> Changed:
+    """Call ``change`` with all engines while nothing runs; requests compute again what they have in pages.
+
+    Arguments and errors as ``check_outside``.
+    """
+    with calls_ended(runtime, doing):
+        while True:
+            with nothing_running(runtime) as engine_threads:
+                if engine_threads is not None:
+                    for engine_thread in engine_threads:
+                        engine_thread.placed.park()
+                    return change(engine_threads)
+            runtime.calls.wait()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from compiled_llm.engine.lifecycle.all_engines import all_paused, calls_ended, engine_threads_of, nothing_running
+from compiled_llm.engine.lifecycle.all_engines import all_paused, engine_threads_of, with_no_pages
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
-from compiled_llm.execution.threads.interrupts import deferred
 
 logger = logging.getLogger("compiled_llm.engine")
 
 
-@deferred()
 def put_to_sleep(runtime: Runtime, ends: bool, weights: bool, graphs: bool) -> int:
     """Give device memory back, and return how many bytes; ``ends`` ends all requests, which else wait.
 
@@ -19,24 +18,16 @@ def put_to_sleep(runtime: Runtime, ends: bool, weights: bool, graphs: bool) -> i
         RuntimeError: others hold pages, or a loop of this thread's has called this.
         ValueError: weights cannot be moved.
     """
-    with calls_ended(runtime, "sleep"):
-        while (nbytes := _put_to_sleep(runtime, ends, weights, graphs)) is None:
-            runtime.calls.wait()
-    logger.info("asleep: %.2f GiB of device memory given back", nbytes / 2**30)
-    return nbytes
 
-
-def _put_to_sleep(runtime: Runtime, ends: bool, weights: bool, graphs: bool) -> int | None:
-    """As ``put_to_sleep``; None if a call is in progress, and nothing has changed."""
-    with nothing_running(runtime) as engine_threads:
-        if engine_threads is None:
-            return None
-        for engine_thread in engine_threads:
-            engine_thread.placed.park()
+    def fall_asleep(engine_threads: list[EngineThread]) -> int:
         nbytes = runtime.runner_lifecycle.sleep(weights, graphs)
         for engine_thread in engine_threads:
             engine_thread.sleep(ends)
         return nbytes
+
+    nbytes = with_no_pages(runtime, "sleep", fall_asleep)
+    logger.info("asleep: %.2f GiB of device memory given back", nbytes / 2**30)
+    return nbytes
 
 
 def wake_up(runtime: Runtime) -> None:

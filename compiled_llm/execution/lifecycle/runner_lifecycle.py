@@ -166,7 +166,7 @@ class ModelRunnerLifecycle:
         )
 
     def set_kv_scales(self, scales: KVScales) -> None:
-        """Have other scales of pages of fp8 from now on; RuntimeError if rows have pages, and nothing has changed."""
+        """Have other scales of pages from now on; RuntimeError if rows have pages, and nothing has changed."""
         self._check_no_pages_used("set_kv_scales")
         self._config = dataclasses.replace(self._config, kv_scales=scales)
         if (model_runner := self.present or self._resting) is not None:

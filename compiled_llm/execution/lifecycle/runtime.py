@@ -200,7 +200,7 @@ class Runtime:
         return self.runner_lifecycle.is_current(model_runner, placement)
 
     def take_kv_scales(self, scales: KVScales) -> None:
-        """Have other scales of pages of fp8, which fit, while nothing runs; RuntimeError if caches hold pages."""
+        """Have other scales of pages, which fit, while nothing runs; RuntimeError if caches hold pages."""
         self.runner_lifecycle.set_kv_scales(scales)
         self.config = dataclasses.replace(self.config, kv_scales=scales)
 

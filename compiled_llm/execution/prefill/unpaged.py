@@ -62,7 +62,7 @@ class Unpaged:
             device.type == "cpu"  # on a GPU one kernel attends for all rows
             and not graph_manager.cuda_graphs.ours  # replays take no longer than what they save
             and not (config.batch_invariant or config.eager_first_on(device.type) or config.artifacts)
-            and not (facts.states or state.codecs or any(layer.logits_soft_cap for layer in facts.layers))
+            and not (facts.states or state.scales or any(layer.logits_soft_cap for layer in facts.layers))
             and all(layer.kind.unpaged(layer, 1) is not None for layer in facts.layers)
         )
         self._longest = min(facts.windows, default=state.max_positions)

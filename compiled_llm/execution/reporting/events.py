@@ -42,7 +42,7 @@ class Events:
     uploads: Counter[UploadCause] = field(default_factory=Counter)
     cold_starts: list[ColdStart] = field(default_factory=list)
     cascade_steps: int = 0  # decode steps that read pages which rows share once
-    kv_saturated: int = 0  # numbers that were clamped on their way into pages of fp8, of model runners that are gone
+    kv_saturated: int = 0  # numbers that were clamped on their way into pages, of model runners that are gone
     generating: Stopwatch = field(default_factory=Stopwatch)  # runs while our loops do, and nothing is compiled
     preparing: Stopwatch = field(default_factory=Stopwatch)  # runs while something is compiled or captured
     _warmed: bool = False

@@ -23,8 +23,9 @@ from compiled_llm.execution.state.score_room import ScoreRoom
 from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.features import feature
-from compiled_llm.kinds.registry import allocate_codecs
+from compiled_llm.kinds.registry import CODECS
 from compiled_llm.kinds.rows import NO_ENTRY
+from compiled_llm.kinds.scales import allocate_scales
 from compiled_llm.kinds.spec import TokenPlaces
 from compiled_llm.kvcache.memory import (
     ended_marker,
@@ -55,7 +56,7 @@ class RunnerState:
     Attributes:
         kv_memory: of ``pages``, their tags, and ``states``, which a model that sleeps gives back.
         sharing: when decode steps read shared pages once; None for never.
-        codecs: of each layer's pages; empty if these are of the model's dtype.
+        scales: of each layer's pages; empty if these are of the model's dtype.
         validity: of decode steps; whatever changes something that they are made from ends it.
         states: the memory of rows' states, a tensor for each of ``ModelFacts.states``.
         spare_states: entries for the states of a row whose prompt is cut into several launches.
@@ -91,8 +92,10 @@ class RunnerState:
         )
         chosen = config.backend_on(self.device.type)
         with torch.inference_mode(False):
-            self.codecs = allocate_codecs(config.kv_dtype, facts.layers, config.kv_scales, self.device)
-        self.specs = kv_cache_specs(facts.layers, config.page_size, model.dtype, chosen.backend, self.codecs)
+            scaled = facts.layers if config.kv_dtype else ()
+            self.scales = allocate_scales(scaled, config.kv_scales, self.device)
+        paging = config.page_size, model.dtype, chosen.backend, CODECS.get(config.kv_dtype)
+        self.specs = kv_cache_specs(facts.layers, *paging, self.scales)
         for tensor in [tensor for spec in self.specs for tensor in spec.scales if tensor is not None]:
             mark_static(tensor)
         cascade = feature("cascade", "execution")

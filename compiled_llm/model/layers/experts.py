@@ -87,7 +87,7 @@ def experts_of(model: nn.Module) -> dict[str, int]:
     """Count the layers of experts: those that our ops compute as ``"compiled_llm"``, others by the reason."""
     layers = [module for module in model.modules() if are_experts(module)]
     if any(not knows(type(module), NAME) for module in layers):
-        return {"their weights are quantised": len(layers)}  # experts of fp8 have an interface of their own
+        return {"their weights are quantised": len(layers)}  # such experts have an interface of their own
     return dict(Counter(obstacle(module) or NAME for module in layers))
 
 
