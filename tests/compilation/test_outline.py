@@ -115,13 +115,14 @@ def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monke
     assert all(map(torch.equal, tokens[0].logits, tokens[1].logits))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "traced"),
     [
         ("Qwen3_5", 2),
-        pytest.param("Bamba", 2, marks=pytest.mark.whole),  # its layers return a tuple with None
-        pytest.param("FalconH1", 1, marks=pytest.mark.whole),  # and these one of their output alone
-        pytest.param("FalconMamba", 1, marks=pytest.mark.whole),  # without attention
+        ("Bamba", 2),  # its layers return a tuple with None
+        ("FalconH1", 1),  # and these one of their output alone
+        ("FalconMamba", 1),  # without attention
     ],
 )
 def test_layers_with_states_stand_for_others(family, traced, graphs, monkeypatch, seed):

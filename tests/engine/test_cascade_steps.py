@@ -136,13 +136,6 @@ def test_shared_pages_are_read_once_in_each_mode(mode: Mode, seed: int, monkeypa
     )
 
 
-@pytest.mark.slow
-@pytest.mark.whole
-def test_compiled_programs_read_shared_pages_once(seed: int) -> None:
-    plain = {**WORDS, "num_hidden_layers": 1}
-    assert_cascade_changes_nothing(lambda cascade: engine_for(tiny_qwen3(**plain), cascade, mode="compile"), seed)
-
-
 def test_rows_that_share_nothing_run_as_without_it() -> None:
     with engine_for(tiny_qwen3(**WORDS), cascade=True) as engine:
         handles = [engine.submit([first, *range(5, 60)], greedy(8)) for first in (3, 4, 5)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation import programs
-from compiled_llm.config import Mode
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
@@ -23,11 +21,11 @@ from support.engine.invariant_answers import (
     logprobs_of,
     some_requests,
 )
-from support.engine.random_requests import CAPTURES, adapted, cases_read_early_and_late
+from support.engine.random_requests import adapted, cases_read_early_and_late
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.huggingface.families import FAMILIES, make
 from support.parity import assert_account_is_empty
-from support.tiny_models import WINDOWS, tiny_llama, tiny_qwen3
+from support.tiny_models import WINDOWS, tiny_qwen3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,18 +92,6 @@ def test_layers_of_each_kind_have_them(kind: str, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.whole
-@pytest.mark.parametrize("mode", ["cuda-graphs", "reduce-overhead"])
-def test_each_mode_has_them(mode: Mode, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, pieces between attentions run without our passes: see `test_invariant_engine_gpu.py`.
-
-    Captured steps have the passes for a GPU, below.
-    """
-    CAPTURES.get(mode, lambda _: None)(monkeypatch)
-    check_engine(invariant(small_qwen3(), mode=mode), seed)
-
-
-@pytest.mark.usefixtures("without_inductor")
 def test_generate_has_them(seed: int) -> None:
     """Of several rows, whose prompts are padded."""
     model = invariant(small_qwen3())
@@ -121,19 +107,6 @@ def test_generate_has_them(seed: int) -> None:
         for step, logits in enumerate(given.logits):
             own = torch.log_softmax(logits[row].float(), -1)
             assert torch.equal(own, expected[20 - begin + step - 1])
-
-
-@pytest.mark.slow
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    "make_one", [KINDS["learned positions"], partial(tiny_llama, num_hidden_layers=1)], ids=["GPT-2", "Llama"]
-)
-def test_compiled_programs_have_them(make_one: Callable[[], PreTrainedModel], seed: int) -> None:
-    """In each run Inductor compiles a function of the kind that models have: `test_invariant_passes.py`."""
-    model = invariant(make_one())
-    check_engine(model, seed, warm=True)
-    check_forwards(model, seed, 4)
-    assert model.compiled.stats().recompiles == 0
 
 
 @pytest.mark.slow

@@ -85,30 +85,6 @@ def test_requests_that_ask_have_those_of_their_tokens_and_others_none(plain, mod
     assert_account_is_empty(model)
 
 
-def test_tokens_that_are_computed_again_are_kept_once(plain, monkeypatch, seed):
-    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._FIRST_GUESS", 1)  # answers are longer than that
-    model = wrapped(160, tiny(), prefill_tokens=16)
-    with compiled_llm.traced_hook(model.model.layers[0].mlp, emit), Engine(model) as engine:
-        for output in engine.generate(some_prompts(4, seed, longest=40), greedy(40), emitted=NAMES):
-            check(plain, output, NAMES)
-        assert engine.stats().preemptions > 0
-
-
-def test_each_of_several_answers_has_its_own(plain, model, seed):
-    params = SamplingParams(n=2, seed=seed, temperature=2.0, max_tokens=8)
-    with compiled_llm.traced_hook(model.model.layers[0].mlp, emit), Engine(model) as engine:
-        (output,) = engine.generate(some_prompts(1, seed, longest=40), params, emitted=["norm"])
-        assert output.outputs[0].token_ids != output.outputs[1].token_ids
-        check(plain, output, ["norm"])
-
-
-def test_one_that_never_ran_has_none(model):
-    with compiled_llm.traced_hook(model.model.layers[0].mlp, emit), Engine(model) as engine:
-        output = engine.submit([5, 6, 7], greedy(4), timeout=1e-9, emitted=["norm"]).result(60)
-        assert output.emitted is not None
-        assert not output.emitted["norm"].numel()
-
-
 def test_what_no_hook_emits_ends_that_request_alone(plain, model):
     with compiled_llm.traced_hook(model.model.layers[0].mlp, emit), Engine(model) as engine:
         asking, other = engine.submit([5, 6], greedy(4), emitted=["norms"]), engine.submit([5, 6, 7], greedy(4))

@@ -120,19 +120,6 @@ def test_captured_steps_give_the_same_tokens(
     assert set(stats.experts) == {"compiled_llm"}
 
 
-@pytest.mark.slow
-@pytest.mark.whole
-@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
-def test_compiled_steps_give_the_same_tokens(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one layer, of which Inductor makes all kinds of kernels; a function of the ops it compiles in each run."""
-    expected, prompts = of_rows_alone(family, seed, 12, num_hidden_layers=1), prompts_of(LENGTHS, seed)
-    model: Any = compiled_llm.wrap(model_of(family, num_hidden_layers=1), mode="compile", progress=False, **FEW)
-    barred(monkeypatch)
-    assert new_tokens_of(model, prompts, 12, eos_token_id=None) == expected
-    stats = model.compiled.stats()
-    assert (stats.graph_breaks, stats.recompiles) == (0, 0)
-
-
 @pytest.mark.parametrize("family", FEW_FAMILIES[:2])
 def test_an_engine_gives_the_same_tokens(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, prompts = of_rows_alone(family, seed, 12), prompts_of(LENGTHS, seed)

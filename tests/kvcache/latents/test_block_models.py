@@ -6,8 +6,6 @@ of each prompt by itself.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,42 +29,23 @@ READ = BLOCKS["index_topk_blocks"] * BLOCK
 """Tokens that a query reads."""
 LENGTHS = [5, 3 * READ + 5, BLOCK, BLOCK + 1, 1, 40]
 
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["dense"]}
-"""A layer without experts, which take most of what tracing does; --whole traces three."""
-
 
 def pair(seed: int, mode: Any = "eager", **options: Any) -> tuple[PreTrainedModel, Any]:
-    return plain_model(seed), compiled_llm.wrap(block_model(seed), mode=mode, **{**FEW_PAGES, **options})
-
-
-@functools.cache
-def plain_model(seed: int, small: bool = False) -> PreTrainedModel:
-    """One that nothing changes, whose answers several tests compare with."""
-    return block_model(seed, **(SMALL if small else {}))
+    return block_model(seed), compiled_llm.wrap(block_model(seed), mode=mode, **{**FEW_PAGES, **options})
 
 
 def answer(plain: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
-    return _answer(plain, tuple(prompt), new)
-
-
-@functools.cache
-def _answer(plain: PreTrainedModel, prompt: tuple[int, ...], new: int) -> list[int]:
     out: list[int] = greedy(plain, {"input_ids": torch.tensor([prompt]), "pad_token_id": 0}, new)[0].tolist()
     return out[len(prompt) :]
 
 
-def check_tokens(
-    plain: PreTrainedModel, model: Any, seed: int, batches: Sequence[list[int]] = (LENGTHS,), new: int = 12
-) -> None:
-    for lengths in batches:
-        inputs = {**mixed_prompts(lengths, 128, seed), "pad_token_id": 0}
-        shown = inputs["attention_mask"].bool()
-        found = greedy(model, inputs, new)[:, max(lengths) :].tolist()
-        assert found == [
-            answer(plain, ids[own].tolist(), new) for ids, own in zip(inputs["input_ids"], shown, strict=True)
-        ]
+def check_tokens(plain: PreTrainedModel, model: Any, seed: int) -> None:
+    inputs = {**mixed_prompts(LENGTHS, 128, seed), "pad_token_id": 0}
+    shown = inputs["attention_mask"].bool()
+    found = greedy(model, inputs, 12)[:, max(LENGTHS) :].tolist()
+    assert found == [answer(plain, ids[own].tolist(), 12) for ids, own in zip(inputs["input_ids"], shown, strict=True)]
     stats = model.compiled.stats()
-    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": len(batches)}, 0)
+    assert (stats.generate_calls, stats.recompiles) == ({"fast loop": 1}, 0)
     assert_account_is_empty(model)
 
 
@@ -104,17 +83,14 @@ def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.Mo
     check_tokens(*pair(seed), seed)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", CAPTURES)
-def test_captured_steps_give_the_same_tokens(
-    mode: Any, seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_steps_give_the_same_tokens(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the passes for a GPU, which leave lists as they are."""
     CAPTURES[mode](monkeypatch)
     let_passes_run_on_a_cpu(monkeypatch)
-    model = block_model(seed, **({} if whole else SMALL))
-    check_tokens(plain_model(seed, small=not whole), compiled_llm.wrap(model, mode=mode, **FEW_PAGES), seed)
+    check_tokens(*pair(seed, mode), seed)
 
 
 # ---- what is refused

@@ -92,6 +92,7 @@ def test_short_rows_may_be_left_to_latents(
         assert {name for name, _ in attended} == {f"{op}_attention"}
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_prefill_is_two_programs_compiled_once_each(seed: int) -> None:
     plain, model = compiled_pair(seed, num_hidden_layers=1)

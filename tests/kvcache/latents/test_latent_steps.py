@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,23 +10,17 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-import compiled_llm
 from compiled_llm.commands.compile import compiled_into
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.compilation.artifacts.made_for import sizes_made_for
-from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.artifacts.writing import unfinished
-from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.passes.arguments import arguments_of
 from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm_ops import latent_decode
 from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.protocol import own_decode_ops
 from support.characters import character_tokenizer
-from support.compilation import start_with_artifacts
-from support.compilation.artifact_folders import compiled
 from support.compilation.passes_on_a_cpu import let_passes_run_on_a_cpu
 from support.compilation.start_with_artifacts import answers
 from support.compilation.traced import traced
@@ -106,33 +96,3 @@ def test_all_programs_of_a_model_with_latents_are_compiled_into_artifacts(
     assert model.compiled.stats().graphs == graphs
     assert answers(model) == answers(plain)
     assert model.compiled.stats().graphs == graphs
-
-
-@pytest.mark.slow
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("make", "graphs"), [(latent_model, 5), pytest.param(indexed_model, 4, marks=needs_indexers)], ids=["all", "chosen"]
-)
-def test_a_process_with_artifacts_compiles_nothing_and_says_what_huggingface_says(
-    make: Callable[..., PreTrainedModel], graphs: int, tmp_path: Path
-) -> None:
-    folder, artifacts, cache, programs = (tmp_path / name for name in ("model", "artifacts", "cache", "bin"))
-    programs.mkdir()
-    make(num_hidden_layers=1).save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
-    model = compiled_llm.wrap(AutoModelForCausalLM.from_pretrained(folder), progress=False)
-    made_for = sizes_made_for(model, model.compiled.facts.model_class, model.compiled.config, 64)
-    Profile(made_for, {StepKey.decode(4): 3}).save(tmp_path / "profile")
-    options = ("--max-num-seqs", "64", "--profile", str(tmp_path / "profile"), "--quiet")
-    done = compiled(folder, artifacts, *options)
-    assert done.returncode == 0, done.stderr
-    command = [sys.executable, start_with_artifacts.__file__, str(folder), str(artifacts), "cpu", "float32"]
-    own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache), "PATH": str(programs)}
-    started = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=300)
-    assert started.returncode == 0, started.stderr
-    result = json.loads(started.stdout.splitlines()[-1])
-    assert result["answers"] == answers(AutoModelForCausalLM.from_pretrained(folder))
-    assert result["compiled"] == {"Inductor": 0, "AOTAutograd": 0}
-    assert not any(result["builds"].values())
-    assert result["graphs"] == graphs
-    assert not [path for path in cache.rglob("*") if path.is_file()]

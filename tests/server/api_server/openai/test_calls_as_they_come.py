@@ -51,19 +51,6 @@ OBJECTS = {
 }
 """How calls are written whose arguments are JSON."""
 
-texts = st.text(st.sampled_from('ab\n "\\{}[]<,:é漢'), max_size=12)
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | texts,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(texts, inner, max_size=2),
-    max_leaves=4,
-)
-arguments = st.builds(
-    json.dumps,
-    st.dictionaries(texts, values, max_size=3),
-    ensure_ascii=st.booleans(),
-    indent=st.sampled_from([None, 1]),
-)
-objects = st.tuples(st.sampled_from(["look", "time"]), arguments)
 cuts = st.lists(st.integers(0, 400), max_size=12)
 
 
@@ -97,18 +84,6 @@ def search(examples: int, **strategies: Any) -> Callable[[Callable[..., None]], 
 
 
 EXAMPLES = pytest.mark.parametrize("examples", [25, pytest.param(250, marks=pytest.mark.whole)])
-
-
-@EXAMPLES
-@pytest.mark.parametrize("style", OBJECTS)
-def test_json_is_told_as_it_was_written(style: str, examples: int) -> None:
-    beginnings = st.sampled_from([("", "", ""), ("Well: ", "Well:", ""), ("<think>Hm.</think>", "", "Hm.")])
-
-    @search(examples, calls=st.lists(objects, max_size=3), cuts=cuts, beginning=beginnings)
-    def _(calls: list[tuple[str, str]], cuts: list[int], beginning: tuple[str, str, str]) -> None:
-        before, content, reasoning = beginning
-        text = before + "\n".join(OBJECTS[style].format(*call) for call in calls)
-        assert read(style, split(text, cuts)) == Told(reasoning, content, [(*call, True) for call in calls])
 
 
 xml_values = st.sampled_from(["3", "3.0", "three", "-1.5", "true", "null", '{"a": [1]}', "[2]", "{", 'say "hi"', ""])
@@ -251,28 +226,6 @@ def test_a_call_that_there_was_no_room_for_is_no_content(
     if "c" in told.content[-1:]:  # it stands after a call that has ended
         return
     assert (told.calls, told.content) == (calls, "Well:" if before else "")
-
-
-@pytest.mark.parametrize("style", OBJECTS)
-def test_a_call_that_the_prompt_has_begun(style: str) -> None:
-    other, text = OBJECTS[style].format("time", "{}"), OBJECTS[style].format("look", '{"text": "a"}')
-    for end in range(text.index("{") - (style == "named"), text.rindex("}")):
-        prompt = f"<|im_start|>assistant\n{other}\n{text[:end]}"
-        told = read_in_pieces(template(style).reader(prompt, TOOLS), list(text[end:]))
-        assert told == Told("", "", [("look", '{"text": "a"}', True)]), text[:end]
-
-
-SAID = "</tool_call> [END] </call> <tool_call|> </calls>"
-"""What ends a call, unless it stands in a string."""
-
-
-@pytest.mark.parametrize("size", [1, 5, 1000])
-@pytest.mark.parametrize("style", OBJECTS)
-def test_what_stands_in_a_string_ends_no_call(style: str, size: int) -> None:
-    given = json.dumps({"text": f'"{SAID}\n', SAID: 1})
-    text = OBJECTS[style].format("look", given) + "\n" + OBJECTS[style].format("time", "{}")
-    pieces = [text[begin : begin + size] for begin in range(0, len(text), size)]
-    assert read(style, pieces) == Told("", "", [("look", given, True), ("time", "{}", True)])
 
 
 @pytest.mark.parametrize("style", ["hermes", "members", "named"])
