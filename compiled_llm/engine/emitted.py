@@ -50,7 +50,15 @@ class EmittedTap(EngineTap):
 
     @staticmethod
     def check_room(asked: Iterable[Request], unfinished: Iterable[Request]) -> None:
-        check_room(asked, unfinished)
+        """Of a request that may end early, its prompt's count: its answer takes memory as it goes."""
+        if not (new := sum(map(_bytes_left, asked))):
+            return
+        needed, free = new + sum(map(_bytes_left, unfinished)), free_bytes(_HOST)
+        if needed > free:
+            raise ValueError(
+                f"hidden_states: those of the prompts and answers take {needed / 2**30:.1f} GiB of the host's memory, "
+                f"and {free / 2**30:.1f} GiB are free; give fewer layers, prompts or max_tokens at once"
+            )
 
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
         wanting = [(request, request.emitted) for request in plan.requests if request.emitted is not None]
@@ -389,19 +397,6 @@ def _names(asked: Sequence[str], hooks: TracedHooks) -> Sequence[str]:
             f"emitted={asked!r}: the model has no traced hooks; add one by compiled_llm.traced_hook(module, function)"
         )
     return list(asked)
-
-
-def check_room(asked: Iterable[Request], unfinished: Iterable[Request]) -> None:
-    """Raise ValueError, with the numbers, if the host lacks memory for the hidden states of requests."""
-    # Of a request that may end early, its prompt's count: its answer takes memory as it goes.
-    if not (new := sum(map(_bytes_left, asked))):
-        return
-    needed, free = new + sum(map(_bytes_left, unfinished)), free_bytes(_HOST)
-    if needed > free:
-        raise ValueError(
-            f"hidden_states: those of the prompts and answers take {needed / 2**30:.1f} GiB of the host's memory, and "
-            f"{free / 2**30:.1f} GiB are free; give fewer layers, prompts or max_tokens at once"
-        )
 
 
 def _bytes_left(request: Request) -> int:

@@ -19,7 +19,7 @@ from compiled_llm.engine.input_processing.input_processor import (
     requests_for,
 )
 from compiled_llm.engine.input_processing.prompts import Prompt
-from compiled_llm.engine.input_processing.sampling import RequestSamplings
+from compiled_llm.engine.input_processing.sampling import RequestSampling
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import warm_up
@@ -101,7 +101,15 @@ class Engine:
             ValueError: a number is impossible, there is no such mode, or no step could be ``mixed``.
         """
         self._runtime = _wrapped(model)
-        check_options(max_num_seqs, max_model_len, max_step_ms, max_queue, logprobs_mode, grammar_timeout, mixed)
+        check_options(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_step_ms=max_step_ms,
+            max_queue=max_queue,
+            logprobs_mode=logprobs_mode,
+            mixed=mixed,
+            grammar_timeout=grammar_timeout,
+        )
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
             raise ValueError(f"max_model_len={max_model_len}: exceeds the model's {positions} positions")
         config = self._runtime.config
@@ -130,7 +138,7 @@ class Engine:
         self._runtime.engines.add(self._engine_thread)
 
     def __repr__(self) -> str:
-        stats = self._engine_thread.stats()
+        stats = self._engine_thread.placed.stats(self._engine_thread.waiting)
         state = "closed" if self.closed else "asleep" if self.asleep else f"{stats.running} requests running"
         return f"<{type(self).__name__}: {state}, {stats.waiting} waiting>"
 
@@ -157,9 +165,9 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
-        listed, model_runner, request_samplings = with_params(prompts, params), self._look(), RequestSamplings()
+        listed, model_runner, samplings = with_params(prompts, params), self._look(), dict[int, RequestSampling]()
         wanted = self._wanted(hidden_states, emitted)
-        handles = [self._handle(model_runner, *entry, wanted, request_samplings) for entry in listed]
+        handles = [self._handle(model_runner, *entry, wanted, samplings) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
             self._add(handles)
             self._engine_thread.answer(handles)
@@ -237,7 +245,7 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams,
         enter: Callable[[Request], None] | None = None,
-        request_samplings: RequestSamplings | None = None,
+        samplings: dict[int, RequestSampling] | None = None,
         **waiting: Any,
     ) -> RequestHandle:
         requests = requests_for(
@@ -249,7 +257,7 @@ class Engine:
             self._grammars,
             max_model_len=self._max_model_len,
             enter=enter,
-            request_samplings=request_samplings,
+            samplings=samplings,
             **waiting,
         )
         if params.structured_outputs is not None:
@@ -263,7 +271,7 @@ class Engine:
             requests,
             engine_thread.cancel,
             form,
-            engine_thread.request_table.output,
+            engine_thread.request_table.output.read,
             engine_thread.step_lock.check_elsewhere,
             self._runtime.home.check,
         )
@@ -312,7 +320,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return what has happened so far."""
         self._runtime.home.check()
-        return self._engine_thread.stats()
+        return self._engine_thread.placed.stats(self._engine_thread.waiting)
 
     @property
     def tokenizer(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -12,30 +12,12 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
 
 
-def check_options(
-    max_num_seqs: object,
-    max_model_len: object,
-    max_step_ms: object,
-    max_queue: object,
-    logprobs_mode: object,
-    grammar_timeout: object,
-    mixed: object,
-) -> None:
-    """Raise ValueError if an option of an ``Engine`` is impossible."""
-    if not is_count(max_num_seqs):
-        raise ValueError(f"max_num_seqs={max_num_seqs!r}: give 1 or more")
-    if max_model_len is not None and not is_count(max_model_len):
-        raise ValueError(f"max_model_len={max_model_len!r}: give 1 or more, or None for the model's positions")
-    if max_step_ms is not None and not is_positive(max_step_ms):
-        raise ValueError(f"max_step_ms={max_step_ms!r}: give milliseconds above 0, or None for no limit")
-    if max_queue is not None and not is_count(max_queue):
-        raise ValueError(f"max_queue={max_queue!r}: give 1 or more, or None for no limit")
-    if logprobs_mode not in get_args(LogprobsMode):
-        raise ValueError(f"logprobs_mode={logprobs_mode!r}: give one of {', '.join(get_args(LogprobsMode))}")
-    if mixed != "auto" and not isinstance(mixed, bool):
-        raise ValueError(f'mixed={mixed!r}: give True, False or "auto"')
-    if not is_positive(grammar_timeout):
-        raise ValueError(f"grammar_timeout={grammar_timeout!r}: give seconds above 0")
+def check_options(**options: Any) -> None:
+    """Check options of an ``Engine``; ValueError if one is impossible."""
+    for name, value in options.items():
+        holds, must = _RULES[name]
+        if not holds(value):
+            raise ValueError(f"{name}={value!r}: give {must}")
 
 
 def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool, kinds: Sequence[FoundKind]) -> None:
@@ -67,3 +49,15 @@ def is_count(value: Any) -> bool:
 def is_positive(value: Any) -> bool:
     """Whether a value is a number above 0."""
     return isinstance(value, Real) and float(value) > 0
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_num_seqs": (is_count, "1 or more"),
+    "max_model_len": (lambda value: value is None or is_count(value), "1 or more, or None for the model's positions"),
+    "max_step_ms": (lambda value: value is None or is_positive(value), "milliseconds above 0, or None for no limit"),
+    "max_queue": (lambda value: value is None or is_count(value), "1 or more, or None for no limit"),
+    "logprobs_mode": (get_args(LogprobsMode).__contains__, f"one of {', '.join(get_args(LogprobsMode))}"),
+    "mixed": (lambda value: value == "auto" or isinstance(value, bool), 'True, False or "auto"'),
+    "grammar_timeout": (is_positive, "seconds above 0"),
+}
+"""What each must be."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from compiled_llm.engine.steps.latencies import Latency
+from compiled_llm.engine.steps.latencies import Latency, Waits
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.kvcache.pool import PageAccount
@@ -69,30 +69,22 @@ class EngineStats:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
 
+_OF_SCHEDULER = ("finished", "preemptions", "prompt_tokens", "cached_tokens", "new_tokens")
+
+
 def stats_of(loop: Loop | None, waiting: int, before: EngineStats, present: ModelRunner | None = None) -> EngineStats:
     """Return the statistics of a loop, None for none, added to those of ``before``."""
     if loop is None:
         room = {"pages": None, "states": None} if present is None else _stats_of_runner(present)
         return replace(before, running=0, waiting=waiting, **room)
-    scheduler, latencies = loop.scheduler, loop.scheduler.latencies
-    return EngineStats(
-        running=len(scheduler.running),
-        waiting=waiting,
-        finished=before.finished + scheduler.finished,
-        steps=before.steps + loop.steps,
-        mixed_steps=before.mixed_steps + loop.mixed_steps,
-        preemptions=before.preemptions + scheduler.preemptions,
-        prompt_tokens=before.prompt_tokens + scheduler.prompt_tokens,
-        cached_tokens=before.cached_tokens + scheduler.cached_tokens,
-        new_tokens=before.new_tokens + scheduler.new_tokens,
-        queue_seconds=latencies.queue.latency() or before.queue_seconds,
-        first_token_seconds=latencies.first_token.latency() or before.first_token_seconds,
-        inter_token_seconds=latencies.inter_token.latency() or before.inter_token_seconds,
-        queue_histogram=before.queue_histogram.plus(latencies.queue.histogram()),
-        first_token_histogram=before.first_token_histogram.plus(latencies.first_token.histogram()),
-        inter_token_histogram=before.inter_token_histogram.plus(latencies.inter_token.histogram()),
-        **_stats_of_runner(loop.model_runner),
-    )
+    counts: dict[str, Any] = {name: getattr(before, name) + getattr(loop, name) for name in ("steps", "mixed_steps")}
+    counts |= {name: getattr(before, name) + getattr(loop.scheduler, name) for name in _OF_SCHEDULER}
+    for name in ("queue", "first_token", "inter_token"):
+        waits: Waits = getattr(loop.scheduler.latencies, name)
+        counts[f"{name}_seconds"] = waits.latency() or getattr(before, f"{name}_seconds")
+        counts[f"{name}_histogram"] = getattr(before, f"{name}_histogram").plus(waits.histogram())
+    running = len(loop.scheduler.running)
+    return EngineStats(running=running, waiting=waiting, **counts, **_stats_of_runner(loop.model_runner))
 
 
 def _stats_of_runner(model_runner: ModelRunner) -> dict[str, Any]:

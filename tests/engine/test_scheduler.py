@@ -440,7 +440,7 @@ class Crowd(RuleBasedStateMachine):
         assert scheduler._queue.ready == sorted(scheduler._queue.ready, key=lambda request: request.order)
         assert all(request.row is not None for request in scheduler.running)
         assert not any(request.done or request.row for request in scheduler.waiting)
-        assert not any(owner.prefilled or owner.done for owner in scheduler._queue.prefix_owners), "they wait for ever"
+        assert not any(owner.prefilled or owner.done for owner in scheduler._queue._followers), "they wait for ever"
         for (_, tokens), page in () if self.tree is None else self.tree._pages.items():
             assert np.frombuffer(tokens, dtype=np.int64).tolist() == [token for token, _ in pool.memory[page]]
         known = [*scheduler.running, *scheduler.waiting, *self.unread()]

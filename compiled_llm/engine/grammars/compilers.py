@@ -1,4 +1,4 @@
-"""Compilers of an engine's grammars: their interface, and those in the engine's own process."""
+"""Compilers of grammars in the engine's own process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 
@@ -29,36 +29,18 @@ class UnwantedError(Exception):
     """The end of a compilation for whose grammar no request waits any more."""
 
 
-class Compilers(Protocol):
-    """A compiler of grammars; each method may be called from any thread."""
-
-    def check(self, source: GrammarSource) -> None:
-        """Raise ValueError if a form cannot be compiled, as far as that is known at once."""
-        ...
-
-    def prepare(self, vocabulary: int, stops: frozenset[int]) -> None:
-        """Learn the tokenizer's tokens, which the first grammar has to wait for otherwise."""
-        ...
-
-    def compile(self, form: GrammarForm, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:
-        """Compile a grammar, which may take seconds; raises UnwantedError, or why there is none."""
-        ...
-
-    def close(self) -> None:
-        """Compile no more."""
-        ...
-
-
-class CompilersHere:
-    """A compiler in the calling thread. Nothing can stop it, and a crash there crashes the process."""
+class Compilers:
+    """A compiler in the calling thread, any. Nothing can stop it, and a crash there crashes the process."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._compilers: Latest[xgrammar.GrammarCompiler] = Latest(lambda key, place: compiler(spelled(tokenizer, key)))
 
     def check(self, source: GrammarSource) -> None:
+        """Raise ValueError if a form cannot be compiled, as far as that is known at once."""
         source.check()
 
     def prepare(self, vocabulary: int, stops: frozenset[int]) -> None:
+        """Learn the tokenizer's tokens, which the first grammar has to wait for otherwise."""
         self._compilers.of((vocabulary, stops, False))
 
     def compile(self, form: GrammarForm, wanted: Callable[[], bool]) -> xgrammar.CompiledGrammar:

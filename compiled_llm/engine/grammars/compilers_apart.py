@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compiled_llm.engine.grammars.compilers import Key, Latest, compiler, max_at_once, spelled, vocabulary_of
+from compiled_llm.engine.grammars.compilers import Compilers, Key, Latest, compiler, max_at_once, spelled, vocabulary_of
 from compiled_llm.engine.grammars.form import GrammarForm
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
@@ -25,7 +25,7 @@ _MAX_FATAL = 4096
 """Forms that have ended a process and are known by their digests, of 32 bytes."""
 
 
-class CompilersApart:
+class CompilersApart(Compilers):
     """A compiler in a worker process, where a form that crashes or takes too long fails its own requests alone."""
 
     def __init__(self, tokenizer: Any, process: WorkerProcess, timeout: float) -> None:

@@ -31,10 +31,10 @@ def grammars_of(
     end: Callable[..., None],
 ) -> Grammars:
     """Return the grammars of an engine: compiled in the worker process, or without one in this process."""
-    from compiled_llm.engine.grammars.compilers import Compilers, CompilersHere
+    from compiled_llm.engine.grammars.compilers import Compilers
     from compiled_llm.engine.grammars.compiling import Grammars
 
-    compilers: Compilers = CompilersHere(tokenizer)
+    compilers = Compilers(tokenizer)
     if worker is not None:
         from compiled_llm.engine.grammars.compilers_apart import CompilersApart  # imports msgspec
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
-from compiled_llm.engine.input_processing.sampling import RequestSamplings
+from compiled_llm.engine.input_processing.sampling import RequestSampling
 from compiled_llm.engine.steps.constraint import Constraint, Processor
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.model_runner import ModelRunner
@@ -65,7 +65,7 @@ def requests_for(
     timeout: float | None = None,
     salt: Hashable = None,
     enter: Callable[[Request], None] | None = None,
-    request_samplings: RequestSamplings | None = None,
+    samplings: dict[int, RequestSampling] | None = None,
 ) -> list[Request]:
     """Return the answers that a prompt asks for.
 
@@ -75,6 +75,7 @@ def requests_for(
         timeout: seconds after which they end with what they have.
         salt: requests with equal ones may read each other's cached pages.
         enter: lets a request have what is emitted of its tokens; None if nothing is wanted.
+        samplings: of other requests of the call, by the identity of their settings: rows then share arrays.
 
     Raises:
         ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to
@@ -94,8 +95,10 @@ def requests_for(
     scored = params.logprobs is not None or params.prompt_logprobs is not None
     scores = needed("logprobs", "engine").TAP.asked(params=params) if scored else None
     requests: list[Request] = []
-    request_sampling = (request_samplings or RequestSamplings()).of(params, stops | eos, width, tokenizer)
-    for index, sampling in enumerate(request_sampling.samplings(ids)):
+    samplings = {} if samplings is None else samplings
+    if id(params) not in samplings:  # which keeps the settings
+        samplings[id(params)] = RequestSampling(params, stops | eos, width, tokenizer)
+    for index, sampling in enumerate(samplings[id(params)].samplings(ids)):
         form, constraint = forms[index], None
         if form is not None:
             ends |= form.stops

@@ -50,19 +50,6 @@ class RequestSampling:
         return [replace(own, seed=(int(seed) + number) % SEEDS) for number in range(params.n)]
 
 
-class RequestSamplings:
-    """The samplings of one call, made once for all prompts with one ``SamplingParams``: the rows then share arrays."""
-
-    def __init__(self) -> None:
-        # By identity, which the params themselves keep.
-        self._known: dict[int, tuple[SamplingParams, RequestSampling]] = {}
-
-    def of(self, params: SamplingParams, ends: frozenset[int], vocabulary: int, tokenizer: Any) -> RequestSampling:
-        if id(params) not in self._known:
-            self._known[id(params)] = params, RequestSampling(params, ends, vocabulary, tokenizer)
-        return self._known[id(params)][1]
-
-
 def _numbers(params: SamplingParams) -> dict[str, Any]:
     numbers = {name: type(field.default)(getattr(params, name)) for name, field in SAMPLED_BY.items()}
     numbers["top_k"] = max(0, numbers["top_k"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
 from compiled_llm.engine.thread.engine_thread import EngineThread
@@ -54,43 +54,37 @@ def check_outside(runtime: Runtime, doing: str) -> None:
         engine_thread.step_lock.check_elsewhere()
 
 
-@contextmanager
-def calls_ended(runtime: Runtime, doing: str) -> Iterator[None]:
-    """Run the block once the calls of the model in progress have ended; those that come later wait for its end."""
-    # Engines run on meanwhile, since a streamer may wait for one. Arguments and errors as ``check_outside``.
+def run_alone(
+    runtime: Runtime,
+    doing: str,
+    act: Callable[[list[EngineThread]], Changed],
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Changed:
+    """Call ``act`` with all engines once the calls of the model in progress have ended, and while nothing runs.
+
+    Calls that come later wait for its end. Each try is ``inside`` a context. ``doing`` and errors are as of
+    ``check_outside``.
+    """
     check_outside(runtime, doing)
     engine_threads = engine_threads_of(runtime)
     with runtime.calls.waiting(), ExitStack() as stack:
         for engine_thread in engine_threads:
             stack.enter_context(engine_thread.joined.left())
-        runtime.calls.wait()
-        yield
-
-
-@contextmanager
-def nothing_running(runtime: Runtime) -> Iterator[list[EngineThread] | None]:
-    """Run the block while neither an engine nor a call of the model runs; inside ``calls_ended``."""
-    # Yields the engines; None if a call is in progress, which may wait for an engine: let all run until the calls have
-    # ended, and try again.
-    with all_paused(runtime) as engine_threads, runtime.calls.barred() as barred:
-        if not barred:
-            yield None
-            return
-        with runtime.loop_lock.taken(fits=lambda: False):  # once no loop is in progress that is no call's
-            yield engine_threads
+        while True:
+            runtime.calls.wait()  # engines run on meanwhile: a streamer may wait for one
+            with inside(), all_paused(runtime) as paused, runtime.calls.barred() as barred:
+                if barred:
+                    with runtime.loop_lock.taken(fits=lambda: False):  # once no loop is in progress that is no call's
+                        return act(paused)
 
 
 @deferred()
 def with_no_pages(runtime: Runtime, doing: str, change: Callable[[list[EngineThread]], Changed]) -> Changed:
-    """Call ``change`` with all engines while nothing runs; requests compute again what they have in pages.
+    """As ``run_alone``; requests compute again what they have in pages."""
 
-    Arguments and errors as ``check_outside``.
-    """
-    with calls_ended(runtime, doing):
-        while True:
-            with nothing_running(runtime) as engine_threads:
-                if engine_threads is not None:
-                    for engine_thread in engine_threads:
-                        engine_thread.placed.park()
-                    return change(engine_threads)
-            runtime.calls.wait()
+    def parked(engine_threads: list[EngineThread]) -> Changed:
+        for engine_thread in engine_threads:
+            engine_thread.placed.park()
+        return change(engine_threads)
+
+    return run_alone(runtime, doing, parked)

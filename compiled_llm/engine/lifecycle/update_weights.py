@@ -8,18 +8,19 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from compiled_llm.engine.lifecycle.all_engines import (
     all_paused,
-    calls_ended,
     check_outside,
     engine_threads_of,
-    nothing_running,
+    run_alone,
 )
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.threads.interrupts import check, deferred
 from compiled_llm.model.weights.new_weights import NewWeights
@@ -39,35 +40,27 @@ def update_weights(runtime: Runtime, folder: Path, requests: Literal["wait", "ke
     """
     check_outside(runtime, "update_weights")
     new = NewWeights(runtime.facts.model, folder)  # while requests run
-    with deferred(), calls_ended(runtime, "update_weights"):
-        # A thread that has paused an engine may wait for new requests of another, which are kept from here on.
-        with all_paused(runtime):
-            pass
-        while not _updated(runtime, new, requests):
-            runtime.calls.wait()
-    logger.info("compiled_llm: the weights are those of %s", folder)
 
-
-def _updated(runtime: Runtime, new: NewWeights, requests: Literal["wait", "keep", "end"]) -> bool:
-    """Change the weights while nothing runs, the model's own forward neither; False if a call is in progress."""
-    with ExitStack() as stack:
-        if requests != "keep":
-            stack.enter_context(_ended(runtime, requests == "end"))
-        engine_threads = stack.enter_context(nothing_running(runtime))
-        if engine_threads is None:
-            return False
+    def write(engine_threads: list[EngineThread]) -> None:
         try:
             with runtime.facts.attention.moving_weights(threading.get_ident()):
                 new.write()
         finally:
             for engine_thread in engine_threads:
                 engine_thread.model_may_have_changed(weights_stay=False)
-        return True
+
+    with deferred():
+        earlier = nullcontext if requests == "keep" else partial(_ended, runtime, requests == "end")
+        run_alone(runtime, "update_weights", write, earlier)
+    logger.info("compiled_llm: the weights are those of %s", folder)
 
 
 @contextmanager
 def _ended(runtime: Runtime, cancels: bool) -> Iterator[None]:
     """Run the block once all earlier requests have ended; later ones begin after it."""
+    # A thread that has paused an engine may wait for new requests of another, which are kept from here on.
+    with all_paused(runtime):
+        pass
     engine_threads, before = engine_threads_of(runtime), list[Request]()
     with ExitStack() as stack:
         for engine_thread in engine_threads:

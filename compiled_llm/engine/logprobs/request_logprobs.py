@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from torch import Tensor
 
-from compiled_llm.engine.logprobs.entries import Logprobs, PromptLogprobs
+from compiled_llm.engine.logprobs.entries import Logprobs
 from compiled_llm.engine.logprobs.score_tokens import ScoredTokens, score_tokens
 from compiled_llm.engine.logprobs.scores import Scores
 from compiled_llm.engine.steps.request import Request, RequestError
@@ -47,16 +47,16 @@ class RequestLogprobs:
         """Return the entries of ``tokens`` after the first ``count``; None if they are not wanted."""
         return None if self.most is None else Logprobs(self.scored, tokens, self.most, count)
 
-    def entries_of_prompt(self) -> PromptLogprobs | None:
-        """Return the entries of a prompt's tokens, as far as computed; None if they are not wanted."""
-        scored = self.scored_entries()
-        return None if scored is None else PromptLogprobs(scored, len(self.request.prompt[: self.first]))
+    def entries_of_prompt(self) -> Logprobs | None:
+        """Return the entries of a prompt's tokens, as far as computed, the first ones None; None if not wanted."""
+        return self.scored_entries(without=len(self.request.prompt[: self.first]))
 
-    def scored_entries(self) -> Logprobs | None:
-        """Return the entries of a prompt's tokens from ``first`` on, as ``entries_of_prompt``."""
+    def scored_entries(self, without: int = 0) -> Logprobs | None:
+        """Return the entries of a prompt's tokens from ``first`` on, after so many None, as ``entries_of_prompt``."""
         if self.prompt_most is None:
             return None
-        return Logprobs(self.prompt_scored, self.request.prompt[self.first :].tolist(), self.prompt_most)
+        tokens = self.request.prompt[self.first :].tolist()
+        return Logprobs(self.prompt_scored, tokens, self.prompt_most, without=without)
 
     # ---- computed
 

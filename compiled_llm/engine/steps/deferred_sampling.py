@@ -57,10 +57,6 @@ class Constrained:
         return cls(members) if members else None
 
     @property
-    def count(self) -> int:
-        return len(self.members)
-
-    @property
     def writer(self) -> Any:
         return self.formed[0][1].writer
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -225,7 +225,7 @@ class Loop:
         before = 0.0 if timer is None else self.model_runner.events.preparing.seconds
         prepared = self._prepared_for(plan)
         # If all tokens are sampled late, there is nothing to read yet.
-        all_late = prepared.constrained is not None and prepared.constrained.count == len(prepared.sampled)
+        all_late = prepared.constrained is not None and len(prepared.constrained.members) == len(prepared.sampled)
         launched = self._run(prepared)
         readbacks = [self.model_runner.readbacks.start(tokens) for tokens in launched if not all_late]
         if timer is not None:
@@ -310,19 +310,14 @@ class Loop:
         if step.timer is not None:
             prompts = sum(len(chunk.ids) for chunk in step.plan.extend)
             self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)
-        ended = self._end(failed)
-        changed = self.scheduler.read(step.sampled, tokens, time.monotonic()) + ended
+        for request, error in failed.items():
+            self.scheduler.end(request, "error", error)
+        changed = self.scheduler.read(step.sampled, tokens, time.monotonic()) + list(failed)
         if arrived:
             done = [request for request in changed if request.done]
             for tap in self._taps:
                 tap.read(arrived, done)
         return changed
-
-    def _end(self, failed: Mapping[Request, RequestError]) -> list[Request]:
-        """End requests alone, and return them."""
-        for request, error in failed.items():
-            self.scheduler.end(request, "error", error)
-        return list(failed)
 
 
 def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:

@@ -24,11 +24,6 @@ class Queue:
         for group in self._followers.values():
             yield from group
 
-    @property
-    def prefix_owners(self) -> list[Request]:
-        """The requests whose prompts others wait for."""
-        return list(self._followers)
-
     def add(self, request: Request) -> None:
         """Let a request wait for its turn, or for the prompt that it shares with another."""
         owner = request.prefix_owner

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.device_loss import device_lost, restarted
 from compiled_llm.engine.input_processing.input_processor import check_queue
-from compiled_llm.engine.metrics import EngineStats
 from compiled_llm.engine.model_check import ModelCheck
 from compiled_llm.engine.steps.loop import Loop, LoopSettings
 from compiled_llm.engine.steps.request import Request, RequestError
@@ -374,9 +373,6 @@ class EngineThread:
         finally:  # also if the loop can no more
             self.placed.forget()
             self.request_table.end(None, requests, "error", failure)
-
-    def stats(self) -> EngineStats:
-        return self.placed.stats(self.waiting)
 
     # ---- asleep, while the loop is paused
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.engine.thread.output_processor import OutputProcessor
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Figures, RequestOutput
@@ -30,18 +29,18 @@ class RequestHandle(PendingAnswers[Answer]):
         requests: Sequence[Request],
         cancel: Callable[..., None],
         form: TextFormat | None = None,
-        output: OutputProcessor | None = None,
+        read: Callable[[Sequence[RequestHandle]], None] | None = None,
         check: Callable[[], None] = lambda: None,
         check_process: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait for the answers to one prompt; ``form`` and ``output`` make their text, if there is a tokenizer."""
+        """Wait for the answers to one prompt; ``form`` and ``read`` make their text, if there is a tokenizer."""
         # ``check`` raises an error in a thread that must not wait, because the engine does not run meanwhile,
         # ``check_process`` in a process that does not have the engine.
         super().__init__([Answer(request, form) for request in requests], Listeners(check, check_process))
         self.requests = requests
         self.has_text = form is not None and bool(form.stop)
         self._cancel = cancel
-        self._output = output
+        self._read = read
 
     def _place(self, answer: Answer) -> str:
         return answer.finish_reason or answer.request.place
@@ -83,8 +82,8 @@ class RequestHandle(PendingAnswers[Answer]):
                 raise error
 
     def _catch_up(self) -> None:
-        if self._output is not None:
-            self._output.read([self])
+        if self._read is not None:
+            self._read([self])
 
     # ---- used by the engine
 

@@ -7,12 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from compiled_llm.compat.condition import Condition
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread.arrivals import Arrivals
-from compiled_llm.requests.listeners import Listeners, tell
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.requests.listeners import tell
 from compiled_llm.requests.users_code import described
 
 logger = logging.getLogger("compiled_llm.engine")
@@ -21,22 +21,6 @@ _AT_ONCE = 16
 """Requests whose text is made before the loop's thread, which may wait for the GIL, gets a chance to go on."""
 _PATIENCE = 10
 """Seconds: the garbage collector may close it in the very thread that is about to wait."""
-
-
-class PromptRequests(Protocol):
-    """The part of a handle that the processor uses."""
-
-    listeners: Listeners
-    has_text: bool  # listeners hear of it once its text is made
-
-    @property
-    def done(self) -> bool: ...
-
-    def read_text(self) -> None:
-        """Make the text of the tokens that have come."""
-
-    def lose_text(self, error: RequestError) -> None:
-        """End what has not ended, because its text cannot be made."""
 
 
 class OutputProcessor:
@@ -51,7 +35,7 @@ class OutputProcessor:
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._work.close).atexit = False
 
-    def tell(self, handles: Iterable[PromptRequests | None]) -> None:
+    def tell(self, handles: Iterable[RequestHandle | None]) -> None:
         """Wake the listeners of these requests, once their text is made."""
         awaited = [handle for handle in handles if handle is not None and (handle.has_text or handle.listeners.count)]
         if not awaited:
@@ -60,7 +44,7 @@ class OutputProcessor:
             self.read(texts)
         tell([handle.listeners for handle in awaited if not handle.has_text])
 
-    def read(self, handles: Iterable[PromptRequests]) -> None:
+    def read(self, handles: Iterable[RequestHandle]) -> None:
         """Make the text of the tokens that have come; in this thread, if the engine is closed."""
         if not self._work.add(handles):
             _read(handles, self._arrivals)
@@ -90,22 +74,22 @@ class _Work:
 
     def __init__(self) -> None:
         self.changed = Condition()
-        self._handles: dict[PromptRequests, None] = {}
-        self._taken: list[PromptRequests] = []
+        self._handles: dict[RequestHandle, None] = {}
+        self._taken: list[RequestHandle] = []
         self._closed = False
 
     @property
     def finished(self) -> bool:
         return self._closed and not self._handles
 
-    def add(self, handles: Iterable[PromptRequests]) -> bool:
+    def add(self, handles: Iterable[RequestHandle]) -> bool:
         with self.changed:
             if not self._closed:
                 self._handles.update(dict.fromkeys(handles))
                 self.changed.notify()
             return not self._closed
 
-    def take(self) -> list[PromptRequests]:
+    def take(self) -> list[RequestHandle]:
         """Wait for work; nothing if there will be none."""
         with self.changed:
             self._taken = []  # the last reference to an engine may go here
@@ -114,7 +98,7 @@ class _Work:
             self._taken, self._handles = list(self._handles), {}
             return self._taken
 
-    def take_all(self) -> list[PromptRequests]:
+    def take_all(self) -> list[RequestHandle]:
         """Return all requests that waited or were taken."""
         with self.changed:
             lost = list(dict.fromkeys([*self._taken, *self._handles]))  # one that was taken may wait again
@@ -145,8 +129,8 @@ def _lose(work: _Work, arrivals: Arrivals, error: BaseException) -> None:
     _notify(lost, arrivals)
 
 
-def _read(handles: Iterable[PromptRequests], arrivals: Arrivals) -> None:
-    notified: list[PromptRequests] = []
+def _read(handles: Iterable[RequestHandle], arrivals: Arrivals) -> None:
+    notified: list[RequestHandle] = []
     for number, handle in enumerate(handles, start=1):
         handle.read_text()
         notified.append(handle)
@@ -155,7 +139,7 @@ def _read(handles: Iterable[PromptRequests], arrivals: Arrivals) -> None:
     _notify(notified, arrivals)
 
 
-def _notify(notified: Sequence[PromptRequests], arrivals: Arrivals) -> None:
+def _notify(notified: Sequence[RequestHandle], arrivals: Arrivals) -> None:
     tell([handle.listeners for handle in notified])
     if any(handle.done for handle in notified):
         with arrivals.changed:

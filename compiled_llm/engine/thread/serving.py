@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
+from typing import Any
 
 from compiled_llm.engine.thread.arrivals import Arrivals
 
 
-class ServedLoop(Protocol):
-    """The part of the engine that the thread calls."""
-
-    def serve(self) -> None:
-        """Run it until no request is left."""
-
-    def fail(self, error: BaseException) -> None:
-        """End all requests: this has failed."""
-
-
 class ServingThread:
-    """A thread that serves whenever there are messages; a failure there ends requests, not the thread."""
+    """A thread that has an engine ``serve`` whenever there are messages, and ``fail`` of what that raises."""
 
-    def __init__(self, served: ServedLoop, arrivals: Arrivals) -> None:
-        self._arguments = weakref.ref(served), arrivals
+    def __init__(self, engine_thread: Any, arrivals: Arrivals) -> None:
+        self._arguments = weakref.ref(engine_thread), arrivals
         self.thread: threading.Thread | None = None  # None before the first start
 
     @property
@@ -42,12 +32,12 @@ class ServingThread:
             self.thread.join()
 
 
-def _serve(reference: weakref.ref[ServedLoop], arrivals: Arrivals) -> None:
+def _serve(reference: weakref.ref[Any], arrivals: Arrivals) -> None:
     while reference() is not None and not arrivals.closed:
         _serve_once(reference, arrivals)
 
 
-def _serve_once(reference: weakref.ref[ServedLoop], arrivals: Arrivals) -> None:
+def _serve_once(reference: weakref.ref[Any], arrivals: Arrivals) -> None:
     try:
         if arrivals.wait() and (served := reference()) is not None:
             served.serve()

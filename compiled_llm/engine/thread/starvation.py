@@ -43,25 +43,17 @@ class Starvation:
 
     def _say(self, loop: Loop, seconds: float) -> None:
         pool, request = loop.model_runner.pool, loop.scheduler.waiting[0]
-        needed = pool.pages_for(len(request.text))
         if not loop.model_runner.state.slots.room_for(1, request.keeps_slot):
-            logger.warning(
-                "compiled_llm: the engine's next request has waited %.0f s: rows of other engines and calls have the "
-                "slots, which they keep because of penalties or grammars; let them end, or wrap with a larger "
-                "max_batch_size",
-                seconds,
+            why = (
+                "rows of other engines and calls have the slots, which they keep because of penalties or grammars; let "
+                "them end, or wrap with a larger max_batch_size"
             )
-            return
-        if loop.scheduler.lacks_states:
-            logger.warning(
-                "compiled_llm: the engine's next request has waited %.0f s, since other engines and calls have the "
-                "states of recurrent layers: %s",
-                *(seconds, loop.scheduler.lacks_states),
+        elif loop.scheduler.lacks_states:
+            why = f"other engines and calls have the states of recurrent layers: {loop.scheduler.lacks_states}"
+        else:
+            why = (
+                f"it needs {pool.pages_for(len(request.text))} pages, and {pool.available} of {pool.total} are "
+                "available; drop caches that you keep (those of outputs), do not wait for it in a callback of "
+                "generate, or wrap with a larger kv_memory"
             )
-            return
-        logger.warning(
-            "compiled_llm: the engine's next request has waited %.0f s: it needs %d pages, and %d of %d are available; "
-            "drop caches that you keep (those of outputs), do not wait for it in a callback of generate, or "
-            "wrap with a larger kv_memory",
-            *(seconds, needed, pool.available, pool.total),
-        )
+        logger.warning("compiled_llm: the engine's next request has waited %.0f s: %s", seconds, why)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars import compilers, compiling
-from compiled_llm.engine.grammars.compilers import CompilersHere
+from compiled_llm.engine.grammars.compilers import Compilers
 from compiled_llm.engine.grammars.form import GrammarForm
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
 from compiled_llm.engine.thread.handle import RequestHandle
@@ -68,7 +68,7 @@ def compiling_slowly(engine: Engine, compiler: Compiler, **others: Any) -> Reque
 
 def made_of(engine: Engine) -> dict[Any, Any]:
     """The compilers that an engine has, by what they are for."""
-    assert isinstance(engine._grammars._compilers, CompilersHere)
+    assert type(engine._grammars._compilers) is Compilers
     return engine._grammars._compilers._compilers._made
 
 
