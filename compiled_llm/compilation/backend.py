@@ -32,7 +32,7 @@ _FEWEST_REGIONS = 4
 
 
 class Inductor:
-    """Compiles a graph as Dynamo has made it, of a model or of its outline."""
+    """A compiler of a graph as Dynamo has made it, of a model or of its outline."""
 
     def __init__(
         self,

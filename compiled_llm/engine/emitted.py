@@ -94,7 +94,7 @@ TAP = EmittedTap
 
 
 class _Span(NamedTuple):
-    """Which of the kept tokens are a request's, from position ``first`` on."""
+    """The kept tokens that are a request's, from position ``first`` on."""
 
     request: Request
     emitted: RequestEmitted

@@ -34,7 +34,7 @@ _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 class GenerateLoop:
-    """Runs a changing set of rows, each step exact; several loops of one model take turns in its decode buffers.
+    """A loop over a changing set of rows, each step exact; several of one model take turns in its decode buffers.
 
     Attributes:
         rows: the rows whose prompts have been admitted, in the order of ``step``'s forced tokens and ``logits``.

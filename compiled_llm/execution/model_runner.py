@@ -61,7 +61,7 @@ Uncompiled = Literal["compiling", "failed"]
 
 
 class CompilingPrograms(Protocol):
-    """Compiles a model's programs while the same ones answer uncompiled."""
+    """A compiler of a model's programs while the same ones answer uncompiled."""
 
     @property
     def uncompiled(self) -> Uncompiled | None:

@@ -34,7 +34,7 @@ _ABSORBED, _EXPANDED = 0, 1
 
 
 class Planner:
-    """Plans batches: each captured step has plans of its own, all others share one for each group."""
+    """A planner of batches: each captured step has plans of its own, all others share one for each group."""
 
     # All plans of a model have one size, which programs may take as a constant.
 

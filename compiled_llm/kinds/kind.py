@@ -98,7 +98,7 @@ class Codec(NamedTuple):
 
 
 class Paging(NamedTuple):
-    """How pages are laid out."""
+    """The way pages are laid out."""
 
     page_size: int  # S
     dtype: torch.dtype  # of the model

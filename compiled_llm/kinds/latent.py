@@ -28,7 +28,7 @@ from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_exp
 
 
 class Latents:
-    """In place of HuggingFace's cache while a forward runs: takes each layer's new latents, and hands out no others."""
+    """A stand-in for HuggingFace's cache in a forward: takes each layer's new latents, and hands out no others."""
 
     def __init__(self) -> None:
         self._new: dict[int, tuple[Tensor, Tensor]] = {}

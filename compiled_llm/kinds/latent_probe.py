@@ -22,7 +22,7 @@ from compiled_llm.kinds.refusals import UnsupportedModelError
 
 
 class Expansion(NamedTuple):
-    """How a layer makes keys and values of latents."""
+    """The way a layer makes keys and values of latents."""
 
     projection: str  # name of the linear layer in the attention module; its weight is ``[H * (N + V), R]``
     key: int  # N
@@ -73,7 +73,7 @@ def with_latents(
 
 
 class _Found(NamedTuple):
-    """What a layer keeps: how it is expanded, R, and E."""
+    """The things that a layer keeps: how it is expanded, R, and E."""
 
     expansion: Expansion
     rank: int
@@ -95,7 +95,7 @@ class _WatchedCache(DynamicCache):
 
 
 class _Expansions(TorchFunctionMode):
-    """Watches a forward: what each layer keeps, and which weights read it."""
+    """A watch over a forward: what each layer keeps, and which weights read it."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[Layer]) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _Compared(Exception):  # noqa: N818
 
 
 class _ExpansionCheck:
-    """Compares the first layer's keys and values with what its weight's halves make of the latents."""
+    """A check that compares the first layer's keys and values with what its weight's halves make of the latents."""
 
     def __init__(self, model: PreTrainedModel, expansion: Expansion) -> None:
         self._name, self._expansion, self.cache = type(model).__name__, expansion, _WatchedCache(model)

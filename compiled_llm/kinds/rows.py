@@ -34,7 +34,7 @@ class AttentionPlans(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """Where the states of a batch lie, which rows keep besides pages."""
+    """The places of a batch's states, which rows keep besides pages."""
 
     token_rows: Tensor  # ``[T]`` int32, the row of each new token
     qo_indptr: Tensor  # ``[B + 1]`` int32, where each row's tokens begin
@@ -95,7 +95,7 @@ class NewestTokens(NamedTuple):
 
 
 class UnpagedRows(NamedTuple):
-    """Where the packed tokens of rows begin that have no others, and are not in pages."""
+    """The places where packed tokens begin of rows that have no others, and are not in pages."""
 
     # On a CPU a batch of them is one call of attention, and nothing is written twice.
 

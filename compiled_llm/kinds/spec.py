@@ -25,7 +25,7 @@ UNSCALED = PageScales()
 
 
 class TokenPlaces(NamedTuple):
-    """Where tokens that were computed elsewhere go, and where they come from; each ``[N]`` int64 on the device."""
+    """Places of tokens that were computed elsewhere, and of where they come from; each ``[N]`` int64 on the device."""
 
     width: int  # C
     pages: Tensor  # page numbers

@@ -25,7 +25,7 @@ class PageCopy(NamedTuple):
 
 
 class TokenCount(Protocol):
-    """Tells how many of the tokens by which a row has grown in a step count, as the device has decided."""
+    """A count of the tokens of a step by which a row has really grown, as the device has decided."""
 
     @property
     def known(self) -> bool:

@@ -44,7 +44,7 @@ class UnpagedCallError(RuntimeError):
 
 
 class LayerProbe:
-    """Takes the batch's place and records each attention layer that calls."""
+    """A probe that takes the batch's place and records each attention layer that calls."""
 
     def __init__(self, functions: LayerFunctions) -> None:
         self.layers: dict[int, Layer] = {}

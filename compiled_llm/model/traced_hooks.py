@@ -59,7 +59,7 @@ class HookedOutput(NamedTuple):
 
 
 class HookSite:
-    """Where hooks find the tokens of the step that runs; None between steps."""
+    """The place where hooks find the tokens of the step that runs; None between steps."""
 
     tokens: StepTokens | None = None
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FrameError(ValueError):
-    """Received bytes, or a message to send, are no frame of the protocol."""
+    """Received bytes, or a message to send, that are no frame of the protocol."""
 
 
 def frame_of(message: msgspec.Struct, max_bytes: int = MAX_BYTES) -> bytearray:

@@ -22,7 +22,7 @@ _OTHER_FILES = 100  # open files of an API server that are no connections
 
 
 class Serving(Protocol):
-    """Answers HTTP: an API server in this process, or several in their own."""
+    """A server of HTTP: an API server in this process, or several in their own."""
 
     @property
     def was_ready(self) -> bool:

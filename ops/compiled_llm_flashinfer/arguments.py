@@ -57,7 +57,7 @@ def check_backend(backend: str) -> None:
 
 
 class Positions(NamedTuple):
-    """How logits depend on positions, as ``strided_attention`` takes it."""
+    """The way logits depend on positions, as ``strided_attention`` takes it."""
 
     slopes: Tensor | None = None  # ``[H]`` float32 of ALiBi, or None
     rope_scale: float = 0.0  # positions are divided by it; 0.0 if nothing is rotated

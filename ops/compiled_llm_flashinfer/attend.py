@@ -26,7 +26,7 @@ class BatchTable(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """How logits are made of queries and keys."""
+    """The way logits are made of queries and keys."""
 
     causal: bool  # whether queries see no keys after their own position; not read with a mask
     window_left: int

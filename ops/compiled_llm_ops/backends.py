@@ -31,7 +31,7 @@ GROUP = "compiled_llm_ops.backends"
 
 
 class ChosenBackend(NamedTuple):
-    """Whose kernels attend over the pages of a model.
+    """The backend whose kernels attend over the pages of a model.
 
     Attributes:
         name: of ``backend``.

@@ -86,7 +86,7 @@ def abandon(underway: Future[CapturedGraph[Outputs]]) -> None:
 
 
 class GraphCapture:
-    """Captures the steps of one model; all of them share a memory pool."""
+    """The capturing of one model's steps, which share a memory pool."""
 
     def __init__(self, device: torch.device, *, in_pieces: bool = False) -> None:
         """``in_pieces``: leave out the ops that may be left out."""

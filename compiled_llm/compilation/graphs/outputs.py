@@ -36,7 +36,7 @@ class SharedOutputs:
     def writing(
         self, launch: Callable[[], StepOutputs], key: StepKey, like: StepOutputs | None
     ) -> Callable[[], StepOutputs]:
-        """Return the same launch, which leaves its outputs here; ``like``: earlier ones, if there are any."""
+        """Return the same launch, which leaves its outputs here; ``like``: earlier ones, if not overwritten."""
         logits, tokens = self._first(*key.outputs) if like is None else self._views(like)
 
         def launch_and_copy() -> StepOutputs:

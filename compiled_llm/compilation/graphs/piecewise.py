@@ -31,7 +31,7 @@ class _Between(NamedTuple):
 
 
 class GraphInPieces:
-    """Captured, replayed and reset like a ``torch.cuda.CUDAGraph``; ops that may be left out are."""
+    """A graph that is captured, replayed and reset like a ``torch.cuda.CUDAGraph``; ops that may be left out are."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ _ROPE_APPEND = torch.ops.compiled_llm.rope_append_paged_kv.default
 
 
 class PreparedInAppend:
-    """Moves norm and rotary embedding of queries and keys into the op that writes pages, which returns the queries."""
+    """A pass that moves norm and rotary embedding into the op that writes pages, which returns the queries."""
 
     pattern = "rotary in prefill"
 

@@ -21,7 +21,7 @@ from compiled_llm_ops.protocol import DecodeOps
 
 
 class PreparedInAttention:
-    """Moves norm and rotary embedding of queries and keys into decode attention, which reads them anyway."""
+    """A pass that moves norm and rotary embedding into decode attention, which reads them anyway."""
 
     # It also lets decode attention, of any kind, begin before the previous kernel has ended, if that is safe. It
     # runs before any other pass: the examples of its nodes are still true.

@@ -25,7 +25,7 @@ _SUMS |= {"logsumexp", "linalg_vector_norm", "norm", "native_layer_norm", "_fuse
 
 
 class InvariantProducts:
-    """Turns linear layers into ``invariant_linear``, after the passes that make one linear layer of several."""
+    """A pass that turns linear layers into ``invariant_linear``, after those that make one layer of several."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=nn.functional.linear):
@@ -52,7 +52,7 @@ def _replace(graph: fx.Graph, node: fx.Node, rows: Any, weight: Any, bias: Any) 
 
 
 class InvariantSums(CustomGraphPass):
-    """Turns sums over the last dimension, means and variances into ``invariant_sum``; RuntimeError for other sums."""
+    """A pass that turns sums, means and variances over the last dimension into ``invariant_sum``, or raises."""
 
     # Bits of a matmul, or of a sum of another kind, may depend on the number of rows.
 

@@ -23,7 +23,7 @@ _SILU = nn.functional.silu
 
 
 class NormedProducts:
-    """Makes one op of a normed sum, the only matmul that reads it, and the gate after that (SwiGLU)."""
+    """A pass that makes one op of a normed sum, the only matmul that reads it, and the gate after that (SwiGLU)."""
 
     # With more rows than one, the matmul whose output is added belongs to it, too. It runs after ``NormedSums`` and
     # ``FusedProducts``.

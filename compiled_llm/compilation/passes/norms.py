@@ -15,7 +15,7 @@ _ADD_RMS_NORM = torch.ops.compiled_llm.add_rms_norm.default
 
 
 class NormedSums:
-    """Makes one op of a sum and its norm, which stand between the matmuls of a layer."""
+    """A pass that makes one op of a sum and its norm, which stand between the matmuls of a layer."""
 
     pattern = "norm"
 

@@ -30,7 +30,7 @@ _skinny_linear = torch.ops.compiled_llm.skinny_linear.default
 
 
 class OuterProducts:
-    """Turns matmuls with an inner size of 1 (rotary embeddings' angles) into multiplications."""
+    """A pass that turns matmuls with an inner size of 1 (rotary embeddings' angles) into multiplications."""
 
     # A launch of cuBLAS becomes a part of a kernel of Inductor's.
 
@@ -42,7 +42,7 @@ class OuterProducts:
 
 
 class FusedProducts:
-    """Turns the matmuls of one input with a group's weights into a single one, followed by slices of its output."""
+    """A pass that makes one matmul of those of one input with a group's weights, followed by slices of its output."""
 
     # It runs on the graph as Dynamo made it, so that readers of the slices are traced with their strides: an op that
     # takes any strides gets them as they are, and nothing is copied.
@@ -92,7 +92,7 @@ def _whole(graph: fx.Graph, first: Any, stack: Sequence[Tensor]) -> fx.Node:
 
 
 class SkinnyProducts(CustomGraphPass):
-    """Turns matmuls into ``skinny_linear``, which chooses by rows at run time, if it has a kernel for the weight."""
+    """A pass that turns matmuls into ``skinny_linear``, which chooses by rows, if it has a kernel for the weight."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in [*graph.find_nodes(op="call_function", target=_mm), *_plain_addmms(graph)]:

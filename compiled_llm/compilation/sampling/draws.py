@@ -11,7 +11,7 @@ from compiled_llm.compilation.sampling.sampling import SamplingTables, sample_wi
 
 
 class Draws:
-    """Draws tokens from finished scores: those that ``sample`` would for the same seeds and positions."""
+    """A draw of tokens from finished scores: those that ``sample`` would for the same seeds and positions."""
 
     def __init__(self, seeds: Tensor | None, positions: Tensor) -> None:
         """Draw with ``seeds`` ``[B]`` int64, on the scores' device, from ``positions`` on, or take the largest."""

@@ -40,7 +40,7 @@ _NO_TOKENS: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sampling(SamplingNumbers):
-    """How one row's tokens are sampled.
+    """The settings by which one row's tokens are sampled.
 
     Attributes:
         cleaned: NaN becomes 0 and infinities become finite.

@@ -28,7 +28,7 @@ _Place = Callable[[Tensor], Tensor]  # returns a tensor in place of an adapter's
 
 
 class ActiveAdapters:
-    """Makes the stand-in, and makes it again once the model has changed."""
+    """The maker of the stand-in, which makes it again once the model has changed."""
 
     def __init__(self, version: ModelVersion) -> None:
         """``version`` tells whether the model has changed."""
@@ -97,7 +97,7 @@ class _AdapterMemory:
 
 
 class _AdapterCopies:
-    """Makes shallow copies of modules with LoRA layers."""
+    """A maker of shallow copies of modules with LoRA layers."""
 
     def __init__(self, place: _Place) -> None:
         self._place = place

@@ -46,7 +46,7 @@ _UNKNOWN = object()  # in place of a result
 
 
 class LayerTracer(TorchFunctionMode):
-    """Notes the calls of a model's layers in one run."""
+    """A record of the calls of a model's layers in one run."""
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], similar: Sequence[int], fakes: Fakes) -> None:
         super().__init__()

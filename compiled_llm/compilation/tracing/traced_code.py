@@ -21,7 +21,7 @@ _TORCH = (torch, torch.nn.functional)
 
 
 class TracedCodeWatch:
-    """Watches the places where Dynamo has found the functions in a graph; called like a pass, inside a backend."""
+    """A watch over the places where Dynamo has found the functions in a graph; called like a pass, inside a backend."""
 
     # It only borrows the version of the model. Dynamo holds a backend for as long as the function that it compiled,
     # whose owner knows the version: a cycle through Dynamo, where Python's garbage collector does not look.

@@ -16,7 +16,7 @@ from compiled_llm_ops.protocol import DecodeOps
 
 
 class Cascade:
-    """Decides for one model: ``cascade=True`` always, ``"auto"`` where attention is known to be faster."""
+    """The decision for one model: ``cascade=True`` always, ``"auto"`` where attention is known to be faster."""
 
     tables = CascadeTable
 

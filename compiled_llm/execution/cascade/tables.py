@@ -32,7 +32,7 @@ _PARTS_OF_A_ROW, _LEAST_PARTS = 8, 512
 
 
 class CascadeBatch(NamedTuple):
-    """Which pages rows begin with together, and how reading them is divided; the arguments of ``cascade_attention``."""
+    """The pages that rows begin with together, and how reading is divided; the arguments of ``cascade_attention``."""
 
     shared_lengths: Tensor  # ``[B]`` int32, tokens of each row in pages that are shared
     members: Tensor  # ``[M]`` int32, rows

@@ -27,7 +27,7 @@ logger = logging.getLogger("compiled_llm.uploads")
 
 
 class BatchOwner(Protocol):
-    """Whose rows are in the decode buffers."""
+    """The owner of the rows in the decode buffers."""
 
     def displace(self) -> None:
         """Other rows are in the buffers from now on."""

@@ -17,7 +17,7 @@ from compiled_llm.kvcache.row import Row
 
 
 class Verification:
-    """How many tokens of each row count, and what was sampled after them, on the way to the host."""
+    """The numbers of each row's tokens that count, and what was sampled after them, on the way to the host."""
 
     # ``next_tokens`` is ``[B]`` int64 on the device, the token that each row goes on with.
 

@@ -51,7 +51,7 @@ class _Compiled(NamedTuple):
 
 
 class BackgroundCompilation:
-    """Compiles what ``begin`` asks for, and lets it take over between two answers; safe to use from any thread."""
+    """A compiler of what ``begin`` asks for, which takes over between two answers; safe to use from any thread."""
 
     def __init__(self, facts: ModelFacts, config: WrapConfig) -> None:
         self._facts = facts

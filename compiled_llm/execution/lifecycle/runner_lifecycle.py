@@ -31,14 +31,14 @@ from compiled_llm.model.weights.host_weights import HostWeights
 
 
 class Holder(Protocol):
-    """Refers to the model runner."""
+    """An object that refers to the model runner."""
 
     def let_go(self) -> None:
         """Drop the reference, unless requests run on it: the model runner is about to be made again."""
 
 
 class ModelRunnerLifecycle:
-    """Owns a model's ``ModelRunner``."""
+    """The owner of a model's ``ModelRunner``."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ def quiet(doing: str) -> None:
 
 
 class Warmup:
-    """Prepares a model before its first request, and saves what its requests have used."""
+    """The preparation of a model before its first request; it saves what its requests have used."""
 
     def __init__(
         self,

@@ -151,7 +151,7 @@ def _states_of(extension: Extension, start: int, stop: int, spare: tuple[int, in
 
 
 class Taken(NamedTuple):
-    """How many tokens, pages and rows are in a chunk so far."""
+    """The numbers of tokens, pages and rows in a chunk so far."""
 
     tokens: int
     pages: int

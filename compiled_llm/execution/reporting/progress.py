@@ -30,7 +30,7 @@ Stage = Callable[[], str]
 
 
 class TaskNumber(NamedTuple):
-    """Which one a task is of so many, counted from 1."""
+    """The number of a task among so many, counted from 1."""
 
     step: int
     steps: int
@@ -40,7 +40,7 @@ class TaskNumber(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Hears of tasks."""
+    """A listener that hears of tasks."""
 
     def __call__(self, doing: str, step: int | None = None, steps: int | None = None) -> object:
         """Take a task in words, and which step it is of how many, if that is counted."""
@@ -69,7 +69,7 @@ def _tell_watchers(doing: str, number: TaskNumber | None = None) -> None:
 
 
 class ProgressDisplay:
-    """Shows one task after the other: on a terminal with a spinner and a clock, elsewhere as lines."""
+    """A display of one task after the other: on a terminal with a spinner and a clock, elsewhere as lines."""
 
     def __init__(self, enabled: bool, animated: bool = True, brief: bool = False) -> None:
         """Tasks are logged in any case; ``brief`` shows, where there is no spinner, only those that have taken long."""

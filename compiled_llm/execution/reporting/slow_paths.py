@@ -251,7 +251,7 @@ WORDINGS: dict[SlowPath, Wording] = {
 
 
 class Reason(NamedTuple):
-    """Why one call took a slower path: the key in ``Stats.slow_paths``, and which mode, inputs or processors."""
+    """The reason of one slower call: the key in ``Stats.slow_paths``, and which mode, inputs or processors."""
 
     id: SlowPath
     detail: str = ""

@@ -10,7 +10,7 @@ from compiled_llm.compat.forks import lock
 
 
 class Stopwatch:
-    """Runs while at least one thread is in a ``running`` block; time that several are counts once."""
+    """A stopwatch that runs while at least one thread is in a ``running`` block; time that several are counts once."""
 
     def __init__(self) -> None:
         self._lock = lock()

@@ -8,7 +8,7 @@ import torch
 
 
 class DeviceTimer:
-    """Times launches from now until ``stop``, in stream order; on a CPU, those are done when they return."""
+    """A timer of launches from now until ``stop``, in stream order; on a CPU, those are done when they return."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []

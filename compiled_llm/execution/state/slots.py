@@ -44,7 +44,7 @@ class _Waiting(NamedTuple):
 
 
 class Slots:
-    """Gives slots to rows; in the model's executor only."""
+    """The slots of rows; in the model's executor only."""
 
     @staticmethod
     def columns(max_rows: int, pages_each: int, keeps_states: bool = False) -> dict[str, tuple[int, torch.dtype]]:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class CallingThread:
-    """Runs calls one after the other, each on its caller's thread; safe to use from any thread."""
+    """A runner of calls one after the other, each on its caller's thread; safe to use from any thread."""
 
     def __init__(self, device: torch.device, awaited: bool = True) -> None:
         """``awaited``: a call that runs when the process ends is waited for."""

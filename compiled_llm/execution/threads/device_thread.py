@@ -144,7 +144,7 @@ class _Worker:
 
 
 class DeviceThread:
-    """Runs calls one after the other on its own thread; safe to use from any thread."""
+    """A runner of calls one after the other on its own thread; safe to use from any thread."""
 
     def __init__(self, device: torch.device, has_trees: bool = False) -> None:
         """Take an idle thread for the device, or start one, for calls with or without cudagraph trees."""

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Executor(Protocol):
-    """Runs a model's compiled calls; safe to use from any thread."""
+    """A runner of a model's compiled calls; safe to use from any thread."""
 
     @property
     def caller(self) -> int | None:

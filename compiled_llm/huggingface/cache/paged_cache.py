@@ -163,7 +163,7 @@ class PagedCache(Cache):
 
     @deferred()
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens of every row, a negative number as in HuggingFace, and give back their pages.
+        """Drop a number of tokens, negative as in HuggingFace, masked ones included, from the end of every row.
 
         Raises:
             ValueError: the number is positive or too large, or there are no states from before; nothing

@@ -24,7 +24,7 @@ _OPS = own_decode_ops()
 
 
 class BlockChoices:
-    """In place of HuggingFace's cache while a forward runs whose layers keep keys and values, and some index keys."""
+    """A stand-in for HuggingFace's cache in a forward whose layers keep keys and values, and some index keys."""
 
     # Layers with an indexer have pages ``[P, S, I]``.
 
@@ -49,7 +49,7 @@ class _KeptIndex:
 
 @dataclass(frozen=True)
 class Blocks(Indexed):
-    """Each query reads blocks of tokens that an indexer has chosen for each kv head."""
+    """Attention in which each query reads blocks of tokens that an indexer has chosen for each kv head."""
 
     name = "blocks"
     block_size: int = 1  # tokens of a block

@@ -36,7 +36,7 @@ INDEXED_BEFORE = ("deepseek_sparse_attention", "qwen_sparse_attention")
 
 
 class IndexedCache:
-    """In place of HuggingFace's cache while a forward runs: takes index keys, too."""
+    """A stand-in for HuggingFace's cache while a forward runs: takes index keys, too."""
 
     def __init__(self, memory: Any, rows: IndexedRows, index_pages: Mapping[int, Tensor]) -> None:
         """``memory`` takes what layers keep besides; ``index_pages`` are ``[P, S, I]`` of each layer that has some."""
@@ -50,7 +50,7 @@ class IndexedCache:
 
 @dataclass(frozen=True)
 class ChosenTokens(Indexed):
-    """Each query reads the tokens that an indexer has chosen for it alone."""
+    """Attention in which each query reads the tokens that an indexer has chosen for it alone."""
 
     name = "chosen"
     reads_shared_pages = False

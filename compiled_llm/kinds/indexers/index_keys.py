@@ -38,7 +38,7 @@ def scored_pages(pages: int, page_size: int, block_size: int, padding: int) -> i
 
 
 class IndexScores(NamedTuple):
-    """How much memory choosing takes in a layer: most are scores of each query, index head and key, in float32."""
+    """The memory that choosing takes in a layer: most are scores of each query, index head and key, in float32."""
 
     heads: int  # of the indexer
     chosen: int  # how many tokens it chooses for a query
@@ -65,7 +65,7 @@ class IndexScores(NamedTuple):
 
 
 class IndexedRows(NamedTuple):
-    """Where the index keys of a batch lie."""
+    """The places where the index keys of a batch lie."""
 
     token_rows: Tensor  # ``[T]`` int32, the row of each new token
     token_positions: Tensor  # ``[T]`` int32, its index in its row

@@ -194,7 +194,7 @@ class RecurrentStates:
 
 
 class StateProbe(RecurrentStates):
-    """Takes their place in a trial forward, and notes what each layer keeps."""
+    """A probe in their place in a trial forward, which notes what each layer keeps."""
 
     def __init__(self, rows: StateRows) -> None:
         self.memory: dict[Place, Tensor] = {}  # what a layer has named so far, with an entry for each row

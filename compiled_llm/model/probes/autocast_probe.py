@@ -17,7 +17,7 @@ from compiled_llm.model.version.model_version import ModelVersion
 
 
 class AutocastProbe:
-    """Finds out, and remembers for as long as the model has the same tensors and code."""
+    """A probe that finds out, and remembers for as long as the model has the same tensors and code."""
 
     def __init__(self, version: ModelVersion) -> None:
         self._version = version

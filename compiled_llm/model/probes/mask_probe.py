@@ -81,7 +81,7 @@ class _Reached(Exception):  # noqa: N818
 
 
 class _First:
-    """Collects the arguments of masks, up to the first attention."""
+    """A collector of the arguments of masks, up to the first attention."""
 
     def __init__(self) -> None:
         self.functions: list[MaskFunction] = []
@@ -150,7 +150,7 @@ def _try(
 
 
 class _Shared:
-    """Finds the layers that attend over keys and values which an earlier layer has computed."""
+    """A finder of the layers that attend over keys and values which an earlier layer has computed."""
 
     def __init__(self) -> None:
         self._handed: list[tuple[Tensor, Tensor]] = []

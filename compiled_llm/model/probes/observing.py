@@ -17,7 +17,7 @@ _NAME = "compiled_llm_observed"
 
 
 class Observer(Protocol):
-    """Takes the place of attention and its masks."""
+    """An observer that takes the place of attention and its masks."""
 
     def mask(self, arguments: dict[str, Any]) -> Tensor | None:
         """Return a mask in place of HuggingFace's for ``arguments``, its ``mask_function`` among them."""

@@ -60,7 +60,7 @@ class _Enough(Exception):  # noqa: N818
 
 
 class _Reaching:
-    """Collects the arguments of the first layers' attention; none of it depends on other tokens."""
+    """A collector of the arguments of the first layers' attention; none of it depends on other tokens."""
 
     def __init__(self, shown: Tensor) -> None:
         self._shown = shown

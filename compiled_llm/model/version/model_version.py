@@ -49,7 +49,7 @@ from compiled_llm.model.version.users_code import parts_of
 
 
 class Placement(NamedTuple):
-    """Where a model is, of what type, and what tells the hooks inside it apart from others."""
+    """The place of a model, its type, and what tells the hooks inside it apart from others."""
 
     device: torch.device
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Placement(NamedTuple):
 
 
 class ModelVersion:
-    """Compares a model with what it was; it keeps no model alive."""
+    """A comparison of a model with what it was; it keeps no model alive."""
 
     def __init__(
         self,

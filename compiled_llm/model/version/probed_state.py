@@ -29,7 +29,7 @@ _UNPROBED = frozenset(
 
 
 class ProbedState:
-    """That state, remembered as it is now; it keeps no model alive that is not among its modules."""
+    """The probed state, remembered as it is now; it keeps no model alive that is not among its modules."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._attributes = [vars(module) for _, module in _asked(model)]

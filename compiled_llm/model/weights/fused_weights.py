@@ -43,7 +43,7 @@ def _is_outer(arguments: Sequence[Any]) -> bool:
 
 
 class LinearRecorder(TorchFunctionMode):
-    """Records the linear layers of a forward, and tells which of them read one input."""
+    """A recorder of the linear layers of a forward, which tells which of them read one input."""
 
     def __init__(self) -> None:
         super().__init__()

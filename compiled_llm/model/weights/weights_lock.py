@@ -11,7 +11,7 @@ from compiled_llm.compat.condition import Condition
 
 
 class WeightsLock:
-    """Held for reading by the model's own forward, which may be nested; our programs never run while weights move."""
+    """A lock that the model's own forward holds for reading; our programs never run while weights move."""
 
     def __init__(self) -> None:
         self._changed = Condition()

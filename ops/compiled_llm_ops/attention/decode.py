@@ -177,7 +177,7 @@ class RowPlaces:
 
 
 class SharedPlaces:
-    """Attends in all layers of one step that runs uncompiled on a CPU: the first to attend finds the places for all."""
+    """The attention of a step that runs uncompiled on a CPU: the first layer to attend finds the places for all."""
 
     # The ops find them in each layer, and check their arguments: for few rows that takes longer than to attend.
 

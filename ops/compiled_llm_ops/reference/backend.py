@@ -42,7 +42,7 @@ KERNELS["reference"]["uneven heads"] = ReferencePlan.launch
 
 
 class Reference(Unplanned):
-    """See ``protocol.Backend``."""
+    """The reference backend; see ``protocol.Backend``."""
 
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

@@ -27,7 +27,7 @@ class TritonPlan(EmptyPlan):
 
 
 class Triton(PagedKernels):
-    """See ``protocol.Backend``."""
+    """The backend of our own kernels; see ``protocol.Backend``."""
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32})

@@ -30,7 +30,7 @@ class InvariantPlan(EmptyPlan):
 
 
 class Invariant(PagedKernels):
-    """See ``protocol.Backend``."""
+    """The batch-invariant backend; see ``protocol.Backend``."""
 
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16})

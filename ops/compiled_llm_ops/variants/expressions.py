@@ -97,7 +97,7 @@ class Expression(NamedTuple):
 
 
 class OperationList:
-    """Collects operations, each once."""
+    """A collection of operations, each once."""
 
     def __init__(self) -> None:
         self._operations: list[Operation] = []

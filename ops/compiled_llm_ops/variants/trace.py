@@ -77,7 +77,7 @@ class _Refused(Exception):  # noqa: N818
 
 
 class _Tracer(GraphAppendingTracer):
-    """Notes where each operation stands."""
+    """A tracer that notes where each operation stands."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -157,7 +157,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Tracing:
-    """Makes operations of the nodes of a graph."""
+    """A maker of operations of the nodes of a graph."""
 
     def __init__(self, inputs: Sequence[str], tensors: Mapping[str, VariantTensor]) -> None:
         self._operations = OperationList()

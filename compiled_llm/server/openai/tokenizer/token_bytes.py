@@ -33,7 +33,7 @@ class TokenBytes:
 
 
 class TokenNames:
-    """Names tokens where their log-probabilities stand: by their texts, or ``token_id:7``; texts may be the same."""
+    """The names of tokens where their log-probabilities stand: texts, or ``token_id:7``; texts may be the same."""
 
     def __init__(self, token_bytes: TokenBytes, as_ids: bool = False) -> None:
         self.bytes = token_bytes

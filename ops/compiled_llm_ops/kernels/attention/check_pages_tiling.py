@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Division(NamedTuple):
-    """How the slots of rows are divided."""
+    """The way the slots of rows are divided."""
 
     slots: int  # that a program looks at in one go
     programs: int  # of all rows together, at least, if they are long enough

@@ -67,7 +67,7 @@ MAX_GQA = 16  # query heads of a kv head up to which registers hold more than th
 
 
 class AttentionTiling(NamedTuple):
-    """How programs share the keys of rows, and how each of them reads its own."""
+    """The way programs share the keys of rows, and how each of them reads its own."""
 
     row_tile: int  # rows that share programs, next to each other: 1 or up to MAX_ROWS
     programs: int  # for each kv head of these rows; one for each row at least

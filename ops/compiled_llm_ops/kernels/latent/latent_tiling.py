@@ -119,7 +119,7 @@ FEW_MERGED = 16
 
 
 class LatentTiling(NamedTuple):
-    """How programs share the keys of rows, and how each of them reads its own."""
+    """The way programs share the keys of rows, and how each of them reads its own."""
 
     heads: int  # query heads of a program, next to each other: a power of two, 16 at least
     row_tile: int  # rows that share programs, next to each other: 1 or up to MAX_ROWS

@@ -186,7 +186,7 @@ def _skinny_linear_one_or_two_rows(
 
 
 class Normed(NamedTuple):
-    """How a row is normed before the product: ``update`` is added, and the sum is normed."""
+    """The way a row is normed before the product: ``update`` is added, and the sum is normed."""
 
     update: Tensor  # ``[1, K]``
     weight: Tensor  # ``[K]``, multiplied with the normed sum

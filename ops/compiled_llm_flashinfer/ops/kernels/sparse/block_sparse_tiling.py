@@ -58,7 +58,7 @@ def sparse_tile(block_rows: int, gqa: int, head_dim: int, masked: bool = False) 
 
 
 class SparseMerge(NamedTuple):
-    """How the partial results of a row that several programs read are merged."""
+    """The way the partial results of a row that several programs read are merged."""
 
     rows: int  # queries and heads of a partial result, as a power of two
     columns: int  # merged at a time

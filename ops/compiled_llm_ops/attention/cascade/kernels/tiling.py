@@ -28,7 +28,7 @@ _RESERVED = 8192  # bytes of shared memory that blocks do not have
 
 
 class CascadeTiling(NamedTuple):
-    """How work items are read."""
+    """The way work items are read."""
 
     programs: int  # for each kv head; they take items in turn
     block: int
