@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
-from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import Sampling, sample
 from compiled_llm.config import KVScales, WrapConfig
@@ -316,8 +315,6 @@ class ModelRunner:
         self, persistent: PersistentBatch, masks: Masks | None = None, processed: Mapping[Row, Tensor] = _NOTHING
     ) -> StepOutput:
         """Sample for the rows whose sampling is deferred, as ``DeferredSampling.run``, and wait for nothing."""
-        if not processed and (rows := len(persistent.deferred.rows)):
-            self.events.used[StepKey.sampling(self.steps.decode_of(rows).rows, masks is not None)] += 1
         return persistent.deferred.run(masks, processed)
 
     def prepare_deferred(self, buckets: Sequence[int] = ()) -> None:

@@ -105,7 +105,7 @@ def test_observers_see_each_row_once_with_its_token(batch, seed):
 
 def test_captured_sampling_is_replayed_and_more_of_it_is_captured(batch, seed):
     graphs, replayed = batch.model_runner.state.sampling_graphs, []
-    graphs.sample = lambda bucket, masked: replayed.append(bucket) or SamplingGraphs.sample(graphs, bucket, masked)
+    graphs.sample = lambda launch: replayed.append(launch.key.rows) or SamplingGraphs.sample(graphs, launch)
     rows = begun(batch, seed, 5, 2, 4)
     batch.step(decode=rows)
     batch.step(decode=rows[:2])

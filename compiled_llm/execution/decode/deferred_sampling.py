@@ -14,8 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.sampling.sampling import sample
 from compiled_llm.execution.batch import StepOutput, Tap
+from compiled_llm.execution.decode.launch import Launch
+from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 
@@ -28,6 +32,10 @@ class Masks(NamedTuple):
     rows: Sequence[Row]  # those that have ended are left out
     # ``[n, words]`` int32, a bit for each token, the lowest first: 0 bars it, and so does a missing word
     bits: NDArray[np.int32]
+
+
+_NewMasks = tuple[NDArray[np.int64], NDArray[np.int32]]
+"""Slots, and the masks ``[n, words]`` of their rows."""
 
 
 class _Unsampled(NamedTuple):
@@ -51,8 +59,8 @@ class _Division(NamedTuple):
 class DeferredSampling:
     """The rows of one loop whose tokens are not sampled yet."""
 
-    def __init__(self, state: RunnerState) -> None:
-        self._state = state
+    def __init__(self, state: RunnerState, steps: Steps) -> None:
+        self._state, self._steps = state, steps
         self.unsampled: list[_Unsampled] = []  # these rows, by launch
         self.deferring = state.slots.deferring  # the slots of rows whose sampling is deferred, of any loop
         self._last = _Division((), [], [], None)  # the next launch mostly has the same rows
@@ -142,14 +150,18 @@ class DeferredSampling:
         Raises:
             ValueError: a row that is given a mask has come in without one; nothing has changed.
         """
-        rows, graphs = self.rows, self._state.sampling_graphs
-        whole = not processed and self._kept == len(rows)
-        bucket = graphs.bucket_of(self, len(rows), self._state.slots.tables) if whole else None
-        self._state.arena.flush()
-        if bucket is not None:
-            step = StepOutput(rows, graphs.logits(len(rows)), self._replayed(bucket, rows, masks))
+        rows, state = self.rows, self._state
+        new = None if masks is None else state.slots.masks_of(*masks)
+        state.arena.flush()
+        launch = None
+        if not processed:
+            masked = masks is not None and new is not None and masks.rows == rows and len(new[0]) == len(rows)
+            launch = self._steps.ready(StepKey.sampling(self._steps.decode_of(len(rows)).rows, masked))
+        whole = self._kept == len(rows) and state.sampling_graphs.has_all(self, state.slots.tables)
+        if launch is not None and launch.replays and whole:
+            step = self._replayed(launch, rows, new)
         else:
-            step = self._launched(rows, masks, processed)
+            step = self._launched(launch, rows, new, processed)
         parts, self.unsampled = self.unsampled, []  # only now: if that fails, it can be tried again
         for row in rows:
             row.has_next = row.slot is not None
@@ -157,29 +169,34 @@ class DeferredSampling:
         self._leave_graphs()
         return step
 
-    def _replayed(self, bucket: int, rows: Sequence[Row], masks: Masks | None) -> Tensor:
-        """Sample by the graph of a bucket, which writes the masks, too, if all rows get some; returns ``[D]``."""
-        graphs, slots, staging = self._state.sampling_graphs, self._state.slots, self._state.staging
-        new = None if masks is None else slots.masks_of(*masks)
-        all_new = new is not None and masks is not None and masks.rows == rows and len(new[0]) == len(rows)
-        all_new = all_new and graphs.masks(bucket)
-        graphs.place(bucket, slots.numbers(rows), [row.position for row in rows], slots.padding, staging)
-        if new is not None and all_new:
-            graphs.mask(new[1], staging)
-        elif new is not None:
-            self._write_masks(*new)
-        return graphs.sample(bucket, all_new)[: len(rows)]
+    def _replayed(self, launch: Launch, rows: Sequence[Row], masks: _NewMasks | None) -> StepOutput:
+        """Sample by a CUDA graph, which may write the masks, too."""
+        state, graphs = self._state, self._state.sampling_graphs
+        positions = [row.position for row in rows]
+        graphs.place(launch.key.rows, state.slots.numbers(rows), positions, state.slots.padding, state.staging)
+        if masks is not None and launch.key.schedule:
+            graphs.mask(masks[1], state.staging)
+        elif masks is not None:
+            self._write_masks(*masks)
+        logits, tokens, _ = graphs.sample(launch)
+        return StepOutput(rows, logits[: len(rows)], tokens[: len(rows)])
 
-    def _launched(self, rows: Sequence[Row], masks: Masks | None, processed: Mapping[Row, Tensor]) -> StepOutput:
+    def _launched(
+        self, launch: Launch | None, rows: Sequence[Row], masks: _NewMasks | None, processed: Mapping[Row, Tensor]
+    ) -> StepOutput:
         """Sample without a graph."""
         slots, parts = self._state.slots, self.unsampled
-        if masks is not None and (new := slots.masks_of(*masks)) is not None:
-            self._write_masks(*new)
+        if masks is not None:
+            self._write_masks(*masks)
         at = np.array([row.position for row in rows], dtype=np.int64)
         there, positions = self._state.staging.to_device([slots.of(rows, len(rows)), at])
         logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
         sampled_from = _replaced(logits, rows, processed)
-        tokens = sample(sampled_from, there, positions, slots.tables, deferred=True)
+
+        def program() -> StepOutputs:
+            return StepOutputs(logits, sample(sampled_from, there, positions, slots.tables, deferred=True), {})
+
+        tokens = (program() if launch is None else launch.over(program)()).tokens
         return StepOutput(rows, logits, tokens, sampled_from if processed else None)
 
     def _write_masks(self, slots: NDArray[np.int64], masks: NDArray[np.int32]) -> None:

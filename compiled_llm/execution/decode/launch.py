@@ -1,4 +1,4 @@
-"""A decode step of one shape, bound once: its program over the buffers, or the CUDA graph that was captured of it."""
+"""A step of one shape, bound once: its program over the buffers, or the CUDA graph that was captured of it."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class Launch:
         wanted: StepKey,
         key: StepKey,
         entry: StepEntry[Any] | None,
-        program: BoundProgram | None,
         events: Events,
-        missed: Callable[[StepKey, bool], None] | None,
-        taps: Sequence[RunnerTap],
-        capture: Callable[[StepOutputs], None] | None,
-        alone: bool,
-        shares: bool,
+        program: Callable[[], StepOutputs] | None = None,
+        missed: Callable[[StepKey, bool], None] | None = None,
+        taps: Sequence[RunnerTap] = (),
+        capture: Callable[[StepOutputs], None] | None = None,
+        alone: bool = True,
+        shares: bool = False,
     ) -> None:
         """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or without one by the ``program``."""
         # ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured;
@@ -98,9 +98,14 @@ class Launch:
         self._used, self._cascaded = events.used, events.cascaded if shares else None
         self._missed, self._taps, self._capture = missed, taps, capture
 
+    def over(self, program: Callable[[], StepOutputs]) -> Launch:
+        """Run a program over tensors that are made for this launch alone, in place of a CUDA graph."""
+        self._entry, self._program, self.replays = None, program, False
+        return self
+
     def release(self) -> None:
         """Let go of the model: the step is not repeated any more."""
-        if self._program is not None:
+        if isinstance(self._program, BoundProgram):
             self._program.release()
 
     def __call__(self) -> StepOutputs:

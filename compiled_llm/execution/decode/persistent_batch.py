@@ -46,7 +46,7 @@ class PersistentBatch:
         self._placed: list[tuple[int | None, int, int]] = []  # slot, length and position of each row, before it feeds
         self._advanced = 0  # by how many tokens, until ``step`` ran first
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
-        self.deferred = DeferredSampling(state)
+        self.deferred = DeferredSampling(state, steps)
         self._shared_pages = None if state.sharing is None else state.sharing.of_loop()
         self._runs: Sequence[Any] = ()  # of the rows that a step was last wanted for
         self._placed_runs: Sequence[Any] = ()

@@ -60,12 +60,15 @@ class Steps:
         anchors: bool = True,
         exact: bool = False,
     ) -> Launch:
-        """Return the launch of a decode step; compile it and capture its graph first, if that is needed."""
+        """Return the launch of a step; compile a decode step and capture its graph first, if that is needed."""
         # A call does not wait for a CUDA graph alone: its step runs in the next larger one that is ready, or if there
         # is none or it has to be exact, is launched as it is; the graph is captured while later steps run.
         # With ``anchors``, if the program of several rows is compiled now, the largest step is captured, too, in which
         # any can run. An ``exact`` one runs in no other step; if others have to make room for its CUDA graph, it is
         # captured now.
+        if wanted.phase == "sampling":  # which does not depend on the model
+            key = self.dispatcher.dispatch(wanted, exact).step
+            return Launch(wanted, key, self._table.get(key), self._graph_manager.events)
         table, looked = self._table, self.look_if_due()
         if (entry := table.entries.get(wanted)) is not None:
             entry.spare = False
@@ -195,8 +198,8 @@ class Steps:
             wanted,
             key,
             entry,
-            self._program(key) if entry is None else None,
             self._graph_manager.events,
+            self._program(key) if entry is None else None,
             missed,
             self._state.taps,
             (lambda outputs: graphs.want(key, lambda: self._capture(key, outputs))) if captures else None,

@@ -52,11 +52,11 @@ class Dispatcher:
 
     def _next_larger(self, step: StepKey) -> StepKey | None:
         """Return the smallest ready step that holds all steps of another, and does not take far longer."""
-        padding = self._padding if step.is_prefill else math.inf
+        simplest, padding = (self._simplest, self._padding) if step.is_prefill else (0, math.inf)
         larger = [
             other
             for other in self._table.of(step.phase)
-            if other.schedule in (step.schedule, self._simplest)
+            if other.schedule in (step.schedule, simplest)
             and other.wants == step.wants
             and step.tokens <= other.tokens <= step.tokens + padding
             and step.rows <= other.rows

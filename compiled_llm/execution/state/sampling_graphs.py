@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.capture import GraphCapture
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepTable
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
@@ -44,8 +44,6 @@ class SamplingGraphs:
     def __init__(self, device: torch.device, captures: bool, table: StepTable) -> None:
         """Allocate and capture nothing yet; other steps of the ``table`` may evict these."""
         self._table = table
-        self._buckets: list[int] = []
-        table.when_dropped.append(functools.partial(_forget, self._buckets))
         self._device = device
         self._captures = captures
         self._capturer: GraphCapture | None = None
@@ -63,8 +61,8 @@ class SamplingGraphs:
 
     @property
     def buckets(self) -> list[int]:
-        """The numbers of rows that have graphs."""
-        return list(self._buckets)
+        """The numbers of rows that have graphs, ascending."""
+        return sorted(key.rows for key in self._table.of("sampling") if not key.schedule)
 
     def release(self) -> None:
         """Give everything back."""
@@ -103,8 +101,6 @@ class SamplingGraphs:
         with self._table.capturing(key):
             captured = self._capturer.capture(functools.partial(launch, bucket))
             self._table.add(key, captured, captured.cost, _OWNER)
-        if not masked:
-            bisect.insort(self._buckets, bucket)
 
     def _forget(self) -> None:
         self._table.forget("sampling")
@@ -112,17 +108,18 @@ class SamplingGraphs:
         self._tables = self._capturer = self._user = None
         self._held = _Held(0, [], [])
 
-    def _masked_launch(self, bucket: int) -> Tensor:
+    def _masked_launch(self, bucket: int) -> StepOutputs:
         assert self._tables is not None
         self._tables.allowed.index_copy_(0, self._columns[:bucket], self._masks[:bucket])
         return self._launch(bucket)
 
-    def _launch(self, bucket: int) -> Tensor:
+    def _launch(self, bucket: int) -> StepOutputs:
         assert self._tables is not None
         slots, positions = self._columns[: 2 * bucket].split(bucket)
-        tokens = sample(self._logits[:bucket], slots, positions, self._tables, deferred=True)
+        logits = self._logits[:bucket]
+        tokens = sample(logits, slots, positions, self._tables, deferred=True)
         positions += 1  # those of the next tokens, as long as the same rows go on
-        return tokens
+        return StepOutputs(logits, tokens, {})
 
     # ---- keep logits, and sample from them
 
@@ -130,7 +127,7 @@ class SamplingGraphs:
         """Return ``[rows, V]`` for logits, after ``start`` rows of the same user's; None if they have no place here."""
         # The loop ``user`` keeps them here until ``leave``; ``tables`` are the sampling settings as they are now.
         here = None if self._user is None else self._user()
-        fits = start + rows <= max(self._buckets, default=0) and tables is self._tables
+        fits = start + rows <= len(self._logits) and tables is self._tables
         begun_elsewhere = here is not user if start else here not in (None, user)
         if not fits or begun_elsewhere or logits.dtype != self._logits.dtype:
             return None
@@ -142,19 +139,9 @@ class SamplingGraphs:
         if self._user is not None and self._user() is user:
             self._user = None
 
-    def bucket_of(self, user: object, rows: int, tables: SamplingTables) -> int | None:
-        """Return the smallest bucket of a user's ``rows``; None if it keeps none here, or ``tables`` are others now."""
-        if rows == 0 or self._user is None or self._user() is not user or tables is not self._tables:
-            return None
-        return next((bucket for bucket in self._buckets if bucket >= rows), None)
-
-    def masks(self, bucket: int) -> bool:
-        """Return whether there is a graph for a bucket that writes masks."""
-        return self._table.get(StepKey.sampling(bucket, True)) is not None
-
-    def logits(self, rows: int) -> Tensor:
-        """Return ``[rows, V]``, the logits that are kept here."""
-        return self._logits[:rows]
+    def has_all(self, user: object, tables: SamplingTables) -> bool:
+        """Return whether a user keeps its logits here, and the sampling settings still lie in ``tables``."""
+        return self._user is not None and self._user() is user and tables is self._tables
 
     def place(self, bucket: int, slots: list[int], positions: list[int], padding: int, staging: Staging) -> None:
         """Write slots and positions of rows, and padding, to where a bucket's graph reads them."""
@@ -171,17 +158,9 @@ class SamplingGraphs:
         """Write masks ``[n, words]`` of the rows that have places to where the graphs read them."""
         staging.upload_lent(masks, self._masks)
 
-    def sample(self, bucket: int, masked: bool) -> Tensor:
-        """Sample ``[B]`` tokens, overwritten by the next call, from the logits that are kept here."""
-        # Of ``masked`` rows all have got masks, which go into the table first.
+    def sample(self, replay: Callable[[], StepOutputs]) -> StepOutputs:
+        """Replay the graph for which rows are placed; the next replay overwrites what it returns."""
         held, self._held = self._held, _Held(0, [], [])
-        cuda_graph = self._table.get(StepKey.sampling(bucket, masked))
-        assert cuda_graph is not None, "asked for before"
-        tokens: Tensor = cuda_graph.replay()
+        outputs = replay()
         self._held = held._replace(positions=[position + 1 for position in held.positions])
-        return tokens
-
-
-def _forget(buckets: list[int], key: StepKey) -> None:
-    if key.phase == "sampling" and not key.schedule:
-        buckets.remove(key.rows)
+        return outputs

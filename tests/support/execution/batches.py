@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_table import Cost
 from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
@@ -157,9 +158,11 @@ class ReplayedGraphCapture:
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def capture(self, launch: Callable[[], torch.Tensor]) -> Any:
-        output = launch()
-        return SimpleNamespace(replay=lambda: output.copy_(launch()), cost=Cost(), release=lambda: None)
+    def capture(self, launch: Callable[[], StepOutputs]) -> Any:
+        outputs = launch()
+        return SimpleNamespace(
+            launch=lambda: outputs.tokens.copy_(launch().tokens), outputs=outputs, cost=Cost(), release=lambda: None
+        )
 
 
 def let_a_cpu_capture_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
