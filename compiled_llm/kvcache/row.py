@@ -63,7 +63,7 @@ class Row:
             raise ValueError(f"a row cannot have room for {tokens} tokens")
         self._pool = pool
         self._reserved = pool.pages_for(tokens)
-        self.states = None if pool.states is None else RowStates(pool.states)
+        self._states = None if pool.states is None else RowStates(pool.states)
         pool.reserve(self._reserved)
         if tokens:
             self._reserve_states()
@@ -84,12 +84,16 @@ class Row:
         self._promised_copy = 0  # 1 for a copy of the last page, in which the row has begun
 
     @property
+    def states(self) -> RowStates | None:
+        """What it keeps besides pages, as of its length; None if that is nothing."""
+        if self._states is not None:
+            self._states.has_grown(self.length)
+        return self._states
+
+    @property
     def entry(self) -> int:
         """The entry of its state; ``NO_ENTRY`` if it has no tokens, or no states."""
-        if self.states is None:
-            return NO_ENTRY
-        self.states.has_grown(self.length)
-        return self.states.of(self.length)
+        return NO_ENTRY if self.states is None else self.states.of(self.length)
 
     @property
     def limit(self) -> int:
@@ -115,9 +119,9 @@ class Row:
 
     def _reserve_states(self, pages: int | None = None) -> None:
         """Have what a running row needs, or give ``pages`` that were promised now, all if None, back and raise."""
-        if self.states is not None:
+        if self._states is not None:
             try:
-                self.states.reserve()
+                self._states.reserve()
             except OutOfPagesError:
                 given = self._reserved if pages is None else pages
                 self._pool.give_back((), given)
@@ -139,9 +143,9 @@ class Row:
     def grow(self, tokens: int) -> Sequence[PageCopy]:
         """Count ``tokens`` more as stored, in promised pages; return the copies to make first if a page is shared."""
         # OutOfPagesError, with nothing changed, if pages that were not promised are needed and not free.
-        if self.states is not None and tokens:
-            self.states.has_grown(self.length)
-            self.states.grow(self.length, tokens)
+        if self._states is not None and tokens:
+            self._states.has_grown(self.length)
+            self._states.grow(self.length, tokens)
         copies = tokens > 0 and self._writes_into_shared(
             self.length
         )  # checked once: other threads may fork and free rows
@@ -259,8 +263,7 @@ class Row:
         self.exact()
         row = Row(self._pool, 0)
         if self.states is not None:
-            self.states.has_grown(self.length)
-            row.states = self.states.fork(self.length)
+            row._states = self.states.fork(self.length)
         self._pool.share(self.pages)
         row.pages, row.length, row.position = list(self.pages), self.length, self.position
         row.watch = self.watch.shared()
@@ -288,8 +291,7 @@ class Row:
             self.watch.changed(self.length)
 
     def _shrink(self, tokens: int) -> None:
-        if self.states is not None and tokens:
-            self.states.has_grown(self.length)
+        if tokens and self.states is not None:
             self.states.shrink(self.length - tokens)
         self._shrink_pages(tokens)
 
@@ -304,18 +306,7 @@ class Row:
 
     def lend_state(self) -> int:
         """Return its state's entry, which stays as it is until it is back; OutOfStatesError if it could not go on."""
-        if self.states is None:
-            return NO_ENTRY
-        self.states.has_grown(self.length)
-        return self.states.lend(self.length)
-
-    def hand_over_state(self, length: int) -> int:
-        """Return the entry of the state after ``length`` tokens, now the caller's; ``NO_ENTRY`` if the row has none."""
-        # The row has to be freed: it cannot go on.
-        if self.states is None:
-            return NO_ENTRY
-        self.states.has_grown(self.length)
-        return self.states.hand_over(length)
+        return NO_ENTRY if self.states is None else self.states.lend(self.length)
 
     def return_state(self, entry: int) -> None:
         """Give back what ``lend_state`` returned."""
@@ -341,7 +332,6 @@ class Row:
         self.exact()
         self.leave_slot()
         if self.states is not None:
-            self.states.has_grown(self.length)
             self.states.settle(self.length)
         self._give_copy_back()
         ahead, reserved = self.ahead, self._reserved

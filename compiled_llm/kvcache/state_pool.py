@@ -256,6 +256,7 @@ class RowStates:
 
     def hand_over(self, length: int) -> int:
         """Return the entry of the state after ``length`` tokens, now the caller's; ``NO_ENTRY`` if there is none."""
+        # Its row has to be freed: it cannot go on.
         if length == 0 or length not in self._lengths:
             return NO_ENTRY
         place = self._lengths.index(length)

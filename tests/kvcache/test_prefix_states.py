@@ -206,7 +206,7 @@ class World:
         if len(tokens) - 1 in self.of(row)._lengths and not (shared or kept):
             tokens = tokens[: len(tokens) - random.randint(0, 1)]
         hands_over = random.random() < 0.7 and not (shared and len(tokens) % self.size)
-        state = row.hand_over_state(len(tokens)) if hands_over else NO_ENTRY
+        state = self.of(row).hand_over(len(tokens)) if hands_over else NO_ENTRY
         self.tree.insert(array(tokens), row.pages, salt, state)
         if state != NO_ENTRY:
             self._has_kept(salt, tokens)
@@ -496,8 +496,10 @@ def test_an_end_within_a_page_is_found_and_goes_with_its_state() -> None:
     text = tuple(range(40))
     row.grow(18)
     row.grow(1)
-    state = row.hand_over_state(18)
-    assert row.hand_over_state(17) == row.hand_over_state(0) == NO_ENTRY
+    of_row = row.states
+    assert of_row is not None
+    state = of_row.hand_over(18)
+    assert of_row.hand_over(17) == of_row.hand_over(0) == NO_ENTRY
     tree.insert(array(text[:18]), row.pages, state=state)
     pages = row.pages
     row.free()

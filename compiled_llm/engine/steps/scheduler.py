@@ -418,11 +418,11 @@ class Scheduler:
     def _last_state(self, request: Request, ids: NDArray[np.int64]) -> int:
         """Return the entry of the state after a text that ends, now the caller's: a chat goes on from there."""
         # ``NO_ENTRY`` if there is none, or it would save others too little.
-        prefixes = self._prefixes
-        if self._pool.states is None or prefixes is None:
+        prefixes, states = self._prefixes, request.running_row.states
+        if states is None or prefixes is None:
             return NO_ENTRY
         saves = len(ids) - prefixes.known(ids, request.salt)
-        return request.running_row.hand_over_state(len(ids)) if saves >= prefixes.least_saving else NO_ENTRY
+        return states.hand_over(len(ids)) if saves >= prefixes.least_saving else NO_ENTRY
 
 
 def _alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:

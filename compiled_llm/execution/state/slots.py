@@ -22,7 +22,6 @@ from compiled_llm.execution.state.staging import Staging
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.state_pool import RowStates
 from compiled_llm.kvcache.step_validity import StepValidity
 
 # Loops that interleave (a callback calls the model again, an engine and calls run) have slots at the same time.
@@ -249,15 +248,15 @@ class Slots:
 
     def list_states(self, rows: Sequence[Row]) -> None:
         """Write the entries of rows' states that are others than those in their slots."""
-        new = [row for row in rows if row.states is not None and row.states_listed is not row.states.period]
+        both = ((row, states) for row in rows if (states := row.states) is not None)
+        new = [(row, states) for row, states in both if row.states_listed is not states.period]
         if new:
             with deferred():
-                places = [cast(RowStates, row.states).places for row in new]
-                slots = np.array(self.numbers(new), dtype=np.int64)
-                for name, entries in zip(_STATES, zip(*places, strict=True), strict=True):
+                slots = np.array(self.numbers([row for row, _ in new]), dtype=np.int64)
+                for name, entries in zip(_STATES, zip(*(states.places for _, states in new), strict=True), strict=True):
                     self._arena.write(name, slots, np.array(entries, dtype=np.int32))
-                for row in new:
-                    row.states_listed = cast(RowStates, row.states).period
+                for row, states in new:
+                    row.states_listed = states.period
 
     def places(self, rows: Sequence[Row]) -> list[int]:
         """Return places for what taps have of rows: their slots, or of those without one, places after all slots."""
