@@ -13,7 +13,7 @@ import compiled_llm_flashinfer as ours
 from support.flashinfer_api.latent_pools import LatentPools
 from support.flashinfer_api.levels import Levels
 from support.flashinfer_api.sparse_blocks import Sizes, SparseBlocks, VariableBlocks
-from support.gpu import needs_cuda, seeded
+from support.gpu import captured, needs_cuda, on_gpu, seeded
 
 pytestmark = [pytest.mark.gpu, needs_cuda, seeded]
 
@@ -33,10 +33,6 @@ def close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 def latents(heads: int, lengths: list[int] = LENGTHS, queries: list[int] = QUERIES, **sizes: Any) -> LatentPools:
     return LatentPools(lengths, queries, heads=heads, rank=512, rope=64, dtype=torch.bfloat16, **sizes)
-
-
-def on_gpu(given: Any) -> list[Any]:
-    return [own.cuda() if isinstance(own, Tensor) else own for own in given]
 
 
 # ---- latents
@@ -81,10 +77,7 @@ def test_captured_latents_follow_later_plans(seed: int) -> None:
         pool[: len(rows.pool)].copy_(rows.pool)
 
     load(batches[0])
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     for rows in (*batches, batches[0]):
         load(rows)
         graph.replay()

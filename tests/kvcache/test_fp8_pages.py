@@ -117,31 +117,6 @@ def test_numbers_that_fp8_holds_come_back_as_they_were() -> None:
 # ---- tokens
 
 
-ONE_COMPILED = pytest.param({"mode": "compile", "config": {"num_hidden_layers": 1}}, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("options", [{}, {"cascade": True}, ONE_COMPILED], ids=["eager", "cascade", "compiled"])
-def test_tokens_are_those_of_rounded_keys_and_values(
-    options: dict[str, Any], seed: int, whole: bool, request: pytest.FixtureRequest
-) -> None:
-    """Alone and in batches, on and beside page boundaries of 4 tokens, again and again; some rows end early.
-
-    Inductor's kernels of the ops are compared in ``test_namespace.py``, and those of a whole model with ``--whole``.
-    """
-    if not whole:
-        request.getfixturevalue("without_inductor")
-    oracle, model = pair(seed, **dict(options))
-    for lengths in ([5], [4, 8, 1], [5, 19, 11, 16], [5]):
-        inputs = mixed_prompts(lengths, 128, seed)
-        expected = greedy(oracle, inputs, 12)
-        torch.testing.assert_close(greedy(model, inputs, 12), expected)
-        early = {"eos_token_id": int(expected[0, -9]), "pad_token_id": 0}
-        torch.testing.assert_close(greedy(model, inputs, 12, **early), greedy(oracle, inputs, 12, **early))
-    stats = model.compiled.stats()
-    assert (stats.generate_calls, stats.recompiles, stats.graph_breaks) == ({"fast loop": 8}, 0, 0)
-    assert_account_is_empty(model)
-
-
 def test_rounding_is_seen(seed: int) -> None:
     """The oracle differs from the plain model, or the tests above would show nothing."""
     inputs = mixed_prompts([5, 19, 11, 16], 128, seed)

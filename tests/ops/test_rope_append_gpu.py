@@ -10,7 +10,7 @@ from compiled_llm.compat.torch.inductor import make_kernels_wait_first
 from compiled_llm_ops import append_paged_kv, rope_append_paged_kv
 from compiled_llm_ops.contracts import RopeAppendPagedKv
 from compiled_llm_ops.kernels.attention.rope_append import RopeAppendTiling, rope_append
-from support.gpu import by_dtype, close, needs_cuda, seeded
+from support.gpu import by_dtype, captured, close, needs_cuda, seeded
 from support.ops.packed_tokens import GIVEN, Sizes, check, packed_tokens
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -112,10 +112,7 @@ def test_a_captured_launch_waits_for_what_is_in_front_of_it(seed: int) -> None:
     compiled_step = torch.compile(step, options={"triton.enable_pdl": torch.cuda.get_device_capability() >= (9, 0)})
     query, pages, expected_pages = args.query.contiguous(), args.pages.clone(), args.pages.clone()
     expected = chain(query, expected_pages, False)
-    chain(query, pages, True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(query, pages, True)
+    graph, out = captured(lambda: chain(query, pages, True))
     for _ in range(20):
         pages.copy_(args.pages)
         out.fill_(float("nan"))

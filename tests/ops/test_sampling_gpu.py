@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, sample
 from compiled_llm_ops import build_sampling, sample_tokens, top_logprobs
 from compiled_llm_ops.sampling import sampling
-from support.gpu import needs_cuda, seeded
+from support.gpu import captured, needs_cuda, seeded
 from support.ops.logprob_cases import check_packed, logits_of
 from support.ops.sampling_cases import (
     BRANCHES,
@@ -133,10 +133,7 @@ def test_replays_draw_anew_and_by_the_settings_of_the_moment(seed: int) -> None:
     settings = [Sampling(temperature=0.8, top_k=50, top_p=0.95)] * 8
     logits = normal_logits(8, 151_936, 2.0, torch.bfloat16, seed)
     given = arguments(logits, some_seeds(8), settings)
-    sample_tokens(*given)  # loads the kernels
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sampled = sample_tokens(*given)
+    graph, sampled = captured(lambda: sample_tokens(*given))
     drawn = []
     for turn in range(20):
         seeds = some_seeds(8)

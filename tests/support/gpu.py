@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,3 +21,20 @@ def close(actual: Tensor, expected: Tensor, tolerance: float, name: str) -> None
     torch.testing.assert_close(
         actual, expected, atol=tolerance, rtol=tolerance, msg=lambda difference: f"{name}: {difference}"
     )
+
+
+def on_gpu(arguments: Sequence[Any]) -> Any:
+    """Arguments of an op, named ones too, with their tensors on the GPU."""
+    moved = [own.cuda() if isinstance(own, Tensor) else own for own in arguments]
+    if hasattr(arguments, "_fields"):
+        return type(arguments)(*moved)
+    return moved if isinstance(arguments, list) else tuple(moved)
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a call and what that returned, after one that has its kernels compiled and loaded."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out

@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedModel
 
 import compiled_llm
-from compiled_llm import kv_scales
+from compiled_llm import KVScales, kv_scales
 from compiled_llm.kinds import support as table
 from compiled_llm.kinds.support import Cell, No, Support
 from support.fp8_oracle import fp8_oracle
@@ -94,8 +94,14 @@ def _plain(kind: Kind, seed: int, small: bool) -> PreTrainedModel:
 
 
 @functools.cache
-def _scales(kind: Kind, seed: int, small: bool) -> Any:
-    return kv_scales(kind.tiny_model(seed, **(kind.small if small else {})), [[*range(3, 120)]])
+def _scales(kind: Kind, seed: int, small: bool) -> KVScales:
+    """Others for each layer and head, keys and values, and no powers of two."""
+    measured = kv_scales(kind.tiny_model(seed, **(kind.small if small else {})), [[*range(3, 120)]])
+    keys, values = (
+        [[scale * (more + 0.1 * (layer + head)) for head, scale in enumerate(heads)] for layer, heads in enumerate(own)]
+        for more, own in zip((1.1, 1.3), (measured.keys, measured.values), strict=True)
+    )
+    return KVScales(keys, values)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import cascade_attention, cascade_attention_lse, decode_attention_lse
-from support.gpu import by_dtype, close, needs_cuda, seeded
+from support.gpu import by_dtype, captured, close, needs_cuda, on_gpu, seeded
 from support.ops.cascade_rows import CascadeRows
 from support.ops.fp8_pages import fp8_cascade, fp8_written, scales_of, stored
 from support.ops.op_cases import preparation
@@ -31,10 +31,6 @@ SIZES: list[dict[str, int]] = [
 def rows_of(seed: int, dtype: torch.dtype, runs: Any = MANY, tails: Any = TAILS, **sizes: int) -> CascadeRows:
     given: dict[str, Any] = {"page_size": 16, "processors": 32, "max_items": 256, "max_parts": 2048, **sizes}
     return CascadeRows(runs, tails, dtype=dtype, seed=seed, **given)
-
-
-def on_gpu(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value.cuda() if isinstance(value, Tensor) else value for value in given)
 
 
 @seeded
@@ -116,21 +112,18 @@ def test_a_captured_launch_holds_for_all_groupings_and_lengths(overlap: bool, wi
 
     static = arguments(batches[0])
     options: dict[str, Any] = {"window_left": window_left, "overlap": overlap}
-    cascade_attention_lse(*static, **options)  # compiled before the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = cascade_attention_lse(*static, **options)
+    graph, found = captured(lambda: cascade_attention_lse(*static, **options))
     for rows in [*batches, *batches[::-1]]:
         given = arguments(rows)
         for kept, value in zip(static, given, strict=True):
             if isinstance(kept, Tensor):
                 kept.copy_(value)
-        for result in captured:
+        for result in found:
             result.fill_(torch.nan)
         graph.replay()
         eager = cascade_attention_lse(*given, **options)
-        for replayed, launched in zip(captured, eager, strict=True):
+        for replayed, launched in zip(found, eager, strict=True):
             assert torch.equal(replayed, launched)
         expected, expected_lse = rows.expected(window_left)
-        close(captured[0].float().cpu(), expected, 1.6e-2, "out")
-        close(captured[1].cpu(), expected_lse, 5e-3, "lse")
+        close(found[0].float().cpu(), expected, 1.6e-2, "out")
+        close(found[1].cpu(), expected_lse, 5e-3, "lse")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from compiled_llm_ops import experts_linear, fused_experts
+from support.gpu import captured, on_gpu
 from support.ops.expert_rows import ACTIVATIONS, CHOICES, ExpertRows, fused_expected, linear_expected
 
 pytestmark = pytest.mark.gpu
 
 ROWS = [1, 2, 16, 17, 64, 65, 200]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-
-
-def on_gpu(args: Any) -> Any:
-    return type(args)(*(own.cuda() if isinstance(own, Tensor) else own for own in args))
 
 
 def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -66,10 +61,7 @@ def test_products(rows: int, of_pairs: bool, transposed: bool, dtype: torch.dtyp
 def test_replays_follow_other_choices(rows: int, seed: int) -> None:
     """From choices that are all the same, to those that take the most tiles, to none."""
     first = on_gpu(ExpertRows(rows, 4, 32, choice="the same", size=256, seed=seed, dtype=torch.bfloat16).fused())
-    fused_experts(*first)  # Triton compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = fused_experts(*first)
+    graph, out = captured(lambda: fused_experts(*first))
     for number, choice in enumerate(["any", "one of them", "some without", "none at all", "the same"]):
         made = ExpertRows(rows, 4, 32, choice=choice, size=256, seed=seed + number, dtype=torch.bfloat16)
         other = made.fused()._replace(up=first.up, down=first.down)

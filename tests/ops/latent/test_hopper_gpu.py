@@ -15,6 +15,7 @@ from compiled_llm_ops import latent_decode, latent_decode_lse
 from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.kernels.latent.latent_tiling import choose_decode_tiling, reads_by_hand
 from compiled_llm_ops.kernels.pdl import is_hopper
+from support.gpu import captured
 from support.ops.latent_rows import LatentRows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -161,10 +162,7 @@ def test_replays_equal_launches(heads, overlap, lengths, seed):
     assert reads_by_hand(args)
     latents = torch.randn_like(args.pages)
     starts, numbers = args.starts.clone(), args.indices[: count * -(-lengths[0] // 16)].clone()
-    latent_decode(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = latent_decode(*args)
+    graph, out = captured(lambda: latent_decode(*args))
     draw = random.Random(seed)
     for replay in range(12):
         own = [draw.choice([0, 1, 16, 17, 64, 65, draw.randint(0, lengths[0]), lengths[0]]) for _ in range(count)]

@@ -21,6 +21,7 @@ from compiled_llm_ops import (
 )
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.kernels.pdl import has_pdl
+from support.gpu import captured
 from support.ops.latent_rows import MIXES, RAGGED, LatentRows, RaggedRows
 
 pytestmark = pytest.mark.gpu
@@ -91,10 +92,7 @@ def test_a_captured_launch_is_replayed_with_any_lengths(overlap, chosen, seed):
         pytest.skip("needs compute capability 9.0")
     rows = rows_of([4000, 2000, 700, 1], heads=16, rank=512, size=64, chosen=chosen, seed=seed)
     args = rows.decode_arguments()
-    latent_decode(*args._replace(overlap=overlap))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = latent_decode(*args._replace(overlap=overlap))
+    graph, out = captured(lambda: latent_decode(*args._replace(overlap=overlap)))
     for lengths in ([1, 1, 1, 1], [33, 0, 700, 1], [4000, 1999, 16, 0], [17, 2000, 1, 1]):
         args.lengths.copy_(torch.tensor(lengths))
         args.pages.nan_to_num_(0.5)
@@ -112,10 +110,7 @@ def test_replays_with_other_tables_lists_and_lengths_equal_launches(seed, whole)
     rows = rows_of([2000] * 6, heads=16, rank=512, size=64, chosen=300, seed=seed)
     args = rows.decode_arguments()
     args.pages.nan_to_num_(0.5)
-    latent_decode(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = latent_decode(*args)
+    graph, out = captured(lambda: latent_decode(*args))
     draw, starts = random.Random(seed), args.starts.clone()
     numbers = args.indices[: 6 * 125].clone()
     for replay in range(1000 if whole else 40):
@@ -152,10 +147,7 @@ def test_new_rows_attend_to_their_own_tokens(mix, head_dim, value_dim, seed):
 
 def test_attention_to_own_tokens_is_replayed_with_other_rows(seed):
     rows = RaggedRows([200, 40, 16], heads=16, head_dim=192, value_dim=128, dtype=torch.bfloat16, device="cuda")
-    ragged_attention(*rows.arguments())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = ragged_attention(*rows.arguments())
+    graph, out = captured(lambda: ragged_attention(*rows.arguments()))
     for starts in ([0, 1, 2, 256], [0, 256, 256, 256], [0, 100, 228, 256]):
         rows.qo_indptr.copy_(torch.tensor(starts))
         graph.replay()
@@ -204,10 +196,7 @@ def test_a_captured_launch_follows_each_plan(queries, seed):
     rows = rows_of([4000, 2000, 700, 64], queries, heads=16, rank=512, size=64, seed=seed)
     made = Planned(rows, captured=True)
     args = made.arguments(rows)
-    planned_latent_attention(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = planned_latent_attention(*args)
+    graph, out = captured(lambda: planned_latent_attention(*args))
     for lengths in ([64, 64, 64, 64], [65, 2000, 33, 32], [3999, 80, 700, 63], [40, 1999, 1, 20]):
         other = rows_of(lengths, queries, heads=16, rank=512, size=64, seed=seed)
         made.plan(other)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_llm_ops import append_paged_kv, decode_attention, paged_attention, paged_attention_lse
 from compiled_llm_ops.backends import backend_named
-from support.gpu import DTYPES, close, needs_cuda, seeded
+from support.gpu import DTYPES, captured, close, needs_cuda, on_gpu, seeded
 from support.ops.fp8_pages import KINDS, Fp8Batch
 from support.ops.op_cases import Batch
 
@@ -31,10 +31,6 @@ SIZES: list[dict[str, Any]] = [
 ]
 TYPES = [*DTYPES, torch.float32]
 NEAR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
-
-
-def on_gpu(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(own.cuda() if isinstance(own, Tensor) else own for own in arguments)
 
 
 def planned() -> Any:
@@ -122,10 +118,7 @@ def test_captured_launches_are_good_for_any_table(dtype: torch.dtype, seed: int)
             column.copy_(content)
 
     fill()
-    run()  # compiled before it is captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for _ in range(1000):
         fill()
         graph.replay()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
+from support.gpu import captured, on_gpu
 from support.ops.recurrent_rows import COUNTS, RecurrentRows
 
 pytestmark = pytest.mark.gpu
@@ -23,10 +24,6 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[[RecurrentRows], Any]]] =
     "Mamba 1": (selective_scan, lambda rows: rows.scan(4096, 1, 16, 1, True)),
     "Mamba 2": (selective_scan, lambda rows: rows.scan(64, 64, 128, 8)),
 }
-
-
-def on_gpu(args: Any) -> Any:
-    return type(args)(*(own.cuda() if isinstance(own, Tensor) else own for own in args))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -60,10 +57,7 @@ def test_replays_follow_entries_and_lengths(name: str, total: int, seed: int) ->
         return on_gpu(made(rows))
 
     first = rows_of(0)
-    op(*first)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = op(*first)
+    graph, out = captured(lambda: op(*first))
     for number in range(1, len(counts)):
         other = rows_of(number)
         for own, new in zip(first, other, strict=True):

@@ -10,6 +10,7 @@ import torch
 
 from compiled_llm_ops import decode_attention, decode_attention_lse
 from compiled_llm_ops.kernels.pdl import has_pdl
+from support.gpu import captured
 from support.ops.listed_pages import OPTIONS, SIZES, ListedRows, lengths_of
 
 pytestmark = pytest.mark.gpu
@@ -53,10 +54,7 @@ def test_a_captured_launch_is_replayed_with_any_lengths_and_lists(overlap, new_t
     args.pages.nan_to_num_(0.5)
     visible = args.visible
     assert visible is not None
-    decode_attention(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_attention(*args)
+    graph, out = captured(lambda: decode_attention(*args))
     for lengths in ([2, 2, 2, 2], [33, 17, 700, 2], [4000, 1999, 16, 2], [17, 2000, 3, 2], [3999, 32, 699, 2]):
         args.lengths.copy_(torch.tensor(lengths))
         visible.copy_(torch.rand(4, 2, 260).argsort(-1)[..., :40] - 5)
@@ -73,10 +71,7 @@ def test_replays_with_other_tables_lists_and_lengths_equal_launches(seed, whole)
     args.pages.nan_to_num_(0.5)
     visible = args.visible
     assert visible is not None
-    decode_attention(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_attention(*args)
+    graph, out = captured(lambda: decode_attention(*args))
     draw, starts = random.Random(seed), args.starts.clone()
     numbers = args.indices[: 6 * 125].clone()
     for replay in range(1000 if whole else 40):

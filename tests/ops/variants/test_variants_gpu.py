@@ -18,7 +18,7 @@ from compiled_llm_ops import (
     paged_attention_variant_lse,
     register_variant,
 )
-from support.gpu import by_dtype, close, needs_cuda, seeded
+from support.gpu import by_dtype, captured, close, needs_cuda, on_gpu, seeded
 from support.ops.op_cases import FP8, SCALES, Batch
 from support.ops.variants import EXAMPLES, expected, registered, slopes_of
 
@@ -26,10 +26,6 @@ pytestmark = [pytest.mark.gpu, needs_cuda, seeded]
 
 LENGTHS = [1, 15, 16, 17, 200, 64, 65]
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
-
-
-def on_gpu(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(own.cuda() if isinstance(own, Tensor) else own for own in arguments)
 
 
 def batch_of(lengths: list[int], queries: list[int], seed: int, **options: Any) -> Batch:
@@ -106,10 +102,7 @@ def test_replays_with_other_tables_lengths_and_tensors_equal_launches(seed, whol
     pages.nan_to_num_(0.5)
     slopes, variant = slopes_of(6).cuda(), registered("alibi")
     given = (*arguments, variant.name, [slopes], scale)
-    decode_attention_variant(*given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = decode_attention_variant(*given)
+    graph, out = captured(lambda: decode_attention_variant(*given))
     draw = random.Random(seed)
     for replay in range(1000 if whole else 40):
         lengths.copy_(torch.tensor([draw.choice([1, 16, 17, draw.randint(1, 2000)]) for _ in range(4)]))

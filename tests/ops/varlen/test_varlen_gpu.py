@@ -18,7 +18,7 @@ from compiled_llm_ops import append_paged_kv, paged_attention, paged_attention_l
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import Geometry, PlannedBatch
 from support.execution.twins import assert_parity, parity, small_qwen3, twins_of
-from support.gpu import DTYPES, close, needs_cuda, seeded
+from support.gpu import DTYPES, captured, close, needs_cuda, on_gpu, seeded
 from support.ops.op_cases import Batch
 from support.parity import assert_account_is_empty
 
@@ -51,10 +51,6 @@ def planned(backend: str) -> Any:
 def has_windows(backend: str) -> bool:
     """Whether the backend takes layers with windows, which flash-attn 3 computes wrongly."""
     return backend_named(backend).missing_kernel(Geometry(4, 2, 64, 256, 99, 0.0, *DTYPES[:1] * 2)) is None
-
-
-def on_gpu(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(own.cuda() if isinstance(own, Tensor) else own for own in arguments)
 
 
 def decide(plan: Any, batch: Batch) -> None:
@@ -145,10 +141,7 @@ def test_captured_launches_are_good_for_any_table(backend: str, dtype: torch.dty
         return int(contents[0][-1])
 
     fill()
-    run()  # compiled before it is captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for _ in range(1000):
         used = fill()
         graph.replay()
