@@ -192,7 +192,7 @@ def run_schedule(twins: Twins, schedule: list[Step]) -> None:
 
 
 def test_random_schedule_equals_a_twin_that_uploads_each_step(seed: int) -> None:
-    twins = twins_of(random_model(Qwen3Config(**WINDOWED), seed, uneven=True))
+    twins = twins_of(random_model(Qwen3Config(**WINDOWED), seed, (1, 2)))
     schedule = random_schedule(2000, WINDOWED["vocab_size"], seed)
     assert {len(step.rows) for step in schedule if not step.admitted} == set(range(1, ROWS + 1))
     run_schedule(twins, schedule)
