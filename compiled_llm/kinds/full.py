@@ -62,7 +62,7 @@ class Full(LayerKind):
     def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
         stored = paging.backend.stored_head_dim(layer.head_dim)
         spec = FullAttentionSpec(layer.kv_heads, layer.head_dim, stored, paging.page_size, paging.dtype)
-        return spec if paging.codec is None else paging.codec.coded(spec, paging.scales)
+        return spec if paging.codec is None else paging.codec.coded(spec, paging.scales, paging.codec.dtype)
 
     def unpaged(self, layer: Layer, tokens: int) -> tuple[int, ...] | None:
         return 2, tokens, layer.kv_heads, layer.head_dim

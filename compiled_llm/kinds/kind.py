@@ -93,8 +93,8 @@ class Codec(NamedTuple):
     dtype: torch.dtype  # of pages
     largest: float  # number that is stored
     capability: tuple[int, int]  # compute capability from which on kernels read and write it
-    # the spec of a layer, of that of one with pages of the model's dtype, and of scales
-    coded: Callable[[Any, PageScales], KVCacheSpec]
+    # the spec of a layer, of that of one with pages of the model's dtype, of scales, and of the dtype
+    coded: Callable[[Any, PageScales, torch.dtype], KVCacheSpec]
 
 
 class Paging(NamedTuple):

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import (
-    FP8,
-    FP8_LARGEST,
+    SCALED_DTYPES,
     AppendPagedKv,
     DecodeAttention,
     PageTable,
@@ -29,7 +28,7 @@ Writes = AppendPagedKv | RopeAppendPagedKv | DecodeAttention  # arguments of ops
 
 
 def gather(pages: Tensor, numbers: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[..., K, n * S, D]`` in pages ``numbers`` ``[..., n]``; those of fp8 are not scaled."""
+    """Keys and values ``[..., K, n * S, D]`` in pages ``numbers`` ``[..., n]``; those with scales are not scaled."""
     if has_uneven_heads(pages):
         both = pages[numbers].transpose(-4, -3).flatten(-3, -2).to(dtype)
         return both[..., :head_dim], both[..., head_dim:]
@@ -185,7 +184,7 @@ def attend_to_listed(
 
 
 def scaled(stored: Tensor, scale: Tensor | None) -> Tensor:
-    """Return what numbers of fp8 ``[..., K, L, D]``, as they are stored, stand for: float32 if there is a ``scale``."""
+    """Return what numbers ``[..., K, L, D]``, as they are stored, stand for: float32 if there is a ``scale``."""
     return stored if scale is None else stored.float() * scale[:, None, None]
 
 
@@ -216,22 +215,26 @@ def store(args: Writes, numbers: Tensor, slots: Tensor, key: Tensor) -> None:
 
 def as_stored(states: Tensor, args: Writes) -> Tensor:
     """Return keys and values ``[T, 2, K, D]`` as the pages of ``args`` hold them; add to its count of clamped ones."""
-    if args.pages.dtype != FP8:
+    if args.pages.dtype not in SCALED_DTYPES:
         return states.to(args.pages.dtype)
-    return as_fp8(states, args.key_scale, args.value_scale, args.saturated)
+    return divided(states, args.pages.dtype, args.key_scale, args.value_scale, args.saturated)
 
 
-def as_fp8(states: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, saturated: Tensor | None) -> Tensor:
-    """Return keys and values ``[T, 2, K, D]`` in fp8; the rest is as of ``append_paged_kv``."""
+def divided(
+    states: Tensor, dtype: torch.dtype, key_scale: Tensor | None, value_scale: Tensor | None, saturated: Tensor | None
+) -> Tensor:
+    """Return keys and values ``[T, 2, K, D]`` as pages of a dtype with scales hold them; see ``append_paged_kv``."""
+    largest = SCALED_DTYPES[dtype]
     numbers = states.to(torch.float32, copy=True)
     for which, scale in enumerate((key_scale, value_scale)):
         if scale is not None:
             numbers[:, which] = numbers[:, which] / scale[:, None]
     if saturated is not None:
-        saturated.add_((numbers.abs() > FP8_LARGEST).sum())
-    return numbers.clamp(-FP8_LARGEST, FP8_LARGEST).to(FP8)
+        saturated.add_((numbers.abs() > largest).sum())
+    numbers = numbers.clamp(-largest, largest)
+    return (numbers if dtype.is_floating_point else numbers.round()).to(dtype)
 
 
 def as_bytes(pages: Tensor) -> Tensor:
-    """Return pages of fp8 as uint8, which CPUs can index and move in any version of torch; others as they are."""
-    return pages.view(torch.uint8) if pages.dtype == FP8 else pages
+    """Return pages with scales as uint8, which CPUs can index and move in any torch; others as they are."""
+    return pages.view(torch.uint8) if pages.dtype in SCALED_DTYPES else pages

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts import SCALED_DTYPES, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
+from compiled_llm_ops.contracts import SCALED_IN_KERNELS, AppendPagedKv, Geometry, PagedAttention, PlannedBatch
 
 
 class CapturedLaunch(NamedTuple):
@@ -325,7 +325,7 @@ class TritonInstallation(NothingToBuild):
 class PagedKernels(Unplanned):
     """The part of ``protocol.Backend`` that does not depend on how attention is tiled."""
 
-    kv_dtypes = SCALED_DTYPES
+    kv_dtypes = SCALED_IN_KERNELS
     capturable = True
     rope_append = True  # by the kernel that decode has, too
     installation: Installation = TritonInstallation()

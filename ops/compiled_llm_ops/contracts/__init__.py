@@ -119,9 +119,10 @@ FP8 = torch.float8_e4m3fn
 """The only dtype of fp8 that pages may have: ``clamp(x / scale, -448, 448)`` in e4m3, with scales by kv head."""
 # Before torch 2.12 casting a number beyond 448 gives NaN, so writers clamp first.
 
-SCALED_DTYPES = frozenset({FP8})  # those of pages with scales
-
 FP8_LARGEST = 448.0  # the largest number in e4m3, which has no infinities
+
+SCALED_DTYPES = {FP8: FP8_LARGEST}  # those of pages with scales, and the largest number of each
+SCALED_IN_KERNELS = frozenset({FP8})  # those that kernels on CUDA convert
 
 FP8_CAPABILITY = (8, 9)  # the compute capability from which on Triton converts from and to e4m3
 
@@ -133,12 +134,15 @@ def check_scales(
     kv_heads = pages.shape[-3]
     optional = {"key_scale": key_scale, "value_scale": value_scale, "saturated": saturated}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    if pages.dtype != FP8:
+    if pages.dtype not in SCALED_DTYPES:
         if given:
-            raise ValueError(f"{op}: {', '.join(given)} must be None for pages of {pages.dtype}, which are not {FP8}")
+            scaled = " or ".join(map(str, SCALED_DTYPES))
+            raise ValueError(
+                f"{op}: {', '.join(given)} must be None for pages of {pages.dtype}, which are not {scaled}"
+            )
         return
     if has_uneven_heads(pages):
-        raise ValueError(f"{op}: pages of {FP8} must be [P, 2, K, S, D]; got {tuple(pages.shape)}")
+        raise ValueError(f"{op}: pages of {pages.dtype} must be [P, 2, K, S, D]; got {tuple(pages.shape)}")
     for name, tensor in given.items():
         shape, dtype = ((1,), torch.int64) if name == "saturated" else ((kv_heads,), torch.float32)
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != pages.device:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_llm_ops.contracts import SCALED_DTYPES, AppendPagedKv, Geometry, PageTable
+from compiled_llm_ops.contracts import SCALED_IN_KERNELS, AppendPagedKv, Geometry, PageTable
 from compiled_llm_ops.flashinfer import hopper, install, mla
 from compiled_llm_ops.flashinfer.append import append
 from compiled_llm_ops.flashinfer.hopper import FA3, takes_fa3
@@ -45,7 +45,7 @@ class FlashInfer:
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset(QUERY_DTYPES)
-    kv_dtypes = SCALED_DTYPES
+    kv_dtypes = SCALED_IN_KERNELS
     capturable = True
     kernels: Mapping[str, Launch] = FlashInferPlan.kernels
     rope_append = True

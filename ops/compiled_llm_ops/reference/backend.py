@@ -46,7 +46,7 @@ class Reference(Unplanned):
 
     devices: tuple[str, ...] = ("cuda", "cpu")
     dtypes = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-    kv_dtypes = SCALED_DTYPES
+    kv_dtypes = frozenset(SCALED_DTYPES)
     capturable = False  # it reads lengths from the device
     kernels: Mapping[str, Launch] = KERNELS["reference"]
     rope_append = False  # it is to share no kernel with the others
