@@ -88,7 +88,7 @@ class ScoreSizes(Protocol):
 
 
 class Codec(NamedTuple):
-    """How keys and values are stored, if not in the model's dtype."""
+    """The way keys and values are stored, if not in the model's dtype."""
 
     dtype: torch.dtype  # of pages
     largest: float  # number that is stored

@@ -152,7 +152,7 @@ class ModelFacts:
         return with_hooks(attending, self.hooks)
 
     def replaced_attention(self) -> str | None:
-        """The user's attention function in whose place ours would run, unless a kind is of a function; or None."""
+        """The user's own attention function, which ours would replace unasked; None if there is none."""
         return None if any(layer.kind.function for layer in self.layers) else self.attention.function_of_user()
 
     @cached_property
