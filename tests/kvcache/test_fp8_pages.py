@@ -73,7 +73,8 @@ def test_what_is_written_is_read_rounded_and_nothing_else_changes(
     generator = torch.Generator().manual_seed(seed)
     scales = KVScales([[0.01, 0.02]], [[0.005, 0.03]])
     (allocated,) = allocate_scales([Layer(4, 2, head_dim, -1, 0.0, Full())], scales, CPU)
-    spec: Any = CODECS["fp8_e4m3"].coded(FullAttentionSpec(2, head_dim, stored, 4, dtype), allocated)
+    codec = CODECS["fp8_e4m3"]
+    spec: Any = codec.coded(FullAttentionSpec(2, head_dim, stored, 4, dtype), allocated, codec.dtype)
     (memory,) = allocate_pages([spec], 9, ReleasableMemory(CPU))
     assert (memory.shape, memory.dtype) == ((9, 2, 2, 4, stored), torch.float8_e4m3fn)
     assert page_size_bytes(spec) == 2 * 2 * 4 * stored
