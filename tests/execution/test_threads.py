@@ -257,8 +257,8 @@ ENDINGS = {
 COMPILED = ("CallingThread", "compile", "falls off the end")
 EXECUTORS = ("CallingThread", "DeviceThread")
 PROCESSES = [*((executor, "eager", end) for executor in EXECUTORS for end in ENDINGS), COMPILED]
-IN_EACH_RUN = [*((EXECUTORS[number % 2], "eager", end) for number, end in enumerate(ENDINGS)), COMPILED]
-"""Each ending, with both executors in turn; the others run with `--whole`."""
+IN_EACH_RUN = [(EXECUTORS[number % 2], "eager", end) for number, end in enumerate(ENDINGS)]
+"""Each ending, with both executors in turn; the others, one of which traces, run with `--whole`."""
 
 # Imports once, which is what takes long, and becomes each of the processes in turn. Graphs run as Dynamo leaves them;
 # that processes with Inductor's code end with 0, those show that start with artifacts.
