@@ -149,9 +149,11 @@ class Stream:
         request = self.handle.requests[0]
         if request.scores is None or not (request.tokens or request.done):
             return None
-        if self._scores is None and (scores := request.scores.scored_entries()) is not None:
-            self._scores = scores
-        elif self._scores is None or self._scored >= len(self._scores):
+        if self._scores is None:
+            self._scores = request.scores.scored_entries()
+        elif self._scored >= len(self._scores):
+            return None
+        if self._scores is None:
             return None
         start, self._scored = self._scored, self._scored + _SCORES_AT_ONCE
         return PromptScores(self._number, list(map(_entries, self._scores[start : self._scored])))
