@@ -40,7 +40,7 @@ class PrefillInputs(NamedTuple):
     plans: AttentionPlans
     taps: tuple[StepTap, ...] = ()  # watch the step
     places: Tensor | None = None  # ``[B]`` int64, where each row's entries lie that taps have; None without
-    alone: bool = False  # whether rows have no other tokens, and layers with latents attend to expanded keys and values
+    alone: bool = False  # whether rows have no other tokens, to which layers attend directly
     read: Tensor | None = None  # ``[B]`` int32, the entry of each row's states; None if rows have none
     write: Tensor | None = None  # ``[B]`` int32, the entry of those that it has afterwards; None likewise
     wants: tuple[str, ...] = ()  # outputs of the model that the step gives besides logits, by HuggingFace's names

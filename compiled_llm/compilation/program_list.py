@@ -1,10 +1,10 @@
 """The programs of a model, one entry each: which steps it runs, and how it is compiled."""
 
 # A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, and a
-# third one for rows without cached tokens, where layers keep latents; a decode step for batch 1 and one for all larger
-# batches, the same two for rows that feed in several tokens each, and one for rows that begin with the same pages.
-# Steps that give more outputs than logits run in programs of their own, made of these. One more is for calls of the
-# model itself whose rows are new, and needs no pages.
+# third one for rows without cached tokens, where layers attend to these directly; a decode step for batch 1 and one for
+# all larger batches, the same two for rows that feed in several tokens each, and one for rows that begin with the same
+# pages. Steps that give more outputs than logits run in programs of their own, made of these. One more is for calls of
+# the model itself whose rows are new, and needs no pages.
 
 from __future__ import annotations
 

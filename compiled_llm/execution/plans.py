@@ -13,13 +13,13 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.execution.state.prefill_room import PrefillRoom
+from compiled_llm.kinds.kind import Expands
 from compiled_llm.kinds.rows import AttentionPlans
 from compiled_llm.kvcache.memory import free, mark_static
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import PlannedBatch
-from compiled_llm_ops.kernels.latent.latent_tiling import worth_expanding
 from compiled_llm_ops.protocol import CapturedLaunch, Plan
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -30,7 +30,7 @@ MAX_FOR_CAPTURED = 256 * 2**20
 _NOT_CAPTURED = _BEST_SCHEDULE = -1
 
 _ABSORBED, _EXPANDED = 0, 1
-"""Schedules of prefills where layers keep latents: those of any rows, and of rows without cached tokens."""
+"""Schedules of prefills where layers expand: those of any rows, and of rows without cached tokens."""
 
 
 class Planner:
@@ -47,10 +47,10 @@ class Planner:
         max_row_tokens: int,
         room: PrefillRoom,
         shapes: Sequence[StepKey] = (),
-        expands: bool = False,
+        expands: Expands | None = None,
     ) -> None:
         """Allocate the backend's workspace for ``layers``' geometries, None for those that attend without a plan."""
-        # ``expands``: layers keep latents, which they may expand for rows without cached tokens.
+        # ``expands``: when layers attend to what they expand of new tokens, where rows have no others.
         self._name, self._backend, decode_ops = config.backend_on(device.type)
         # whether decode steps are planned, too; if not, they attend by ops that need no plan
         self.decodes = decode_ops is None
@@ -88,7 +88,7 @@ class Planner:
 
     @property
     def schedules(self) -> tuple[int, ...]:
-        """Ways to divide a batch, or to attend to latents; each has CUDA graphs of its own, if these hold attention."""
+        """Ways to divide a batch, or to attend; each has CUDA graphs of its own, if these hold attention."""
         if self._expands:
             return _ABSORBED, _EXPANDED
         return self._backend.schedules if self._captures else self._backend.schedules[:1]
@@ -104,12 +104,12 @@ class Planner:
     def schedule_for(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
         """Return the schedule that is fastest for a prefill of rows with so many new tokens, and so many in all."""
         if self._expands:
-            return _EXPANDED if worth_expanding(queries, lengths) else _ABSORBED
+            return _EXPANDED if self._expands(queries, lengths) else _ABSORBED
         return self._best(queries, lengths) if self._captures else self.schedules[0]
 
     def attends_alone(self, schedule: int) -> bool:
         """Return whether rows of such prefills have no cached tokens, and attend to what is expanded."""
-        return self._expands and schedule == _EXPANDED
+        return self._expands is not None and schedule == _EXPANDED
 
     def forget(self, key: StepKey) -> None:
         """Let go of the plans of a captured prefill that is gone; other keys are ignored."""

@@ -38,6 +38,10 @@ Trial = Callable[..., None]
 # memory.
 
 
+Expands = Callable[[Sequence[int], Sequence[int]], bool]
+"""Whether rows with so many new tokens, and so many in all, are faster by attending to what is expanded of these."""
+
+
 class AttentionCall(NamedTuple):
     """A layer's call of its attention function."""
 
@@ -217,9 +221,9 @@ class LayerKind:
         """Return why a backend has no kernels for a layer of these sizes; None if it has."""
         return chosen.backend.missing_kernel(geometry)
 
-    def expands(self, layer: Layer, on_cpu: bool) -> bool:
-        """Whether rows without cached tokens attend in another way, to what they expand of new ones."""
-        return False
+    def expands(self, layer: Layer, on_cpu: bool) -> Expands | None:
+        """Return when rows attend to what the layer expands of their new tokens; None if they never do."""
+        return None
 
     @property
     def function(self) -> str:

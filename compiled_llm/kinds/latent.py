@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import compiled_llm_ops as ops
-from compiled_llm.kinds.kind import Attended, AttentionCall, ForwardCache, Layer, LayerKind, Paging, Trial
+from compiled_llm.kinds.kind import Attended, AttentionCall, Expands, ForwardCache, Layer, LayerKind, Paging, Trial
 from compiled_llm.kinds.latent_probe import Expansion, with_latents
 from compiled_llm.kinds.rows import NewestTokens, PackedTokens, PagedRows, Rows, UnpagedRows, packed
-from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
+from compiled_llm.kinds.spec import JoinedSpec, KVCacheSpec, PageScales
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import ChosenBackend
-from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_expanded, missing_kernel
+from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_expanded, missing_kernel, worth_expanding
 
 
 class Latents:
@@ -41,34 +41,6 @@ class Latents:
     def taken(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return what ``update`` was given by a layer."""
         return self._new.pop(layer)
-
-
-class LatentAttentionSpec(NamedTuple):
-    """Latents, each followed by its rotated part, ``[P, S, R + E]``: one for all heads, as in HuggingFace's cache."""
-
-    rank: int  # R, of latents; keys of HuggingFace's caches
-    rope_size: int  # E, of rotated parts; values of HuggingFace's caches
-    page_size: int  # S
-    dtype: torch.dtype  # of the model
-
-    @property
-    def scales(self) -> PageScales:
-        return UNSCALED
-
-    def shape(self, pages: int) -> tuple[int, ...]:
-        return pages, self.page_size, self.rank + self.rope_size
-
-    def planned(self, geometry: Geometry) -> Geometry:
-        return geometry._replace(rope_size=self.rope_size)
-
-    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
-        both = last_columns(torch.cat([keys, values], dim=-1), places.width)
-        memory[places.pages, places.slots] = both[places.rows, 0, places.columns]
-
-    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        both = memory.index_select(0, pages).flatten(0, 1)[None, :length]
-        latents, rotated = both.split([self.rank, self.rope_size], dim=-1)
-        return latents, rotated
 
 
 @dataclass(frozen=True)
@@ -95,7 +67,7 @@ class Latent(LayerKind):
         return self.rope_size
 
     def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
-        return LatentAttentionSpec(layer.head_dim, self.rope_size, paging.page_size, paging.dtype)
+        return JoinedSpec(layer.head_dim, self.rope_size, paging.page_size, paging.dtype)
 
     def has_plan(self, chosen: ChosenBackend) -> bool:
         return chosen.decode_ops is None
@@ -111,8 +83,9 @@ class Latent(LayerKind):
             return "it has no kernels for latents (multi-head latent attention)"
         return chosen.backend.missing_kernel(geometry._replace(rope_size=self.rope_size))
 
-    def expands(self, layer: Layer, on_cpu: bool) -> bool:
-        return on_cpu or missing_expanded(self.expansion.key + self.rope_size, self.expansion.value) is None
+    def expands(self, layer: Layer, on_cpu: bool) -> Expands | None:
+        missing = None if on_cpu else missing_expanded(self.expansion.key + self.rope_size, self.expansion.value)
+        return worth_expanding if missing is None else None
 
     def attend(self, rows: Rows, call: AttentionCall, pages: Tensor, scales: PageScales) -> Attended:
         assert not isinstance(rows, UnpagedRows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compiled_llm.kinds.kind import Layer, LayerKind, Paging
-from compiled_llm.kinds.spec import KVCacheSpec, VectorSpec
+from compiled_llm.kinds.spec import JoinedSpec, KVCacheSpec
 from compiled_llm_ops.backends import ChosenBackend
 
 
@@ -21,7 +21,7 @@ class NoKeys(LayerKind):
         return True
 
     def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
-        return VectorSpec(0, paging.page_size, paging.dtype)
+        return JoinedSpec(0, 0, paging.page_size, paging.dtype)
 
     def has_plan(self, chosen: ChosenBackend) -> bool:
         return False

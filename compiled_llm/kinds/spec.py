@@ -83,26 +83,34 @@ def last_columns(states: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(states, (0, 0, width - states.shape[-2], 0))
 
 
-class VectorSpec(NamedTuple):
-    """One vector of each token, ``[P, S, I]``: keys of one head; of no size if nothing is kept."""
+class JoinedSpec(NamedTuple):
+    """Keys, each followed by its value of another size, ``[P, K, S, D + E]``; ``[P, S, D + E]`` if heads share them."""
 
-    size: int  # I
+    key_size: int  # D
+    value_size: int  # E; 0 if there are keys alone
     page_size: int  # S
     dtype: torch.dtype  # of the model
+    kv_heads: int | None = None  # K; None if all heads share one
 
     @property
     def scales(self) -> PageScales:
         return UNSCALED
 
     def shape(self, pages: int) -> tuple[int, ...]:
-        return pages, self.page_size, self.size
+        heads = () if self.kv_heads is None else (self.kv_heads,)
+        return pages, *heads, self.page_size, self.key_size + self.value_size
 
-    def planned(self, geometry: Geometry) -> None:
-        return None
+    def planned(self, geometry: Geometry) -> Geometry:
+        return geometry if self.kv_heads is not None else geometry._replace(rope_size=self.value_size)
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
-        memory[places.pages, places.slots] = last_columns(keys, places.width)[places.rows, 0, places.columns]
+        both = last_columns(torch.cat([keys, values], dim=-1), places.width)
+        self._by_head(memory)[places.pages, :, places.slots] = both[places.rows, :, places.columns]
 
     def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        keys = memory.index_select(0, pages).flatten(0, 1)[None, :length]
-        return keys, keys[..., :0]
+        both = self._by_head(memory.index_select(0, pages)).transpose(0, 1).flatten(1, 2)[:, :length]
+        keys, values = both.split([self.key_size, self.value_size], dim=-1)
+        return keys, values
+
+    def _by_head(self, memory: Tensor) -> Tensor:
+        return memory[:, None] if self.kv_heads is None else memory

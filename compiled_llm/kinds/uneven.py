@@ -5,45 +5,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from compiled_llm.kinds.full import Full
 from compiled_llm.kinds.kind import Layer, LayerKind, Paging, SeenCall
-from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
+from compiled_llm.kinds.spec import JoinedSpec, KVCacheSpec
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.backends import ChosenBackend
-
-
-class UnevenAttentionSpec(NamedTuple):
-    """Values of another size than the keys, ``[P, K, S, D + E]``: each key is followed by its value."""
-
-    kv_heads: int  # K
-    head_dim: int  # D, of keys
-    value_head_dim: int  # E
-    page_size: int  # S
-    dtype: torch.dtype  # of the model
-
-    @property
-    def scales(self) -> PageScales:
-        return UNSCALED
-
-    def shape(self, pages: int) -> tuple[int, ...]:
-        return pages, self.kv_heads, self.page_size, self.head_dim + self.value_head_dim
-
-    def planned(self, geometry: Geometry) -> Geometry:
-        return geometry
-
-    def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
-        both = last_columns(torch.cat([keys, values], dim=-1), places.width)
-        memory[places.pages, :, places.slots] = both[places.rows, :, places.columns]
-
-    def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        both = memory.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :length]
-        keys, values = both.split([self.head_dim, self.value_head_dim], dim=-1)
-        return keys, values
 
 
 @dataclass(frozen=True)
@@ -72,5 +39,4 @@ class Uneven(Full):
 
     def spec(self, layer: Layer, paging: Paging) -> KVCacheSpec:
         assert paging.codec is None, "the table of support refuses codecs"
-        sizes = layer.kv_heads, layer.head_dim, self.value_size
-        return UnevenAttentionSpec(*sizes, paging.page_size, paging.dtype)
+        return JoinedSpec(layer.head_dim, self.value_size, paging.page_size, paging.dtype, layer.kv_heads)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.kinds.kind import Codec, Layer, Paging
-from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, VectorSpec
+from compiled_llm.kinds.spec import UNSCALED, JoinedSpec, KVCacheSpec, PageScales
 from compiled_llm.kvcache.memory import mark_static
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm_ops.protocol import Backend
@@ -30,7 +30,7 @@ def kv_cache_specs(
     both = zip(layers, scales or [UNSCALED] * len(layers), strict=True)
     specs = [layer.kind.spec(layer, paging._replace(scales=own)) for layer, own in both]
     beside = [layer.kind.beside for layer in layers if layer.kind.beside is not None]
-    return *specs, *(VectorSpec(size, page_size, dtype) for size in beside)
+    return *specs, *(JoinedSpec(size, 0, page_size, dtype) for size in beside)
 
 
 def page_size_bytes(spec: KVCacheSpec) -> int:

@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn, sigmoid
 from transformers import AttentionInterface
 
-from compiled_llm.kinds.kind import AttentionCall, LayerKind
+from compiled_llm.kinds.kind import AttentionCall, Layer
 from compiled_llm.kinds.rows import Rows, StateRows, packed
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.layer_probe import LayerProbe, UnpagedCallError
@@ -28,10 +29,7 @@ class PagedBatch(NamedTuple):
     pages: list[Tensor]  # the memory of each layer, and then those of further specs
     specs: tuple[KVCacheSpec, ...]  # of each layer, and then of what some keep besides
     rows: Rows  # where new tokens go, and the table of their rows' pages
-    kinds: tuple[LayerKind, ...] = ()  # of each layer
-    # tokens visible to the left of a query in each layer, -1 for all, in place of the layers' own windows; empty to use
-    # those
-    windows: tuple[int, ...] = ()
+    layers: Sequence[Layer] = ()  # of the model
     cache: Any = None  # what stands in for HuggingFace's cache; None if nothing does
     # where the states of rows lie; None if no layer has any. Their memories follow those of ``specs``
     states: StateRows | None = None
@@ -72,19 +70,19 @@ def attention_forward(
     if isinstance(paged_batch, LayerProbe):
         seen = (attention_mask, sliding_window, softcap, kwargs, s_aux is not None)
         return paged_batch.visit(module, query, key, value, *seen)
-    layer, rows = cast(int, module.layer_idx), paged_batch.rows
+    number, rows = cast(int, module.layer_idx), paged_batch.rows
+    layer = paged_batch.layers[number]
     new, scale = rows.new_tokens, query.shape[-1] ** -0.5 if scaling is None else scaling
-    window_left = -1 if sliding_window is None else sliding_window - 1
     call = AttentionCall(
         module,
-        layer,
+        number,
         (packed(query, new), packed(key, new), packed(value, new)),
-        (scale, paged_batch.windows[layer] if paged_batch.windows else window_left, softcap or 0.0),
+        (scale, layer.window_left, softcap or 0.0),
         s_aux is not None,
         kwargs,
         paged_batch.cache,
     )
-    out, lse = paged_batch.kinds[layer].attend(rows, call, paged_batch.pages[layer], paged_batch.specs[layer].scales)
+    out, lse = layer.kind.attend(rows, call, paged_batch.pages[number], paged_batch.specs[number].scales)
     if s_aux is not None and lse is not None:
         out = out * sigmoid(lse * math.log(2) - s_aux.float())[..., None].to(out.dtype)
     return out.view(query.shape[0], query.shape[2], query.shape[1], out.shape[2]), None

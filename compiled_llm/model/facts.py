@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.compat.huggingface import keeps_all
-from compiled_llm.kinds.kind import Layer, LayerFunctions, ScoreSizes
+from compiled_llm.kinds.kind import Expands, Layer, LayerFunctions, ScoreSizes
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.registry import forward_cache_for, states_cache
 from compiled_llm.kinds.spec import StateSpec
@@ -132,10 +132,11 @@ class ModelFacts:
         return tuple(sorted({layer.visible(positions) for layer in self.layers} - {positions}))
 
     @cached_property
-    def expands(self) -> bool:
-        """Whether layers attend to keys and values that they expand of new tokens, where rows have no others."""
+    def expands(self) -> Expands | None:
+        """When layers attend to keys and values that they expand of new tokens, where rows have no others."""
         attending, on_cpu = [layer for layer in self.layers if layer.kind.attends], self.model.device.type == "cpu"
-        return bool(attending) and all(layer.kind.expands(layer, on_cpu) for layer in attending)
+        rules = [layer.kind.expands(layer, on_cpu) for layer in attending]
+        return rules[0] if rules and all(rules) else None
 
     @cached_property
     def scores(self) -> ScoreSizes | None:
@@ -212,17 +213,11 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def with_kinds(forward: Forward, layers: Sequence[Layer], argument: str) -> Forward:
-    """Return a ``forward`` whose layers attend as their kinds do, with what stands in for a cache as its ``argument``.
-
-    Windows that only HuggingFace's masks have are those of the layers.
-    """
-    kinds = tuple(layer.kind for layer in layers)
+    """Return a ``forward`` whose layers attend as their kinds do; ``argument`` is what a stand-in for a cache is."""
     forward_cache, with_states = forward_cache_for(layers), states_cache(layers)
-    in_masks = any(layer.window_in_mask for layer in layers)
-    windows = tuple(layer.window_left for layer in layers) if in_masks else ()
 
     def attending(model: PreTrainedModel, *, paged_batch: PagedBatch, **inputs: Any) -> Any:
-        batch = paged_batch._replace(kinds=kinds, windows=windows)
+        batch = paged_batch._replace(layers=layers)
         if forward_cache is not None:
             cache, more = forward_cache(model, batch)
             batch, inputs = batch._replace(cache=cache), {**inputs, argument: cache, **more}

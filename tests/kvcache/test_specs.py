@@ -13,8 +13,8 @@ from compiled_llm import Engine, WrapConfig
 from compiled_llm.kinds.full import Full, FullAttentionSpec
 from compiled_llm.kinds.kind import Layer
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.kinds.spec import KVCacheSpec, TokenPlaces
-from compiled_llm.kinds.uneven import Uneven, UnevenAttentionSpec
+from compiled_llm.kinds.spec import JoinedSpec, KVCacheSpec, TokenPlaces
+from compiled_llm.kinds.uneven import Uneven
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import (
     allocate_pages,
@@ -45,8 +45,8 @@ def pair(seed: int, mode: Any = "eager") -> tuple[PreTrainedModel, Any]:
     [
         (FullAttentionSpec(2, 12, 16, 4, torch.float32), (9, 2, 2, 4, 16), 2 * 2 * 4 * 16 * 4),
         (FullAttentionSpec(2, 16, 16, 4, torch.bfloat16), (9, 2, 2, 4, 16), 2 * 2 * 4 * 16 * 2),
-        (UnevenAttentionSpec(2, 12, 5, 4, torch.float32), (9, 2, 4, 17), 2 * 4 * 17 * 4),
-        (UnevenAttentionSpec(2, 12, 20, 4, torch.bfloat16), (9, 2, 4, 32), 2 * 4 * 32 * 2),
+        (JoinedSpec(12, 5, 4, torch.float32, 2), (9, 2, 4, 17), 2 * 4 * 17 * 4),
+        (JoinedSpec(12, 20, 4, torch.bfloat16, 2), (9, 2, 4, 32), 2 * 4 * 32 * 2),
     ],
 )
 class TestSpec:
@@ -85,7 +85,7 @@ class TestSpec:
 def test_layers_of_one_model_may_have_different_specs() -> None:
     layers = [Layer(4, 2, 16, -1, 0.0, Full()), UNEVEN]
     specs = kv_cache_specs(layers, 4, torch.float32, backend_named("reference"))
-    assert [type(spec) for spec in specs] == [FullAttentionSpec, UnevenAttentionSpec]
+    assert [type(spec) for spec in specs] == [FullAttentionSpec, JoinedSpec]
     assert page_bytes(specs) == 4 * (2 * 2 * 16 + 4 * (24 + 16)) * 4
 
 

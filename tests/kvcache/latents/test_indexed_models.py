@@ -17,7 +17,7 @@ from compiled_llm import Engine
 from compiled_llm.kinds.indexers.chosen import INDEXED_BEFORE, positions_of
 from compiled_llm.kinds.indexers.index_keys import IndexedRows
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.kinds.spec import TokenPlaces, VectorSpec
+from compiled_llm.kinds.spec import JoinedSpec, TokenPlaces
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import allocate_pages
 from compiled_llm_ops.reference.backend import Reference
@@ -76,7 +76,7 @@ def check_tokens(
 
 
 def test_index_keys_have_pages_of_their_own(seed: int) -> None:
-    spec = VectorSpec(6, 4, torch.float32)
+    spec = JoinedSpec(6, 0, 4, torch.float32)
     (memory,) = allocate_pages([spec], 5, ReleasableMemory(torch.device("cpu")))
     assert memory.shape == (5, 4, 6)
     keys = torch.randn(2, 1, 7, 6)

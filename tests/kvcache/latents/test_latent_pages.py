@@ -15,10 +15,10 @@ from compiled_llm import Engine, WrapConfig
 from compiled_llm.kinds.full import Full
 from compiled_llm.kinds.indexers.chosen import ChosenTokens
 from compiled_llm.kinds.kind import Layer
-from compiled_llm.kinds.latent import Latent, LatentAttentionSpec
+from compiled_llm.kinds.latent import Latent
 from compiled_llm.kinds.latent_probe import Expansion
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.kinds.spec import TokenPlaces
+from compiled_llm.kinds.spec import JoinedSpec, TokenPlaces
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.specs import allocate_pages, page_size_bytes
 from compiled_llm.model.checks import check_layers, on_fastest_backend
@@ -41,7 +41,7 @@ def pair(seed: int, mode: Any = "eager", family: str = "DeepseekV3", **config: A
 
 
 def test_pages_hold_a_latent_and_its_rotated_part(seed: int) -> None:
-    spec = LatentAttentionSpec(6, 3, 4, torch.float32)
+    spec = JoinedSpec(6, 3, 4, torch.float32)
     (memory,) = allocate_pages([spec], 5, ReleasableMemory(torch.device("cpu")))
     assert memory.shape == (5, 4, 9)
     assert page_size_bytes(spec) == 4 * 9 * 4
