@@ -87,10 +87,7 @@ def attend(
     )
     if rows.shared is not None:
         return rows.shared.attend(arguments, call.wants_lse)
-    if call.wants_lse:
-        out, lse = rows.ops.attend_lse(*arguments)
-        return out, lse
-    return rows.ops.attend(*arguments), None
+    return call.by(rows.ops.attend, rows.ops.attend_lse, arguments)
 
 
 def append(rows: PackedTokens, call: AttentionCall, pages: Tensor, scales: PageScales) -> None:
@@ -105,7 +102,7 @@ def _attend_by_plan(rows: PackedTokens, call: AttentionCall, pages: Tensor, scal
     plan = rows.plans.of(call.layer)
     assert plan is not None, "keys and values of packed tokens are attended over by plan"
     arguments = (call.states[0], pages, rows.qo_indptr, *rows.table, *plan, *call.options, scales.key, scales.value)
-    return ops.paged_attention_lse(*arguments) if call.wants_lse else (ops.paged_attention(*arguments), None)
+    return call.by(ops.paged_attention, ops.paged_attention_lse, arguments)
 
 
 def _attend_outside(rows: UnpagedRows, call: AttentionCall, memory: Tensor) -> Attended:
@@ -116,4 +113,4 @@ def _attend_outside(rows: UnpagedRows, call: AttentionCall, memory: Tensor) -> A
     arguments = RaggedAttention(query, key, value, rows.qo_indptr, call.options[0])
     if rows.ends:
         return attend_on_cpu(arguments, rows.ends, call.wants_lse)
-    return ops.ragged_attention_lse(*arguments) if call.wants_lse else (ops.ragged_attention(*arguments), None)
+    return call.by(ops.ragged_attention, ops.ragged_attention_lse, arguments)

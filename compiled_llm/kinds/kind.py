@@ -55,6 +55,10 @@ class AttentionCall(NamedTuple):
     # ``[T, n]`` int32, the positions that each query reads, where a kind lets it; None for all
     chosen: Tensor | None = None
 
+    def by(self, op: Callable[..., Tensor], with_lse: Callable[..., Attended], arguments: Sequence[Any]) -> Attended:
+        """Attend by an op, or its twin with the log-sum-exp if that is asked for."""
+        return with_lse(*arguments) if self.wants_lse else (op(*arguments), None)
+
 
 class SeenCall(NamedTuple):
     """A layer's call of attention in a trial forward; queries, keys and values are HuggingFace's."""
@@ -279,7 +283,6 @@ class Layer(NamedTuple):
     window_left: int  # tokens visible to the left of a query; -1 for all
     logits_soft_cap: float  # cap on the logits; 0.0 for none
     kind: LayerKind  # tells what is kept, and how it attends
-    window_in_mask: bool = False  # only HuggingFace's mask has the window; attention is given another one, or none
     states: tuple[StateSpec, ...] = ()  # what rows keep of it besides pages
 
     def visible(self, positions: int) -> int:

@@ -93,7 +93,7 @@ class Latent(LayerKind):
         if isinstance(rows, PackedTokens) and rows.alone:
             ops.append_latent(latent[:, 0], rope[:, 0], pages, *rows.places)
             arguments = (*call.states, rows.qo_indptr, call.options[0])
-            return ops.ragged_attention_lse(*arguments) if call.wants_lse else (ops.ragged_attention(*arguments), None)
+            return call.by(ops.ragged_attention, ops.ragged_attention_lse, arguments)
         key, value = self.expansion.halves(call.module)
         call = call._replace(states=(_absorbed(call.states[0], key), latent, rope))
         if isinstance(rows, NewestTokens) and rows.new_tokens == 1:
@@ -113,10 +113,9 @@ def _absorbed(query: Tensor, weight: Tensor) -> Tensor:
 def _of_newest(rows: NewestTokens, call: AttentionCall, pages: Tensor) -> Attended:
     query, latent, rope = call.states
     rank, table = latent.shape[2], (rows.starts, rows.lengths, rows.indices)
-    arguments = (query[..., :rank], query[..., rank:], latent[:, 0], rope[:, 0], pages, *table, call.options[0])
-    if call.wants_lse:
-        return ops.latent_decode_lse(*arguments, chosen=call.chosen)
-    return ops.latent_decode(*arguments, chosen=call.chosen), None
+    new = (query[..., :rank], query[..., rank:], latent[:, 0], rope[:, 0])
+    arguments = (*new, pages, *table, call.options[0], False, call.chosen)
+    return call.by(ops.latent_decode, ops.latent_decode_lse, arguments)
 
 
 def _of_packed(rows: PagedRows, call: AttentionCall, pages: Tensor) -> Attended:
@@ -129,8 +128,6 @@ def _of_packed(rows: PagedRows, call: AttentionCall, pages: Tensor) -> Attended:
     if isinstance(rows, PackedTokens) and (plan := rows.plans.of(call.layer)) is not None:
         assert call.chosen is None, "layers with indexers have no plan"
         planned = (*parts, rows.qo_indptr, *rows.table, *plan, scale)
-        if call.wants_lse:
-            return ops.planned_latent_attention_lse(*planned)
-        return ops.planned_latent_attention(*planned), None
+        return call.by(ops.planned_latent_attention, ops.planned_latent_attention_lse, planned)
     arguments = (*parts, *places, scale, call.chosen)
-    return ops.latent_attention_lse(*arguments) if call.wants_lse else (ops.latent_attention(*arguments), None)
+    return call.by(ops.latent_attention, ops.latent_attention_lse, arguments)

@@ -98,21 +98,15 @@ class VariantAttention(KindOver):
             newest = DecodeAttentionVariant(
                 *given, key_scale=scales.key, value_scale=scales.value, saturated=scales.saturated
             )
-            if call.wants_lse:
-                return ops.decode_attention_variant_lse(*newest)
-            return ops.decode_attention_variant(*newest), None
+            return call.by(ops.decode_attention_variant, ops.decode_attention_variant_lse, newest)
         assert isinstance(rows, PackedTokens)
         append(rows, call, pages, scales)
         how = (key, tensors, scale, window_left, scales.key, scales.value)
         tokens = (call.states[0], pages, rows.qo_indptr, *rows.table)
         if (plan := rows.plans.of(call.layer)) is not None:
             planned = (*tokens, *plan, *how)
-            if call.wants_lse:
-                return ops.planned_attention_variant_lse(*planned)
-            return ops.planned_attention_variant(*planned), None
-        if call.wants_lse:
-            return ops.paged_attention_variant_lse(*tokens, *how)
-        return ops.paged_attention_variant(*tokens, *how), None
+            return call.by(ops.planned_attention_variant, ops.planned_attention_variant_lse, planned)
+        return call.by(ops.paged_attention_variant, ops.paged_attention_variant_lse, (*tokens, *how))
 
 
 def _variant_of(functions: LayerFunctions, layer: int) -> Variant | None:

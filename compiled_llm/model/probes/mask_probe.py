@@ -43,7 +43,7 @@ def _seeing(layer: Layer, window: int | None, positions: int) -> Layer:
     """Return a layer that sees the tokens its mask shows; mostly ``layer`` itself."""
     if not layer.kind.attends or window == _UNMASKED or (window or positions) == layer.visible(positions):
         return layer
-    return layer._replace(window_left=-1 if window is None else window - 1, window_in_mask=True)
+    return layer._replace(window_left=-1 if window is None else window - 1)
 
 
 def _windows(model: PreTrainedModel, layers: int, attending: Sequence[int]) -> list[int | None]:
