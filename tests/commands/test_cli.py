@@ -20,6 +20,7 @@ import compiled_llm
 from compiled_llm.commands import preparation
 from compiled_llm.commands.figures import answer_figures
 from compiled_llm.commands.generate.run import GenerateRequest
+from compiled_llm.commands.options.running import AllRunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions
 from compiled_llm.commands.preparation import Preparation
 from compiled_llm.config import KVScales, WrapConfig
@@ -449,11 +450,9 @@ def test_the_speed_of_an_answer_is_that_after_its_first_token(tokens: int, secon
 
 def test_on_a_cpu_the_command_and_wrap_share_their_code() -> None:
     """Options may be built into the programs, and so be part of the keys in Inductor's cache."""
-    options = {"mode": "cuda-graphs", "backend": "auto", "dtype": "auto", "device": "auto", "model": "demo"}
-    call = {"prompt": "Hi", "chat": False, "system": None, "max_new_tokens": 1, "stop": (), "as_json": False}
-    request = GenerateRequest(**call, **options, sampling=SamplingFlags(None, SamplingOptions()), quiet=False)
-    assert request.wrap_config("cpu") == WrapConfig(eager_first=True)
-    assert request.wrap_config("cuda") == WrapConfig(max_batch_size=1, eager_first=True)
+    options = AllRunningOptions()
+    assert options.wrap_config("cpu") == WrapConfig(eager_first=True)
+    assert options.wrap_config("cuda") == WrapConfig(max_batch_size=1, eager_first=True)
 
 
 @pytest.mark.parametrize("flag", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"])

@@ -18,6 +18,7 @@ from compiled_llm.requests import sampling_params
 from compiled_llm.requests.sampling_params import SamplingNumbers, number_fields
 from compiled_llm_ops import backends
 from compiled_llm_ops.contracts import SCALED_DTYPES
+from compiled_llm_ops.reference.backend import Reference
 from support.docs.pages import CHECKOUT
 from support.tiny_models import tiny_qwen3
 
@@ -41,6 +42,7 @@ def module_of(code: str) -> Any:
 def test_pages_of_int8(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     codec = module_of(example("int8")).CODEC
     monkeypatch.setitem(SCALED_DTYPES, codec.dtype, codec.largest)
+    monkeypatch.setattr(Reference, "kv_dtypes", frozenset(SCALED_DTYPES))
     monkeypatch.setitem(CODECS, "int8", codec)
     monkeypatch.setattr(compiled_llm.config, "KVDtype", Literal["fp8_e4m3", "int8"])
     plain, prompt = tiny_qwen3(eos_token_id=None), torch.randint(3, 30, (1, 9))

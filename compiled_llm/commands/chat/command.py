@@ -18,7 +18,6 @@ from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import DEMO, Source, locate
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype
 from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions, check_new_tokens
@@ -50,13 +49,7 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="Begin the chat with this system message.")] = None,
     sample: shared.SampleInChats = None,
     numbers: SamplingOptions,
-    mode: shared.RunningMode = "cuda-graphs",
-    eager_first: shared.EagerFirst = True,
-    backend: shared.Backend = "auto",
-    dtype: shared.WeightsDtype = Dtype.auto,
-    device: shared.OnDevice = Device.auto,
-    kv_dtype: shared.KeysAndValues = None,
-    kv_scales: shared.ScalesFile = None,
+    options: RunningOptions,
     max_new_tokens: shared.MaxNewTokens = 1024,
     stop: shared.StopBefore = None,
     quiet: Annotated[
@@ -67,16 +60,6 @@ def chat(
     with readable_errors():
         flags = SamplingFlags(sample, numbers)
         check_new_tokens(max_new_tokens)
-        options = RunningOptions(
-            mode=mode,
-            backend=backend,
-            dtype=dtype.value,
-            device=device.value,
-            quiet=quiet,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            eager_first=eager_first,
-        )
         options.wrap_config("cpu")
         given = flags.given(max_new_tokens, stop or [])
         terminal = Terminal(quiet, COMMANDS)
@@ -86,9 +69,9 @@ def chat(
             answering = _remote_model(server, api_key_file, quiet)
         else:
             place = DEMO if model is None and same_model is None else shared.model_of(model, same_model)
-            check_driver(device.value)
+            check_driver(options.device.value)
             source = locate(place, not quiet, tokenizer, chat_template)
-            answering = _own_model(source, options, terminal)
+            answering = _own_model(source, options, terminal, quiet)
         with answering as answers:
             chat = Chat(Conversation(answers, system), given, terminal)
             if terminal.interactive:
@@ -122,17 +105,17 @@ def _remote_model(server: str, api_key_file: Path | None, quiet: bool) -> Iterat
 
 
 @contextmanager
-def _own_model(source: Source, options: RunningOptions, terminal: Terminal) -> Iterator[AnsweringModel]:
+def _own_model(source: Source, options: RunningOptions, terminal: Terminal, quiet: bool) -> Iterator[AnsweringModel]:
     """Load a model, and compile what a chat needs; ValueError or RuntimeError if that cannot be."""
-    with importing(not options.quiet):
+    with importing(not quiet):
         import compiled_llm
         from compiled_llm.commands.loading.load import load
         from compiled_llm.requests.default_sampling import default_sampling
 
     device = options.checked_device()
-    loaded, tokenizer = load(source, options.dtype, device, progress=not options.quiet)
+    loaded, tokenizer = load(source, options.dtype.value, device, progress=not quiet)
     check_template(tokenizer)
-    wrapped: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type))
+    wrapped: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type, quiet))
     with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_num_seqs=1, tokenizer_eos=True) as engine:
         with Preparation() as preparation:
             engine.warmup(1)

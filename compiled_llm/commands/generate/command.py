@@ -9,9 +9,9 @@ import typer
 from compiled_llm.commands.errors import readable_errors
 from compiled_llm.commands.generate.run import GenerateRequest
 from compiled_llm.commands.options import shared
-from compiled_llm.commands.options.choices import Device, Dtype, PageChecks
 from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.options.prompt import check_quoted, read_prompt
+from compiled_llm.commands.options.running import AllRunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions
 
 
@@ -34,16 +34,7 @@ def generate(
     ] = "demo",
     tokenizer: shared.Tokenizer = None,
     chat_template: shared.TemplateFile = None,
-    mode: shared.RunningMode = "cuda-graphs",
-    eager_first: shared.EagerFirst = True,
-    backend: shared.Backend = "auto",
-    dtype: shared.WeightsDtype = Dtype.auto,
-    device: shared.OnDevice = Device.auto,
-    kv_dtype: shared.KeysAndValues = None,
-    kv_scales: shared.ScalesFile = None,
-    batch_invariant: shared.BatchInvariant = False,
-    check_pages: shared.CheckPages = PageChecks.off,
-    artifacts: shared.Artifacts = None,
+    options: AllRunningOptions,
     max_new_tokens: shared.MaxNewTokens = 64,
     stop: Annotated[
         list[str] | None,
@@ -74,16 +65,7 @@ def generate(
             model=model,
             tokenizer=tokenizer,
             chat_template=chat_template,
-            mode=mode,
-            backend=backend,
-            dtype=dtype.value,
-            device=device.value,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            batch_invariant=batch_invariant,
-            check_pages=check_pages.value,
-            artifacts=artifacts,
-            eager_first=eager_first,
+            options=options,
             as_json=as_json,
             quiet=quiet,
         ).run()

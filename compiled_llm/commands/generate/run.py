@@ -15,7 +15,7 @@ from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
 from compiled_llm.commands.options.prompt import check_system, encode
-from compiled_llm.commands.options.running import RunningOptions
+from compiled_llm.commands.options.running import AllRunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, check_new_tokens
 from compiled_llm.commands.preparation import Preparation
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateRequest(RunningOptions):
+class GenerateRequest:
     """One call of `compiled-llm generate`; ValueError if a value is impossible, or two do not go together."""
 
     prompt: str
@@ -34,20 +34,22 @@ class GenerateRequest(RunningOptions):
     max_new_tokens: int
     stop: Sequence[str]
     model: str
+    options: AllRunningOptions
     tokenizer: str | None = None
     chat_template: Path | None = None
     as_json: bool
+    quiet: bool
 
     def __post_init__(self) -> None:
         check_new_tokens(self.max_new_tokens)
         check_system(self.system, self.chat)
         if "" in self.stop:
             raise ValueError("--stop '': an empty text stops nothing; leave it out")
-        self.wrap_config("cpu")
+        self.options.wrap_config("cpu")
 
     def run(self) -> None:
         """Write the answer to stdout, and figures to stderr; ValueError or RuntimeError if that cannot be."""
-        check_driver(self.device)
+        check_driver(self.options.device.value)
         source = locate(self.model, not self.quiet, self.tokenizer, self.chat_template)
         with importing(not self.quiet):
             import torch
@@ -57,11 +59,11 @@ class GenerateRequest(RunningOptions):
             from compiled_llm.commands.loading.load import load
             from compiled_llm.execution.limits import check_fits
 
-        device = self.checked_device()
-        loaded, tokenizer = load(source, self.dtype, device, progress=not self.quiet)
+        device = self.options.checked_device()
+        loaded, tokenizer = load(source, self.options.dtype.value, device, progress=not self.quiet)
         encoded = encode(tokenizer, self.prompt, self.chat, self.system)
         inputs: dict[str, Any] = {name: tensor.to(loaded.device) for name, tensor in encoded.items()}
-        model: Any = compiled_llm.wrap(loaded, **self.wrap_options(device.type))
+        model: Any = compiled_llm.wrap(loaded, **self.options.wrap_options(device.type, self.quiet))
         prompt_tokens = inputs["input_ids"].shape[1]
         # Asked first: compiling takes a minute or more.
         check_fits(model.compiled.model_runner(), [prompt_tokens], self.max_new_tokens)

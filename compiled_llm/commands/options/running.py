@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_llm.commands.options import shared
+from compiled_llm.commands.options.choices import Device, Dtype, PageChecks
+from compiled_llm.commands.options.groups import OptionGroup
 from compiled_llm.config import KVScales, WrapConfig
 
 if TYPE_CHECKING:
@@ -13,31 +15,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningOptions:
-    """Options of how a model is run: ``artifacts`` compiled before or not, ``quiet`` without progress and figures."""
+class RunningOptions(OptionGroup):
+    """Options of how a model is run."""
 
-    mode: str
-    backend: str
-    dtype: str
-    device: str
-    quiet: bool
-    kv_dtype: str | None = None
-    kv_scales: Path | None = None
-    batch_invariant: bool = False
-    check_pages: str = "off"
-    artifacts: Path | None = None
-    eager_first: bool = True
+    mode: shared.RunningMode = "cuda-graphs"
+    eager_first: shared.EagerFirst = True
+    backend: shared.Backend = "auto"
+    dtype: shared.WeightsDtype = Dtype.auto
+    device: shared.OnDevice = Device.auto
+    kv_dtype: shared.KeysAndValues = None
+    kv_scales: shared.ScalesFile = None
 
-    def wrap_options(self, device: str) -> dict[str, Any]:
+    def wrap_options(self, device: str, quiet: bool = False) -> dict[str, Any]:
         # On a CPU room for rows costs nothing before it is used, and with the default the code is what ``wrap(model)``
         # compiles: each finds the other's in the cache. On CUDA pages for one row leave others most of the memory.
         rows = {"max_batch_size": 1} if device == "cuda" else {}
-        artifacts = {} if self.artifacts is None else {"artifacts": self.artifacts}
-        names = ("mode", "backend", "kv_dtype", "batch_invariant", "check_pages")
-        options = {name: getattr(self, name) for name in names}
-        options["kv_scales"] = None if self.kv_scales is None else KVScales.load(self.kv_scales)
-        options["eager_first"] = self.eager_first and not self.batch_invariant
-        return {**options, "progress": not self.quiet, **rows, **artifacts}
+        scales = None if self.kv_scales is None else KVScales.load(self.kv_scales)
+        pages = {"kv_dtype": self.kv_dtype, "kv_scales": scales}
+        chosen = {"mode": self.mode, "backend": self.backend, "eager_first": self.eager_first}
+        return {**chosen, **pages, "progress": not quiet, **rows}
 
     def wrap_config(self, device: str) -> WrapConfig:
         return WrapConfig.from_options(self.wrap_options(device))
@@ -47,6 +43,22 @@ class RunningOptions:
         from compiled_llm.commands.loading.load import device_of, dtype_of
         from compiled_llm.model.checks import check_device
 
-        device = device_of(self.device)
-        check_device(device.type, dtype_of(self.dtype, device), self.wrap_config(device.type))
+        device = device_of(self.device.value)
+        check_device(device.type, dtype_of(self.dtype.value, device), self.wrap_config(device.type))
         return device
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllRunningOptions(RunningOptions):
+    """Those of `generate`: its answer may be compared with others, and use code that was compiled before."""
+
+    batch_invariant: shared.BatchInvariant = False
+    check_pages: shared.CheckPages = PageChecks.off
+    artifacts: shared.Artifacts = None
+
+    def wrap_options(self, device: str, quiet: bool = False) -> dict[str, Any]:
+        options = super().wrap_options(device, quiet)
+        if self.artifacts is not None:
+            options["artifacts"] = self.artifacts
+        options["eager_first"] = self.eager_first and not self.batch_invariant
+        return {**options, "batch_invariant": self.batch_invariant, "check_pages": self.check_pages.value}
