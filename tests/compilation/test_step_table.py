@@ -8,12 +8,16 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
+import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import Phase, StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, UNBOUNDED, Budget, Cost, StepEntry, StepTable
 from compiled_llm.compilation.graphs.table import CudaGraphTable, StepState
+from compiled_llm.execution.decode.launch import Launch
+from compiled_llm.execution.reporting.events import Events
 
 DECODES = [StepKey.decode(rows) for rows in (1, 2, 4, 8)]
 SEVERAL = [StepKey.decode(2, 2), StepKey.decode(4, 2), StepKey.decode(8, 2), StepKey.decode(1, 3), StepKey.decode(4, 3)]
@@ -31,15 +35,20 @@ class Fake:
     def __init__(self) -> None:
         self.running = self.released = False
 
-    def replay(self) -> str:
+    outputs = StepOutputs(torch.empty(0), torch.empty(0), {})
+
+    def launch(self) -> None:
         assert not self.released
         self.running = True
-        return "outputs"
 
     def release(self) -> None:
         assert not self.running, "it is in flight"
         assert not self.released
         self.released = True
+
+
+def replayed(entry: StepEntry[Any]) -> StepOutputs:
+    return Launch(entry.key, entry.key, entry, Events())()
 
 
 def size_of(key: StepKey) -> tuple[int, ...]:
@@ -142,7 +151,7 @@ class Machine(RuleBasedStateMachine):
         if entry is not None:
             self.used.append(self.used.pop(self.used.index(key)))
             self.counts[key][2] += 1
-            assert entry.replay() == "outputs"
+            assert replayed(entry) is Fake.outputs
         else:
             self.capture(key, size)
 
@@ -307,7 +316,7 @@ def filled(*keys: StepKey, budget: Budget = UNBOUNDED, replays: int = 0) -> Step
         for _ in range(replays):
             entry = table.get(key)
             assert isinstance(entry, StepEntry)
-            entry.replay()
+            replayed(entry)
     return table
 
 

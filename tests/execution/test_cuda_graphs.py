@@ -198,7 +198,7 @@ def test_bounded_cuda_graphs_leave_their_outputs_in_one_buffer(seed, monkeypatch
     outputs = [steps.get(key).cuda_graph.outputs for key in steps.of("decode", "prefill")]
     greedy(model, mixed_prompts([5, 9, 4], 128, seed), 3)
     with torch.no_grad():
-        replayed = [steps.get(key).replay() for key in steps.of("decode")]
+        replayed = [steps.get(key).cuda_graph.replay() for key in steps.of("decode")]
     places = {(found.logits.data_ptr(), found.tokens.data_ptr()) for found in replayed}
     assert len(outputs) > 4
     assert len(places) == 1

@@ -35,7 +35,7 @@ def cuda_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The shapes of prefills and the buckets of decode steps that have run."""
     ran = note_decode_steps(monkeypatch)
-    note_calls(monkeypatch, Prefill, "_run_shape", lambda self, shape, chunk, *_, **__: chunk and ran.append(shape))
+    note_calls(monkeypatch, Prefill, "_run_shape", lambda self, launch, *_: ran.append(launch.key))
     return ran
 
 

@@ -32,10 +32,6 @@ class Replayable(Protocol):
     @property
     def outputs(self) -> Any: ...
 
-    def replay(self) -> Any:
-        """Launch it; return the same tensors each time."""
-        ...
-
     def release(self) -> None:
         """Free its memory; it is not replayed any more."""
 
@@ -96,13 +92,6 @@ class StepEntry(Generic[KeptT]):
         self.seconds = 0.0
         self.used = clock()
         self.clock = clock
-
-    def replay(self) -> Any:
-        """Launch and count it."""
-        self.replays += 1
-        self.used = self.clock()
-        assert self.cuda_graph is not None
-        return self.cuda_graph.replay()
 
     def row(self) -> CudaGraphRow:
         return CudaGraphRow(

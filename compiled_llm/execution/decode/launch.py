@@ -67,6 +67,8 @@ class Launch:
 
     Attributes:
         key: the step that runs, of B rows, in place of ``wanted``.
+        entry: of which it replays the CUDA graph; None if its program runs.
+        captures_now: whether a graph of it is captured at once, since others have to make room for it.
         replays: whether it replays a CUDA graph, so that to launch it takes no time.
         repeats: whether it can be launched again as it is; a missing graph would not be captured then.
         alone: whether nothing is to be done between two launches, as captures that go on in time slices are.
@@ -87,6 +89,7 @@ class Launch:
         capture: Callable[[StepOutputs], None] | None = None,
         alone: bool = True,
         shares: bool = False,
+        captures_now: bool = False,
     ) -> None:
         """Run ``key`` in place of ``wanted``, by the CUDA graph of ``entry``, or without one by the ``program``."""
         # ``missed`` counts a step whose graph is missing; ``capture`` takes the outputs from which one is captured;
@@ -94,13 +97,13 @@ class Launch:
         self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
         self.new_tokens = key.tokens // key.rows
         self.repeats = self.new_tokens == 1 and capture is None
-        self._entry, self._program = entry, program
+        self.entry, self.captures_now, self._program = entry, captures_now, program
         self._used, self._cascaded = events.used, events.cascaded if shares else None
         self._missed, self._taps, self._capture = missed, taps, capture
 
     def over(self, program: Callable[[], StepOutputs]) -> Launch:
         """Run a program over tensors that are made for this launch alone, in place of a CUDA graph."""
-        self._entry, self._program, self.replays = None, program, False
+        self.entry, self._program, self.replays = None, program, False
         return self
 
     def release(self) -> None:
@@ -115,7 +118,7 @@ class Launch:
             self._missed(self.wanted, self.key != self.wanted)
         if self._cascaded is not None:
             self._cascaded()
-        if (entry := self._entry) is None:
+        if (entry := self.entry) is None:
             assert self._program is not None, "there is no graph"
             with allowed():  # it may take long
                 self.outputs = self._program()

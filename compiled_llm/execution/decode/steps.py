@@ -44,7 +44,7 @@ class Steps:
     ) -> None:
         """Run decode steps over the buffers of ``decode``."""
         self._state, self._graph_manager, self.decode = state, graph_manager, decode
-        self.dispatcher = dispatcher
+        self._dispatcher = dispatcher
         self._table, self._cuda_graphs = state.step_table, graph_manager.cuda_graphs
         most = state.config.max_batch_size
         self._decodes = [StepKey.decode(bucket_for(rows, most)) for rows in range(most + 1)]
@@ -66,9 +66,8 @@ class Steps:
         # With ``anchors``, if the program of several rows is compiled now, the largest step is captured, too, in which
         # any can run. An ``exact`` one runs in no other step; if others have to make room for its CUDA graph, it is
         # captured now.
-        if wanted.phase == "sampling":  # which does not depend on the model
-            key = self.dispatcher.dispatch(wanted, exact).step
-            return Launch(wanted, key, self._table.get(key), self._graph_manager.events)
+        if wanted.phase != "decode":  # prefills look before, and sampling does not depend on the model
+            return self._without_look(wanted, exact)
         table, looked = self._table, self.look_if_due()
         if (entry := table.entries.get(wanted)) is not None:
             entry.spare = False
@@ -78,7 +77,7 @@ class Steps:
             table.compiled(wanted)
             return self._launch_of(wanted, wanted)
         if (dispatch := self._dispatch(wanted, waiting > 0, looked, exact)) is not None:
-            self.want_padded(wanted, dispatch, lambda: self._begin_capture(wanted))
+            self.want_padded(wanted, dispatch.step, lambda: self._begin_capture(wanted))
             return self._launch_of(wanted, dispatch.step)
         self.decode.claim(None)
         first = self._is_first(wanted)
@@ -88,6 +87,14 @@ class Steps:
             if table.state(wanted) == "evicted":  # the largest has taken the only room
                 return self._launch_of(wanted, self._largest)
         return self._launch_of(wanted, wanted)
+
+    def _without_look(self, wanted: StepKey, exact: bool) -> Launch:
+        """Return the launch of a step of new inputs each time, ``over`` whose program it runs if it has no graph."""
+        key, how = self._dispatcher.dispatch(wanted, exact)
+        entry = self._table.get(key)
+        missed = self._table.missed if wanted.is_prefill and (key != wanted or entry is None) else None
+        events = self._graph_manager.events
+        return Launch(wanted, key, entry, events, missed=missed, captures_now=how == "capture")
 
     def look_if_due(self) -> bool:
         """Look at the model if it may have changed since the last look; return whether it was looked at."""
@@ -111,9 +118,9 @@ class Steps:
         entry.looked = look
         return True
 
-    def want_padded(self, wanted: StepKey, dispatch: Dispatch, begin: Begin) -> None:
+    def want_padded(self, wanted: StepKey, key: StepKey, begin: Begin) -> None:
         """If a step runs in a larger one, let ``begin`` begin its capture while steps go on."""
-        if dispatch.step != wanted and self._cuda_graphs.can_begin(wanted):
+        if key != wanted and self._cuda_graphs.can_begin(wanted):
             self._cuda_graphs.want(wanted, begin)
 
     def is_ready(self, step: StepKey) -> bool:
@@ -133,7 +140,7 @@ class Steps:
         smallest = self._decodes[rows]
         if previous is None or smallest.rows >= previous.rows:
             return smallest
-        if exact and self.dispatcher.captures:
+        if exact and self._dispatcher.captures:
             return self._decodes[max(rows, 2) if 2 * smallest.rows <= previous.rows else previous.rows]
         between = (step for step in self._table.at_once("decode") if smallest.rows <= step.rows <= previous.rows)
         return next(between, smallest)
@@ -166,12 +173,12 @@ class Steps:
         """Return what runs now, and is still valid; None if the step has to be compiled or captured first."""
         manager = self._graph_manager
         while True:
-            dispatch = self.dispatcher.dispatch(step, exact)
+            dispatch = self._dispatcher.dispatch(step, exact)
             if dispatch.how == "compile":
                 if not looked and self._table.state(step) in ("missing", "stale"):
                     manager.check_model()
                     looked = True
-                if not (waits and self.dispatcher.captures and self._can_launch(step)):
+                if not (waits and self._dispatcher.captures and self._can_launch(step)):
                     return None
             elif dispatch.how == "capture" or not (waits or self.is_ready(step)):
                 return None
@@ -228,7 +235,7 @@ class Steps:
     def capture_anchors(self, only_with_room: bool = True) -> None:
         """Capture the largest step, so that none waits for a smaller one; ``only_with_room`` evicts no other."""
         ready = self._table.at_once("decode")
-        missing = self.dispatcher.captures and ready and ready[-1].rows > 1 and self._largest not in ready
+        missing = self._dispatcher.captures and ready and ready[-1].rows > 1 and self._largest not in ready
         if missing and not (only_with_room and self._table.full):
             self._prepare(self._largest, 0, None, False)
             self._table.entry(self._largest).spare = True

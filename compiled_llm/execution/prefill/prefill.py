@@ -21,6 +21,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, with_outputs
 from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of
+from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.graph_manager import GraphManager
@@ -228,13 +229,9 @@ class Prefill:
         wanted, sampled = len(keep), len(slots)
         shape = self._shape_to_replay(chunk, wanted, slots, embeddings, wants)
         if shape is not None:
-            self._graph_manager.events.used[shape] += 1
-            dispatch = self._steps.dispatcher.dispatch(shape, exact)
-            if dispatch.step != shape or dispatch.how != "run":
-                self._table.missed(shape, padded=dispatch.step != shape)
-            self._steps.want_padded(shape, dispatch, functools.partial(self._begin_capture, shape))
-            background = dispatch.how != "capture" if sampled == wanted else not self._pays(shape)
-            logits, tokens, emitted = self._run_shape(dispatch.step, chunk, keep, slots, background)
+            launch = self._steps.ready(shape, exact=exact)
+            self._steps.want_padded(shape, launch.key, functools.partial(self._begin_capture, shape))
+            logits, tokens, emitted = self._run_shape(launch, chunk, keep, slots)
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -333,7 +330,7 @@ class Prefill:
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 if self._table.get(shape) is None and not (only_with_room and self._table.full):
                     with self._cuda_graphs.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
-                        self._run_shape(shape, [], none, none, background=False)
+                        self._launch_shape(shape, *self._padded(shape, [], none, none), background=False)
 
     def _shape_to_replay(
         self,
@@ -359,9 +356,9 @@ class Prefill:
         return shape._replace(phase="scoring") if scored else None
 
     def _pays(self, shape: StepKey) -> bool:
-        """Whether its launches have taken calls as long, since it was last captured, as another capture would."""
+        """Whether its launches, with this one, have taken calls as long, since its last capture, as another would."""
         entry = self._table.entry(shape)
-        return entry.misses >= _SEEN * (entry.captures + 1) and entry.state != "failed"
+        return entry.misses + 1 >= _SEEN * (entry.captures + 1) and entry.state != "failed"
 
     def _shape_for(self, queries: Sequence[int], lengths: Sequence[int], wants: tuple[str, ...] = ()) -> StepKey | None:
         shape = self._shapes.smallest(sum(queries), len(queries))
@@ -399,39 +396,40 @@ class Prefill:
         return functools.partial(self._capture, shape, *self._in_new_tensors(shape, packed), None, background=True)
 
     def _run_shape(
-        self,
-        shape: StepKey,
-        chunk: list[Extension],
-        keep: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        background: bool = True,
+        self, launch: Launch, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
     ) -> StepOutputs:
-        """Run a prefill padded to ``shape``: replay it, or launch and capture it, now or in the ``background``."""
-        state = self._state
+        """Run a prefill padded to the launch's shape: replay it, or launch it and have it captured."""
+        state, shape, entry = self._state, launch.key, launch.entry
         packed, table = self._padded(shape, chunk, keep, slots)
-        entry = self._table.get(shape)
+        background = not (launch.captures_now if len(slots) == len(keep) else self._pays(launch.wanted))
+        program = functools.partial(self._launch_shape, shape, packed, table, background)
         running = [cast(Row, extension.row) for extension in chunk if extension.is_next]
         forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
-        if entry is not None and (forgettable or self._steps.is_valid(entry)):
-            assert entry.filled is not None
-            fed = state.slots.fed() if running or self._taps else None  # the replay overwrites what it feeds in
-            self._upload(packed, table, shape, entry.filled)
-            result: StepOutputs = entry.replay()
-            # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
-            # something else now, all it writes is written again.
-            if not forgettable or self._steps.is_valid(entry):
-                return result
-            state.slots.restore(packed.slots, fed)
+        if entry is None or not (forgettable or self._steps.is_valid(entry)):
+            return launch.over(program)()
+        assert entry.filled is not None
+        fed = state.slots.fed() if running or self._taps else None  # the replay overwrites what it feeds in
+        self._upload(packed, table, shape, entry.filled)
+        outputs = launch()
+        # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
+        # something else now, all it writes is written again.
+        if not forgettable or self._steps.is_valid(entry):
+            return outputs
+        state.slots.restore(packed.slots, fed)
+        return program()
+
+    def _launch_shape(self, shape: StepKey, packed: Packed, table: HostTable, background: bool) -> StepOutputs:
+        """Launch a padded prefill over new tensors, and capture it, now or in the ``background``."""
         inputs, filled = self._in_new_tensors(shape, packed)
         self._upload(packed, table, shape, filled)
         _unpack(inputs, filled)
-        result = self._launch(inputs)
-        capture = functools.partial(self._capture, shape, inputs, filled, result, background)
+        outputs = self._launch(inputs)
+        capture = functools.partial(self._capture, shape, inputs, filled, outputs, background)
         if background:
             self._cuda_graphs.want(shape, capture)
         else:
             capture()
-        return result
+        return outputs
 
     def _padded(
         self, shape: StepKey, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
