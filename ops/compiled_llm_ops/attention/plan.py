@@ -17,7 +17,7 @@ def plan_paged_attention(args: PlanPagedAttention) -> None:
 
     The page table is given on the host, where it was made; it may be rewritten afterwards. Launches read the last plan,
     so a captured launch may be replayed for each batch that it was planned for in the meantime. The plan depends on how
-    many pages rows have, not on how full the last one is; a plan for latents depends on both.
+    many pages rows have, not on how full the last one is; with ``rope_size`` it depends on both.
 
     On a CPU there is no plan: the kernel reads the page table itself.
 
@@ -36,7 +36,7 @@ def plan_paged_attention(args: PlanPagedAttention) -> None:
         logits_soft_cap: ``cap * tanh(logits / cap)`` after scaling; 0.0 for none.
         dtype: of the queries.
         kv_dtype: of the pages.
-        rope_size: E of latents, whose size D is then, in pages for ``planned_latent_attention``; 0 for keys and values.
+        rope_size: E where pages are ``[P, S, D + E]``, which all heads share (MLA); 0 for keys and values.
         function: key of what becomes of logits where the layers attend; empty for softmax attention.
         captured_tokens: the T of launches that are captured in a CUDA graph, at least that of any batch planned for
             them; -1 if they are not captured.

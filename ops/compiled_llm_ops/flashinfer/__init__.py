@@ -29,7 +29,7 @@ its arguments                                  table and without waiting       a
 ``wrapper._paged_kv_last_page_len_buf``
 the order of the numbers in ``_plan_info``     name what changed under a       the numbers have names
                                                captured graph
-``wrapper._sm_scale``,                         the same for latents; layers    ``run()`` takes them
+``wrapper._sm_scale``,                         the same for MLA; layers        ``run()`` takes them
 ``wrapper._kv_indices_buf``                    of several scales share a plan
 ``utils._get_cache_alibi_slopes_buf``          make the tensor that ``run()``  ``run()`` makes no tensor for
                                                would make during a capture     ``pos_encoding_mode="NONE"``

@@ -41,7 +41,7 @@ class FlashInferInstallation:
 
 
 class FlashInfer:
-    """FlashInfer's wrappers of paged attention (``fa2``, ``fa3``, latents), and ``append_paged_kv_cache``."""
+    """FlashInfer's wrappers of paged attention (``fa2``, ``fa3``, MLA), and ``append_paged_kv_cache``."""
 
     devices: tuple[str, ...] = ("cuda",)
     dtypes = frozenset(QUERY_DTYPES)

@@ -65,7 +65,7 @@ class FlashInferWorkspace:
         for kernels in ("fa2", "fa3") if is_there(geometry, self.device) else ("fa2",):
             arguments = geometry, self.buffer, kernels
             self._loading[geometry, kernels] = _loaders.submit(_on_device, self.device, make_wrapper, *arguments)
-        # The kernels of rope_append_paged_kv and append_latent write other pages.
+        # Kernels of our own write other pages.
         if geometry.kv_dtype not in SCALED_DTYPES and not geometry.rope_size:
             # What goes wrong in that one goes wrong again at the first launch.
             _loaders.submit(_on_device, self.device, append_one_token, geometry, self.device)

@@ -7,7 +7,7 @@
 # take all of their tokens for it, and are good for any batch of their tokens and rows.
 # Decode is our own kernel's: it reads the packed table at each launch, norms, rotates and appends in the same launch,
 # and takes pages of any size. Since what is chosen is another package's attention, nothing else of ours stands in for
-# it: layers of latents, chosen blocks and variants are refused, and pages that rows share are read for each row.
+# it: layers of other kinds are refused, and pages that rows share are read for each row.
 # Shapes: T packed tokens, B rows, H query heads, K kv heads, D head dimension as stored, P pages, S page size, N
 # entries of the page table.
 
