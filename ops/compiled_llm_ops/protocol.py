@@ -254,15 +254,19 @@ def launch_of(op: str, plan: Plan, kind: str) -> Launch:
 
 
 class EmptyPlan:
-    """A plan that decides nothing; see ``Plan``. Each backend launches its own kernels."""
+    """A plan that decides nothing, and has an owner; see ``Plan``. Each backend launches its own kernels."""
 
     kernels: Mapping[str, Launch] = MappingProxyType({})
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(16, dtype=torch.uint8, device=device)
         self.numbers = torch.zeros(0, dtype=torch.int64, device="cpu")
+        own(self)
 
     def decide(self, batch: PlannedBatch) -> None: ...
+
+    def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
+        raise NotImplementedError
 
 
 class EmptyWorkspace:

@@ -71,7 +71,7 @@ def _check(args: AppendPagedKv) -> None:
             f"append_paged_kv: pages must be [P, 2, {key.shape[1]}, S, D >= {key.shape[2]}] for a key of "
             f"{tuple(key.shape)}; got {tuple(pages.shape)}"
         )
-    check_token_places("append_paged_kv", args)
+    check_token_places("append_paged_kv", len(key), args)
     check_scales("append_paged_kv", args.pages, args.key_scale, args.value_scale, args.saturated)
 
 

@@ -22,6 +22,11 @@ def over_pages(query: Tensor, pages: Tensor) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[1], value_size(query, pages)))
 
 
+def new_lse(query: Tensor) -> Tensor:
+    """Return uninitialised log-sum-exps ``[T, H]`` float32 of queries ``[T, H, D]``."""
+    return query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
 _DOCUMENTED = """``{name}`` that also returns the log-sum-exp of each query's logits.
 
 Args: those of ``{name}``.
@@ -44,8 +49,7 @@ def with_lse(attention: Callable[_Parameters, Tensor]) -> Callable[_Parameters, 
     arguments, writes, fake, library = definitions[attention]
 
     def both(args: Any) -> tuple[Tensor, Tensor]:
-        query: Tensor = args[0]
-        return fake(args), query.new_empty(query.shape[:2], dtype=torch.float32)
+        return fake(args), new_lse(args[0])
 
     name = both.__name__ = attention.__name__ + "_lse"
     rest = (inspect.getdoc(attention) or "").partition("Raises:")[2]
@@ -58,8 +62,8 @@ def with_lse(attention: Callable[_Parameters, Tensor]) -> Callable[_Parameters, 
 
 
 def kernel_of_both(attention: Callable[..., Tensor], device: str) -> Callable[[_Kernel[Arguments]], _Kernel[Arguments]]:
-    """As ``kernel_of``, for ``with_lse`` of ``attention`` as well, which the kernel's second argument asks for."""
-    # A capture may leave both out.
+    """As ``kernel_of``, for ``with_lse`` of ``attention`` as well; without, the log-sum-exp is not asked for."""
+    # A kernel may return it nevertheless. A capture may leave both out.
     attention_lse = _with_lse[attention]
 
     def register(function: _Kernel[Arguments]) -> _Kernel[Arguments]:

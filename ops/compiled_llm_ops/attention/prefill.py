@@ -14,8 +14,8 @@ from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
 from compiled_llm_ops.contracts import (
     PagedAttention,
     PageTable,
-    check_int32,
     check_pages,
+    check_rows,
     check_scales,
     has_uneven_heads,
     value_size,
@@ -72,13 +72,7 @@ def check(
 ) -> None:
     """Raise ValueError, in the name of ``op``, if shapes or dtypes do not fit together."""
     check_pages(op, query, pages)
-    rows = table.last_page_len.shape[0]
-    if table.qo_indptr.shape[0] != rows + 1 or table.indptr.shape[0] != rows + 1:
-        raise ValueError(
-            f"{op}: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
-            f"[{table.qo_indptr.shape[0]}] and [{table.indptr.shape[0]}]"
-        )
-    check_int32(op, **table._asdict())
+    check_rows(op, table)
     check_scales(op, pages, key_scale, value_scale)
 
 

@@ -77,7 +77,7 @@ def _check(args: RopeAppendPagedKv) -> None:
             f"rope_append_paged_kv: key and value must be {expected} {query.dtype} for {tokens} tokens; got "
             f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
         )
-    check_token_places("rope_append_paged_kv", args)
+    check_token_places("rope_append_paged_kv", tokens, args)
     check_preparation("rope_append_paged_kv", args)
     check_scales("rope_append_paged_kv", args.pages, args.key_scale, args.value_scale, args.saturated)
 

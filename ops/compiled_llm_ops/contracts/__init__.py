@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,21 +57,26 @@ class PageTable(NamedTuple):
     last_page_len: Tensor
 
 
-def check_token_places(op: str, args: AppendPagedKv | RopeAppendPagedKv) -> None:
-    """Raise ValueError if what says where tokens go in the pages does not fit the tokens, or is not int32."""
-    tokens = args.key.shape[0]
+def check_token_places(op: str, tokens: int, args: Any) -> None:
+    """Raise ValueError if what says where so many tokens lie in the pages does not fit, or is not int32."""
     if args.token_rows.shape != (tokens,) or args.token_positions.shape != (tokens,):
         raise ValueError(
             f"{op}: token_rows and token_positions must be [{tokens}], one entry a token; got "
             f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
         )
-    check_int32(
-        op,
-        token_rows=args.token_rows,
-        token_positions=args.token_positions,
-        indptr=args.indptr,
-        indices=args.indices,
-    )
+    names = ("token_rows", "token_positions", "indptr", "indices")
+    check_int32(op, **{name: getattr(args, name) for name in names})
+
+
+def check_rows(op: str, table: PageTable) -> None:
+    """Raise ValueError if the columns of a page table do not fit together, or are not int32."""
+    rows = table.last_page_len.shape[0]
+    if table.qo_indptr.shape != (rows + 1,) or table.indptr.shape != (rows + 1,):
+        raise ValueError(
+            f"{op}: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got {list(table.qo_indptr.shape)} and "
+            f"{list(table.indptr.shape)}"
+        )
+    check_int32(op, **table._asdict())
 
 
 def check_int32(op: str, **columns: Tensor) -> None:

@@ -16,7 +16,6 @@ from compiled_llm_ops.protocol import (
     EmptyWorkspace,
     Launch,
     Unplanned,
-    own,
     own_decode_ops,
 )
 
@@ -25,10 +24,6 @@ class ReferencePlan(EmptyPlan):
     """A plan that decides nothing, since the kernels need none; see ``protocol.Plan``."""
 
     kernels: Mapping[str, Launch] = KERNELS["reference"]
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        own(self)
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         how = (args.scale, args.window_left, args.logits_soft_cap, lse is not None)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PagedAttention
-from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels, own, own_decode_ops
+from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels, own_decode_ops
 
 FLOAT32_VALUES = 2**14
 """Values of a row's queries for one kv head that the decode kernel takes in float32, padded to powers of two."""
@@ -14,10 +14,6 @@ FLOAT32_VALUES = 2**14
 
 class TritonPlan(EmptyPlan):
     """An empty plan; see ``protocol.Plan``."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        own(self)
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend

@@ -6,16 +6,12 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PagedAttention
-from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels, own
+from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels
 from compiled_llm_ops.triton import plain
 
 
 class InvariantPlan(EmptyPlan):
     """An empty plan; see ``protocol.Plan``."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        own(self)
 
     def launch(self, args: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         if not out.is_cuda:

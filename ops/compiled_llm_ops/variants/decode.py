@@ -86,8 +86,7 @@ def _cpu(args: DecodeAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor 
         for row, (length, numbers) in enumerate(zip(args.lengths.tolist(), decode.pages_of_rows(plain), strict=True))
     ]
     how = (args.scale, args.window_left, args.key_scale, args.value_scale)
-    out, lse = attend(variant, args.tensors, query, args.pages, rows, *how)
-    return out, lse if wants_lse else None
+    return attend(variant, args.tensors, query, args.pages, rows, *how)
 
 
 @kernel_of_both(decode_attention_variant, "CUDA")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention import prefill
-from compiled_llm_ops.attention.lse import kernel_of_both, over_pages, with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, new_lse, over_pages, with_lse
 from compiled_llm_ops.contracts import check_capability, check_even_heads
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.variants.contracts import PagedAttentionVariant, PlannedAttentionVariant
@@ -67,8 +67,7 @@ def check(op: str, args: PagedAttentionVariant | PlannedAttentionVariant, wants_
 
 @kernel_of_both(paged_attention_variant, "CPU")
 def _cpu(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    out, lse = attend_packed(check("paged_attention_variant", args, wants_lse), args)
-    return out, lse if wants_lse else None
+    return attend_packed(check("paged_attention_variant", args, wants_lse), args)
 
 
 def missing_kernel(head_dim: int) -> str | None:
@@ -89,8 +88,8 @@ def _cuda(args: PagedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor 
     check_capability("paged_attention_variant", args.pages)
     if (reason := missing_kernel(args.pages.shape[-1])) is not None:
         raise ValueError(f"paged_attention_variant: {reason}")
-    out = torch.empty(args.query.shape, dtype=args.query.dtype, device=args.query.device)
-    lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if wants_lse else None
+    out = args.query.new_empty(args.query.shape)
+    lse = new_lse(out) if wants_lse else None
     queries = PackedQueries(
         args.query, args.pages, args.qo_indptr, args.indptr, None, args.indices, args.scale, args.window_left, 0.0,
         args.key_scale, args.value_scale, args.last_page_len,

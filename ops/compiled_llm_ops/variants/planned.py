@@ -65,8 +65,7 @@ planned_attention_variant_lse = with_lse(planned_attention_variant)
 def _cpu(args: PlannedAttentionVariant, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     if plan_of(args.plan) is not None:
         return _as_planned(args, wants_lse)
-    out, lse = attend_packed(check("planned_attention_variant", args, wants_lse), args)
-    return out, lse if wants_lse else None
+    return attend_packed(check("planned_attention_variant", args, wants_lse), args)
 
 
 @kernel_of_both(planned_attention_variant, "CUDA")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import Geometry, PagedAttention, PlannedBatch
-from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels, own, own_decode_ops
+from compiled_llm_ops.protocol import DecodeOps, EmptyPlan, EmptyWorkspace, PagedKernels, own_decode_ops
 
 LARGEST_HEAD = 256  # of flash-attn's kernels, and of those that PyTorch has taken over from it
 
@@ -120,7 +120,6 @@ class VarlenPlan(EmptyPlan):
         super().__init__(device)
         self._attend = attend
         self._most_queries: int | None = None
-        own(self)
 
     def decide(self, batch: PlannedBatch) -> None:
         starts = batch.qo_indptr

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from compiled_llm_ops.attention.latent.plain import check_latents, store
-from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.contracts import check_token_places
 from compiled_llm_ops.contracts.latent import AppendLatent
 from compiled_llm_ops.library import define_op, kernel_of
 
@@ -39,16 +39,10 @@ def append_latent(args: AppendLatent) -> None:
 
 
 def _check(args: AppendLatent) -> None:
-    tokens = args.latent.shape[0]
     if args.latent.dim() != 2:
         raise ValueError(f"append_latent: latent must be [T, R]; got {tuple(args.latent.shape)}")
     check_latents("append_latent", args.latent, args.rope, args.pages)
-    if args.token_rows.shape != (tokens,) or args.token_positions.shape != (tokens,):
-        raise ValueError(
-            f"append_latent: token_rows and token_positions must be [{tokens}], one entry a token; got "
-            f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
-        )
-    check_int32("append_latent", **{name: getattr(args, name) for name in AppendLatent._fields[3:]})
+    check_token_places("append_latent", len(args.latent), args)
 
 
 @kernel_of(append_latent, "CPU")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries
-from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
-from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.attention.lse import kernel_of_both, new_lse, with_lse
+from compiled_llm_ops.contracts import check_token_places
 from compiled_llm_ops.contracts.latent import LatentAttention
 from compiled_llm_ops.library import define_op
 
@@ -59,13 +59,7 @@ latent_attention_lse = with_lse(latent_attention)
 
 def _check(args: LatentAttention) -> None:
     check_latent_queries("latent_attention", args)
-    tokens = args.query_latent.shape[0]
-    if args.token_rows.shape != (tokens,) or args.token_positions.shape != (tokens,):
-        raise ValueError(
-            f"latent_attention: token_rows and token_positions must be [{tokens}], one entry a token; got "
-            f"{tuple(args.token_rows.shape)} and {tuple(args.token_positions.shape)}"
-        )
-    check_int32("latent_attention", **{name: getattr(args, name) for name in LatentAttention._fields[3:7]})
+    check_token_places("latent_attention", len(args.query_latent), args)
 
 
 @kernel_of_both(latent_attention, "CPU")
@@ -79,8 +73,7 @@ def _cpu(args: LatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
         pages = int(positions.max()) // page_size + 1
         rows.append((tokens, positions, args.indices[start : start + pages]))
         first += count
-    out, lse = attend_in_pages(args, rows)
-    return out, lse if wants_lse else None
+    return attend_in_pages(args, rows)
 
 
 @kernel_of_both(latent_attention, "CUDA")
@@ -88,8 +81,6 @@ def _cuda(args: LatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     from compiled_llm_ops.kernels.latent.attention import attend
 
     _check(args)
-    lse = None
-    if wants_lse:
-        lse = torch.empty(args.query_latent.shape[:2], dtype=torch.float32, device=args.query_latent.device)
+    lse = new_lse(args.query_latent) if wants_lse else None
     with torch.cuda.device(args.pages.device):  # Triton launches on the current one
         return attend(args, lse), lse

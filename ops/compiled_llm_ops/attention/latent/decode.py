@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm_ops.attention.decode import device_of
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries, check_latents, store
-from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, new_lse, with_lse
 from compiled_llm_ops.contracts import check_int32
 from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.library import define_op
@@ -91,8 +91,7 @@ def _cpu(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
         for row, (start, length) in enumerate(zip(starts, args.lengths.tolist(), strict=True))
         if length
     ]
-    out, lse = attend_in_pages(args, rows)
-    return out, lse if wants_lse else None
+    return attend_in_pages(args, rows)
 
 
 @kernel_of_both(latent_decode, "CUDA")
@@ -106,6 +105,6 @@ def _cuda(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     max_keys = args.indices.shape[0] * args.pages.shape[1] if args.chosen is None else args.chosen.shape[1]
     tiling = choose_decode_tiling(rows, heads, rank, max_keys, device_of(device).processors, reads_by_hand(args))
-    lse = torch.empty((rows, heads), dtype=torch.float32, device=device) if wants_lse else None
+    lse = new_lse(args.query_latent) if wants_lse else None
     with torch.cuda.device(device):  # Triton launches on the current one
         return decode(args, lse, tiling=tiling, pdl=args.overlap and has_pdl(device)), lse

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.attention.latent.plain import attend_in_pages, check_latent_queries
-from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
-from compiled_llm_ops.contracts import check_int32
+from compiled_llm_ops.attention.lse import kernel_of_both, new_lse, with_lse
+from compiled_llm_ops.contracts import PageTable, check_rows
 from compiled_llm_ops.contracts.latent import PlannedLatentAttention
 from compiled_llm_ops.library import define_op
 from compiled_llm_ops.protocol import launch_of, owner_of
@@ -57,14 +57,7 @@ planned_latent_attention_lse = with_lse(planned_latent_attention)
 
 def _check(args: PlannedLatentAttention) -> None:
     check_latent_queries("planned_latent_attention", args)
-    rows = args.last_page_len.shape[0]
-    if args.qo_indptr.shape != (rows + 1,) or args.indptr.shape != (rows + 1,):
-        raise ValueError(
-            f"planned_latent_attention: qo_indptr and indptr must be [{rows + 1}] for {rows} rows; got "
-            f"{tuple(args.qo_indptr.shape)} and {tuple(args.indptr.shape)}"
-        )
-    names = ("qo_indptr", "indptr", "indices", "last_page_len")
-    check_int32("planned_latent_attention", **{name: getattr(args, name) for name in names})
+    check_rows("planned_latent_attention", PageTable(args.qo_indptr, args.indptr, args.indices, args.last_page_len))
 
 
 @kernel_of_both(planned_latent_attention, "CPU")
@@ -77,17 +70,13 @@ def _cpu(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor 
         if begin < end:
             positions = torch.arange(length - (end - begin), length, device=args.pages.device)
             rows.append((slice(begin, end), positions, args.indices[first:last]))
-    out, lse = attend_in_pages(args, rows)
-    return out, lse if wants_lse else None
+    return attend_in_pages(args, rows)
 
 
 @kernel_of_both(planned_latent_attention, "CUDA")
 def _cuda(args: PlannedLatentAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
     _check(args)
-    query = args.query_latent
-    out, lse = torch.empty(query.shape, dtype=query.dtype, device=query.device), None
-    if wants_lse:
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    out, lse = args.query_latent.new_empty(args.query_latent.shape), new_lse(args.query_latent) if wants_lse else None
     plan = owner_of(args.plan)
     launch_of("planned_latent_attention", plan, "latents")(plan, args, out, lse)
     return out, lse

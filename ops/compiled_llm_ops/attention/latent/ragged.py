@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.attention.lse import kernel_of_both, with_lse
+from compiled_llm_ops.attention.lse import kernel_of_both, new_lse, with_lse
 from compiled_llm_ops.contracts import check_int32
 from compiled_llm_ops.contracts.latent import RaggedAttention
 from compiled_llm_ops.library import define_op
@@ -123,9 +123,7 @@ def _cuda(args: RaggedAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
 
     _check(args)
     out = args.query.new_empty((*args.query.shape[:2], args.value.shape[2]))
-    lse = None
-    if wants_lse:
-        lse = torch.empty(args.query.shape[:2], dtype=torch.float32, device=args.query.device)
+    lse = new_lse(args.query) if wants_lse else None
     with torch.cuda.device(args.query.device):  # Triton launches on the current one
         attend(args.query, args.key, args.value, args.qo_indptr, args.scale, out, lse)
     return out, lse

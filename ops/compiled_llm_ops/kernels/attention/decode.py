@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
+from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, factors, with_whole_heads
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, as_stored, faded, no_values, summed
 from compiled_llm_ops.kernels.counters import zeroed_counters
@@ -415,23 +415,10 @@ def prepare_decode(
             have waited before it let this one begin.
         transform: what else becomes of logits; without ``shared_lengths``, ``visible`` and a cap.
     """
-    if args.query.dtype not in DTYPES:
-        raise ValueError(
-            f"decode_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"
-        )
-    if not args.pages.is_contiguous():
-        raise ValueError("decode_attention: pages must be contiguous")
-    query, key, value = (
-        states if states.stride(2) == 1 else states.contiguous() for states in (args.query, args.key, args.value)
-    )
-    query_norm, key_norm, cos, sin = (
-        tensor if tensor is None else tensor.contiguous()
-        for tensor in (args.query_norm, args.key_norm, args.cos, args.sin)
-    )
-    key_scale, value_scale = (
-        scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
-    )
-    visible = args.visible if args.visible is None else args.visible.contiguous()
+    check_launch("decode_attention", args.query, args.pages, DTYPES)
+    query, key, value = with_whole_heads(args.query, args.key, args.value)
+    query_norm, key_norm, cos, sin = contiguous(args.query_norm, args.key_norm, args.cos, args.sin)
+    key_scale, value_scale, visible = contiguous(args.key_scale, args.value_scale, args.visible)
     (_, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     rows, new_tokens, gqa = len(args.starts), args.new_tokens, heads // kv_heads
     padded = triton.next_power_of_2(new_tokens * gqa)
@@ -443,9 +430,7 @@ def prepare_decode(
     partial_lses = torch.empty((partial_results, padded), dtype=torch.float32, device=query.device)
     arrivals = zeroed_counters.take(rows * kv_heads, query.device) if partial_results else args.starts
     window_left = args.window_left if args.window_left >= 0 else 2**31 - new_tokens
-    factor, cap = args.scale * math.log2(math.e), 0.0
-    if args.logits_soft_cap > 0:
-        factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
+    factor, cap = factors(args.scale, args.logits_soft_cap)
     tensors, sizes = None, None
     if transform is not None:
         factor, (tensors, sizes) = transform.factor(args.scale), transform.arguments

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from compiled_llm_ops.contracts import PagedAttention
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
+from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, factors, with_whole_heads
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling, packed_tiling
 from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, faded, no_values, summed
 from compiled_llm_ops.kernels.logits import LogitsTransform, transformed
@@ -233,16 +233,8 @@ def attend(
     # ``args`` are checked; each row that has queries has a page at least. Another ``tiling`` than that of
     # ``packed_tiling`` gives other bits; with ``transform`` there is no cap. ValueError for dtypes without a kernel, or
     # pages that are not contiguous.
-    if args.query.dtype not in DTYPES:
-        raise ValueError(
-            f"paged_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"
-        )
-    if not args.pages.is_contiguous():
-        raise ValueError("paged_attention: pages must be contiguous")
-    query = args.query if args.query.stride(2) == 1 else args.query.contiguous()
-    key_scale, value_scale = (
-        scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
-    )
+    check_launch("paged_attention", args.query, args.pages, DTYPES)
+    (query,), (key_scale, value_scale) = with_whole_heads(args.query), contiguous(args.key_scale, args.value_scale)
     (tokens, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     rows, gqa = args.rows, heads // kv_heads
     if not tokens:
@@ -253,9 +245,7 @@ def attend(
     new = 0 if args.qo_indptr is not None else tokens // rows
     # Without the tokens of each row, at least as many tiles as all have.
     tiles = rows * -(-new * gqa // tiling.queries) if new else tokens * gqa // tiling.queries + rows
-    factor, cap = args.scale * math.log2(math.e), 0.0
-    if args.logits_soft_cap > 0:
-        factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
+    factor, cap = factors(args.scale, args.logits_soft_cap)
     tensors, sizes = None, None
     if transform is not None:
         factor, (tensors, sizes) = transform.factor(args.scale), transform.arguments

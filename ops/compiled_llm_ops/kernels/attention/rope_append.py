@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import AppendPagedKv, RopeAppendPagedKv
+from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, with_whole_heads
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.attention.scaled import as_stored
 
@@ -104,22 +105,10 @@ def rope_append(
     # ``args`` are checked, the query in one of DTYPES, or ValueError, of no heads if only keys and values are to be
     # written; ``pages`` ``[P, 2, K, S, D']`` are contiguous. ``lengths`` ``[B]`` int32 takes the place of
     # ``token_rows`` and ``token_positions``: of each row the newest tokens are written, equally many.
-    if args.query.dtype not in DTYPES:
-        raise ValueError(
-            f"rope_append_paged_kv: no kernel for {args.query.dtype} queries; use torch.bfloat16, float16 or float32"
-        )
-    if not args.pages.is_contiguous():
-        raise ValueError("rope_append_paged_kv: pages must be contiguous")
-    query, key, value = (
-        states if states.stride(2) == 1 else states.contiguous() for states in (args.query, args.key, args.value)
-    )
-    query_norm, key_norm, cos, sin = (
-        tensor if tensor is None else tensor.contiguous()
-        for tensor in (args.query_norm, args.key_norm, args.cos, args.sin)
-    )
-    key_scale, value_scale = (
-        scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
-    )
+    check_launch("rope_append_paged_kv", args.query, args.pages, DTYPES)
+    query, key, value = with_whole_heads(args.query, args.key, args.value)
+    query_norm, key_norm, cos, sin = contiguous(args.query_norm, args.key_norm, args.cos, args.sin)
+    key_scale, value_scale = contiguous(args.key_scale, args.value_scale)
     (tokens, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if not tokens:

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from compiled_llm_ops.attention.cascade.contract import CASCADE_LEVELS, CascadeA
 from compiled_llm_ops.attention.cascade.kernels.tiling import CascadeTiling
 from compiled_llm_ops.contracts import CASCADE_QUERIES
 from compiled_llm_ops.kernels.attention.decode import capped
+from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, factors, with_whole_heads
 from compiled_llm_ops.kernels.attention.rotary import prepared
 from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, faded, no_values, summed
 
@@ -136,25 +136,14 @@ def attend_over_runs(args: CascadeAttention, *, tiling: CascadeTiling, pdl: bool
     """Launch attention over all work items: parts ``[max_parts, H, D]`` and log-sum-exps in base 2, both float32."""
     # Both are uninitialised where no item writes. ``args`` are checked; the query is float16 or bfloat16, or
     # ValueError, ``pages`` ``[P, 2, K, S, D']`` contiguous, with D' a power of two from 16 on.
-    if args.query.dtype not in DTYPES:
-        raise ValueError(
-            f"cascade_attention: no kernel for {args.query.dtype} queries; use torch.bfloat16 or torch.float16"
-        )
-    if not args.pages.is_contiguous():
-        raise ValueError("cascade_attention: pages must be contiguous")
-    query = args.query if args.query.stride(2) == 1 else args.query.contiguous()
-    query_norm, cos, sin = (
-        tensor if tensor is None else tensor.contiguous() for tensor in (args.query_norm, args.cos, args.sin)
-    )
-    key_scale, value_scale = (
-        scale if scale is None else scale.contiguous() for scale in (args.key_scale, args.value_scale)
-    )
+    check_launch("cascade_attention", args.query, args.pages, DTYPES)
+    (query,) = with_whole_heads(args.query)
+    query_norm, cos, sin = contiguous(args.query_norm, args.cos, args.sin)
+    key_scale, value_scale = contiguous(args.key_scale, args.value_scale)
     (_, heads, head_dim), (_, _, kv_heads, page_size, stored) = query.shape, args.pages.shape
     parts = torch.empty((args.max_parts, heads, head_dim), dtype=torch.float32, device=query.device)
     lses = torch.empty((args.max_parts, heads), dtype=torch.float32, device=query.device)
-    factor, cap = args.scale * math.log2(math.e), 0.0
-    if args.logits_soft_cap > 0:
-        factor, cap = args.scale / args.logits_soft_cap, args.logits_soft_cap * math.log2(math.e)
+    factor, cap = factors(args.scale, args.logits_soft_cap)
     constants: dict[str, Any] = {
         "QUERIES": CASCADE_QUERIES, "GQA": heads // kv_heads, "PADDED": args.row_queries, "HEAD": head_dim,
         "DIM": stored, "PAGE": page_size, "BLOCK": tiling.block, "STAGES": tiling.stages, "CAPPED": cap > 0,
