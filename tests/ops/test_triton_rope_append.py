@@ -167,7 +167,7 @@ def test_what_the_kernel_cannot_read_raises(change, seed):
         args = args._replace(query=args.query.double())
     else:
         args = args._replace(pages=args.pages.transpose(1, 2))
-    with pytest.raises(ValueError, match=r"torch\.bfloat16, float16 or float32|must be contiguous"):
+    with pytest.raises(ValueError, match=r"use torch\.float16, torch\.bfloat16, torch\.float32|must be contiguous"):
         run(args)
 
 

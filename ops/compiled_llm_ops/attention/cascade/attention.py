@@ -151,7 +151,7 @@ def _cpu(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
     out, lse = attend_on_cpu(tails, True)
     assert lse is not None
     _merge_on_cpu(out, lse, *_parts(args), args.merge_parts)
-    return out, lse
+    return out, lse if wants_lse else None
 
 
 def _merge_on_cpu(out: Tensor, lse: Tensor, parts: Tensor, lses: Tensor, table: Tensor) -> None:
@@ -178,7 +178,7 @@ def _cuda(args: CascadeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | Non
         kv_heads, stored, len(args.work_items), properties.processors, properties.shared_memory
     )
     out, lse = attend_by_kernels(_contiguous(args), tiling)
-    return out, lse
+    return out, lse if wants_lse else None
 
 
 def attend_by_kernels(args: CascadeAttention, tiling: CascadeTiling) -> tuple[Tensor, Tensor]:
