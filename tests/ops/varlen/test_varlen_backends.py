@@ -291,7 +291,7 @@ def test_only_flash_attn_caps_logits() -> None:
     ("dtype", "options", "message"),
     [
         (torch.float32, {}, r"has kernels for bfloat16, float16 only; .*, or wrap with backend='triton'"),
-        (torch.bfloat16, {"kv_dtype": "fp8_e4m3"}, r"has no kernels for pages of fp8; wrap with back"),
+        (torch.bfloat16, {"kv_dtype": "fp8_e4m3"}, r"has no kernels for such pages; wrap with back"),
         (
             torch.bfloat16,
             {"cascade": True},
