@@ -104,8 +104,8 @@ CACHES: dict[str, Fault] = {
     ),
     "fp8 is read without its scales": Fault(
         "test_a_cache_that_is_read_out_is_huggingfaces[full in fp8]",
-        "(scaled(states.view(FP8), scale).to(",
-        "(scaled(states.view(FP8), None).to(",
+        "(scaled(states.view(self.dtype), scale).to(",
+        "(scaled(states.view(self.dtype), None).to(",
     ),
     "index keys of other tokens are written back": Fault(
         "test_huggingfaces_caches_are_read_in_and_written_back[latent with chosen tokens-dynamic]",
