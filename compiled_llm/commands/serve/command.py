@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -15,6 +16,7 @@ from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
+from compiled_llm.commands.options.groups import with_groups
 from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
 from compiled_llm.commands.serve.leash import end_with_parent
@@ -24,7 +26,7 @@ from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.features import feature
-from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_NUM_SEQS, MAX_QUEUE
+from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
 
 if TYPE_CHECKING:
@@ -101,29 +103,15 @@ class ServeOptions(NamedTuple):
         return serve_arguments(self.model, options | {"warmup": self.warmup or None})
 
 
+@with_groups
 def serve(
+    *,
     context: typer.Context,
     model: shared.ModelPlace = None,
     config: options.Config = None,
     uds: options.Uds = None,
     operations_uds: options.OperationsUds = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    served_model_name: options.ServedModelName = None,
-    api_key_file: options.ApiKeyFile = None,
-    allowed_host: options.AllowedHost = None,
-    cors_origin: options.CorsOrigin = None,
-    ssl_certfile: options.SslCertfile = None,
-    ssl_keyfile: options.SslKeyfile = None,
-    request_seconds: options.RequestSeconds = None,
-    salt_caches: options.SaltCaches = False,
-    escape_special_tokens: options.EscapeSpecialTokens = False,
-    page: options.Page = True,
-    max_connections: options.MaxConnections = MAX_CONNECTIONS,
-    client_seconds: options.ClientSeconds = CLIENT_SECONDS,
-    stream_interval: options.StreamInterval = 1,
-    api_server_count: options.ApiServerCount = None,
-    otlp_traces_endpoint: options.OtlpTracesEndpoint = None,
+    http: HttpFlags,
     max_num_seqs: options.MaxNumSeqs = MAX_NUM_SEQS,
     max_model_len: options.MaxModelLen = None,
     max_queue: options.MaxQueue = None,
@@ -161,11 +149,6 @@ def serve(
     for --port. The environment overrides a file, and the command line both.
     """
     with readable_errors(), with_places(context):
-        http = HttpFlags(
-            *(host, port, served_model_name or (), api_key_file, allowed_host or (), cors_origin or ()),
-            *(ssl_certfile, ssl_keyfile, request_seconds, salt_caches, escape_special_tokens, page),
-            *(max_connections, client_seconds, stream_interval, api_server_count, otlp_traces_endpoint),
-        )
         with_api_server = uds is None or http.given
         check_server_packages(http=with_api_server or operations_uds is not None)
         check_driver(device.value)
@@ -184,8 +167,8 @@ def serve(
         source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)
         path = _absolute(uds)
         if with_api_server:
-            if api_server_count is None:
-                http = http._replace(api_server_count=usual_count(served.device))
+            if http.api_server_count is None:
+                http = replace(http, api_server_count=usual_count(served.device))
             run_with_api_server(http, source, path, served.arguments(), drain_seconds, served.log)
         elif path is not None:
             _run(served, source, path, drain_seconds, leashed)

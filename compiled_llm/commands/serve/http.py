@@ -8,12 +8,14 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from compiled_llm.commands.early_checks import check_package, has_driver
 from compiled_llm.commands.loading.source import Source
+from compiled_llm.commands.options.groups import OptionGroup
+from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.log import logger, show_log
 from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
 
@@ -26,26 +28,27 @@ _MAX_API_SERVERS = 64
 _DRAIN_SECONDS = "1"  # of the engine process, which is told to end when all answers have ended
 
 
-class HttpFlags(NamedTuple):
+@dataclass(frozen=True)
+class HttpFlags(OptionGroup):
     """The command's options of HTTP."""
 
-    host: str | None = None
-    port: int | None = None
-    served_model_name: Sequence[str] = ()
-    api_key_file: Path | None = None
-    allowed_host: Sequence[str] = ()
-    cors_origin: Sequence[str] = ()
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    request_seconds: float | None = None
-    salt_caches: bool = False
-    escape_special_tokens: bool = False
-    page: bool = True
-    max_connections: int = MAX_CONNECTIONS
-    client_seconds: float = CLIENT_SECONDS
-    stream_interval: int = 1
-    api_server_count: int | None = None
-    otlp_traces_endpoint: str | None = None
+    host: options.Host = None
+    port: options.Port = None
+    served_model_name: options.ServedModelName = None
+    api_key_file: options.ApiKeyFile = None
+    allowed_host: options.AllowedHost = None
+    cors_origin: options.CorsOrigin = None
+    ssl_certfile: options.SslCertfile = None
+    ssl_keyfile: options.SslKeyfile = None
+    request_seconds: options.RequestSeconds = None
+    salt_caches: options.SaltCaches = False
+    escape_special_tokens: options.EscapeSpecialTokens = False
+    page: options.Page = True
+    max_connections: options.MaxConnections = MAX_CONNECTIONS
+    client_seconds: options.ClientSeconds = CLIENT_SECONDS
+    stream_interval: options.StreamInterval = 1
+    api_server_count: options.ApiServerCount = None
+    otlp_traces_endpoint: options.OtlpTracesEndpoint = None
 
     @property
     def given(self) -> bool:
@@ -55,7 +58,8 @@ class HttpFlags(NamedTuple):
         """Return the settings of the API server; ValueError if they contradict each other, or if a file is unfit."""
         from compiled_llm.server.settings import check_certificate, settings_of
 
-        flags = {**self._asdict(), "host": self.host or None}
+        several = {name: getattr(self, name) or () for name in ("served_model_name", "allowed_host", "cors_origin")}
+        flags = {**vars(self), **several, "host": self.host or None}
         count = flags.pop("api_server_count")
         if count is not None and not 1 <= count <= _MAX_API_SERVERS:
             raise ValueError(f"--api-server-count {count}: must be from 1 to {_MAX_API_SERVERS}")
