@@ -233,9 +233,9 @@ class Programs:
         name = self._name_for(arguments.inputs)
         return self._call(name, arguments._replace(model=self._stand_in(arguments))).compiled
 
-    def look(self, model: PreTrainedModel, replays: bool) -> bool:
+    def refresh_adapters(self, model: PreTrainedModel, replays: bool) -> bool:
         """Refresh the active adapters; if CUDA graphs read them (``replays``), return if old ones still may."""
-        return self._config.mode == "eager" or self._adapters.look(model, fixed=replays)
+        return self._config.mode == "eager" or self._adapters.refresh(model, fixed=replays)
 
     def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Guards:
         """Return the guards of the program that serves these arguments, in a ``call`` that is captured."""

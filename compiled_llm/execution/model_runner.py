@@ -68,7 +68,7 @@ class CompilingPrograms(Protocol):
         ...
 
     @property
-    def admits_until(self) -> float:
+    def admission_deadline(self) -> float:
         """Until when rows may come in while others run, on ``time.monotonic``'s clock; ``inf`` without a limit."""
         ...
 
@@ -321,7 +321,7 @@ class ModelRunner:
         """Compile the kernels of deferred sampling, and on CUDA capture those of ``buckets`` rows; no loop runs."""
         # Other numbers of rows are launched one kernel after the other.
         self.graph_manager.check_model()
-        self.settle()
+        self.end_captures()
         prepare_deferred(self.state, buckets)
 
     @contextmanager
@@ -348,13 +348,9 @@ class ModelRunner:
 
     # ---- around it
 
-    def look(self) -> None:
-        """Look at the model before the next step; the last one is not repeated."""
-        # Call ``forget_changed`` before anyone gets what the step computes.
-        self.graph_manager.check_model()
-
     def forget_changed(self) -> bool:
         """Forget texts if the model may have computed something else before this look; True if it may have."""
+        # Called after ``check_model``, before anyone gets what the step computes.
         before, self._values = self._values, self._facts.version.values
         changed = before not in (None, self._values)
         if changed:
@@ -367,7 +363,7 @@ class ModelRunner:
 
     def set_kv_scales(self, scales: KVScales) -> None:
         """Have other scales of pages; no row has pages, and what engines keep of texts is forgotten."""
-        self.settle()
+        self.end_captures()
         write_scales(self.state.scales, scales)
         self.prefixes.clear()
 
@@ -378,7 +374,7 @@ class ModelRunner:
     def give_back_pages(self) -> None:
         """Give the memory of pages and states back, while there are no rows and engines keep no texts."""
         # What CUDA graphs have of their addresses stays true. Nothing runs until ``take_pages_again``.
-        self.settle()
+        self.end_captures()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graph_manager.has_pages = False
@@ -391,28 +387,28 @@ class ModelRunner:
 
     def release(self) -> None:
         """Give device memory back, even if this is still referenced; it has no rows, and nothing runs afterwards."""
-        self.settle()
+        self.end_captures()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graph_manager.release()
         self.state.release()
         self._planner.release()
 
-    def go_on(self) -> None:
+    def run_capture_slice(self) -> None:
         """Run one time slice of pending captures: a step was launched, and its host would wait for the device."""
         if self.state.step_table.pending:
-            self.graph_manager.go_on()
+            self.graph_manager.run_capture_slice()
 
     def catch_up(self, wanted: Callable[[], object]) -> None:
         """Run pending captures while no step is to run, until something is ``wanted``."""
         while self.graph_manager.cuda_graphs.background_captures and not wanted():
-            self.thread.call(self.go_on)
+            self.thread.call(self.run_capture_slice)
             self.thread.call(self.graph_manager.cuda_graphs.adopt)
 
     @deferred()
-    def settle(self) -> None:
+    def end_captures(self) -> None:
         """End pending captures: a thread that runs no steps may wait for the device, which no capture survives."""
-        self.graph_manager.cuda_graphs.settle()
+        self.graph_manager.cuda_graphs.end_captures()
 
     @property
     def windows(self) -> tuple[int, ...]:

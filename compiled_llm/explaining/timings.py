@@ -194,6 +194,6 @@ class _Stopwatch:
         return time.perf_counter() - start
 
     def _synchronize(self) -> None:
-        self._model_runner.settle()
+        self._model_runner.end_captures()
         if self._cuda:
             torch.cuda.synchronize(self._model_runner.device)

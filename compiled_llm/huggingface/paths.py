@@ -166,7 +166,7 @@ def _alone(call: PagedCall, max_new: int, needed: int) -> Iterator[None]:
                 check_fits(model_runner, call.lengths, max_new, needed, call.config.num_beams or 1)
                 yield
             finally:
-                model_runner.settle()
+                model_runner.end_captures()
                 if not call.returns_cache:
                     cache.close()  # before the next in the queue looks for pages
     except BaseException:

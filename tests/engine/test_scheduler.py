@@ -139,10 +139,10 @@ class NaiveDevice:
         for row in rows:
             self.next.pop(row, None)
 
-    def go_on(self) -> None:
+    def run_capture_slice(self) -> None:
         """Nothing is captured here."""
 
-    def settle(self) -> None:
+    def end_captures(self) -> None:
         """Likewise."""
 
     def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
@@ -272,7 +272,7 @@ class Watched(Scheduler):
             assert len(request.tokens) <= chosen < request.max_tokens
         admitted = [request for request in self.running if request not in before]
         assert all(a.order < b.order for a in admitted for b in self._queue.ready), "a request has been passed over"
-        assert not admitted or (self.admits_until > 0 and self.preemptions == preempted)
+        assert not admitted or (self.admission_deadline > 0 and self.preemptions == preempted)
         return plan
 
 
@@ -355,7 +355,7 @@ class Crowd(RuleBasedStateMachine):
 
     @rule()
     def admit_none_or_again(self) -> None:
-        self.scheduler.admits_until = -self.scheduler.admits_until
+        self.scheduler.admission_deadline = -self.scheduler.admission_deadline
 
     # ---- steps
 
@@ -473,7 +473,7 @@ class Crowd(RuleBasedStateMachine):
             return
         while self.others:
             self.others.pop().free()
-        self.scheduler.admits_until = math.inf
+        self.scheduler.admission_deadline = math.inf
         steps = (
             2 + sum(len(request.prompt) + request.max_tokens + 2 for request in self.alive()) * 3
         )  # 2: those whose tokens are not read

@@ -203,7 +203,7 @@ def admitted(model: Any, rows: int, exact: bool = False) -> GenerateLoop:
     generate_loop.step()
     model_runner = model.compiled.model_runner()
     while model_runner.graph_manager.cuda_graphs.background_captures:  # the prefill
-        model_runner.thread.call(model_runner.go_on)
+        model_runner.thread.call(model_runner.run_capture_slice)
         finish_all()
         model_runner.thread.call(model_runner.graph_manager.cuda_graphs.adopt)
     return generate_loop

@@ -120,7 +120,7 @@ class CudaGraphs:
             self.table.changed()  # steps that repeat themselves would leave it no time
 
     def begin(self, key: StepKey, step: StepToCapture) -> None:
-        """Begin to capture a step; ``go_on`` continues, and ``adopt`` adds the result."""
+        """Begin to capture a step; ``run_capture_slice`` continues, and ``adopt`` adds the result."""
         launch, shared = self._prepared(key, step)
         assert self._capturer is not None
         self._underway = _Underway(key, self._capturer.begin(launch, step.check), step, shared)
@@ -131,7 +131,7 @@ class CudaGraphs:
         underway = any(each is not None for each in (self._underway, self._half_begun, self._wanted))
         return underway or self.table.releases_later
 
-    def go_on(self) -> None:
+    def run_capture_slice(self) -> None:
         """Capture missing graphs for a slice, once the evicted graphs that made room have ended."""
         if self._underway is not None:
             assert self._capturer is not None
@@ -178,7 +178,7 @@ class CudaGraphs:
         if self.table.try_to_add(key, captured, self._cost(captured, underway.step, underway.shared), _OWNER):
             self._note_captured(key, underway.step)
 
-    def settle(self) -> None:
+    def end_captures(self) -> None:
         """End captures before a wait for the whole device, which is an error during a capture. Any thread may."""
         self._wanted = None
         self._give_up_half_begun()
@@ -241,7 +241,7 @@ class CudaGraphs:
     def forget(self) -> None:
         if self._underway is not None:
             abandon(self._underway.captured)
-            self.settle()
+            self.end_captures()
             self._underway = None
         self._wanted = self._half_begun = None
         self._moved = self.moved_weights()

@@ -58,7 +58,7 @@ class Cost(NamedTuple):
     seconds: float = 0.0
 
 
-class _Leaving(NamedTuple):
+class _EvictedGraph(NamedTuple):
     """An evicted graph that may still run."""
 
     cuda_graph: Replayable
@@ -141,7 +141,7 @@ class StepTable:
         self.pending, self._changed = False, changed
         self.entries: dict[StepKey, StepEntry[Any]] = {}
         self._wait, self._clock, self._mark = wait, clock, mark
-        self._leaving: list[_Leaving] = []
+        self._evicted: list[_EvictedGraph] = []
 
     def changed(self) -> None:
         """Note that a graph has come or gone, or that a capture is wanted or has ended."""
@@ -241,7 +241,7 @@ class StepTable:
 
     @property
     def _leaving_nbytes(self) -> int:
-        return sum(leaving.nbytes for leaving in list(self._leaving))
+        return sum(leaving.nbytes for leaving in list(self._evicted))
 
     @property
     def _kept_nbytes(self) -> int:
@@ -350,22 +350,22 @@ class StepTable:
     @property
     def releases_later(self) -> bool:
         """Whether an evicted graph may still run."""
-        return bool(self._leaving)
+        return bool(self._evicted)
 
     def release_ended(self) -> bool:
         """Release evicted graphs that have ended, while no capture runs; return whether none is left."""
-        while self._leaving and self._leaving[0].ended():
-            self._leaving.pop(0).cuda_graph.release()
-        return not self._leaving
+        while self._evicted and self._evicted[0].ended():
+            self._evicted.pop(0).cuda_graph.release()
+        return not self._evicted
 
     def _release_evicted(self) -> None:
         if not self.release_ended():
             self._wait()
-            while self._leaving:
-                self._leaving.pop(0).cuda_graph.release()
+            while self._evicted:
+                self._evicted.pop(0).cuda_graph.release()
 
     def _evict(self, entry: StepEntry[Any]) -> None:
-        self._leaving.append(_Leaving(self._taken_out(entry, "evicted"), entry.nbytes, self._mark()))
+        self._evicted.append(_EvictedGraph(self._taken_out(entry, "evicted"), entry.nbytes, self._mark()))
         entry.evictions += 1
         logger.debug("evicted a %s", entry.key)
 

@@ -38,7 +38,7 @@ class ActiveAdapters:
         self._fixed = False
         self._memory = _AdapterMemory()
 
-    def look(self, model: PreTrainedModel, fixed: bool) -> bool:
+    def refresh(self, model: PreTrainedModel, fixed: bool) -> bool:
         """Take in the model as it is in this look; return whether memory that is ``fixed`` is where it was."""
         # CUDA graphs need it fixed: tensors of adapters are copied into memory that stays.
         before, known = self._memory.own, (self._values, self._fixed)
@@ -51,7 +51,7 @@ class ActiveAdapters:
     def of(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the stand-in as of the last look, made again, as a kept one would keep the model alive."""
         if self._values is None:
-            self.look(model, self._fixed)
+            self.refresh(model, self._fixed)
         if not self._children:
             return model
         stand_in: PreTrainedModel = shallow_copy(model, type(model), _modules={**model._modules, **self._children})

@@ -5,10 +5,10 @@ from __future__ import annotations
 from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
-from compiled_llm.execution.lifecycle.warmup import Report, Wanted
+from compiled_llm.execution.lifecycle.warmup import Report, StepList
 
 
-def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: Wanted, structured: bool, report: Report) -> None:
+def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: StepList, structured: bool, report: Report) -> None:
     """Prepare steps and other launches of requests, while none runs."""
     # ``structured`` prepares sampling under grammars for as many rows, too; a profile says itself which.
     with engine_thread.paused():

@@ -132,7 +132,7 @@ class Loop:
         # that: it goes on while the device runs their step, which is thrown away if the model has changed.
         behind = look and self.asynchronous and not (self._launched or self.scheduler.running)
         if look:
-            self.model_runner.thread.call(self.model_runner.look)
+            self.model_runner.thread.call(self.model_runner.graph_manager.check_model)
             if not behind:
                 self._forget_changed()
             self._join_generation()
@@ -178,7 +178,7 @@ class Loop:
 
     def drain(self) -> list[Request]:
         """Read all that was launched, and let nothing go on; otherwise as ``step``."""
-        self.model_runner.settle()
+        self.model_runner.end_captures()
         return self._read_all_but(0)
 
     def restart(self) -> None:
@@ -233,7 +233,7 @@ class Loop:
             if self.model_runner.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
         self._launched.append(self._unread(prepared, readbacks, timer))
-        self.model_runner.go_on()
+        self.model_runner.run_capture_slice()
 
     @staticmethod
     def _unread(prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None = None) -> _Launched:

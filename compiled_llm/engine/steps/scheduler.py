@@ -49,7 +49,7 @@ class Scheduler:
 
     Attributes:
         rows: rows that have not given all back; none while nothing runs.
-        admits_until: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait for them.
+        admission_deadline: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait.
         lets_pass: later requests may run before the next one, which lacks pages or slots.
         generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
         short_since: when the next request came, if the last plan had too few pages or slots for it; else None.
@@ -84,7 +84,7 @@ class Scheduler:
         self.preemptions = self.finished = 0
         self.prompt_tokens = self.cached_tokens = self.new_tokens = 0
         self.latencies = Latencies()
-        self.admits_until = math.inf
+        self.admission_deadline = math.inf
         self.short_since: float | None = None
         self.lacks_states = ""
         self.lets_pass = False
@@ -165,8 +165,8 @@ class Scheduler:
     @property
     def _has_room(self) -> bool:
         """Whether a request waits that may begin to run, if there are pages."""
-        waiting = self._queue.ready
-        return bool(waiting) and len(self.running) < self._max_num_seqs and waiting[0].submitted <= self.admits_until
+        waiting, has_room = self._queue.ready, len(self.running) < self._max_num_seqs
+        return bool(waiting) and has_room and waiting[0].submitted <= self.admission_deadline
 
     def _decoding_within_pages(self) -> list[Request]:
         """Return the requests that go on by a token, once there are pages for all of them."""

@@ -286,13 +286,13 @@ class EngineThread:
         looked, scheduler = self.check.look_if_due(loop.model_runner), loop.scheduler
         if scheduler.next_deadline <= (now := time.monotonic()):
             self.request_table.notify(scheduler.expire(now))
-        scheduler.admits_until = self._runtime.loop_lock.pages_wanted_since(apart_from=self)
+        scheduler.admission_deadline = self._runtime.loop_lock.pages_wanted_since(apart_from=self)
         if (compiling := loop.model_runner.compiling) is not None:  # it waits for answers that have begun
-            until = compiling.admits_until
+            until = compiling.admission_deadline
             if scheduler.running or scheduler.next_goes_on(until):
-                scheduler.admits_until = min(scheduler.admits_until, until)
+                scheduler.admission_deadline = min(scheduler.admission_deadline, until)
         self._due = min(self.check.due, scheduler.next_deadline)
-        if scheduler.idle or scheduler.admits_until < math.inf:  # nobody tells that all is read, or the pages are taken
+        if scheduler.idle or scheduler.admission_deadline < math.inf:  # nobody tells that all is read, or pages taken
             self._changed.seen = False
         return looked
 

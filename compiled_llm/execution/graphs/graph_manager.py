@@ -116,7 +116,8 @@ class GraphManager:
                 self.forget_graphs()
             self._lay_weights_out()
             self._tensors = self._version.tensors
-        if not self.programs.look(self._state.facts.model, self.cuda_graphs.replay) and self.cuda_graphs.ours:
+        in_place = self.programs.refresh_adapters(self._state.facts.model, self.cuda_graphs.replay)
+        if self.cuda_graphs.ours and not in_place:
             self.forget_graphs()
         self.looked_for = expected
 
@@ -219,11 +220,11 @@ class GraphManager:
         step = StepToCapture(check, partial(_launch, call, self.paged, first), like, guards, filled)
         (self.cuda_graphs.begin if background else self.cuda_graphs.capture)(key, step)
 
-    def go_on(self) -> None:
+    def run_capture_slice(self) -> None:
         """Run one time slice of pending captures."""
         if self.cuda_graphs.background_captures:
             with deferred():
-                self.cuda_graphs.go_on()
+                self.cuda_graphs.run_capture_slice()
             if not self.cuda_graphs.background_captures:
                 self._state.validity.invalidate()  # steps need leave no time any more
         self.table.pending = self.cuda_graphs.background_captures

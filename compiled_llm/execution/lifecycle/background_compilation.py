@@ -66,7 +66,7 @@ class BackgroundCompilation:
         _all.add(self)
 
     @property
-    def admits_until(self) -> float:
+    def admission_deadline(self) -> float:
         """Until when rows may come in while others run, on ``time.monotonic``'s clock; without a limit, ``inf``."""
         # Later ones wait until those have ended, so that what is compiled takes over on a busy server, too.
         compiled = self._compiled

@@ -95,7 +95,7 @@ class ModelRunnerLifecycle:
         if before.hold:
             return
         if self.present is not None:
-            self.present.thread.call(self.present.settle)  # probes wait for the device
+            self.present.thread.call(self.present.end_captures)  # probes wait for the device
         self._facts = before.learnt_again(self._config.layer_functions)
         if self._facts.layers is not before.layers:
             self._made_for, self._kept = (), None

@@ -32,7 +32,7 @@ _MAX_ON_CPU = 8
 """Rows of the largest step that ``"auto"`` prepares on a CPU: nothing is captured there, and each size takes long."""
 
 
-class Wanted(NamedTuple):
+class StepList(NamedTuple):
     """Steps of so many rows with their prefills, or exactly the steps of a profile."""
 
     sizes: Sequence[int] = ()
@@ -65,28 +65,28 @@ class Warmup:
         self._artifacts = artifacts
         self._earlier: Profile | None = None
 
-    def wanted(self, name: str, sizes: Sizes, profile: ProfilePath | None, max_rows: int) -> Wanted:
+    def wanted(self, name: str, sizes: Sizes, profile: ProfilePath | None, max_rows: int) -> StepList:
         """Return the steps to prepare, for ``sizes`` of argument ``name`` or a profile's, or raise ValueError."""
         # Whether there can be so many rows is not checked yet.
         if profile is not None:
             if sizes is not None:
                 raise ValueError(f"{name}={sizes!r}, profile={os.fspath(profile)!r}: give one of them")
-            return Wanted(profile=self.read(profile))
+            return StepList(profile=self.read(profile))
         if sizes == "auto":
             kept = None if self._artifacts is None else self._artifacts.profile
-            return Wanted(self._auto(max_rows)) if kept is None else Wanted(profile=kept)
+            return StepList(self._auto(max_rows)) if kept is None else StepList(profile=kept)
         if isinstance(sizes, str):
             raise ValueError(f"{name}={sizes!r}: give numbers of rows, 'auto', or profile=PATH in its place")
         if sizes is None:
-            return Wanted(buckets_up_to(max_rows))
-        return Wanted([*sizes] if isinstance(sizes, Iterable) else [sizes])
+            return StepList(buckets_up_to(max_rows))
+        return StepList([*sizes] if isinstance(sizes, Iterable) else [sizes])
 
     def _auto(self, max_rows: int) -> list[int]:
         all_sizes = buckets_up_to(max_rows)
         on_cpu = self._facts.model.device.type == "cpu"
         return [size for size in all_sizes if size <= _MAX_ON_CPU] if on_cpu else all_sizes
 
-    def prepare(self, wanted: Wanted, report: Report) -> None:
+    def prepare(self, wanted: StepList, report: Report) -> None:
         """Compile, and on CUDA capture, the wanted steps; ValueError if a profile names one that is not here."""
         model_runner = self._runner_lifecycle.current()
         model_runner.thread.call(model_runner.graph_manager.make_room)
@@ -108,7 +108,7 @@ class Warmup:
         self._events.warmed_up()
 
     @staticmethod
-    def _decodes(model_runner: ModelRunner, wanted: Wanted) -> list[StepKey]:
+    def _decodes(model_runner: ModelRunner, wanted: StepList) -> list[StepKey]:
         if wanted.profile is not None:
             return sorted(step for step in wanted.profile.uses if step.phase == "decode")
         steps = {model_runner.steps.decode_of(size) for size in wanted.sizes}

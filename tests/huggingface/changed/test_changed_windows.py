@@ -203,7 +203,7 @@ def test_a_look_and_a_repeated_step_compare_nothing_of_it(monkeypatch: pytest.Mo
     compared: list[bool] = []
     probed = ModelVersion.probed
     monkeypatch.setattr(ModelVersion, "probed", property(lambda self: compared.append(True) or probed.fget(self)))  # type: ignore[func-returns-value,attr-defined]
-    model.compiled.model_runner().look()
+    model.compiled.model_runner().graph_manager.check_model()
     by_runner = len(compared)
     tokens(model)
     few = len(compared) - by_runner
