@@ -9,8 +9,7 @@ from typing import Any, Literal
 from compiled_llm.engine.steps.latencies import Latency, Waits
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
-from compiled_llm.kvcache.pool import PageAccount
-from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StateAccount
+from compiled_llm.kvcache.pool import ENTRIES_OF_A_ROW, PageAccount, StateAccount
 from compiled_llm.requests.histogram import NO_WAITS, Histogram
 
 

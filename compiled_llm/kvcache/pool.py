@@ -1,21 +1,24 @@
-"""Page accounting: free, taken, shared, promised and cached pages. Plain numbers on the host, no device."""
+"""Accounts of pages, and of entries for states: free, taken, shared, promised and cached. Numbers on the host alone."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compat.forks import lock
-from compiled_llm.kvcache.errors import OutOfPagesError
-from compiled_llm.kvcache.state_pool import StatePool
+from compiled_llm.kvcache.errors import OutOfPagesError, OutOfStatesError
 from compiled_llm.kvcache.step_validity import StepValidity
 
 logger = logging.getLogger("compiled_llm.pages")
+
+ENTRIES_OF_A_ROW = 2
+"""While it runs: the state that a step reads, and the one that it writes."""
 
 NULL_PAGE = 0
 """Page 0 has no owner: padding rows and padding tokens read and write it."""
@@ -31,14 +34,6 @@ class PageAccount(NamedTuple):
     used: int
     free: int
     cached: int
-
-
-class _Tree(Protocol):
-    """The methods of a prefix tree that the pool calls."""
-
-    def forget_oldest(self) -> int:
-        """Remove the least recently used leaf from the tree and return its page."""
-        ...
 
 
 class RowWatch:
@@ -58,12 +53,198 @@ class RowWatch:
         return self
 
 
-class PagePool:
+class OwnedNumbers:
+    """Numbers that are promised ahead of time, so that an admitted row never runs out."""
+
+    # A number may have several owners; it is free again once the last of them gives it back. One of them may be a
+    # prefix tree; a number that only the tree owns is cached. It counts as available, and the tree gives it up once no
+    # free ones are left.
+
+    def __init__(self, free: list[int], validity: StepValidity | None, lock: threading.RLock) -> None:
+        """``validity`` of decode steps ends when rows share numbers: no row writes there any more."""
+        self.total = len(free)
+        self.validity = StepValidity() if validity is None else validity
+        self.peak_used = 0  # the most numbers that rows have owned at one time
+        self._free = free
+        self._owners = [0] * (max(free, default=0) + 1)
+        self._reserved = 0
+        self._tree: Any = None
+        self._in_tree: set[int] = set()
+        self._cached = 0  # numbers that the tree owns and no row
+        # Re-entrant: the garbage collector may give back what a dropped row has in the middle of any call.
+        # a thread that holds it keeps all others from changing anything
+        self.lock = lock
+
+    def _forget_one(self) -> int:
+        """Have the tree forget a number that no row owns, the least recently used one, and return it."""
+        raise NotImplementedError
+
+    def _too_few(self, count: int) -> OutOfPagesError:
+        """Return the error of a promise of so many."""
+        raise NotImplementedError
+
+    @property
+    def available(self) -> int:
+        """Numbers neither used nor promised; cached ones are among them."""
+        with self.lock:
+            return len(self._free) + self._cached - self._reserved
+
+    def _counts(self) -> tuple[int, int, int, int]:
+        """Return how many there are in all, used, free and cached."""
+        with self.lock:
+            return self.total, self._used(), len(self._free), self._cached
+
+    def _used(self) -> int:
+        return self.total - len(self._free) - self._cached
+
+    def reserve(self, count: int) -> None:
+        """Promise so many to a caller; OutOfPagesError if fewer are available."""
+        with self.lock:
+            if count > self.available:
+                raise self._too_few(count)
+            self._reserved += count
+
+    def take_reserved(self, count: int) -> list[int]:
+        """Turn promised numbers into taken ones; the tree gives up what is not free."""
+        with self.lock:
+            self._reserved -= count
+            while len(self._free) < count and self._tree is not None:
+                self.uncache([self._forget_one()])
+            numbers = [self._free.pop() for _ in range(count)]
+            for number in numbers:
+                self._owners[number] = 1
+            self.peak_used = max(self.peak_used, self._used())
+        if numbers:
+            logger.debug("%s taken, %d free", numbers, len(self._free))
+        return numbers
+
+    def share(self, numbers: Sequence[int]) -> None:
+        """Count one more owner of each, which rows own already."""
+        with self.lock:
+            self.validity.invalidate()
+            for number in numbers:
+                self._owners[number] += 1
+
+    def is_shared(self, number: int) -> bool:
+        """Whether a number has more than one owner; then no row may write there."""
+        return self._owners[number] > 1
+
+    def give_back(self, numbers: Iterable[int] = (), reserved: int = 0) -> None:
+        """Return taken numbers, and promised ones that were never taken."""
+        with self.lock:
+            self._disown(numbers)
+            self._reserved -= reserved
+
+    def _disown(self, numbers: Iterable[int]) -> int:
+        """Remove one owner of each; return how many are free or cached now."""
+        owners, in_tree, back = self._owners, self._in_tree, 0
+        for number in numbers:
+            left = owners[number] = owners[number] - 1
+            if left == 0:
+                self._free.append(number)
+                back += 1
+            elif left == 1 and number in in_tree:
+                self._cached += 1
+                back += 1
+        return back
+
+    # ---- a prefix tree's numbers. The owners of one and what they are counted in change with no call in between: in
+    # any call the garbage collector may give one back.
+
+    def share_cached(self, numbers: Sequence[int]) -> int:
+        """Make a row one more owner of the first of the tree's ``numbers``; return how many."""
+        # It stops at the first ones that are cached and promised to other rows.
+        with self.lock:
+            spare, shared = self.available, 0
+            for number in numbers:
+                if self._owners[number] == 1:
+                    if spare <= 0:
+                        break
+                    spare -= 1
+                    self._cached -= 1
+                self._owners[number] += 1
+                shared += 1
+            self.peak_used = max(self.peak_used, self._used())
+            return shared
+
+    def uncache(self, numbers: Iterable[int]) -> None:
+        """Remove the tree as an owner of its ``numbers``."""
+        with self.lock:
+            for number in numbers:
+                self._owners[number] -= 1
+                if self._owners[number] == 0:
+                    self._cached -= 1
+                    self._free.append(number)
+                self._in_tree.remove(number)
+
+
+class StateAccount(NamedTuple):
+    """The pool at one moment; ``used + free + cached`` is always ``total``."""
+
+    # Cached entries hold states after beginnings of earlier sequences, and are free for any row that needs them.
+
+    total: int
+    used: int
+    free: int
+    cached: int
+
+
+class StatePool(OwnedNumbers):
+    """A pool of entries, which are promised ahead of time, so that a row that was admitted never runs out."""
+
+    def __init__(self, entries: int, validity: StepValidity | None = None) -> None:
+        super().__init__(list(range(entries - 1, -1, -1)), validity, lock())  # the pool of pages has the same lock
+
+    def _forget_one(self) -> int:
+        forgotten: int = self._tree.forget_state()
+        return forgotten
+
+    def _too_few(self, count: int) -> OutOfStatesError:
+        return OutOfStatesError(
+            f"{count} states of rows are needed and {self.available} of {self.total} are available; drop or close() "
+            "caches that you keep (those of outputs), whose rows hold a state each, or wrap with a larger "
+            "max_batch_size or kv_memory"
+        )
+
+    def lacks(self, rows: int) -> bool:
+        """Whether entries for so many rows that begin to run are missing now and may be available later."""
+        return self.available < rows * ENTRIES_OF_A_ROW <= self.total
+
+    def account(self) -> StateAccount:
+        return StateAccount(*self._counts())
+
+    # ---- a prefix tree's entries
+
+    def cache(self, entry: int, tree: object) -> None:
+        """Let ``tree`` be an owner of an entry in the caller's place.
+
+        Raises:
+            ValueError: the entry has no owner or is in the tree already, or another tree has entries of this pool;
+                nothing has changed.
+        """
+        with self.lock:
+            self.check(entry, tree)
+            self._tree = tree
+            self._in_tree.add(entry)
+            self._cached += self._owners[entry] == 1
+
+    def check(self, entry: int, tree: object) -> None:
+        """Raise as ``cache`` would."""
+        if self._in_tree and self._tree is not tree:
+            raise ValueError("insert: another prefix tree holds states of this pool; clear() that one first")
+        if self._owners[entry] == 0 or entry in self._in_tree:
+            raise ValueError(f"insert: the state {entry} belongs to no row, or is in the tree after other tokens")
+
+    def is_cached(self, entry: int) -> bool:
+        """Whether an entry of the tree's has no other owner."""
+        return self._owners[entry] == 1
+
+
+class PagePool(OwnedNumbers):
     """A pool of pages, which are promised ahead of time so that an admitted row never runs out."""
 
-    # A page may have several owners; it is free again once the last of them gives it back. One of them may be a prefix
-    # tree; a page that only the tree owns is cached. It counts as available, and the tree gives it up once no free ones
-    # are left.
+    # Steps lose their validity when rows share pages or forget tokens, but by no call of a tree: that owns full pages,
+    # into which no row writes.
 
     def __init__(
         self,
@@ -73,29 +254,17 @@ class PagePool:
         watch: Callable[[], RowWatch] | None = None,
         states: StatePool | None = None,
     ) -> None:
+        super().__init__(list(range(pages - 1, NULL_PAGE, -1)), validity, lock() if states is None else states.lock)
         self.states = states  # what rows keep besides pages; None if they keep nothing
-        # of decode steps. It ends when rows share pages (no row writes into them any more) or forget tokens, but by no
-        # call of a tree: that owns full pages, into which no row writes
-        self.validity = StepValidity() if validity is None else validity
         self.page_size = page_size
         self.watch = RowWatch if watch is None else watch  # returns what hears of a new row
-        self.total = pages - 1
-        self.peak_used = 0  # the most pages that rows have owned at one time
-        self._free = list(range(pages - 1, NULL_PAGE, -1))
-        self._owners = [0] * pages
-        self._reserved = 0
-        self._tree: _Tree | None = None
-        self._in_tree: set[int] = set()
-        self._cached = 0  # pages that the tree owns and no row
-        # Re-entrant: the garbage collector may give back a dropped row's pages in the middle of any call.
-        # a thread that holds it keeps all others from changing anything
-        self.lock = lock() if states is None else states.lock
 
-    @property
-    def available(self) -> int:
-        """Pages neither used nor promised; cached ones are among them."""
-        with self.lock:
-            return len(self._free) + self._cached - self._reserved
+    def _forget_one(self) -> int:
+        forgotten: int = self._tree.forget_oldest()
+        return forgotten
+
+    def _too_few(self, count: int) -> OutOfPagesError:
+        return OutOfPagesError(f"{count} pages are needed and {self.available} of {self.total} are available")
 
     def lacks(self, pages: int, rows: int) -> bool:
         """Whether pages, or states of so many rows that begin to run, are missing now and may be available later."""
@@ -105,11 +274,7 @@ class PagePool:
 
     def account(self) -> PageAccount:
         """Return how many pages are used, free and cached."""
-        with self.lock:
-            return PageAccount(self.total, self._used(), len(self._free), self._cached)
-
-    def _used(self) -> int:
-        return self.total - len(self._free) - self._cached
+        return PageAccount(*self._counts())
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages ``tokens`` of one row take."""
@@ -121,38 +286,6 @@ class PagePool:
     def tokens_in(self, pages: int) -> int:
         """Return how many tokens of one row ``pages`` hold."""
         return pages * self.page_size
-
-    def reserve(self, pages: int) -> None:
-        """Promise ``pages`` to a caller; OutOfPagesError if fewer are available."""
-        with self.lock:
-            if pages > self.available:
-                raise OutOfPagesError(f"{pages} pages are needed and {self.available} of {self.total} are available")
-            self._reserved += pages
-
-    def take_reserved(self, count: int) -> list[int]:
-        """Turn promised pages into taken ones; the tree gives up what is not free."""
-        with self.lock:
-            self._reserved -= count
-            while len(self._free) < count and self._tree is not None:
-                self.uncache([self._tree.forget_oldest()])
-            pages = [self._free.pop() for _ in range(count)]
-            for page in pages:
-                self._owners[page] = 1
-            self.peak_used = max(self.peak_used, self._used())
-        if pages:
-            logger.debug("pages %s taken, %d free", pages, len(self._free))
-        return pages
-
-    def share(self, pages: Sequence[int]) -> None:
-        """Count one more owner of each page, which rows own already."""
-        with self.lock:
-            self.validity.invalidate()
-            for page in pages:
-                self._owners[page] += 1
-
-    def is_shared(self, page: int) -> bool:
-        """Whether a page has more than one owner; then no row may write into it."""
-        return self._owners[page] > 1
 
     def has_one_row(self, page: int) -> bool:
         """Whether a page becomes available when a row that owns it gives it back."""
@@ -166,29 +299,7 @@ class PagePool:
             self._reserved += back
             return back
 
-    def give_back(self, pages: Iterable[int], reserved: int = 0) -> None:
-        """Return taken pages, and promised ones that were never taken."""
-        with self.lock:
-            self._disown(pages)
-            self._reserved -= reserved
-
-    def _disown(self, pages: Iterable[int]) -> int:
-        """Remove one owner of each page; return how many are free or cached now."""
-        owners, in_tree, back = self._owners, self._in_tree, 0
-        for page in pages:
-            left = owners[page] = owners[page] - 1
-            if left == 0:
-                self._free.append(page)
-                back += 1
-            elif left == 1 and page in in_tree:
-                self._cached += 1
-                back += 1
-        return back
-
-    # ---- a prefix tree's pages. The owners of a page and what they are counted in change with no call in between: in
-    # any call the garbage collector may give a page back.
-
-    def cache(self, pages: Sequence[int], tree: _Tree) -> None:
+    def cache(self, pages: Sequence[int], tree: object) -> None:
         """Make ``tree`` one more owner of pages that rows own.
 
         Raises:
@@ -208,32 +319,6 @@ class PagePool:
             for page in pages:
                 self._owners[page] += 1
                 self._in_tree.add(page)
-
-    def share_cached(self, pages: Sequence[int]) -> int:
-        """Make a row one more owner of the first of the tree's ``pages``; return how many."""
-        # It stops at the first pages that are cached and promised to other rows.
-        with self.lock:
-            spare, shared = self.available, 0
-            for page in pages:
-                if self._owners[page] == 1:
-                    if spare <= 0:
-                        break
-                    spare -= 1
-                    self._cached -= 1
-                self._owners[page] += 1
-                shared += 1
-            self.peak_used = max(self.peak_used, self._used())
-            return shared
-
-    def uncache(self, pages: Iterable[int]) -> None:
-        """Remove the tree as an owner of its ``pages``."""
-        with self.lock:
-            for page in pages:
-                self._owners[page] -= 1
-                if self._owners[page] == 0:
-                    self._cached -= 1
-                    self._free.append(page)
-                self._in_tree.remove(page)
 
 
 class Promise:

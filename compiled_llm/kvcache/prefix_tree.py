@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.kinds.rows import NO_ENTRY
-from compiled_llm.kvcache.pool import PagePool
-from compiled_llm.kvcache.state_pool import StatePool
+from compiled_llm.kvcache.pool import PagePool, StatePool
+from compiled_llm.kvcache.state_pool import owned
 
 # The page before a page; of a first one the salt, in a tuple so that it never equals a page's number.
 _Above = int | tuple[Hashable]
@@ -134,7 +134,7 @@ class PrefixTree:
         assert states is not None, "rows have states"
         shared = self._pool.share_cached(pages)
         depth = self._depth(path[:shared])
-        if depth and not states.share_cached(self._states[path[depth - 1]]):
+        if depth and not states.share_cached([self._states[path[depth - 1]]]):
             depth = 0
         self._pool.give_back(pages[depth:shared])
         if not depth:
@@ -146,7 +146,7 @@ class PrefixTree:
         """Give back what ``match`` has found, if no row begins with it."""
         self._pool.give_back(match.pages)
         if self._pool.states is not None:
-            self._pool.states.give_back(match.state)
+            self._pool.states.give_back(owned(match.state))
 
     def insert(
         self, ids: NDArray[np.int64], pages: Sequence[int], salt: Hashable = None, state: int = NO_ENTRY
@@ -214,7 +214,7 @@ class PrefixTree:
     def _keep_state(self, node: _Node, state: int) -> None:
         states = self._checked_states()
         if node in self._states:
-            states.give_back(state)
+            states.give_back([state])
         else:
             states.cache(state, self)
             self._states[node] = state
@@ -229,7 +229,7 @@ class PrefixTree:
         """Remove the least recently used leaf and return its page, which the tree may not use any more."""
         node = next(iter(self._pages))
         if (state := self._states.pop(node, None)) is not None:
-            self._checked_states().uncache(state)
+            self._checked_states().uncache([state])
         return self._pop(node)
 
     def _pop(self, node: _Node) -> int:
@@ -252,8 +252,8 @@ class PrefixTree:
     def clear(self) -> None:
         """Remove all pages and states; those that no row holds are free again."""
         with self._pool.lock:
-            for state in self._states.values():
-                self._checked_states().uncache(state)
+            if self._states:
+                self._checked_states().uncache(self._states.values())
             self._states.clear()
             self._ends.clear()
             self._notes.clear()

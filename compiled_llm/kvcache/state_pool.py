@@ -1,4 +1,4 @@
-"""Entries for the states that rows keep besides pages: which row has which. Plain numbers on the host, no device."""
+"""The entries that a row has for the states that it keeps besides pages."""
 
 # A state is never changed where it lies. A step reads the entry that holds a row's state, and writes another one, which
 # becomes the row's; the earlier one stays until the next step. So rows that begin alike share an entry, as they share
@@ -7,163 +7,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
-from compiled_llm.compat.forks import lock
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfStatesError
-from compiled_llm.kvcache.step_validity import StepValidity
-
-ENTRIES_OF_A_ROW = 2
-"""While it runs: the state that a step reads, and the one that it writes."""
+from compiled_llm.kvcache.pool import ENTRIES_OF_A_ROW, StatePool
 
 
-class StateAccount(NamedTuple):
-    """The pool at one moment; ``used + free + cached`` is always ``total``."""
-
-    # Cached entries hold states after beginnings of earlier sequences, and are free for any row that needs them.
-
-    total: int
-    used: int
-    free: int
-    cached: int
-
-
-class _TreeOfStates(Protocol):
-    """The methods of a prefix tree that the pool calls."""
-
-    def forget_state(self) -> int:
-        """Remove the least recently used state that no row owns from the tree and return its entry."""
-        ...
-
-
-class StatePool:
-    """A pool of entries, which are promised ahead of time, so that a row that was admitted never runs out."""
-
-    # An entry may have several owners; it is free again once the last of them gives it back. One of them may be a
-    # prefix tree; an entry that only the tree owns is cached. It counts as available, and the tree gives it up once
-    # none is free.
-
-    def __init__(self, entries: int, validity: StepValidity | None = None) -> None:
-        """``validity`` of decode steps ends when rows share entries: those are not written any more."""
-        self.total = entries
-        self._validity = StepValidity() if validity is None else validity
-        self._free = list(range(entries - 1, -1, -1))
-        self._owners = [0] * entries
-        self._reserved = 0
-        self._tree: _TreeOfStates | None = None
-        self._in_tree: set[int] = set()
-        self._cached = 0  # entries that the tree owns and no row
-        # Re-entrant: the garbage collector may give back a dropped row's entries in the middle of any call.
-        # a thread that holds it keeps all others from changing anything; the pool of pages has the same one
-        self.lock = lock()
-
-    @property
-    def available(self) -> int:
-        """Entries neither used nor promised; cached ones are among them."""
-        with self.lock:
-            return len(self._free) + self._cached - self._reserved
-
-    def lacks(self, rows: int) -> bool:
-        """Whether entries for so many rows that begin to run are missing now and may be available later."""
-        return self.available < rows * ENTRIES_OF_A_ROW <= self.total
-
-    def account(self) -> StateAccount:
-        with self.lock:
-            free, cached = len(self._free), self._cached
-            return StateAccount(self.total, self.total - free - cached, free, cached)
-
-    def reserve(self, entries: int) -> None:
-        """Promise entries to a caller; OutOfStatesError if fewer are available."""
-        with self.lock:
-            if entries > self.available:
-                raise OutOfStatesError(
-                    f"{entries} states of rows are needed and {self.available} of {self.total} are available; "
-                    "drop or close() caches that you keep (those of outputs), whose rows hold a state each, "
-                    "or wrap with a larger max_batch_size or kv_memory"
-                )
-            self._reserved += entries
-
-    def take_reserved(self) -> int:
-        """Turn a promised entry into a taken one; the tree gives one up if none is free."""
-        with self.lock:
-            self._reserved -= 1
-            if not self._free and self._tree is not None:
-                self.uncache(self._tree.forget_state())
-            entry = self._free.pop()
-            self._owners[entry] = 1
-            return entry
-
-    def share(self, entry: int) -> None:
-        """Count one more owner of an entry that rows own already."""
-        with self.lock:
-            self._validity.invalidate()
-            self._owners[entry] += 1
-
-    def is_shared(self, entry: int) -> bool:
-        """Whether an entry has several owners; then none of them may write it."""
-        return self._owners[entry] > 1
-
-    def give_back(self, entry: int = NO_ENTRY, reserved: int = 0) -> None:
-        """Return a taken entry, and promised ones that were never taken."""
-        with self.lock:
-            if entry != NO_ENTRY:
-                self._disown(entry)
-            self._reserved -= reserved
-
-    def _disown(self, entry: int) -> None:
-        """Remove one owner; the entry is free, or cached, once no row owns it."""
-        self._owners[entry] -= 1
-        left = self._owners[entry]
-        if left == 0:
-            self._free.append(entry)
-        elif left == 1 and entry in self._in_tree:
-            self._cached += 1
-
-    # ---- a prefix tree's entries
-
-    def cache(self, entry: int, tree: _TreeOfStates) -> None:
-        """Let ``tree`` be an owner of an entry in the caller's place.
-
-        Raises:
-            ValueError: the entry has no owner or is in the tree already, or another tree has entries of this pool;
-                nothing has changed.
-        """
-        with self.lock:
-            self.check(entry, tree)
-            self._tree = tree
-            self._in_tree.add(entry)
-            self._cached += self._owners[entry] == 1
-
-    def check(self, entry: int, tree: _TreeOfStates) -> None:
-        """Raise as ``cache`` would."""
-        if self._in_tree and self._tree is not tree:
-            raise ValueError("insert: another prefix tree holds states of this pool; clear() that one first")
-        if self._owners[entry] == 0 or entry in self._in_tree:
-            raise ValueError(f"insert: the state {entry} belongs to no row, or is in the tree after other tokens")
-
-    def share_cached(self, entry: int) -> bool:
-        """Make a row one more owner of an entry of the tree's; False if it is cached and promised to other rows."""
-        with self.lock:
-            if self._owners[entry] == 1:
-                if self.available <= 0:
-                    return False
-                self._cached -= 1
-            self._owners[entry] += 1
-            return True
-
-    def is_cached(self, entry: int) -> bool:
-        """Whether an entry of the tree's has no other owner."""
-        return self._owners[entry] == 1
-
-    def uncache(self, entry: int) -> None:
-        """Remove the tree as an owner of an entry."""
-        with self.lock:
-            self._owners[entry] -= 1
-            if self._owners[entry] == 0:
-                self._cached -= 1
-                self._free.append(entry)
-            self._in_tree.remove(entry)
+def owned(entry: int) -> tuple[int, ...]:
+    """Return the entry, if it is one."""
+    return () if entry == NO_ENTRY else (entry,)
 
 
 class RowStates:
@@ -236,7 +87,7 @@ class RowStates:
             self.period = object()
         if self._entries[place] == NO_ENTRY or self._pool.is_shared(self._entries[place]):
             self._drop(place)
-            self._entries[place] = self._pool.take_reserved()
+            (self._entries[place],) = self._pool.take_reserved(1)
             self._reserved -= 1
         self._lengths[place] = length + tokens
         self.step = now, self._entries[place]
@@ -246,11 +97,11 @@ class RowStates:
         """Own the entry of the state after ``length`` tokens once more, and return it, or raise OutOfStatesError."""
         entry = self.of(length)
         if entry != NO_ENTRY:
-            self._pool.share(entry)
+            self._pool.share([entry])
             try:
                 self.reserve()
             except OutOfStatesError:
-                self._pool.give_back(entry)
+                self._pool.give_back([entry])
                 raise
         return entry
 
@@ -266,7 +117,7 @@ class RowStates:
 
     def give_back(self, entry: int) -> None:
         """Give back what was lent, or what a caller owns of an entry besides the row."""
-        self._pool.give_back(entry)
+        self._pool.give_back(owned(entry))
 
     def go_back(self, entry: int, length: int) -> None:
         """Take over, in place of all others, an entry that was lent as the state after ``length`` tokens."""
@@ -276,7 +127,7 @@ class RowStates:
     def begin_with(self, entry: int, length: int) -> None:
         """Own an entry after ``length`` tokens, too; OutOfStatesError if the row could not go on."""
         self._entries[length % 2], self._lengths[length % 2] = entry, length
-        self._pool.share(entry)
+        self._pool.share([entry])
         try:
             self.reserve()
         except OutOfStatesError:
@@ -296,7 +147,7 @@ class RowStates:
             self._reserved = reserved
             raise
         finally:
-            self._pool.give_back(lent)
+            self._pool.give_back(owned(lent))
         return forked
 
     def shrink(self, length: int) -> None:
@@ -324,5 +175,5 @@ class RowStates:
 
     def _drop(self, place: int) -> None:
         entry, self._entries[place], self._lengths[place] = self._entries[place], NO_ENTRY, 0
-        self._pool.give_back(entry)
+        self._pool.give_back(owned(entry))
         self.period = object()

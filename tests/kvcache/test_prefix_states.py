@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfPagesError, OutOfStatesError
-from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.pool import PagePool, StatePool
 from compiled_llm.kvcache.prefix_tree import PrefixMatch, PrefixTree
 from compiled_llm.kvcache.row import Row
-from compiled_llm.kvcache.state_pool import RowStates, StatePool
+from compiled_llm.kvcache.state_pool import RowStates
 
 pytestmark = pytest.mark.core
 
@@ -519,5 +519,5 @@ def test_an_end_within_a_page_is_found_and_goes_with_its_state() -> None:
     other.free()
     for _ in range(8):
         states.reserve(1)
-        states.take_reserved()
+        states.take_reserved(1)
     assert (len(tree), pool.account().cached, tree.match(array(text)).pages) == (4, 4, [])

@@ -10,7 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfStatesError
-from compiled_llm.kvcache.state_pool import RowStates, StateAccount, StatePool
+from compiled_llm.kvcache.pool import StateAccount, StatePool
+from compiled_llm.kvcache.state_pool import RowStates
 
 pytestmark = pytest.mark.core
 
@@ -76,7 +77,7 @@ def test_a_row_that_is_admitted_never_runs_out() -> None:
         rows[1].lend(3)
     for length in range(3, 9):
         assert lent not in (written := [row.grow(length, 1)[1] for row in rows]), written
-    pool.give_back(lent)
+    pool.give_back([lent])
     rows[0].settle(9)
     assert pool.account().used == 1 + 2
     for row in rows:
@@ -201,7 +202,7 @@ class States(RuleBasedStateMachine):
     def forget_snapshot(self, kept: Any) -> None:
         if kept in self.kept:
             self.kept.remove(kept)
-            self.pool.give_back(kept[0])
+            self.pool.give_back([kept[0]])
 
     @rule(row=rows)
     def settle(self, row: RowStates | None) -> None:
@@ -228,7 +229,7 @@ class States(RuleBasedStateMachine):
         for row in self.tokens:
             row.free()
         for entry, _ in self.kept:
-            self.pool.give_back(entry)
+            self.pool.give_back([entry])
         assert (self.pool.account().used, self.pool.available) == (0, ENTRIES)
 
 

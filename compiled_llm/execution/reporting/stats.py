@@ -15,8 +15,7 @@ from compiled_llm.compilation.graphs.table import mib
 from compiled_llm.config import Mode
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.kvcache.pool import PageAccount
-from compiled_llm.kvcache.state_pool import StateAccount
+from compiled_llm.kvcache.pool import PageAccount, StateAccount
 
 logger = logging.getLogger("compiled_llm.generate")
 

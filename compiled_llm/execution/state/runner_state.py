@@ -35,11 +35,10 @@ from compiled_llm.kvcache.memory import (
     states_to_allocate,
     wait_for,
 )
-from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.pool import ENTRIES_OF_A_ROW, PagePool, StatePool
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory
 from compiled_llm.kvcache.row import PageCopy, Row
 from compiled_llm.kvcache.specs import allocate_pages, kv_cache_specs, page_bytes
-from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW, StatePool
 from compiled_llm.kvcache.step_validity import StepValidity
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.sizes import logits_width
@@ -154,7 +153,8 @@ class RunnerState:
             return None, (NO_ENTRY, NO_ENTRY)
         pool = StatePool(entries, self.validity)
         pool.reserve(_SPARE_STATES)
-        return pool, (pool.take_reserved(), pool.take_reserved())
+        read, written = pool.take_reserved(_SPARE_STATES)
+        return pool, (read, written)
 
     def _allocate_states(self, entries: int) -> list[Tensor]:
         """Return the memory of rows' states."""

@@ -12,7 +12,7 @@ import torch
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.thread import starvation
-from compiled_llm.kvcache.state_pool import ENTRIES_OF_A_ROW
+from compiled_llm.kvcache.pool import ENTRIES_OF_A_ROW
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.recurrent_pairs import of_rows_alone, prompts_of, wrapped_family
 from support.parity import assert_account_is_empty

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -71,16 +71,17 @@ def poison_released_states(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[
         for memory in state.states:
             memory[entry] = torch.nan
 
-    def poisons(entry: int) -> None:
-        disown(entry)
-        if not state.pool.states._owners[entry]:
-            poison(entry)
+    def poisoning(release: Callable[[Iterable[int]], object]) -> Callable[[Iterable[int]], object]:
+        def released_now(entries: Iterable[int]) -> object:
+            entries = list(entries)
+            result = release(entries)
+            for entry in entries:
+                if not state.pool.states._owners[entry]:
+                    poison(entry)
+            return result
 
-    def poisons_uncached(entry: int) -> None:
-        uncache(entry)
-        if not state.pool.states._owners[entry]:
-            poison(entry)
+        return released_now
 
-    monkeypatch.setattr(state.pool.states, "_disown", poisons)
-    monkeypatch.setattr(state.pool.states, "uncache", poisons_uncached)
+    monkeypatch.setattr(state.pool.states, "_disown", poisoning(disown))
+    monkeypatch.setattr(state.pool.states, "uncache", poisoning(uncache))
     return released
