@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, sample
 from compiled_llm_ops import build_sampling, sample_tokens, top_logprobs
-from compiled_llm_ops.sampling import sampling
+from compiled_llm_ops.sampling import launches
 from support.gpu import captured, needs_cuda, seeded
 from support.ops.logprob_cases import check_packed, logits_of
 from support.ops.sampling_cases import (
@@ -92,7 +92,7 @@ def test_kernels_that_are_built_early_are_not_built_at_the_launch(seed: int, mon
     logits = normal_logits(3, vocabulary, 1.0, torch.float16, seed)
     given = arguments(logits, some_seeds(3), [Sampling()] * 3)
     build_sampling(vocabulary, torch.float16, logits.device)
-    sampling._wait_for_builds()  # on a thread, which has the GIL when it comes by
+    launches._wait_for_builds()  # on a thread, which has the GIL when it comes by
     early = [*built]
     assert "_sample_rows" in early
     sample_tokens(*given)

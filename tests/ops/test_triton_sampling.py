@@ -54,7 +54,7 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
     from triton import knobs
     from triton.runtime import driver
 
-    from compiled_llm_ops.sampling import sampling
+    from compiled_llm_ops.sampling import launches
     from compiled_llm_ops.sampling.kernels import sampling as kernels
 
     built: list[str] = []
@@ -62,7 +62,7 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
     monkeypatch.setattr(knobs.compilation, "listener", lambda src, **_: built.append(src.fn.__name__))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     build_sampling(262_145, torch.float32, torch.device("cuda"))
-    sampling._wait_for_builds()
+    launches._wait_for_builds()
     assert built == ["_summarise_for_sampling", "_sample_rows"]
     for rows in (1, 3):
         kernels.build(arguments(torch.randn(rows, 262_145), some_seeds(rows), [Sampling()] * rows), NOT_A_TOKEN)
