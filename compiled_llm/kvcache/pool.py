@@ -60,6 +60,8 @@ class OwnedNumbers:
     # prefix tree; a number that only the tree owns is cached. It counts as available, and the tree gives it up once no
     # free ones are left.
 
+    things: str  # what they are of, in logs
+
     def __init__(self, free: list[int], validity: StepValidity | None, lock: threading.RLock) -> None:
         """``validity`` of decode steps ends when rows share numbers: no row writes there any more."""
         self.total = len(free)
@@ -115,7 +117,7 @@ class OwnedNumbers:
                 self._owners[number] = 1
             self.peak_used = max(self.peak_used, self._used())
         if numbers:
-            logger.debug("%s taken, %d free", numbers, len(self._free))
+            logger.debug("%s %s taken, %d free", self.things, numbers, len(self._free))
         return numbers
 
     def share(self, numbers: Sequence[int]) -> None:
@@ -192,6 +194,8 @@ class StateAccount(NamedTuple):
 class StatePool(OwnedNumbers):
     """A pool of entries, which are promised ahead of time, so that a row that was admitted never runs out."""
 
+    things = "states"
+
     def __init__(self, entries: int, validity: StepValidity | None = None) -> None:
         super().__init__(list(range(entries - 1, -1, -1)), validity, lock())  # the pool of pages has the same lock
 
@@ -245,6 +249,8 @@ class PagePool(OwnedNumbers):
 
     # Steps lose their validity when rows share pages or forget tokens, but by no call of a tree: that owns full pages,
     # into which no row writes.
+
+    things = "pages"
 
     def __init__(
         self,

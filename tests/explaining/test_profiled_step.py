@@ -134,8 +134,9 @@ def test_windows_bound_what_is_read() -> None:
 def test_keys_and_values_are_counted_as_they_lie_in_pages() -> None:
     """Values of another size than keys, which the config does not tell; windows; and numbers that stay zero."""
     uneven = compiled_llm.wrap(uneven_llama(), mode="eager", **FEW_PAGES)
-    nbytes, heads = step_bytes(uneven, 10, state_of(uneven)), uneven.config.num_key_value_heads
-    assert nbytes.kv_written == sum(heads * (layer.head_dim + VALUE_DIM) * 4 for layer in state_of(uneven).specs)
+    nbytes, config = step_bytes(uneven, 10, state_of(uneven)), uneven.config
+    token = config.num_key_value_heads * (config.head_dim + VALUE_DIM) * 4
+    assert nbytes.kv_written == config.num_hidden_layers * token
     assert nbytes.kv_per_row == 10 * nbytes.kv_written != step_bytes(uneven, 10).kv_per_row
     windows = tiny_qwen3(use_sliding_window=True, sliding_window=4, max_window_layers=1)
     state = state_of(compiled_llm.wrap(windows, mode="eager", **FEW_PAGES))

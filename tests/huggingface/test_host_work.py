@@ -12,7 +12,7 @@ from compiled_llm.compilation import programs
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.tracing import outline
 from compiled_llm.execution.threads import interrupts
-from compiled_llm_ops.sampling import sampling
+from compiled_llm_ops.sampling import launches
 from support.noting import note_calls
 from support.tiny_models import tiny_qwen3
 
@@ -32,7 +32,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for module in (outline, programs):
         note_calls(monkeypatch, module, "compiled_code", count("guards"))
     note_calls(monkeypatch, Bounded, "__call__", count("through Dynamo"))
-    note_calls(monkeypatch, sampling, "_sample_rows", count("sampled by the table"))
+    note_calls(monkeypatch, launches, "_sample_rows", count("sampled by the table"))
     note_calls(monkeypatch, interrupts, "set_handler", count("handlers of signals"))
     return counts
 

@@ -24,7 +24,6 @@ from compiled_llm.commands.bench.contenders import C, Setup
 from compiled_llm.commands.bench.report import BenchReport, failure
 from compiled_llm.commands.bench.timing import Workload
 from compiled_llm.commands.loading.load import device_of, dtype_of
-from compiled_llm.commands.options.choices import KvDtype
 from compiled_llm.explaining.profile.bandwidth import read_bandwidth
 
 CLOCKS = ("clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
@@ -35,7 +34,7 @@ DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file, after each result.")]
 Commit = Annotated[str | None, typer.Option("--commit", help="The commit to record, whatever git says.")]
 AlsoFp8 = Annotated[
-    KvDtype, typer.Option("--kv-dtype", help="fp8_e4m3: also each engine with keys and values in 8 bits.")
+    str | None, typer.Option("--kv-dtype", help="fp8_e4m3: also each engine with keys and values in 8 bits.")
 ]
 Contenders = Annotated[str, typer.Option("--contenders", help="Comma-separated; those that are unknown are listed.")]
 Vllm = Annotated[

@@ -21,7 +21,6 @@ from models import vocabulary_of
 from compiled_llm.commands.bench.commands import DecodingOption
 from compiled_llm.commands.bench.load import VOCABULARY, Asked, Lengths
 from compiled_llm.commands.bench.timing import Spread, Workload
-from compiled_llm.commands.options.choices import KvDtype
 from compiled_llm.explaining.profile.kernels import KernelProfiler, busy_us
 
 TEMPERATURE = 0.6
@@ -92,7 +91,7 @@ def main(
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "100-1024",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
     cascade: Annotated[bool, typer.Option("--cascade", help="Also ours with cascade off, vLLM with it on.")] = False,
-    kv_dtype: AlsoFp8 = KvDtype.auto,
+    kv_dtype: AlsoFp8 = None,
     decoding: Annotated[DecodingOption, typer.Option(help="sampled: temperature 0.6.")] = DecodingOption.both,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Timed passes, after one that is not.")] = 3,
@@ -105,7 +104,7 @@ def main(
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     bounds = Workload(requests, system_prompt + lengths[0].most, max(2, lengths[1].most))
     begun = f"{system_prompt:,} shared and {lengths[0]}" if system_prompt else str(lengths[0])
-    chosen = engines_of(contenders, vllm, False, cascade, kv_dtype.option is not None)
+    chosen = engines_of(contenders, vllm, False, cascade, kv_dtype is not None)
     with bench(model, device, [bounds], json, commit) as run:
         vocabulary = vocabulary_of(model)
 

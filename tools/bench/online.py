@@ -15,7 +15,6 @@ from models import vocabulary_of
 
 from compiled_llm.commands.bench.load import Lengths, Load, measure_all
 from compiled_llm.commands.bench.timing import Workload
-from compiled_llm.commands.options.choices import KvDtype
 
 
 def main(
@@ -26,7 +25,7 @@ def main(
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "32-256",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
     cascade: Annotated[bool, typer.Option("--cascade", help="Also ours with cascade off, vLLM with it on.")] = False,
-    kv_dtype: AlsoFp8 = KvDtype.auto,
+    kv_dtype: AlsoFp8 = None,
     max_step_ms: Annotated[float | None, typer.Option(help="Of our engine: how long a step may take.")] = None,
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Passes, whose times are put together.")] = 1,
@@ -43,7 +42,7 @@ def main(
         Workload(max(1, round(rate * seconds)), system_prompt + lengths[0].most, max(2, lengths[1].most))
         for rate in integers(rates)
     ]
-    fp8 = kv_dtype.option is not None
+    fp8 = kv_dtype is not None
     chosen = engines_of(contenders, vllm, True, cascade, fp8, max_step_ms=max_step_ms)
     with bench(model, device, bounds, json, commit) as run:
 

@@ -66,8 +66,8 @@ def block_sparse_items(
     Args:
         indptr: ``[MB + 1]``, where each row of blocks begins in ``indices``.
         indices: ``[X]``, the columns of blocks.
-        queries, keys, block_rows, block_columns: M, N, R and C.
-        heads, kv_heads, head_dim: H, K and D.
+        queries: M; ``keys``, ``block_rows`` and ``block_columns`` are N, R and C.
+        heads: H; ``kv_heads`` and ``head_dim`` are K and D.
         processors: multiprocessors of the device.
         max_items: W.
         max_parts: the op's argument.
