@@ -1,7 +1,7 @@
 """Finds layers that keep latents in HuggingFace's cache, and how they expand them: by what they do, not by name."""
 
-# A layer is compared with what HuggingFace's cache keeps of a token. If that is something else than the keys and values
-# that its attention gets, the one linear layer that reads the latents must be all that stands between them.
+# A layer is compared with what HuggingFace's cache keeps of a token. If that is something else than the kind that was
+# found keeps, the one linear layer that reads the latents must be all that stands between them and what attention gets.
 # Shapes: T tokens, H heads, N size of a key's part that is not rotated, E size of the rotated part, V size of a value,
 # R latent size.
 
@@ -122,8 +122,9 @@ class _Expansions(TorchFunctionMode):
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         number = int(module.layer_idx)  # type: ignore[arg-type]
-        kept = self._cache.returned.get(number)
-        if kept is not None and _form(kept) != _form((key, value)):
+        kept, layer = self._cache.returned.get(number), self._layers[number]
+        known = (layer.kv_heads, layer.head_dim), (layer.kv_heads, layer.kind.value_head_dim or layer.head_dim)
+        if kept is not None and tuple((own.shape[1], own.shape[3]) for own in kept) != known:
             self._found[number] = self._latent(module, number, kept, key, value)
         self._read.clear()
         return attended_like(query, value)
@@ -158,11 +159,6 @@ class _Expansions(TorchFunctionMode):
             )
         expansion = Expansion(names[0].rpartition(".")[0], key.shape[-1] - size, value.shape[-1])
         return _Found(expansion, rank, size)
-
-
-def _form(states: tuple[Tensor, Tensor]) -> tuple[tuple[int, int], ...]:
-    """Heads and head sizes."""
-    return tuple((own.shape[1], own.shape[3]) for own in states)
 
 
 class _Compared(Exception):  # noqa: N818

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 import compiled_llm
+from compiled_llm.kinds import latent, registry, support as table, uneven
 from compiled_llm.kinds.registry import CODECS
 from compiled_llm.requests import sampling_params
 from compiled_llm.requests.sampling_params import SamplingNumbers, number_fields
@@ -20,7 +25,7 @@ from compiled_llm_ops import backends
 from compiled_llm_ops.contracts import SCALED_DTYPES
 from compiled_llm_ops.reference.backend import Reference
 from support.docs.pages import CHECKOUT
-from support.tiny_models import tiny_qwen3
+from support.tiny_models import TINY, randomised, tiny_qwen3
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "400 tokens", "progress": False}
 SECTION = (CHECKOUT / "CONTRIBUTING.md").read_text().partition("## Worked examples\n")[2].partition("\n## ")[0]
@@ -33,9 +38,11 @@ def example(word: str) -> str:
     return str(code)
 
 
-def module_of(code: str) -> Any:
+def module_of(code: str, imported: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """A module of some code, which may use names that it does not import itself."""
     module = ModuleType("worked_example")
-    exec(code, vars(module))
+    vars(module).update({**imported, **vars(module)})
+    exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), vars(module))
     return module
 
 
@@ -54,6 +61,65 @@ def test_pages_of_int8(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     assert model.compiled.model_runner().state.pages[0].dtype == torch.int8
     assert not torch.equal(logits, expected)
     torch.testing.assert_close(logits, expected, rtol=0, atol=0.1 * float(expected.abs().max()))
+
+
+LATENTS = [12, 8]
+"""Sizes of the latents of keys and of values."""
+
+
+class TwoLatentAttention(LlamaAttention):
+    """Attention that hands HuggingFace's cache two latents of each token, and expands what that returns."""
+
+    def __init__(self, config: LlamaConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        del self.k_proj, self.v_proj
+        self.num_key_value_groups = 1
+        self.down = nn.Linear(config.hidden_size, sum(LATENTS), bias=False)
+        heads = config.num_attention_heads * self.head_dim
+        self.key_up, self.value_up = (nn.Linear(size, heads, bias=False) for size in LATENTS)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        shape = hidden_states.shape[:-1]
+        latents = self.down(hidden_states)[:, None].split(LATENTS, dim=-1)
+        if (kept := past_key_values if cache is None else cache) is not None:  # its name since transformers 5.24
+            latents = kept.update(*latents, self.layer_idx)
+        made = self.q_proj(hidden_states), self.key_up(latents[0][:, 0]), self.value_up(latents[1][:, 0])
+        states = [own.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for own in made]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, weights = attend(self, *states, attention_mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*shape, -1)), weights
+
+
+class TwoLatentLlama(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for number, layer in enumerate(self.model.layers):
+            layer.self_attn = TwoLatentAttention(config, number)
+        self.post_init()
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
+def test_a_kind_with_two_latents(mode: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    module = module_of(example("TwoLatents"), {**vars(uneven), **vars(latent)})
+    monkeypatch.setitem(sys.modules, "worked_example", module)  # Dynamo looks for it there
+    before = registry.KINDS.index(latent.Latent)
+    monkeypatch.setattr(registry, "KINDS", (*registry.KINDS[:before], module.TwoLatents, *registry.KINDS[before:]))
+    monkeypatch.setitem(table.BY_NAME, "two latents", table.UNEVEN)
+    plain = randomised(TwoLatentLlama, LlamaConfig(**{**TINY, "eos_token_id": None}), seed)
+    prompts = torch.randint(3, 128, (2, 9))
+    expected = plain.generate(prompts, max_new_tokens=12, do_sample=False)
+    model: Any = compiled_llm.wrap(plain, **{**OPTIONS, "mode": mode})
+    assert torch.equal(model.generate(prompts, max_new_tokens=12, do_sample=False), expected)
+    stats = model.compiled.stats()
+    assert (stats.generate_calls, stats.graph_breaks) == ({"fast loop": 1}, 0)
+    assert {tuple(own.shape[1:]) for own in model.compiled.model_runner().state.pages} == {(1, 4, sum(LATENTS))}
 
 
 def test_a_sampling_parameter() -> None:
