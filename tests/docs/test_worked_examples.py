@@ -111,7 +111,7 @@ def test_a_kind_with_two_latents(mode: str, monkeypatch: pytest.MonkeyPatch, see
     monkeypatch.setitem(sys.modules, "worked_example", module)  # Dynamo looks for it there
     before = registry.KINDS.index(latent.Latent)
     monkeypatch.setattr(registry, "KINDS", (*registry.KINDS[:before], module.TwoLatents, *registry.KINDS[before:]))
-    monkeypatch.setitem(table.BY_NAME, "two latents", table.UNEVEN)
+    monkeypatch.setitem(table.BY_NAME, "two latents", module_of(example("UNEVEN.cells"), vars(table)).TWO_LATENTS)
     plain = randomised(TwoLatentLlama, LlamaConfig(**{**TINY, "eos_token_id": None}), seed)
     prompts = torch.randint(3, 128, (2, 9))
     expected = plain.generate(prompts, max_new_tokens=12, do_sample=False)
