@@ -79,22 +79,19 @@ def play(path: Path, game: Callable[[OneReplica, ReplicaClient], Coroutine[Any, 
 
 
 def test_who_waits_is_told_when_the_event_loop_ends(engine_process: Loop, path: Path) -> None:
-    waiting: list[RemoteHandle] = []
+    connection, waiting, clients = ThreadConnection(path), list[RemoteHandle](), list[ReplicaClient]()
 
     async def playing() -> None:
-        connection = await asyncio.to_thread(ThreadConnection, path)
-        client = ReplicaClient(OneReplica(Relay(connection, lambda _: None)))
-        await client.connect()
-        waiting.append(client.submit([5, 6, 7], LONG))
+        clients.append(ReplicaClient(OneReplica(Relay(connection, lambda _: None))))
+        await clients[0].connect()
+        waiting.append(clients[0].submit([5, 6, 7], LONG))
         await anext(aiter(waiting[0]))
-        client_of.append(client)
-        connection.close()
 
-    client_of: list[ReplicaClient] = []
     asyncio.run(asyncio.wait_for(playing(), PATIENCE))
     with pytest.raises(EngineDeadError, match="the event loop that has read the connection is closed"):
         waiting[0].result(PATIENCE)
-    client_of[0].close()
+    connection.close()
+    clients[0].close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
