@@ -107,7 +107,9 @@ class Batch:
         for row, length in enumerate(self.lengths):
             for at in range(length - new, length):
                 page = pages[int(self.indices[self.indptr[row] + at // self.page_size])]
-                page[..., at % self.page_size, : page.shape[-1] if page.dim() == 3 else self.query.shape[2]] = UNWRITTEN
+                size = page.shape[-1] if page.dim() == 3 else self.query.shape[2]
+                unwritten = torch.tensor(UNWRITTEN).to(page.dtype)  # torch 2.15 assigns no number beyond a dtype's
+                page[..., at % self.page_size, :size] = unwritten
         key, value = (torch.cat([row[-new:] for row in states]) for states in (self.keys, self.values))
         starts, lengths = self.indptr[:-1], torch.tensor(self.lengths, dtype=torch.int32)
         return self.query, key, value, pages, starts, lengths, self.indices, self.scale
