@@ -60,4 +60,4 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mixed": (lambda value: value == "auto" or isinstance(value, bool), 'True, False or "auto"'),
     "grammar_timeout": (is_positive, "seconds above 0"),
 }
-"""What each must be."""
+"""For each option, whether a value is one, and what an error tells the user to give."""

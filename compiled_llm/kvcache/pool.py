@@ -73,8 +73,8 @@ class OwnedNumbers:
         self._tree: Any = None
         self._in_tree: set[int] = set()
         self._cached = 0  # numbers that the tree owns and no row
-        # Re-entrant: the garbage collector may give back what a dropped row has in the middle of any call.
-        # a thread that holds it keeps all others from changing anything
+        # A thread that holds it keeps all others from changing anything. It is re-entrant, since the garbage collector
+        # may give back what a dropped row has in the middle of any call.
         self.lock = lock
 
     def _forget_one(self) -> int:

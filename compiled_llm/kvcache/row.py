@@ -146,9 +146,8 @@ class Row:
         if self._states is not None and tokens:
             self._states.has_grown(self.length)
             self._states.grow(self.length, tokens)
-        copies = tokens > 0 and self._writes_into_shared(
-            self.length
-        )  # checked once: other threads may fork and free rows
+        # Asked once: other threads may fork and free rows.
+        copies = tokens > 0 and self._writes_into_shared(self.length)
         if self._promised_copy and not copies:
             self._give_copy_back()
         if tokens <= self.room and not copies:  # as most rows do in most steps

@@ -1,4 +1,6 @@
-"""What others ask of structured outputs; clients have no torch, so what needs it is imported when an engine is made."""
+"""The functions by which the rest of the package uses structured outputs."""
+
+# Clients import this module without torch, so what needs torch is imported once an engine is made.
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Launch:
         self._missed, self._taps, self._capture = missed, taps, capture
 
     def over(self, program: Callable[[], StepOutputs]) -> Launch:
-        """Run a program over tensors that are made for this launch alone, in place of a CUDA graph."""
+        """Return this launch, which now runs a program over tensors made for it alone, in place of a CUDA graph."""
         self.entry, self._program, self.replays = None, program, False
         return self
 
