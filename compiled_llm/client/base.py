@@ -209,13 +209,13 @@ class BaseClient(ABC):
             def changed() -> None:
                 tell([listeners])
 
-            def over() -> bool:  # asked after each step, so one that has ended is not asked again
+            def over() -> bool:  # asked after each end, so one that has ended is not asked again
                 while remaining and remaining[-1].done and remaining[-1].refused is None:
                     remaining.pop()
                 return not remaining or any(handle.refused is not None for handle in remaining)
 
             for handle in handles:
-                handle.when_changed(changed)
+                handle.when_ended(changed)
             await self._until(listeners, over)
             for handle in handles:
                 if handle.refused is not None:

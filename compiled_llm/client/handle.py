@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from compiled_llm.client.answer import Received, RemoteAnswer, entries_of
 from compiled_llm.protocol.messages import EmittedPiece, Entry, Summary, Update
-from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Figures, Logprob, RequestOutput
 from compiled_llm.requests.pending import PendingAnswers
 
@@ -40,7 +39,7 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
         scored_from: int = 1,
     ) -> None:
         """Wait for ``count`` answers; ``check`` raises in a thread that must not wait, as nothing comes meanwhile."""
-        super().__init__([RemoteAnswer(index, Received(ends), form) for index in range(count)], Listeners(check))
+        super().__init__([RemoteAnswer(index, Received(ends), form) for index in range(count)], check)
         self.prompt = prompt
         self.refused: Exception | None = None
         self._cancel = cancel

@@ -18,9 +18,17 @@ A = TypeVar("A", bound=PendingAnswer)
 class PendingAnswers(ABC, Generic[A]):
     """A prompt's answers on their way: iterate over the tokens, or wait for the ``result``."""
 
-    def __init__(self, answers: Sequence[A], listeners: Listeners) -> None:
+    def __init__(
+        self,
+        answers: Sequence[A],
+        check: Callable[[], None] = lambda: None,
+        check_process: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``check`` and ``check_process`` are those of ``Listeners``."""
         self.answers = answers  # read-only
-        self.listeners = listeners
+        self.listeners = Listeners(check, check_process)
+        # Who waits for ends alone is not woken for each token.
+        self.end_listeners = Listeners(check, check_process)
         self.has_text = False  # whether text is made of the tokens as they come
         self._reading = threading.Lock()
 
@@ -35,6 +43,12 @@ class PendingAnswers(ABC, Generic[A]):
     def done(self) -> bool:
         return all(answer.done for answer in self.answers)
 
+    @property
+    def awaiting(self) -> list[Listeners]:
+        """Who hears that it has changed: once an answer has ended, those who wait for an end as well."""
+        ended = any(answer.done for answer in self.answers)
+        return [self.listeners, self.end_listeners] if ended else [self.listeners]
+
     @abstractmethod
     def cancel(self, index: int | None = None) -> None:
         """End the unfinished answers, or the answer of that index alone; tokens so far stay."""
@@ -47,6 +61,10 @@ class PendingAnswers(ABC, Generic[A]):
         """Call ``listener`` when a token has come or an answer has ended (once a step for several): be quick."""
         self.listeners.add(listener)
 
+    def when_ended(self, listener: Callable[[], object]) -> None:
+        """Call ``listener`` when an answer has ended (once a step for several): be quick."""
+        self.end_listeners.add(listener)
+
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end, ``timeout`` seconds at most.
 
@@ -55,7 +73,7 @@ class PendingAnswers(ABC, Generic[A]):
             RuntimeError: it cannot end meanwhile, because this thread has paused the engine, or runs it.
             Exception: the error that ended an answer with the finish reason ``"error"``.
         """
-        if not self.listeners.wait_until(lambda: self.done, timeout):
+        if not self.end_listeners.wait_until(lambda: self.done, timeout):
             raise TimeoutError(f"the request has not ended after {timeout} s; it goes on, unless you cancel() it")
         output = self.output()
         for answer in output.outputs:
@@ -101,7 +119,7 @@ class PendingAnswers(ABC, Generic[A]):
         return self._ended().__await__()
 
     async def _ended(self) -> RequestOutput:
-        with self.listeners.listening() as event:
+        with self.end_listeners.listening() as event:
             while not self.done:
                 event.clear()
                 if not self.done:

@@ -1,12 +1,16 @@
-"""A listener is called once a step, for however many requests it listens to."""
+"""A listener is called once a step, for however many requests it listens to; or only when an answer has ended."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+from transformers import PreTrainedModel
 
+from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.listeners import Listeners, tell
+from support.engine.text_tokenizers import Numbers
+from support.engine.tiny_engines import PATIENCE, greedy
 
 
 def test_a_function_that_listens_to_several_is_called_once() -> None:
@@ -50,3 +54,19 @@ def test_tasks_and_functions_are_told_together() -> None:
         return calls
 
     assert asyncio.run(main()) == ["function"]
+
+
+@pytest.mark.parametrize("stop", [None, "never"])
+def test_who_waits_for_an_end_is_not_woken_for_each_token(model: PreTrainedModel, stop: str | None) -> None:
+    changes, ends = list[int](), list[bool]()
+    with Engine(model, tokenizer=Numbers()) as engine:
+        with engine.paused():
+            handle, longer = (engine.submit([5, 6], greedy(tokens, stop=stop)) for tokens in (9, 30))
+            handle.when_changed(lambda: changes.append(1))
+            handle.when_ended(lambda: ends.append(handle.done))
+            longer.when_ended(lambda: ends.append(longer.done))
+        assert len(longer.result(PATIENCE).token_ids) == 30
+        assert len(handle.result(PATIENCE).token_ids) == 9
+    assert all(ends)
+    assert 2 <= len(ends) <= (2 if stop is None else 4)  # text may be read to its end before its request is told of
+    assert changes if stop else len(changes) == 9

@@ -199,6 +199,19 @@ def test_streamed_outputs_have_all_tokens_so_far_and_their_log_probabilities(pla
     assert whole[: len(alone(plain, PROMPTS[0]))] == alone(plain, PROMPTS[0])
 
 
+def test_only_who_streams_hears_of_each_token(wrapped, monkeypatch):
+    told, tell_of = list[BatchAnswers](), BatchAnswers._tell
+
+    def telling(answers: BatchAnswers) -> None:
+        told.append(answers)
+        tell_of(answers)
+
+    monkeypatch.setattr(BatchAnswers, "_tell", telling)
+    outputs = wrapped.generate_batch(PROMPTS, config(max_new_tokens=30, eos_token_id=-1))
+    assert [len(output.generated_tokens) for output in outputs.values()] == [30, 30, 30]
+    assert len(told) <= 2 * len(PROMPTS)  # once it follows, and at its end
+
+
 def test_nothing_more_comes_of_a_cancelled_request_and_others_go_on(plain, manager):
     long = manager.add_request([7, 8], max_new_tokens=900, eos_token_id=-1, streaming=True)
     manager.get_result(timeout=30)

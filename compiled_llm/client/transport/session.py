@@ -158,7 +158,7 @@ class ClientSession:
         for handle in changed:
             if handle.has_text:
                 handle.read_text()
-        tell([self.listeners, *(handle.listeners for handle in changed)])
+        self._tell(changed)
 
     def _taken(self, message: FromEngine) -> Iterable[RemoteHandle]:
         """Take one message, and return the requests that it says something of."""
@@ -221,4 +221,7 @@ class ClientSession:
         for handle in handles:
             handle.fail(error)
             handle.read_text()
-        tell([self.listeners, *(handle.listeners for handle in handles)])
+        self._tell(handles)
+
+    def _tell(self, handles: Iterable[RemoteHandle]) -> None:
+        tell([self.listeners, *(listeners for handle in handles for listeners in handle.awaiting)])

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.requests.answer_text import AnswerText, TextFormat
-from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import Figures, RequestOutput
 from compiled_llm.requests.pending import PendingAnswers
 
@@ -21,7 +20,7 @@ class RequestHandle(PendingAnswers[Answer]):
     Attributes:
         requests: the answers as the engine's loop knows them, to be read only.
         answers: the same as their reader sees them, to be read only.
-        listeners: called when they have changed.
+        listeners: called when they have changed; ``end_listeners``, when one has ended.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class RequestHandle(PendingAnswers[Answer]):
         """Wait for the answers to one prompt; ``form`` and ``read`` make their text, if there is a tokenizer."""
         # ``check`` raises an error in a thread that must not wait, because the engine does not run meanwhile,
         # ``check_process`` in a process that does not have the engine.
-        super().__init__([Answer(request, form) for request in requests], Listeners(check, check_process))
+        super().__init__([Answer(request, form) for request in requests], check, check_process)
         self.requests = requests
         self.has_text = form is not None and bool(form.stop)
         self._cancel = cancel

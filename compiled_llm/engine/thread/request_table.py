@@ -42,9 +42,9 @@ class RequestTable(dict[Request, RequestHandle]):
         now = time.monotonic()
         for request in ended:
             request.finished = request.finished or now
-            self.pop(request, None)
+        last = [self.pop(request, None) for request in ended]
         try:
-            self.output.tell(handles)
+            self.output.tell(handles, last)
         finally:
             if ended:  # threads wait here for the end of requests, not for tokens
                 with self._arrivals.changed:

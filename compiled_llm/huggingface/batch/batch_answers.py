@@ -50,7 +50,8 @@ class BatchAnswers:
             self.handle, cancelled = handle, [state.request_id in self._cancelled for state in self.states]
         for index in itertools.compress(range(len(cancelled)), cancelled):
             handle.cancel(index)
-        handle.when_changed(self._tell)
+        follows = any(state.streaming or state.record_timestamps for state in self.states)
+        (handle.when_changed if follows else handle.when_ended)(self._tell)
         self._tell()
 
     def cancel(self, request_id: str) -> None:
