@@ -114,6 +114,27 @@ def test_attributes_that_a_backend_leaves_unguarded_may_change_and_begin_to_exis
         assert len(compiled) == compiles
 
 
+def test_a_module_that_gets_its_first_hook_is_not_compiled_again():
+    class Calling(torch.nn.Module):
+        def __call__(self, x: Tensor) -> Tensor:
+            result: Tensor = super().__call__(x)
+            return result
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        dynamo.leave_unguarded(())
+        return graph
+
+    module = Calling()
+    function = dynamo.own_copy(lambda x: module(x))
+    for _ in range(2):
+        assert torch.equal(dynamo.compile_whole(function, backend)(torch.ones(3)), torch.full((3,), 2.0))
+        module.register_forward_hook(lambda *_: None)
+    assert dynamo.graph_count(function) == 1
+
+
 def test_what_cannot_be_traced_and_what_cannot_be_compiled_raise_errors_of_their_own():
     def branch(x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

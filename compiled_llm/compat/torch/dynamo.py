@@ -97,13 +97,20 @@ def compile_whole(function: Callable[..., Any], backend: Callable[..., Any]) -> 
 
 
 def leave_unguarded(attributes: Collection[str]) -> None:
-    """Let the code that a backend is called for stay valid whatever becomes of these attributes, or if they appear."""
+    """Let the code that a backend is called for stay valid whatever becomes of these attributes, or if they appear.
+
+    It also stays valid if a module without hooks gets some, as torch has it by ``skip_nnmodule_hook_guards``.
+    """
     # ``torch.compile`` takes a filter of guards, and then builds all of them twice: a twelfth of what tracing takes.
     from torch._guards import TracingContext
 
     if (context := TracingContext.try_get()) is not None:
         guards = context.guards_context.dynamo_guards
-        guards.inner = type(guards.inner)(guard for guard in guards if _guarded_attribute(guard) not in attributes)
+        # From 2.15 on, torch guards them nevertheless where a module's own ``__call__`` calls that of ``nn.Module``.
+        without_hooks = {guard.name for guard in guards if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT"}
+        guards.inner = type(guards.inner)(
+            guard for guard in guards if guard.name not in without_hooks and _guarded_attribute(guard) not in attributes
+        )
 
 
 def _guarded_attribute(guard: Any) -> str:
