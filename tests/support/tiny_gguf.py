@@ -45,12 +45,12 @@ def _write_tokens(writer: gguf.GGUFWriter, size: int) -> None:
     """Special tokens, then printable ASCII."""
     characters = [bytes_to_unicode()[code] for code in range(32, 127)]
     tokens = ["<pad>", "<s>", "</s>", *characters]
-    tokens += [f"<{number}>" for number in range(len(tokens), size - 1)] + ["th"]
+    tokens += [f"<{number}>" for number in range(len(tokens), size - 2)] + ["th", "he"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (size - 3))
-    writer.add_token_merges(["t h"])  # none at all is no tokenizer
+    writer.add_token_merges(["t h", "h e"])  # none is no tokenizer, and transformers 5.17 takes one alone for a text
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from support.huggingface.cache_name import CACHE
 from support.imports import CHECKOUT, module_at
 
 DOCS = CHECKOUT / "docs"
@@ -18,6 +19,7 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 _BLOCK = re.compile(r"(?:^<!-- skip: (?P<skip>.+?) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _BEGINNING = re.compile(r"^> `model` is a wrapped model and `tokenizer` its tokenizer: \[yours\]\(.+\), or `(.+)`\.$")
+_CACHE = re.compile(r"\bcache=|(?<=result\.)cache\b")  # under the name that it has since transformers 5.24
 _PRINTS = re.compile(r"^ *print\(.*\)  # -> (.+)$", re.MULTILINE)
 
 
@@ -54,8 +56,9 @@ def short(page: Path) -> str:
 def run(block: Block, page: Path, namespace: dict[str, Any]) -> list[str]:
     """Run a block, with the page's own line numbers in tracebacks; return what it printed."""
     printed = io.StringIO()
+    code = _CACHE.sub(lambda found: found[0].replace("cache", CACHE), block.code)
     with contextlib.redirect_stdout(printed):
-        exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
+        exec(compile("\n" * block.line + code, str(page), "exec"), namespace)
     return printed.getvalue().splitlines()
 
 
