@@ -20,7 +20,7 @@ from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.decode.verification import Verification
-from compiled_llm.execution.growth import make_exact
+from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback, Readbacks
@@ -91,7 +91,7 @@ class GenerateLoop:
         self, row: Row, tokens: NDArray[np.int64], max_new_tokens: int, sampling: Sampling | None = None
     ) -> None:
         """Continue a row of this loop with more tokens ``[Q]``, at least one; otherwise as ``admit``."""
-        make_exact([row])
+        sync_lengths([row])
         row.reserve(row.length + len(tokens) + max(0, max_new_tokens - 1))
         row.leave_slot()
         self._pending.append((row, tokens, sampling))
@@ -99,7 +99,7 @@ class GenerateLoop:
     def begin(self, logits: Tensor, settings: Sequence[Sampling | None]) -> None:
         """Continue all rows from logits ``[B, V]`` computed elsewhere: the next ``step`` samples from them."""
         self._computed = logits
-        make_exact(self.rows)
+        sync_lengths(self.rows)
         for row, sampling in zip(self.rows, settings, strict=True):
             row.leave_slot()
             self._pending.append((row, _NO_TOKENS, sampling))
@@ -267,7 +267,7 @@ class GenerateLoop:
 
     def stored(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return copies of a layer's keys and values for each row, each ``[K, length, D]``."""
-        make_exact(self.rows)
+        sync_lengths(self.rows)
         return self._thread.call(lambda: [self.model_runner.state.read(layer, row) for row in self.rows])
 
     def states(self) -> list[Tensor]:
@@ -397,7 +397,7 @@ class GenerateLoop:
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None) -> Tensor:
         if positions is not None:
-            make_exact(self.rows)
+            sync_lengths(self.rows)
         for row, position in zip(self.rows, positions or (), strict=positions is not None):
             row.position = position
         self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)

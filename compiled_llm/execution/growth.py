@@ -1,6 +1,6 @@
 """Rows grow by the tokens of a step before it is launched; if it fails, they are as before."""
 
-# Where the device decides how many of them count, lengths are upper bounds until ``make_exact``.
+# Where the device decides how many of them it accepts, lengths are upper bounds until ``sync_lengths``.
 
 from __future__ import annotations
 
@@ -42,11 +42,8 @@ def _taking_from(promise: Promise | None) -> AbstractContextManager[None]:
     return nullcontext() if promise is None else promise.drawn_on()
 
 
-def make_exact(rows: Iterable[Row]) -> None:
-    """Make lengths and positions of rows exact; Ctrl-C comes while it waits for steps, or afterwards."""
-    if bounded := [row for row in rows if row.unread]:
-        for count in [count for row in bounded for count in row.unread]:
-            count.uncounted()
-        with deferred():
-            for row in bounded:
-                row.learn()
+def sync_lengths(rows: Iterable[Row]) -> None:
+    """Make lengths and positions of rows exact; Ctrl-C comes while it waits for a step, or afterwards."""
+    for row in rows:
+        if row.speculation.unread:
+            row.speculation.sync()

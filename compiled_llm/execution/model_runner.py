@@ -28,7 +28,7 @@ from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.graphs.dispatcher import Dispatcher
 from compiled_llm.execution.graphs.graph_manager import GraphManager
-from compiled_llm.execution.growth import grown, make_exact
+from compiled_llm.execution.growth import grown, sync_lengths
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.mixed_steps import LEAST_WEIGHTS, MixedStep
 from compiled_llm.execution.prefill.prefill import Prefill
@@ -292,7 +292,7 @@ class ModelRunner:
     ) -> None:
         """Grow rows, and write keys and values into them by ``RunnerState.write``; OutOfPagesError as ``run``."""
         self.graph_manager.check_pages()
-        make_exact(rows)
+        sync_lengths(rows)
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
             self.state.write(rows, stored, states)
 
@@ -328,7 +328,7 @@ class ModelRunner:
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:
         """Grow rows by their new tokens for the block, and once it has succeeded, set their positions."""
         rows, counts = _rows(extensions), [len(extension.ids) for extension in extensions]
-        make_exact(rows)
+        sync_lengths(rows)
         self._check_positions(rows, counts)
         with grown(rows, counts, promise, self.state.copy_pages):
             yield
@@ -337,8 +337,8 @@ class ModelRunner:
 
     def _check_positions(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
         max_row_tokens = max([row.length + count for row, count in zip(rows, counts, strict=True)])
-        if max_row_tokens > self.max_positions and any(row.unread for row in rows):
-            make_exact(rows)
+        if max_row_tokens > self.max_positions and any(row.speculation.unread for row in rows):
+            sync_lengths(rows)
             max_row_tokens = max([row.length + count for row, count in zip(rows, counts, strict=True)])
         if max_row_tokens > self.max_positions:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.speculation import Speculation, SpeculativeStep
 from compiled_llm.kvcache.state_pool import RowStates
 
 _numbers = itertools.count(1)
@@ -24,26 +25,10 @@ class PageCopy(NamedTuple):
     target: int
 
 
-class TokenCount(Protocol):
-    """A count of the tokens of a step by which a row has really grown, as the device has decided."""
-
-    @property
-    def known(self) -> bool:
-        """Whether the host has read it."""
-        ...
-
-    def uncounted(self) -> int:
-        """Return how many do not, waiting for the step."""
-        ...
-
-
 class Row:
     """One sequence: its pages, how many tokens they hold, and the position of the next token.
 
     Rows may share pages. Full pages are only read; the last one is copied before a row writes into it.
-
-    While counts are unread, length and position are upper bounds; the row has the pages for them, and the exact ones
-    are on the device. What needs exact ones calls ``exact`` first.
 
     Attributes:
         position: rotary position of the next token; equals ``length`` unless the caller numbers tokens differently.
@@ -52,8 +37,8 @@ class Row:
         ahead: page numbers that it enters next; they are promised to it and hold nothing yet.
         slot: index of its state on the device, in the loop that runs it; None while no loop does.
         listed: how many of its page numbers, then of those ahead, are in its slot.
-        unread: of the latest steps, how many of their tokens count.
-        uncounted: how many tokens by which it has grown turned out not to count.
+        speculation: what makes length and position upper bounds, for which the row has the pages; what needs the exact
+            ones calls its ``sync`` first.
         states_listed: the ``period`` of its states whose entries are in its slot; None if they are not there.
     """
 
@@ -76,8 +61,7 @@ class Row:
         self.listed = 0
         self.states_listed: object = None
         self.has_next = False
-        self.unread: list[TokenCount] = []
-        self.uncounted = 0
+        self.speculation = Speculation()
         self.number, self.name = next(_numbers), ""
         self.watch = pool.watch()
         self._free_slots: list[int] = []
@@ -153,8 +137,8 @@ class Row:
         if tokens <= self.room and not copies:  # as most rows do in most steps
             self.length += tokens
             return ()
-        if self.unread and self.length + tokens > self.limit:  # an upper bound takes no page that was not promised
-            self.exact()
+        if self.speculation.unread and self.length + tokens > self.limit:  # a bound takes no page beyond promised ones
+            self.speculation.sync()
         missing = max(0, self._pool.pages_for(self.length + tokens) - len(self.pages) - self._promised)
         missing += 1 - self._promised_copy if copies else 0
         if missing:
@@ -240,26 +224,18 @@ class Row:
         self.listed = len(pages)
         return first, pages[first:]
 
-    def learn(self) -> None:
-        """Count what is known to count; the pages for other tokens are ahead again, where the slot lists them."""
-        while self.unread and self.unread[0].known:
-            tokens = self.unread.pop(0).uncounted()
-            self.length -= tokens
-            self.position -= tokens
-            self.uncounted += tokens
-            keep = self._pool.pages_for(self.length)
-            self.ahead = self.pages[keep:] + self.ahead
-            del self.pages[keep:]
-
-    def exact(self) -> None:
-        """Make length and position exact, waiting for the steps whose counts are unread."""
-        for count in self.unread:
-            count.uncounted()
-        self.learn()
+    def reject(self, step: SpeculativeStep, tokens: int) -> None:
+        """Forget tokens that a step has rejected; the pages for them are ahead again, where the slot lists them."""
+        tokens = self.speculation.shrink(step, tokens)
+        self.length -= tokens
+        self.position -= tokens
+        keep = self._pool.pages_for(self.length)
+        self.ahead = self.pages[keep:] + self.ahead
+        del self.pages[keep:]
 
     def fork(self) -> Row:
         """Return another row with the same tokens in the same pages, without promised ones."""
-        self.exact()
+        self.speculation.sync()
         row = Row(self._pool, 0)
         if self.states is not None:
             row._states = self.states.fork(self.length)
@@ -270,12 +246,12 @@ class Row:
 
     def mark(self) -> tuple[int, int]:
         """Return the state to which ``restore`` goes back."""
-        return self.length + self.uncounted, self._promised + len(self.pages)
+        return self.length + self.speculation.rejected, self._promised + len(self.pages)
 
     def restore(self, mark: tuple[int, int]) -> None:
         """Undo all growth since ``mark``, and the promises made for it; a page that was copied stays copied."""
         length, pages = mark
-        self._shrink(self.length + self.uncounted - length)
+        self._shrink(self.length + self.speculation.rejected - length)
         self.watch.lost()  # a step may have failed in its middle
         extra = max(0, self._promised + len(self.pages) - pages)  # fewer if others share some of the pages
         self._pool.give_back((), reserved=extra)
@@ -321,14 +297,14 @@ class Row:
 
     def rewind(self, length: int) -> None:
         """Forget all tokens after the first ``length``."""
-        self.exact()
+        self.speculation.sync()
         extra = self.length - length
         self.shrink(extra)
         self.position -= extra
 
     def settle(self) -> None:
         """Give back the pages that were promised and not entered, and the slot."""
-        self.exact()
+        self.speculation.sync()
         self.leave_slot()
         if self.states is not None:
             self.states.settle(self.length)
@@ -359,7 +335,7 @@ class Row:
     def free(self) -> None:
         """Give all pages back; the row holds nothing afterwards, and freeing it again does nothing."""
         self.leave_slot()
-        self.unread = []
+        self.speculation = Speculation()
         if self.states is not None:
             self.states.free()
         self._give_copy_back()

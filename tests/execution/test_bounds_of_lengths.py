@@ -101,7 +101,7 @@ def test_what_counts_is_what_as_many_steps_give(
         result, expected = batch.verify(new)
         if before is not None:
             assert before[0].read() == before[1]
-        assert [row.length - len(row.unread) * new for row in batch.loop.rows] == [
+        assert [row.length - len(row.speculation.unread) * new for row in batch.loop.rows] == [
             length - len(expected[row]) for row, length in zip(batch.loop.rows, batch.lengths, strict=True)
         ]
         assert all(row.length >= length for row, length in zip(batch.loop.rows, batch.lengths, strict=True))
@@ -255,6 +255,30 @@ def test_a_rule_that_fails_leaves_rows_that_go_on(accept: Any, error: type[Excep
     batch.close()
 
 
+def test_a_step_that_fails_is_undone_alone_when_earlier_tokens_are_rejected_meanwhile(seed: int, monkeypatch) -> None:
+    """A step of one token is written anew, for exact lengths."""
+    batch = Batch(wrapped(), [3, 4], seed)
+    batch.loop.step(torch.tensor([7, 7]))  # its step is prepared
+    tokens = torch.ones(2, 3, dtype=torch.int64)
+    batch.loop.verify(tokens, lambda sampled: torch.tensor([1, 2])).read()
+    batch.loop.verify(tokens, lambda sampled: torch.tensor([2, 1]))
+    monkeypatch.setattr(type(batch.model.compiled.model_runner().decode), "place", lambda self, *_: fails(tokens))
+    with pytest.raises(KeyError):
+        batch.loop.step(torch.tensor([7, 7]))
+    assert [(row.length, row.position) for row in batch.loop.rows] == [(7, 7), (8, 8)]
+    batch.close()
+
+
+def test_a_row_that_was_freed_rejects_nothing(seed: int) -> None:
+    batch = Batch(wrapped(), [3, 4], seed)
+    gone = batch.loop.rows[0]
+    result = batch.loop.verify(torch.ones(2, 3, dtype=torch.int64), lambda sampled: torch.tensor([1, 1]))
+    batch.loop.release(gone)
+    result.read()
+    assert [(row.length, row.position) for row in (gone, *batch.loop.rows)] == [(0, 0), (5, 5)]
+    batch.close()
+
+
 def test_bounds_take_no_pages_that_were_not_promised(seed: int) -> None:
     """16 tokens are promised; bounds would take 24, and the pool has no more."""
     batch = Batch(wrapped(), [4], seed)
@@ -266,7 +290,7 @@ def test_bounds_take_no_pages_that_were_not_promised(seed: int) -> None:
     pool.reserve(others)
     for _ in range(8):
         batch.loop.verify(torch.tensor([[5, 6, 7, 8]]), lambda sampled: torch.tensor([1]))
-    row.exact()
+    row.speculation.sync()
     assert row.length == 12
     pool.give_back((), others)
     batch.close()

@@ -35,7 +35,7 @@ class SharingSchedule(Schedule):
     """Some rows begin as another one does, whose pages they share."""
 
     def admit(self, length: int, new: int) -> None:
-        whole = [row for row in self.twins if len(self.twins[row].fed) > 3 and not row.unread]
+        whole = [row for row in self.twins if len(self.twins[row].fed) > 3 and not row.speculation.unread]
         if not whole or self._rng.random() < 0.2:
             super().admit(length, new)
             return

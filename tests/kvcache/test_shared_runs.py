@@ -121,16 +121,15 @@ def renumbered(runs: Sequence[SharedRun], order: Sequence[int]) -> set[SharedRun
 # ---- rows of a pool, in random order
 
 
-class UnreadCount:
-    """Tokens of a step that do not count; known once it has been read."""
+class UnreadStep:
+    """A step that has rejected some of the tokens by which it has grown a row."""
 
-    def __init__(self, tokens: int) -> None:
-        self.known = False
-        self._tokens = tokens
+    def __init__(self, row: Row, rejected: int) -> None:
+        self._row, self._rejected = row, rejected
+        row.speculation.grow(self)
 
-    def uncounted(self) -> int:
-        self.known = True
-        return self._tokens
+    def sync(self) -> None:
+        self._row.reject(self, self._rejected)
 
 
 class Batches(RuleBasedStateMachine):
@@ -153,7 +152,7 @@ class Batches(RuleBasedStateMachine):
         self.texts[row] += tokens
 
     def read(self, row: Row) -> None:
-        row.exact()
+        row.speculation.sync()
         self.texts[row] = self.texts[row][: row.length]
 
     def some_row(self, data: st.DataObject) -> Row:
@@ -241,11 +240,11 @@ class Batches(RuleBasedStateMachine):
         before = row.length
         self.write(row, (1,) * tokens)
         if row.length > before:
-            row.unread.append(UnreadCount(data.draw(st.integers(0, tokens - 1))))
+            UnreadStep(row, data.draw(st.integers(0, tokens - 1)))
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), settles=st.booleans())
-    def learn(self, data: st.DataObject, settles: bool) -> None:
+    def read_counts(self, data: st.DataObject, settles: bool) -> None:
         row = self.some_row(data)
         self.read(row)
         if settles:
@@ -494,10 +493,10 @@ def test_pages_that_went_ahead_and_were_given_back_come_to_others() -> None:
     row.grow(2 * SIZE)
     rows, shared = [row, row.fork()], SharedRuns(SIZE)
     row.grow(SIZE + 1)
-    row.unread.append(UnreadCount(SIZE + 1))
+    UnreadStep(row, SIZE + 1)
     shared.runs(rows)
     given_back = row.pages[2]
-    row.exact()
+    row.speculation.sync()
     row.settle()
     Row(pool, 0).grow(1)  # it takes the page that was given back last
     rows[1].grow(1)

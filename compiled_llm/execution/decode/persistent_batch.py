@@ -17,7 +17,7 @@ from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.decode.verification import Verification
-from compiled_llm.execution.growth import make_exact
+from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
@@ -43,7 +43,7 @@ class PersistentBatch:
         self.bucket = 0
         self._wanted: StepKey | None = None
         self.step: DecodeStep | None = None
-        self._placed: list[tuple[int | None, int, int]] = []  # slot, length and position of each row, before it feeds
+        self._placed: list[tuple[int | None, int, int]] = []  # where each row was when it was written, by ``_places``
         self._advanced = 0  # by how many tokens, until ``step`` ran first
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state, steps)
@@ -71,7 +71,7 @@ class PersistentBatch:
         """Put rows, grown by what they feed in, in the decode buffers, unless they are there with their pages."""
         decode, key, new = self._decode, launch.key, launch.new_tokens
         if decode.follows_pages:  # whose plan needs exact lengths
-            make_exact(rows)
+            sync_lengths(rows)
         listed = self._slots.list_pages(rows)
         if self._slots.states is not None:
             self._slots.list_states(rows)
@@ -89,10 +89,8 @@ class PersistentBatch:
             if self.step is not None:
                 self.invalidate()
             cause = "rows_changed" if decode.claim(self) else "call_moved_in"
-            make_exact(rows)
-            before = [(row, row.uncounted) for row in rows]
-            self._placed = [(row.slot, row.length - new + by, row.position + by) for row, by in before]
-            self._advanced = 0
+            sync_lengths(rows)
+            self._placed, self._advanced = _places(rows, 0), 0
             decode.place(rows, key, cause, self._runs)
         self._placed_runs = self._runs
 
@@ -101,9 +99,7 @@ class PersistentBatch:
         # The buffers have gone back by the tokens that do not count, whether or not the host knows how many those are.
         if step.key != launch.key or step.rows != rows:
             return False
-        advanced, new = self._advanced + step.repeats, launch.new_tokens
-        before = [(row, row.uncounted - advanced) for row in rows]
-        return self._placed == [(row.slot, row.length - new + by, row.position + by) for row, by in before]
+        return self._placed == _places(rows, self._advanced + step.repeats)
 
     def _enters_page(self, rows: Sequence[Row], new_tokens: int) -> bool:
         """Whether a row has just entered a page; padding, which has one page, may have with several new tokens."""
@@ -198,3 +194,8 @@ class PersistentBatch:
         self.deferred.forget()
         self.invalidate()
         self._logits, self.bucket, self._wanted = None, 0, None
+
+
+def _places(rows: Sequence[Row], advanced: int) -> list[tuple[int | None, int, int]]:
+    """Return slot and length of each row, as they were ``advanced`` tokens ago, and its position from its length on."""
+    return [(row.slot, row.length + row.speculation.rejected - advanced, row.position - row.length) for row in rows]

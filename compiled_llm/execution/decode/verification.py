@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +27,8 @@ class Verification:
         self.next_tokens, self.new_tokens = next_tokens, new_tokens
         self._rows, self._arriving, self._sampled = list(rows), counts, sampled
         self._counts: NDArray[np.int64] | None = None
-        for at, row in enumerate(self._rows):
-            row.unread.append(_CountOfRow(self, at))
-
-    @property
-    def known(self) -> bool:
-        return self._counts is not None
+        for row in self._rows:
+            row.speculation.grow(self)
 
     def counts(self) -> NDArray[np.int64]:
         """Return ``[B]``, how many tokens of each row count, waiting for this step."""
@@ -41,24 +36,15 @@ class Verification:
             self._counts = self._arriving.array()
         return self._counts
 
-    def read(self) -> dict[Row, list[int]]:
-        """Return the tokens sampled after each that counts, once, waiting for this step; lengths are exact then."""
-        counts, sampled = self.counts(), self._sampled.array().reshape(-1, self.new_tokens)
+    def sync(self) -> None:
+        """Let its rows shrink by the tokens that do not count, waiting for this step."""
+        rejected = (self.new_tokens - self.counts()).tolist()
         with deferred():
-            for row in self._rows:
-                row.learn()
-        return {row: own[:count].tolist() for row, count, own in zip(self._rows, counts, sampled, strict=True)}
+            for row, tokens in zip(self._rows, rejected, strict=True):
+                row.reject(self, tokens)
 
-
-class _CountOfRow(NamedTuple):
-    """A ``TokenCount``."""
-
-    verification: Verification
-    at: int
-
-    @property
-    def known(self) -> bool:
-        return self.verification.known
-
-    def uncounted(self) -> int:
-        return self.verification.new_tokens - int(self.verification.counts()[self.at])
+    def read(self) -> dict[Row, list[int]]:
+        """Return the tokens sampled after each that counts, once, and ``sync``."""
+        self.sync()
+        sampled = self._sampled.array().reshape(-1, self.new_tokens)
+        return {row: own[:count].tolist() for row, count, own in zip(self._rows, self.counts(), sampled, strict=True)}

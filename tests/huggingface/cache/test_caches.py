@@ -60,6 +60,18 @@ def test_a_cache_that_is_kept_keeps_no_model_alive(forwards: int) -> None:
     assert cache.get_seq_length() == 11 + forwards
 
 
+@torch.no_grad()
+def test_positions_that_skip_some_between_tokens_are_followed(models, seed):
+    """Of rows that stay where they are in the decode buffers."""
+    caches = [DynamicCache(config=models[0].config) for _ in models]
+    generator = torch.Generator().manual_seed(seed)
+    for positions in ([0, 1, 2, 3], [4], [5], [11], [12], [7], [8]):
+        ids = torch.randint(3, 128, (1, len(positions)), generator=generator)
+        own = {"position_ids": torch.tensor([positions])}
+        plain, ours = (model(ids, **{CACHE: kept}, **own).logits for model, kept in zip(models, caches, strict=True))
+        torch.testing.assert_close(ours[:, -1], plain[:, -1], **CLOSE)
+
+
 # ---- conversations
 
 

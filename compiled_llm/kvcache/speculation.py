@@ -1,0 +1,42 @@
+"""A row's speculative tokens: steps feed them in, and until that is read only the device knows how many it accepts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class SpeculativeStep(Protocol):
+    """A step of which the device decides how many tokens of each row it accepts."""
+
+    def sync(self) -> None:
+        """Let its rows shrink by the tokens that it has rejected, waiting for the step."""
+        ...
+
+
+class Speculation:
+    """The steps of one row whose rejected tokens still count in its length and position, which are upper bounds then.
+
+    Attributes:
+        unread: these steps, oldest first.
+        rejected: how many tokens by which the row has grown were rejected.
+    """
+
+    unread: tuple[SpeculativeStep, ...] = ()
+    rejected = 0
+
+    def grow(self, step: SpeculativeStep) -> None:
+        """Note that a step has grown the row by tokens that it may reject."""
+        self.unread += (step,)
+
+    def shrink(self, step: SpeculativeStep, rejected: int) -> int:
+        """Note how many tokens a step has rejected; return by how many the row shrinks, 0 if it was freed meanwhile."""
+        if step not in self.unread:
+            return 0
+        self.unread = tuple(own for own in self.unread if own is not step)
+        self.rejected += rejected
+        return rejected
+
+    def sync(self) -> None:
+        """Have the row's length and position exact, waiting for the steps that are unread."""
+        for step in self.unread:
+            step.sync()
