@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,16 +25,16 @@ class Listeners:
         self._check = check
         self.check_process = check_process
         self._changed = Condition()
-        self._threads = 0
-        self._functions: set[Callable[[], object]] = set()
-        self._tasks: set[Task] = set()
+        self.threads = 0  # these three are for ``tell`` to read
+        self.functions: set[Callable[[], object]] = set()
+        self.tasks: set[Task] = set()
         self.count = 0  # how many wait; in a step of many requests it is 0 for most
 
     def add(self, function: Callable[[], object]) -> None:
         """Call ``function`` whenever something has changed, once for all requests that a step has changed."""
         self.check_process()
         with self._changing():
-            self._functions.add(function)
+            self.functions.add(function)
 
     def wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait in this thread, ``timeout`` seconds at most; return whether it is ``ready``."""
@@ -45,12 +44,12 @@ class Listeners:
         with self._changed:
             # A thread that does not see this has changed everything before, and ``ready`` is called now.
             with self._changing():
-                self._threads += 1
+                self.threads += 1
             try:
                 return self._changed.wait_for(ready, timeout)
             finally:
                 with self._changing():
-                    self._threads -= 1
+                    self.threads -= 1
 
     @contextmanager
     def listening(self, event: asyncio.Event | None = None) -> Iterator[asyncio.Event]:
@@ -59,7 +58,7 @@ class Listeners:
         event = asyncio.Event() if event is None else event
         task = asyncio.get_running_loop(), event
         with self._changing():
-            self._tasks.add(task)
+            self.tasks.add(task)
         try:
             yield event
         finally:
@@ -67,35 +66,34 @@ class Listeners:
 
     def forget(self, tasks: Iterable[Task]) -> None:
         with self._changing():
-            self._tasks.difference_update(tasks)
+            self.tasks.difference_update(tasks)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         with self._changed:
             yield
-            self.count = self._threads + len(self._functions) + len(self._tasks)
+            self.count = self.threads + len(self.functions) + len(self.tasks)
 
     def remove(self, function: Callable[[], object]) -> None:
         with self._changing():
-            self._functions.discard(function)
+            self.functions.discard(function)
 
-    def gather(self, functions: set[Callable[[], object]], tasks: list[Task]) -> None:
-        """Wake threads, and add the functions and tasks to call to the two collections."""
-        if self._threads:
-            with self._changed:
-                self._changed.notify_all()
-        if self._functions:
-            functions.update(self._functions)
-        if self._tasks:
-            tasks.extend(self._tasks)
+    def wake_threads(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 def tell(several: Sequence[Listeners]) -> None:
     """Notify the listeners of several requests: each function and event loop once, however many it waits for."""
     functions: set[Callable[[], object]] = set()
     tasks: list[Task] = []
-    for listeners in several:
-        listeners.gather(functions, tasks)
+    for listeners in several:  # of which there are many in each step: no calls for what most lack
+        if listeners.tasks:
+            tasks += listeners.tasks
+        if listeners.functions:
+            functions |= listeners.functions
+        if listeners.threads:
+            listeners.wake_threads()
     try:
         _call_all(several, list(functions))
     finally:  # Ctrl-C in one of them leaves no task waiting
@@ -120,11 +118,9 @@ def _call_all(several: Sequence[Listeners], functions: list[Callable[[], object]
 def _tell_tasks(several: Iterable[Listeners], tasks: Sequence[Task]) -> None:
     if not tasks:
         return
-    loops: defaultdict[asyncio.AbstractEventLoop, list[Task]] = defaultdict(list)
-    for task in tasks:
-        loops[task[0]].append(task)
     here = running_loop()  # it is awake, and to wake it takes two calls of the system
-    for loop, waiting in loops.items():
+    for loop in {loop for loop, _ in tasks}:
+        waiting = [task for task in tasks if task[0] is loop]
         try:
             (loop.call_soon if loop is here else loop.call_soon_threadsafe)(_wake, waiting)
         except Exception:  # the loop was closed meanwhile; no task waits there any more

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.pending_answer import PendingAnswer
-from compiled_llm.requests.streams import TextStream, TokenStream
+from compiled_llm.requests.streams import IdStream, TextStream, TokenStream
 
 A = TypeVar("A", bound=PendingAnswer)
 
@@ -108,12 +108,10 @@ class PendingAnswers(ABC, Generic[A]):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the tokens' ids as they come; ValueError if there are several answers; an answer's error is raised."""
-        for token in TokenStream(self._only(), self.listeners, scored=False):
-            yield token.id
+        return iter(IdStream(self._only(), self.listeners))
 
-    async def __aiter__(self) -> AsyncIterator[int]:
-        async for token in TokenStream(self._only(), self.listeners, scored=False):
-            yield token.id
+    def __aiter__(self) -> AsyncIterator[int]:
+        return aiter(IdStream(self._only(), self.listeners))
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         return self._ended().__await__()

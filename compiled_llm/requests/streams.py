@@ -25,26 +25,28 @@ class _AnswerStream(ABC, Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Yield the parts as they come; an answer that has failed raises its error."""
-        given = 0
-        while not self._is_over(given):
-            self._wait(given)
+        given, over = 0, False
+        while not over:
+            over = self._has_ended()  # first: no part comes after the end
             parts, given = self._parts(given)
             yield from parts
+            if not (parts or over):
+                self._wait(given)
         self._raise_error()
 
     def _wait(self, given: int) -> None:
-        self._listeners.wait_until(lambda: self._has_more(given) or self._is_over(given))
+        self._listeners.wait_until(lambda: self._has_more(given) or self._has_ended())
 
     async def __aiter__(self) -> AsyncIterator[T]:
-        given = 0
+        given, over = 0, False
         with self._listeners.listening() as event:
-            while not self._is_over(given):
-                event.clear()
-                if self._has_more(given):
-                    parts, given = self._parts(given)
-                    for part in parts:
-                        yield part
-                elif not self._is_over(given):
+            while not over:
+                event.clear()  # first: what comes from now on sets it
+                over = self._has_ended()
+                parts, given = self._parts(given)
+                for part in parts:
+                    yield part
+                if not over:
                     await event.wait()
         self._raise_error()
 
@@ -52,8 +54,8 @@ class _AnswerStream(ABC, Generic[T]):
     def _has_more(self, given: int) -> bool: ...
 
     @abstractmethod
-    def _is_over(self, given: int) -> bool:
-        """Whether no more comes."""
+    def _has_ended(self) -> bool:
+        """Whether no more comes than has come."""
 
     @abstractmethod
     def _parts(self, given: int) -> tuple[Sequence[T], int]:
@@ -71,23 +73,30 @@ class Token(NamedTuple):
     logprobs: dict[int, Logprob] | None
 
 
-class TokenStream(_AnswerStream[Token]):
-    """An answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
-
-    def __init__(self, answer: PendingAnswer, listeners: Listeners, scored: bool = True) -> None:
-        """``scored``: yield log-probabilities; otherwise they are not computed."""
-        super().__init__(answer, listeners)
-        self._scored = scored
+class _TokensOfAnswer(_AnswerStream[T]):
+    """A stream of as many parts as the answer has tokens."""
 
     def _has_more(self, given: int) -> bool:
         return self._answer.tokens > given
 
-    def _is_over(self, given: int) -> bool:
-        return self._answer.done and self._answer.tokens == given
+    def _has_ended(self) -> bool:
+        return self._answer.done
+
+
+class IdStream(_TokensOfAnswer[int]):
+    """The ids of an answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
+
+    def _parts(self, given: int) -> tuple[Sequence[int], int]:
+        ids = self._answer.tokens_behind(given)
+        return ids, given + len(ids)
+
+
+class TokenStream(_TokensOfAnswer[Token]):
+    """An answer's tokens as they come, for ``for`` and ``async for``; each loop begins with the first."""
 
     def _parts(self, given: int) -> tuple[Sequence[Token], int]:
         tokens = self._answer.tokens_behind(given)
-        entries = self._answer.logprobs_behind(given) if tokens and self._scored else None
+        entries = self._answer.logprobs_behind(given) if tokens else None
         if entries is None:
             found = [Token(token, None) for token in tokens]
         else:
@@ -109,9 +118,8 @@ class TextStream(_AnswerStream[str]):
     def _has_more(self, given: int) -> bool:
         return self._text.shown > given
 
-    def _is_over(self, given: int) -> bool:
-        # The request has ended too, so that its result is there.
-        return self._text.ended and self._text.shown == given and self._answer.done
+    def _has_ended(self) -> bool:
+        return self._text.ended and self._answer.done  # the request too, so that its result is there
 
     def _parts(self, given: int) -> tuple[Sequence[str], int]:
         piece = self._text.text[given : self._text.shown]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.listeners import Listeners, tell
 from support.engine.text_tokenizers import Numbers
 from support.engine.tiny_engines import PATIENCE, greedy
@@ -70,3 +73,26 @@ def test_who_waits_for_an_end_is_not_woken_for_each_token(model: PreTrainedModel
     assert all(ends)
     assert 2 <= len(ends) <= (2 if stop is None else 4)  # text may be read to its end before its request is told of
     assert changes if stop else len(changes) == 9
+
+
+@pytest.mark.parametrize("in_event_loop", [False, True])
+def test_tokens_that_come_with_the_end_while_a_stream_reads_are_given(in_event_loop: bool) -> None:
+    request = Request(prompt=np.array([5]), sampling=None, max_tokens=2, stop_token_ids=frozenset(), tokens=[7])
+    handle = RequestHandle([request], cancel=lambda _: None)
+    (answer,) = handle.answers
+    read = answer.tokens_behind
+
+    def reading(count: int) -> list[int]:
+        found = read(count)
+        if not request.done:
+            request.tokens.append(8)
+            request.finish_reason = "length"
+            tell([handle.listeners])
+        return found
+
+    answer.tokens_behind = reading  # type: ignore[method-assign]
+
+    async def in_loop() -> list[int]:
+        return [token async for token in handle]
+
+    assert (asyncio.run(asyncio.wait_for(in_loop(), PATIENCE)) if in_event_loop else list(handle)) == [7, 8]
