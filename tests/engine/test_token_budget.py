@@ -11,6 +11,8 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture, uncompiled
+from support.noting import note_calls
 from support.tiny_models import tiny_qwen3
 
 
@@ -133,6 +135,26 @@ def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
     assert sum(sizes) == 600
     assert max(sizes) <= 40
     assert 32 in sizes
+
+
+def test_a_limit_keeps_no_step_from_being_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the repeated ones are timed."""
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    model, params = uncompiled(monkeypatch), compiled_llm.SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    launched: list[int] = []
+    for limit in (None, 1000.0):
+        launches = note_calls(monkeypatch, Loop, "_launch", lambda *_: None)
+        learnt = note_calls(monkeypatch, TokenBudget, "ran", lambda _, decoding, tokens, *__: (decoding, tokens))
+        with compiled_llm.Engine(model, max_step_ms=limit, watch_model=False) as engine:
+            engine.generate([[3, 4, 5], [6, 7, 8, 9]], params)
+            launches.clear()
+            learnt.clear()
+            engine.generate([[3, 4, 5], [6, 7, 8, 9]], params)
+        launched.append(len(launches))
+    assert launched[0] == launched[1] < 30
+    assert (0, 7) in learnt
+    assert 3 <= learnt.count((2, 0)) <= 10
 
 
 def test_warmup_prepares_all_sizes(seed):

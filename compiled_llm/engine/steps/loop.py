@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -160,12 +161,14 @@ class Loop:
     def _repeat(self, plan: StepPlan) -> bool:
         """Run the last step once more, unless something has changed, or the plan is another."""
         prepared, step = self._prepared, self._persistent.step
-        if step is None or prepared is None or prepared.plan is not plan or plan.extend or self._token_budget.bounded:
+        if step is None or prepared is None or prepared.plan is not plan or plan.extend:
             return False
-        arriving = self.model_runner.thread.call_briefly(step.run, prepared.batch, self._persistent.lose)
+        timer = self._timer_of(plan) if self._token_budget.bounded else None
+        run = step.run if timer is None else partial(timer.timed, step.run)
+        arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.lose)
         if arriving is None:
             return False
-        self._launched.append(self._unread(prepared, [readback for _, readback in arriving]))
+        self._launched.append(self._unread(prepared, [readback for _, readback in arriving], timer))
         return True
 
     def read_first_tokens(self) -> list[Request]:
@@ -221,8 +224,10 @@ class Loop:
     def _launch(self, plan: StepPlan) -> None:
         if plan.extend:
             self._admit(plan.extend)
-        timer = DeviceTimer(self.model_runner.device) if self._token_budget.bounded else None
-        before = 0.0 if timer is None else self.model_runner.events.preparing.seconds
+        timer, before = self._timer_of(plan) if self._token_budget.bounded else None, 0.0
+        if timer is not None:
+            before = self.model_runner.events.preparing.seconds
+            timer.start()
         prepared = self._prepared_for(plan)
         # If all tokens are sampled late, there is nothing to read yet.
         all_late = prepared.constrained is not None and len(prepared.constrained.members) == len(prepared.sampled)
@@ -234,6 +239,10 @@ class Loop:
                 timer = None
         self._launched.append(self._unread(prepared, readbacks, timer))
         self.model_runner.run_capture_slice()
+
+    def _timer_of(self, plan: StepPlan) -> DeviceTimer | None:
+        due = self._token_budget.wants_time_of(len(plan.decode), bool(plan.extend))
+        return DeviceTimer(self.model_runner.device) if due else None
 
     @staticmethod
     def _unread(prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None = None) -> _Launched:

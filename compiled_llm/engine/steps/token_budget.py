@@ -15,6 +15,8 @@ _OF_THE_LATEST = 0.25
 _FADING = 0.99
 """A size that seemed too long seems this much shorter after each step that could have been longer."""
 # So one odd step does not forbid it for ever.
+_EVERY = 16
+"""Of steps without prompts, one of so many is timed."""
 _STEPS_TOO_LONG = 3
 """So many steps of the smallest chunks, one after the other, are no accident."""
 
@@ -43,6 +45,7 @@ class TokenBudget:
         self._mixed = mixed
         self._decode: dict[int, float] = {}
         self._chunk: dict[int, float] = {}
+        self._untimed = 0  # steps since the last one that was timed
         self._too_long: list[_SmallStep] = []  # the latest steps of the smallest chunks, if all were
         self._told = False
 
@@ -59,6 +62,14 @@ class TokenBudget:
         while size < most and self._seconds(2 * size) <= left:
             size *= 2
         return min(most, size)
+
+    def wants_time_of(self, decoding: int, prompts: bool) -> bool:
+        """Return whether to time the next step: each with prompts, and a sample of those without."""
+        self._untimed += 1
+        if not (prompts or self._untimed >= _EVERY or _rounded(decoding) not in self._decode):
+            return False
+        self._untimed = 0
+        return True
 
     def _seconds(self, size: int) -> float:
         """Return how long a chunk lasts, or would if it lasted twice as long as one half as large."""

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class DeviceTimer:
-    """A timer of launches from now until ``stop``, in stream order; on a CPU, those are done when they return."""
+    """A timer of launches from ``start`` to ``stop``, in stream order; on a CPU, those are done when they return."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        self._began = self._took = 0.0
+
+    def start(self) -> None:
         self._began = time.perf_counter()
-        self._took = 0.0
         if self._events:
             self._events[0].record()
 
@@ -22,7 +29,17 @@ class DeviceTimer:
         if self._events:
             self._events[1].record()
 
+    def timed(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that launches something; the timer is of that."""
+        self.start()
+        result = function(*args, **kwargs)
+        self.stop()
+        return result
+
     @property
     def seconds(self) -> float:
-        """The time; on CUDA, the device must be done with all launches before ``stop``."""
-        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events else self._took
+        """The time, after ``stop``; on CUDA, this waits until the device is done with the launches."""
+        if not self._events:
+            return self._took
+        self._events[1].synchronize()  # it is done where tokens of these launches have been read
+        return self._events[0].elapsed_time(self._events[1]) / 1000
