@@ -66,7 +66,7 @@ def test_after_a_capture_nothing_is_left_out_even_if_it_failed(seed: int) -> Non
     layers.begin(torch.ones_like(layers.hidden))
     expected = layers.step()
     layers.begin(torch.ones_like(layers.hidden))
-    CapturedPieces(graph, outputs).replay()
+    CapturedPieces(graph, outputs).launch()
     torch.testing.assert_close(outputs, expected)
 
 

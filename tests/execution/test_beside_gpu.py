@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
 from compiled_llm.kvcache.cuda_virtual_memory import MappedMemory, mapped_bytes
+from support.execution.replaying import replayed
 from support.execution.twins import DEVICE, OPTIONS, assert_parity, parity, small_qwen3, twins_of
 from support.gpu import needs_cuda
 from support.in_threads import start
@@ -78,7 +79,7 @@ def capturing(capturer: GraphCapture) -> Iterator[Future[CapturedGraph[Tensor]]]
         slices_until(capturer, underway.done)
     assert (error := underway.exception()) is None, f"the capture failed: {error!r}"
     doubled.tensor.fill_(1)
-    found = underway.result().replay().unique().tolist()
+    found = replayed(underway.result()).unique().tolist()
     assert found == [4], f"the capture gives {found}"
     underway.result().release()
 
@@ -146,11 +147,11 @@ def test_graphs_are_replayed_and_released_during_a_capture(capturer: GraphCaptur
         each.tensor.fill_(1)
     with capturing(capturer):
         for graph in graphs:
-            graph.replay()
+            graph.launch()
         torch.cuda.current_stream().synchronize()
         assert all(bool(each.tensor.eq(2).all()) for each in doubled), "a replay during a capture is wrong"
         graphs[0].release()
-        graphs[1].replay()
+        graphs[1].launch()
     torch.cuda.synchronize()
     assert doubled[1].tensor.eq(4).all(), "a replay beside a release is wrong"
 
@@ -210,8 +211,8 @@ def test_what_cannot_be_captured_fails_alone(capturer: GraphCapture) -> None:
             finished(capturer, launch)
         draw()
         doubled.tensor.fill_(1)
-        assert good.replay().eq(2).all(), "what was captured before is wrong"
-        assert capturer.capture(doubled.launch).replay().eq(4).all(), "what is captured later is wrong"
+        assert replayed(good).eq(2).all(), "what was captured before is wrong"
+        assert replayed(capturer.capture(doubled.launch)).eq(4).all(), "what is captured later is wrong"
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
@@ -235,13 +236,13 @@ def test_a_capture_pauses_between_steps_and_is_whole_at_the_end(capturer: GraphC
         assert time.monotonic() < deadline, f"not done after {LONGEST} s"
         capturer._place.thread.run_slice(0.0)
         others.tensor.fill_(1)
-        assert graph.replay().eq(2).all(), "a replay between two slices is wrong"
+        assert replayed(graph).eq(2).all(), "a replay between two slices is wrong"
         draw()
         allocations()
         done += 1
     assert done >= 20
     doubled.tensor.fill_(1e-6)
-    assert underway.result().replay().gt(1).all()
+    assert replayed(underway.result()).gt(1).all()
     underway.result().release()
 
 
@@ -255,7 +256,7 @@ def test_kernels_that_never_ran_are_loaded_by_the_capture(capturer: GraphCapture
         return torch.stack(parts)
 
     captured = finished(capturer, launch)
-    torch.testing.assert_close(captured.replay(), launch())
+    torch.testing.assert_close(replayed(captured), launch())
     captured.release()
 
 

@@ -16,6 +16,7 @@ import compiled_llm
 from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.model_runner import ModelRunner
+from support.execution.replaying import replayed
 from support.execution.twins import DEVICE, OPTIONS, prompts_on_device, small_qwen3
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty, greedy
@@ -128,7 +129,7 @@ class Matmuls:
         self.out = torch.empty(rows, 256, device=DEVICE)
         self.launch()
         self.captured: CapturedGraph[Tensor] = capturer.capture(self.launch)
-        self.expected = self.captured.replay().clone()
+        self.expected = replayed(self.captured).clone()
 
     def launch(self) -> Tensor:
         first = self.left @ self.right
@@ -136,7 +137,7 @@ class Matmuls:
 
     def check(self) -> None:
         self.out.fill_(float("nan"))
-        assert torch.equal(self.captured.replay(), self.expected)
+        assert torch.equal(replayed(self.captured), self.expected)
 
 
 def test_the_others_compute_the_same_bits_after_an_eviction(seed: int) -> None:

@@ -12,6 +12,7 @@ import compiled_llm
 from compiled_llm.compilation.graphs.capture import GraphCapture
 from compiled_llm.compilation.graphs.piecewise import GraphInPieces, unowned
 from compiled_llm.compilation.graphs.table import mib
+from support.execution.replaying import replayed
 from support.execution.twins import (
     DEVICE,
     OPTIONS,
@@ -84,7 +85,7 @@ def test_a_replay_computes_what_a_launch_does_with_what_there_is_by_then(seed: i
         layers.begin(hidden)
         torch.full((2**22,), float("nan"), device=DEVICE)  # what is free now holds this
         for cuda_graph, launched in zip(cuda_graphs, expected, strict=True):
-            assert_near(cuda_graph.replay(), launched)
+            assert_near(replayed(cuda_graph), launched)
         assert_near(layers.pages, expected_pages)
     first, *others = cuda_graphs
     first.release()
@@ -92,7 +93,7 @@ def test_a_replay_computes_what_a_launch_does_with_what_there_is_by_then(seed: i
         layers.begin(layers.inputs(1)[0])
         launched = tuple(out.clone() for out in layers.step())
         layers.lengths.sub_(1)
-        assert_near(cuda_graph.replay(), launched)
+        assert_near(replayed(cuda_graph), launched)
 
 
 def test_a_failed_capture_leaves_nothing_behind(seed: int) -> None:
@@ -111,7 +112,7 @@ def test_a_failed_capture_leaves_nothing_behind(seed: int) -> None:
     layers.begin(layers.inputs(1)[0])
     launched = tuple(out.clone() for out in layers.step())
     layers.lengths.sub_(1)
-    assert_near(cuda_graph.replay(), launched)
+    assert_near(replayed(cuda_graph), launched)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.uint8, torch.bool])

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.execution.prefill import prefill
+from support.execution.replaying import replayed
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture, one_layer, uncompiled
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
@@ -72,7 +73,7 @@ def test_all_shapes_leave_their_logits_in_one_place_and_answers_have_others(seed
     graphs = model.compiled.cuda_graphs
     assert len(captured(model, "scoring")) == 3
     with torch.no_grad():
-        places = {steps.get(key).cuda_graph.replay().logits.data_ptr() for key in steps.of("prefill")}
+        places = {replayed(steps.get(key).cuda_graph).logits.data_ptr() for key in steps.of("prefill")}
     assert model.compiled.model_runner().graph_manager.cuda_graphs._scored._buffers[0].data_ptr() not in places
     assert graphs.nbytes > 0
 

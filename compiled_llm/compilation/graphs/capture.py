@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -41,10 +41,6 @@ class CapturedGraph(Generic[Outputs]):
         self._graph = graph
         self.outputs: Outputs | None = outputs  # the tensors that it writes
         self._give_back = give_back
-
-    def replay(self) -> Outputs:
-        self.launch()
-        return cast(Outputs, self.outputs)
 
     def release(self) -> None:
         self.outputs = None

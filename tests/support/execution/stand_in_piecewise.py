@@ -106,10 +106,6 @@ class CapturedPieces:
     def launch(self) -> None:
         self.graph.replay()
 
-    def replay(self) -> Any:
-        self.launch()
-        return self.outputs
-
     def release(self) -> None:
         self.graph.reset()
 
