@@ -31,7 +31,6 @@ from support.ops.sampling_cases import (
     assert_wins,
     counted_after,
     distribution,
-    distributions,
     favouring,
     reached_by,
     unusual_logits,
@@ -132,7 +131,7 @@ def test_each_token_is_drawn_if_huggingfaces_filters_keep_it_and_no_other_is(set
     tokens = order if whole else torch.cat([order[:80], order[80:][torch.randperm(821)[:40]]])
     seeds = favouring(901)[tokens]
     chosen = sample_tokens(*arguments(logits.expand(len(tokens), -1), seeds, [setting] * len(tokens)))
-    reached = reached_by(distribution(logits, setting)[None], seeds)
+    reached = reached_by(logits[None], [setting], seeds)
     assert (reached.gather(1, chosen[:, None])[:, 0] >= reached.amax(dim=-1) - 1e-6).all()
     if setting.temperature:
         likely = distribution(logits, setting)[tokens] > 1e-3
@@ -273,7 +272,7 @@ def test_logits_that_are_rounded_otherwise_change_near_ties_alone(thousands, noi
         rows = (first != second).nonzero()[:, 0]
         changed += len(rows)
         if len(rows):
-            reached = reached_by(distributions(logits[rows], settings), seeds[rows])
+            reached = reached_by(logits[rows], settings, seeds[rows])
             ends = reached.gather(1, torch.stack([first[rows], second[rows]], dim=1))
             assert (ends[:, 0] - ends[:, 1]).max() < 20 * noise
     assert changed <= 3

@@ -20,7 +20,6 @@ from support.ops.sampling_cases import (
     arguments,
     assert_wins,
     counted_after,
-    distributions,
     favouring,
     reached_by,
     tables_of,
@@ -69,7 +68,7 @@ def test_sampled_sets_are_exact(setting: Sampling, seed: int) -> None:
     """Each token has a row whose seed lets it win, as far as any does: another one more or less would show."""
     logits, seeds = normal_logits(1, 901, 2.0, torch.float32, seed), favouring(901)
     sampled = sample_tokens(*arguments(logits.expand(901, -1), seeds, [setting] * 901)).cpu()
-    reached = reached_by(distributions(logits, [setting]), seeds)
+    reached = reached_by(logits, [setting], seeds)
     assert (reached.gather(1, sampled[:, None])[:, 0] >= reached.amax(dim=-1) - SLACK).all()
 
 

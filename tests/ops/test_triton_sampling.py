@@ -63,10 +63,10 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     build_sampling(262_145, torch.float32, torch.device("cuda"))
     launches._wait_for_builds()
-    assert built == ["_summarise_for_sampling", "_sample_rows"]
+    assert built == ["_summarise_for_sampling", "_weigh_proposals", "_sample_rows"]
     for rows in (1, 3):
         kernels.build(arguments(torch.randn(rows, 262_145), some_seeds(rows), [Sampling()] * rows), NOT_A_TOKEN)
-    assert len(built) == 2
+    assert len(built) == 3
 
 
 @pytest.mark.whole
@@ -77,15 +77,20 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
 def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
     from compiled_llm_ops.sampling.kernels import sampling as kernels
 
-    int32 = ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent")
+    int32 = ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent", "leaders", "proposed")
     types = {
         "logits": f"*{dtype}",
         "counts": "*i16",
         **dict.fromkeys(int32, "*i32"),
         **dict.fromkeys(("slots", "positions", "chosen", "seeds"), "*i64"),
-        **dict.fromkeys(("stride", "vocabulary", "tiles", "not_a_token", "deferred"), "i32"),
+        **dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "not_a_token", "deferred"), "i32"),
     }
-    for kernel, constants in ((kernels._summarise_for_sampling, {}), (kernels._sample_rows, {"padded_tiles": tiles})):
+    padded = {"padded_tiles": tiles}
+    for kernel, constants in (
+        (kernels._summarise_for_sampling, {}),
+        (kernels._weigh_proposals, {**padded, "padded_spans": max(1, tiles // 32)}),
+        (kernels._sample_rows, padded),
+    ):
         compiled(kernel, constants, {**dict.fromkeys(kernel.arg_names, "*fp32"), **types}, warps=16)
 
 

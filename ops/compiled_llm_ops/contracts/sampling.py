@@ -26,7 +26,10 @@ MAX_BIASES = 512  # how many biases a row can have
 
 TILE = 64  # so many neighbouring tokens race as one first
 
-OF_TILES, OF_TOKENS = 0, 1  # the use of a random number: a part of the generator's counter
+OF_TILES, OF_TOKENS = 0, 1  # the use of a random number: a part of the generator's counter, as the attempt is
+
+PROPOSALS = 8
+"""So many tokens are drawn from the whole row, in turn, before a nucleus is searched for; the first in it is taken."""
 
 
 class TopLogprobs(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.sampling import COUNTED, DEFERRED, FOLLOWING, MAX_BIASES, MAX_FOLLOWED, TILE
+from compiled_llm_ops.contracts.sampling import COUNTED, DEFERRED, FOLLOWING, MAX_BIASES, MAX_FOLLOWED, PROPOSALS, TILE
 from compiled_llm_ops.library import kernel_of
 from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
 from compiled_llm_ops.sampling.race import winners
@@ -148,15 +148,31 @@ def _adjusted(args: SampleTokens, adjustments: Tensor) -> Tensor:
 def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
     """Return ``[B]`` int64, drawn from ``scores`` ``[B, V]`` with the filters of their rows."""
     filters = Filters.of(args, args.slots)
-    top_k = filters.top_k
+    limited = (filters.top_k > 0) & (filters.top_k < scores.shape[1])
     tiles = _tiled(scores)
     numbers = torch.arange(tiles.shape[1], device=scores.device)[None]
-    if bool(((top_k > 0) & (top_k < scores.shape[1])).all()):
-        tiles, numbers = _candidates(tiles, top_k)
+    if bool(limited.all()):
+        tiles, numbers = _candidates(tiles, filters.top_k)
     smallest = smallest_kept(tiles.flatten(1), filters)
+    tiles_kept = tiles
     if bool((smallest > -math.inf).any()):
-        tiles = tiles.masked_fill(tiles < smallest[:, None, None], -math.inf)
-    return winners(tiles, numbers, args.seeds, args.positions)
+        tiles_kept = tiles.masked_fill(tiles < smallest[:, None, None], -math.inf)
+    proposing = ~limited & (filters.top_p < 1)
+    if not bool(proposing.any()):
+        return winners(tiles_kept, numbers, args.seeds, args.positions)[0]
+    sampled = torch.empty_like(args.slots)
+    rows = proposing.nonzero()[:, 0]
+    for attempt in range(PROPOSALS):
+        tokens, reached = winners(tiles[rows], numbers, args.seeds[rows], args.positions[rows], attempt)
+        kept = reached >= smallest[rows]
+        sampled[rows[kept]] = tokens[kept]
+        if len(rows := rows[~kept]) == 0:
+            break
+    for others, attempt in ((rows, PROPOSALS), ((~proposing).nonzero()[:, 0], 0)):
+        if len(others):
+            given = args.seeds[others], args.positions[others]
+            sampled[others], _ = winners(tiles_kept[others], numbers, *given, attempt)
+    return sampled
 
 
 def _tiled(scores: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ _ROUNDS = 10
 _LARGEST_SHARE = 1.0 - 2.0**-24
 
 
-def exponentials(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -> Tensor:
+def exponentials(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int, attempt: int = 0) -> Tensor:
     """Return exponential random numbers, which depend on the arguments alone.
 
     Args:
@@ -32,6 +32,7 @@ def exponentials(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -
         positions: ``[B]`` int64, not negative.
         numbers: ``[B, N]`` int64, or ``[1, N]`` for the same ones in all rows: which tiles or tokens they are of.
         kind: ``OF_TILES`` or ``OF_TOKENS``.
+        attempt: how many races the rows have had before at their positions.
 
     Returns:
         ``[B, N]`` float64, above 0; small ones, which win, are as precise as others.
@@ -43,29 +44,35 @@ def exponentials(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -
     columns = (seeds[:, None], positions[:, None], numbers)
     seed, position, number = (column.numpy().astype(np.uint64) for column in columns)
     counter = np.empty((4, *np.broadcast_shapes(seed.shape, number.shape)), dtype=np.uint64)
-    counter[0], counter[1], counter[2], counter[3] = number, kind, position & _MASK, position >> _HALF
+    counter[0], counter[1], counter[2], counter[3] = number, kind + 2 * attempt, position & _MASK, position >> _HALF
     high, low, _, _ = philox(counter, np.stack([seed & _MASK, seed >> _HALF]))
     share = ((high << _HALF) | low).astype(np.float64) * 2.0**-64 + 2.0**-65
     return torch.from_numpy(-np.log1p(-np.minimum(share, _LARGEST_SHARE)))
 
 
-def winners(tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return ``[B]`` int64, the tokens that win among those of some tiles; any for scores that are NaN, or all -inf."""
+def winners(
+    tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor, attempt: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return ``[B]`` int64, the tokens that win among those of some tiles, and their scores.
+
+    Of scores that are NaN, or all -inf, any token wins.
+    """
     # ``tiles`` ``[B, C, TILE]`` float32 have the scores, -inf for who does not take part; ``numbers`` ``[B, C]`` or
     # ``[1, C]`` say which they are: the first has tokens 0 to ``TILE - 1``.
     # Scores may be huge: beside them, random numbers would not count.
-    tiles = tiles - tiles.amax(dim=(1, 2), keepdim=True)
-    tile = _leaders(tiles.exp().sum(dim=-1).log(), seeds, positions, numbers, OF_TILES)
+    peak = tiles.amax(dim=(1, 2), keepdim=True)
+    masses = (tiles - peak).exp().sum(dim=-1).log()
+    tile = _leaders(masses, exponentials(seeds, positions, numbers, OF_TILES, attempt))
     number = numbers.expand(tiles.shape[:2]).gather(1, tile)
     tokens = number * TILE + torch.arange(TILE, device=number.device)
     scores = tiles.gather(1, tile[:, :, None].expand(-1, -1, TILE))[:, 0]
-    return tokens.gather(1, _leaders(scores, seeds, positions, tokens, OF_TOKENS))[:, 0]
+    best = _leaders(scores - peak[:, 0], exponentials(seeds, positions, tokens, OF_TOKENS, attempt))
+    return tokens.gather(1, best)[:, 0], scores.gather(1, best)[:, 0]
 
 
-def _leaders(scores: Tensor, seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int) -> Tensor:
+def _leaders(scores: Tensor, numbers: Tensor) -> Tensor:
     """Return ``[B, 1]``, the places of those that get furthest of ``scores`` ``[B, N]``."""
-    behind = exponentials(seeds, positions, numbers, kind).log()
-    return (scores.double() - behind).argmax(dim=-1, keepdim=True)
+    return (scores.double() - numbers.log()).argmax(dim=-1, keepdim=True)
 
 
 def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:

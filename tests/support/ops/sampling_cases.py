@@ -9,6 +9,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.slot_settings import SlotSettings
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm_ops import COUNTED
-from compiled_llm_ops.contracts.sampling import OF_TILES, OF_TOKENS, TILE
+from compiled_llm_ops.contracts.sampling import OF_TILES, OF_TOKENS, PROPOSALS, TILE
 from compiled_llm_ops.sampling.race import exponentials
 from compiled_llm_ops.sampling.sampling import SampleTokens
 
@@ -226,15 +227,42 @@ def distributions(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
     return torch.stack([distribution(row, own) for row, own in zip(logits.cpu(), settings, strict=False)])
 
 
-def reached_by(chances: Tensor, seeds: Tensor, position: int = 1000) -> Tensor:
-    """`[B, V]` float64: by how much tokens of these probabilities lose, with their tile or in it, as negative numbers.
+def reached_by(logits: Tensor, settings: Sequence[Sampling], seeds: Tensor, position: int = 1000) -> Tensor:
+    """`[B, V]` float64: by how much the tokens that are kept lose, as negative numbers, in the race that decides.
 
-    0 is the winner's; -inf is that of those left out.
+    Rows with top-p and without top-k race with all of their tokens first, until one wins that is kept. 0 is the
+    winner's; -inf is that of those left out. One row of logits with one setting may have several seeds.
     """
+    settings = settings[: len(logits)]
+    kept = distributions(logits, settings)
+    reached = _raced(kept, seeds, position, 0)
+    proposing = torch.tensor([_proposes(own, logits.shape[1]) for own in settings])
+    if not bool(proposing.any()):
+        return reached
+    kept, proposing = kept.expand_as(reached), proposing.expand(len(seeds))
+    whole = distributions(logits, [replace(own, top_p=1.0, min_p=0.0) for own in settings]).expand_as(reached)
+    rows = proposing.nonzero()[:, 0]
+    for attempt in range(PROPOSALS):
+        raced = _raced(whole[rows], seeds[rows], position, attempt)
+        decided = kept[rows].gather(1, raced.argmax(dim=-1, keepdim=True))[:, 0] > 0
+        reached[rows[decided]] = raced[decided].masked_fill(kept[rows[decided]] == 0, -math.inf)
+        if len(rows := rows[~decided]) == 0:
+            return reached
+    reached[rows] = _raced(kept[rows], seeds[rows], position, PROPOSALS)
+    return reached
+
+
+def _proposes(setting: Sampling, vocabulary: int) -> bool:
+    return setting.temperature != 0.0 and setting.top_p < 1.0 and not 0 < setting.top_k < vocabulary
+
+
+def _raced(chances: Tensor, seeds: Tensor, position: int, attempt: int) -> Tensor:
+    """`[B, V]` float64: by how much tokens of these probabilities lose, with their tile or in it."""
     tiled = torch.nn.functional.pad(chances, (0, -chances.shape[1] % TILE)).view(len(chances), -1, TILE)
     positions, count = torch.full_like(seeds, position), tiled.shape[1]
-    of_tiles = exponentials(seeds, positions, torch.arange(count)[None], OF_TILES)
-    of_tokens = exponentials(seeds, positions, torch.arange(count * TILE)[None], OF_TOKENS).view(len(seeds), -1, TILE)
+    tile_numbers, numbers = torch.arange(count)[None], torch.arange(count * TILE)[None]
+    of_tiles = exponentials(seeds, positions, tile_numbers, OF_TILES, attempt)
+    of_tokens = exponentials(seeds, positions, numbers, OF_TOKENS, attempt).view(len(seeds), -1, TILE)
     tiles, tokens = tiled.sum(dim=-1).log() - of_tiles.log(), tiled.log() - of_tokens.log()
     behind = (tiles - tiles.amax(dim=-1, keepdim=True))[:, :, None], tokens - tokens.amax(dim=-1, keepdim=True)
     return torch.minimum(*behind).nan_to_num(-math.inf).flatten(1)[:, : chances.shape[1]]
@@ -242,7 +270,7 @@ def reached_by(chances: Tensor, seeds: Tensor, position: int = 1000) -> Tensor:
 
 def assert_wins(sampled: Tensor, seeds: Tensor, logits: Tensor, settings: Sequence[Sampling], slack: float) -> None:
     """Each row's token wins the race among those that its filters keep, but for near ties."""
-    reached = reached_by(distributions(logits, settings), seeds)
+    reached = reached_by(logits, settings, seeds)
     for row, (token, setting) in enumerate(zip(sampled.tolist(), settings, strict=True)):
         where = f"row {row}, {setting}: token {token} under seed {int(seeds[row])}"
         assert reached[row, token] > -math.inf, f"{where} was filtered"

@@ -14,20 +14,20 @@ _OF_TILES, _OF_TOKENS = tl.constexpr(OF_TILES), tl.constexpr(OF_TOKENS)
 
 
 @triton.jit
-def log_exponentials_of_tiles(seed, position, tile):
-    return _log_exponentials(seed, position, tile, _OF_TILES)
+def log_exponentials_of_tiles(seed, position, tile, attempt):
+    return _log_exponentials(seed, position, tile, _OF_TILES + 2 * attempt)
 
 
 @triton.jit
-def log_exponentials_of_tokens(seed, position, token):
-    return _log_exponentials(seed, position, token, _OF_TOKENS)
+def log_exponentials_of_tokens(seed, position, token, attempt):
+    return _log_exponentials(seed, position, token, _OF_TOKENS + 2 * attempt)
 
 
 @triton.jit
-def _log_exponentials(seed, position, number, kind: tl.constexpr):
+def _log_exponentials(seed, position, number, use):
     """Return them in float32, each of two words; those of small numbers, which win, are as precise as others."""
     low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
-    first, second, _, _ = tl.philox(seed, number, tl.full((1,), kind, tl.int32), low, high)
+    first, second, _, _ = tl.philox(seed, number, tl.zeros_like(number) + use, low, high)
     share = first.to(tl.float32) * 2.0**-32 + (second.to(tl.float32) + 0.5) * 2.0**-64
     share = tl.minimum(share, 1.0 - 2.0**-24)
     # Of small shares, 1 - share has lost the bits that matter: there the first terms of the series say more.

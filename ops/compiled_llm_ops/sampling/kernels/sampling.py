@@ -1,10 +1,14 @@
 """The CUDA kernels of ``sampling``, in Triton."""
 
 # The first kernel reads the logits once, with the whole device, and writes the largest score of each tile of
-# neighbouring tokens, its mass, and the logarithm of its random number. The second samples, one program a row, and
-# branches on the row's settings on the device, so that neither the host nor a captured graph has to know them. A tile
-# is drawn first and then a token of it (see ``race``), so it reads one tile of a row without filters; if few tokens can
-# be kept, those tiles in which they lie.
+# neighbouring tokens, its mass, and the logarithm of its random number. The last samples, one program a row. All branch
+# on the row's settings on the device, so that neither the host nor a captured graph has to know them. A tile is drawn
+# first and then a token of it (see ``race``), so a row without filters reads one tile; if few tokens can be kept, those
+# tiles in which they lie.
+# A nucleus without top-k may hold any number of tokens, and to find where it ends takes many passes over the row.
+# Whether one token is in it takes one: the tokens that are likelier have too little mass to fill it. So some tokens are
+# drawn from the whole row, the second kernel weighs what is likelier than each, with the whole device, and the first
+# one in the nucleus is taken, as likely as if it had been drawn from there.
 # Scores are multiplied by reciprocals, as PyTorch does when it divides by a number on CUDA.
 # Shapes: B rows, V vocabulary, C candidates, X entries of the tables of settings.
 
@@ -30,6 +34,7 @@ from compiled_llm_ops.contracts.sampling import (
     MASKED,
     MAX_BIASES,
     MAX_FOLLOWED,
+    PROPOSALS,
     TILE,
 )
 from compiled_llm_ops.sampling.kernels.race import log_exponentials_of_tiles, log_exponentials_of_tokens
@@ -39,8 +44,9 @@ _TILE = tl.constexpr(TILE)
 _SPAN = tl.constexpr(2048)
 _CHUNK = tl.constexpr(4096)
 _CANDIDATES = tl.constexpr(256)
-# If top-k does not say how many: so many tiles usually hold a nucleus, and their most likely tokens fit.
-_LIKELY_TILES = tl.constexpr(128)
+_PROPOSALS = tl.constexpr(PROPOSALS)
+_PARTS = tl.constexpr(8)  # of a row, which are weighed apart: as many whatever the batch is, so that sums stay the same
+_PART_CHUNK = tl.constexpr(1024)
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 _REACH = tl.constexpr(104.0)
 _COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
@@ -55,6 +61,7 @@ _WIDE_WARPS = 4
 _WIDE_REGISTERS = (
     48  # what rows without logit adjustments need; without a bound, others would leave room for fewer blocks of them
 )
+_PART_WARPS = 8
 _ROW_WARPS = 16
 
 
@@ -98,6 +105,12 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
         args.slots, args.positions, args.temperature, args.adjustments, args.repetition_penalty, args.presence_penalty,
         args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent,
     )  # fmt: skip
+    spans = triton.cdiv(vocabulary, _SPAN.value)
+    leads = torch.empty(rows, spans, PROPOSALS, dtype=torch.float32, device=device)
+    leaders = torch.empty(rows, spans, PROPOSALS, dtype=torch.int32, device=device)
+    proposed = torch.empty(rows, PROPOSALS, dtype=torch.int32, device=device)
+    reached = torch.empty(rows, PROPOSALS, dtype=torch.float32, device=device)
+    above = torch.empty(rows, _PARTS.value, PROPOSALS, dtype=torch.float32, device=device)
     shared = (
         logits,
         logits.stride(0),
@@ -105,17 +118,22 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
         int(args.deferred),
         vocabulary,
         args.seeds,
+        args.top_k,
+        args.top_p,
         largest,
         mass,
         behind,
         tiles,
     )
     wide = {"num_warps": _WIDE_WARPS, "maxnreg": _WIDE_REGISTERS}
-    yield _Launch(_summarise_for_sampling, (rows, triton.cdiv(vocabulary, _SPAN.value)), shared, wide)
-    settings = (args.top_k, args.top_p, args.min_p)
+    yield _Launch(_summarise_for_sampling, (rows, spans), (*shared, leads, leaders), wide)
+    padded = {"padded_tiles": triton.next_power_of_2(tiles)}
+    proposals = (proposed, reached, above)
+    parts = {**padded, "padded_spans": triton.next_power_of_2(spans), "num_warps": _PART_WARPS}
+    yield _Launch(_weigh_proposals, (rows, _PARTS.value), (*shared, leads, leaders, spans, *proposals), parts)
     results = (found, candidates, candidate_scores, sampled, not_a_token)
-    narrow = {"padded_tiles": triton.next_power_of_2(tiles), "num_warps": _ROW_WARPS}
-    yield _Launch(_sample_rows, (rows,), (*shared, *settings, *results), narrow)
+    narrow = {**padded, "num_warps": _ROW_WARPS}
+    yield _Launch(_sample_rows, (rows,), (*shared, *proposals, args.min_p, *results), narrow)
 
 
 @triton.jit
@@ -141,6 +159,14 @@ def _source(
 def _is_served(source, deferred):
     """Return whether this launch serves this program's row."""
     return ((source[1] & _DEFERRED) != 0) == (deferred != 0)
+
+
+@triton.jit
+def _filters(top_k, top_p, slot, vocabulary):
+    """Return a row's top-k, 0 if it keeps all, its top-p, and whether tokens are proposed for it."""
+    k, p = tl.load(top_k + slot), tl.load(top_p + slot)
+    k = tl.where(k < vocabulary, k, 0)
+    return k, p, (k <= 0) & (p < 1.0)
 
 
 @triton.jit
@@ -235,11 +261,11 @@ def _count(source, token):
 @triton.jit(do_not_specialize=["deferred"])
 def _summarise_for_sampling(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, deferred, vocabulary, seeds,
-    largest, mass, behind, tiles,
+    biases, recent, deferred, vocabulary, seeds, top_k, top_p,
+    largest, mass, behind, tiles, leads, leaders,
 ):  # fmt: skip
     """Write each tile's largest score, the sum of ``exp(score - largest)``, and its number; grid ``(B, spans)``."""
-    source, row, _, row_temperature = _source(
+    source, row, slot, row_temperature = _source(
         logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
         biases, recent, vocabulary,
     )  # fmt: skip
@@ -252,17 +278,81 @@ def _summarise_for_sampling(
         shift = tl.where(peak > float("-inf"), peak, 0.0)
         tile = span * (_SPAN // _TILE) + tl.arange(0, _SPAN // _TILE)
         tl.store(largest + row * tiles + tile, peak, mask=tile < tiles)
-        tl.store(mass + row * tiles + tile, tl.sum(tl.exp(scores - shift[:, None]), axis=1), mask=tile < tiles)
+        own_mass = tl.sum(tl.exp(scores - shift[:, None]), axis=1)
+        tl.store(mass + row * tiles + tile, own_mass, mask=tile < tiles)
         if row_temperature != 0.0:
-            number = log_exponentials_of_tiles(tl.load(seeds + row), tl.load(source[4]), tile)
+            seed, position = tl.load(seeds + row), tl.load(source[4])
+            _, _, proposes = _filters(top_k, top_p, slot, vocabulary)
+            number = log_exponentials_of_tiles(seed, position, tile, tl.where(proposes, _PROPOSALS, 0))
             tl.store(behind + row * tiles + tile, number, mask=tile < tiles)
+            if proposes:
+                place = (row * tl.num_programs(1) + span) * _PROPOSALS
+                _lead(seed, position, tl.log(own_mass) + peak, tile, tiles, leads + place, leaders + place)
+
+
+@triton.jit
+def _lead(seed, position, masses, tile, tiles, leads, leaders):
+    """Write which of a span's tiles gets furthest in the race for each proposal, and how far."""
+    attempt = tl.arange(0, _PROPOSALS)
+    reached = masses[None, :] - log_exponentials_of_tiles(seed, position, tile[None, :], attempt[:, None])
+    furthest = tl.max(reached, axis=1)
+    leader = tl.min(tl.where(reached >= furthest[:, None], tile[None, :], _NO_TOKEN), axis=1)
+    tl.store(leads + attempt, furthest)
+    tl.store(leaders + attempt, tl.minimum(leader, tiles - 1))  # of NaN none is the furthest
+
+
+@triton.jit(do_not_specialize=["deferred"])
+def _weigh_proposals(
+    logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
+    biases, recent, deferred, vocabulary, seeds, top_k, top_p,
+    largest, mass, behind, tiles, leads, leaders, spans, proposed, reached, above,
+    padded_tiles: tl.constexpr, padded_spans: tl.constexpr,
+):  # fmt: skip
+    """Write a row's proposals, their scores, and the mass of likelier tokens in each part; grid ``(B, parts)``."""
+    source, row, slot, row_temperature = _source(
+        logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
+        biases, recent, vocabulary,
+    )  # fmt: skip
+    _, _, proposes = _filters(top_k, top_p, slot, vocabulary)
+    if _is_served(source, deferred) & (row_temperature != 0.0) & proposes:
+        place = row * spans * _PROPOSALS
+        race = (tl.load(seeds + row), tl.load(source[4]))
+        tokens, scores = _proposals(source, race, leads + place, leaders + place, spans, tiles, padded_spans)
+        attempt, part = tl.arange(0, _PROPOSALS), tl.program_id(1)
+        if part == 0:
+            tl.store(proposed + row * _PROPOSALS + attempt, tokens)
+            tl.store(reached + row * _PROPOSALS + attempt, scores)
+        tile = tl.arange(0, padded_tiles)
+        peak = tl.max(tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf")), axis=0)
+        size = tl.cdiv(tl.cdiv(vocabulary, _PARTS), _PART_CHUNK) * _PART_CHUNK
+        masses = tl.zeros((_PROPOSALS, _PART_CHUNK), tl.float32)
+        for start in range(part * size, tl.minimum((part + 1) * size, vocabulary), _PART_CHUNK):
+            others = _scores(source, start + tl.arange(0, _PART_CHUNK))
+            masses += tl.where(others[None, :] > scores[:, None], tl.exp(others - peak)[None, :], 0.0)
+        tl.store(above + (row * _PARTS + part) * _PROPOSALS + attempt, tl.sum(masses, axis=1))
+
+
+@triton.jit
+def _proposals(source, race, leads, leaders, spans, tiles, padded_spans: tl.constexpr):
+    """Return the tokens that win each of a row's races for a proposal, and their scores."""
+    attempt, span, lane = tl.arange(0, _PROPOSALS), tl.arange(0, padded_spans), tl.arange(0, _TILE)
+    place = span[None, :] * _PROPOSALS + attempt[:, None]
+    exists = span[None, :] < spans
+    lead = tl.load(leads + place, mask=exists, other=float("-inf"))
+    leader = tl.load(leaders + place, mask=exists, other=0)
+    tile = tl.min(tl.where(lead >= tl.max(lead, axis=1)[:, None], leader, tiles - 1), axis=1)
+    token = tile[:, None] * _TILE + lane[None, :]
+    scores = tl.reshape(_scores(source, tl.reshape(token, (_PROPOSALS * _TILE,))), (_PROPOSALS, _TILE))
+    lead = scores - log_exponentials_of_tokens(race[0], race[1], token, attempt[:, None])
+    winner = tl.min(tl.where(lead >= tl.max(lead, axis=1)[:, None], token, _NO_TOKEN), axis=1)
+    return winner, tl.max(tl.where(token == winner[:, None], scores, float("-inf")), axis=1)
 
 
 @triton.jit(do_not_specialize=["deferred"])
 def _sample_rows(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, deferred, vocabulary, seeds,
-    largest, mass, behind, tiles, top_k, top_p, min_p,
+    biases, recent, deferred, vocabulary, seeds, top_k, top_p,
+    largest, mass, behind, tiles, proposed, reached, above, min_p,
     found, candidates, candidate_scores, sampled, not_a_token, padded_tiles: tl.constexpr,
 ):  # fmt: skip
     """Sample one row's token and count it; grid ``(B,)``."""
@@ -278,12 +368,12 @@ def _sample_rows(
     if _is_served(source, deferred) & usable:
         found += row * tiles
         behind += row * tiles
-        race = (tl.load(seeds + row), tl.load(positions + row), peak, behind)
-        k, p, m = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
-        k = tl.where(k < vocabulary, k, 0)  # the whole vocabulary: no limit
+        k, p, proposes = _filters(top_k, top_p, slot, vocabulary)
+        m = tl.load(min_p + slot)
+        attempt = tl.where(proposes, _PROPOSALS, 0)
+        race = (tl.load(seeds + row), tl.load(positions + row), peak, behind, attempt)
         # Each tile's mass is relative to its own largest score; from here on all are relative to the row's.
         masses = tl.load(mass + row * tiles + tile, mask=tile < tiles, other=0.0) * tl.exp(tops - peak)
-        total = tl.sum(masses, axis=0)
         token = -1
         if row_temperature == 0.0:
             token = _first_of_largest(source, tops, peak, padded_tiles)
@@ -291,10 +381,15 @@ def _sample_rows(
                 token = _first_nan(source, token)
         elif (k > 0) | (p < 1.0) | (m > 0.0):
             floor = tl.where(m > 0.0, peak + tl.log(m), peak - _REACH)
-            bound = _bound(tops, tiles, peak, floor, k, p)
-            scratch = (found, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES)
-            # Mostly the candidates fit into one block; only rows that keep many tokens are passed over as a whole.
-            token = _sample_of_few(source, scratch, tops, bound, race, total, floor, k, p, padded_tiles)
+            total = tl.sum(masses, axis=0)
+            # Mostly a proposal is kept, or all candidates fit into one block; else the whole row is passed over.
+            if proposes:
+                places = (proposed + row * _PROPOSALS, reached + row * _PROPOSALS, above + row * _PARTS * _PROPOSALS)
+                token, bound = _first_kept(places, p * total, floor)
+            else:
+                bound = _bound(tops, tiles, peak, floor, k)
+                scratch = (found, candidates + row * _CANDIDATES, candidate_scores + row * _CANDIDATES)
+                token = _sample_of_few(source, scratch, tops, bound, race, floor, k, p, padded_tiles)
             if token < 0:
                 smallest = _smallest_kept(source, peak, total, bound, floor, k, p)
                 token = _sample_of_many(source, found, tops, race, smallest, padded_tiles)
@@ -326,14 +421,27 @@ def _first_nan(source, otherwise):
     return tl.where(first < vocabulary, first, otherwise)
 
 
+@triton.jit
+def _first_kept(places, needed, floor):
+    """Return the first proposal that is kept, or -1, and a score that all tokens of the nucleus reach."""
+    proposed, reached, above = places
+    attempt, part = tl.arange(0, _PROPOSALS), tl.arange(0, _PARTS)
+    scores = tl.load(reached + attempt)
+    likelier = tl.sum(tl.load(above + part[None, :] * _PROPOSALS + attempt[:, None]), axis=1)
+    inside = likelier < needed
+    first = tl.min(tl.where(inside & (scores >= floor), attempt, _PROPOSALS), axis=0)
+    token = tl.load(proposed + first, mask=first < _PROPOSALS, other=-1)
+    return token, tl.max(tl.where(inside, float("-inf"), scores), axis=0)
+
+
 # ---- the race
 
 
 @triton.jit
 def _sample_of_all(source, race, leads, padded_tiles: tl.constexpr):
     """Return the token that wins in the winning tile, of a row that keeps all of them."""
-    # ``race`` is the row's seed, its position, its largest score, and where the numbers of its tiles are; ``leads`` is
-    # how far each tile gets.
+    # ``race`` is the row's seed, its position, its largest score, where the numbers of its tiles are, and how many
+    # races were before it; ``leads`` is how far each tile gets.
     tile = tl.min(tl.where(leads >= tl.max(leads, axis=0), tl.arange(0, padded_tiles), padded_tiles - 1), axis=0)
     token = tile * _TILE + tl.arange(0, _TILE)
     return _winner(race, token, _scores(source, token))
@@ -342,7 +450,7 @@ def _sample_of_all(source, race, leads, padded_tiles: tl.constexpr):
 @triton.jit
 def _winner(race, token, scores):
     """Return the token that gets furthest, of those whose scores are not -inf."""
-    leads = scores - race[2] - log_exponentials_of_tokens(race[0], race[1], token)
+    leads = scores - race[2] - log_exponentials_of_tokens(race[0], race[1], token, race[4])
     return tl.min(tl.where(leads >= tl.max(leads, axis=0), token, _NO_TOKEN), axis=0)
 
 
@@ -391,34 +499,33 @@ def _listed_tokens(source, found, first, count):
 
 
 @triton.jit
-def _bound(tops, tiles, peak, floor, k, p):
+def _bound(tops, tiles, peak, floor, k):
     """Return a score that all tokens reach that can be kept, if they are few."""
     # At least as many tiles as top-k keeps tokens reach it, so the k-th largest score does.
     bound = floor
-    if (k > 0) | (p < 1.0):
-        wanted = tl.where(k > 0, k, _LIKELY_TILES)
+    if k > 0:
         low, high = peak - _REACH, peak
-        if tiles >= wanted:
+        if tiles >= k:
             low = tl.maximum(low, tl.min(tl.where(tops > float("-inf"), tops, peak), axis=0))
         reach = tl.sum((tops >= low).to(tl.int32), axis=0)
         middle = low + (high - low) * 0.5
         # Bisect the tiles' largest scores, which are in registers, until at most a quarter too many tiles are left.
-        while (reach > wanted + wanted // 4) & (middle > low) & (middle < high):
+        while (reach > k + k // 4) & (middle > low) & (middle < high):
             above = tl.sum((tops >= middle).to(tl.int32), axis=0)
-            enough = above >= wanted
+            enough = above >= k
             reach = tl.where(enough, above, reach)
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
             middle = low + (high - low) * 0.5
-        bound = tl.where(k > 0, low, tl.maximum(low, floor))
+        bound = low
     return bound
 
 
 @triton.jit
 def _sample_of_few(
-    source, scratch, tops, bound, race, total, floor, k, p, padded_tiles: tl.constexpr,
+    source, scratch, tops, bound, race, floor, k, p, padded_tiles: tl.constexpr,
 ):  # fmt: skip
-    """Return the sampled token, or -1 if the tokens that reach ``bound`` are too many, or too few to decide."""
+    """Return the sampled token, or -1 if the tokens that reach ``bound`` are too many."""
     candidates, candidate_scores, peak = scratch[1], scratch[2], race[2]
     token = -1
     size = _gather(source, scratch, tops, bound, padded_tiles)
@@ -428,17 +535,14 @@ def _sample_of_few(
         weights = tl.exp(scores - peak)
         rank, above = _ranks(scores, candidate_scores, size, peak)
         within = (rank < k) | (k <= 0)
-        reached = tl.sum(tl.where(within, weights, 0.0), axis=0)
-        needed = tl.where(p < 1.0, p * tl.where(k > 0, reached, total), float("inf"))
-        # The candidates decide if they are all that can be kept, or have the mass that top-p needs.
-        if (k > 0) | (bound <= floor) | (reached >= needed):
-            kept = within & (scores >= floor) & ((above < needed) | (rank == 0))
-            tokens = tl.load(candidates + lane, mask=lane < size, other=_NO_TOKEN)
-            weights = tl.where(kept, weights, 0.0)
-            masses = _masses_of_tiles(tokens, weights, candidates, candidate_scores, size)
-            leads = tl.log(masses) - tl.load(race[3] + tokens // _TILE, mask=lane < size, other=0.0)
-            of_winner = kept & (leads >= tl.max(leads, axis=0))
-            token = _winner(race, tokens, tl.where(of_winner, scores, float("-inf")))
+        needed = tl.where(p < 1.0, p * tl.sum(tl.where(within, weights, 0.0), axis=0), float("inf"))
+        kept = within & (scores >= floor) & ((above < needed) | (rank == 0))
+        tokens = tl.load(candidates + lane, mask=lane < size, other=_NO_TOKEN)
+        weights = tl.where(kept, weights, 0.0)
+        masses = _masses_of_tiles(tokens, weights, candidates, candidate_scores, size)
+        leads = tl.log(masses) - tl.load(race[3] + tokens // _TILE, mask=lane < size, other=0.0)
+        of_winner = kept & (leads >= tl.max(leads, axis=0))
+        token = _winner(race, tokens, tl.where(of_winner, scores, float("-inf")))
     return token
 
 
@@ -500,9 +604,9 @@ def _ranks(scores, candidate_scores, size, peak):
 @triton.jit
 def _smallest_kept(source, peak, total, bound, floor, k, p):
     """Return the score from which on top-k, top-p and min-p keep tokens."""
-    smallest = peak - _REACH
+    smallest = tl.maximum(peak - _REACH, bound)
     if k > 0:
-        smallest = _search(source, tl.maximum(smallest, bound), peak, k.to(tl.float32), False)
+        smallest = _search(source, smallest, peak, k.to(tl.float32), False)
         if p < 1.0:
             total = _mass(source, smallest, peak)
     if p < 1.0:
