@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
+from compiled_llm.engine.admission.policies import AdmissionName
+from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import LogprobsMode, check_can_mix, check_options, is_count
 from compiled_llm.engine.input_processing.input_processor import (
@@ -60,6 +62,7 @@ class Engine:
         max_model_len: int | None = None,
         max_step_ms: float | None = None,
         mixed: Mixed = "auto",
+        admission: AdmissionName | Admission = "auto",
         prefix_cache: bool = True,
         max_queue: int | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
@@ -83,6 +86,10 @@ class Engine:
             mixed: run prompts and running requests in one launch, which reads the weights once, where both fit in
                 ``prefill_tokens``; ``"auto"`` for where that is known to be faster: on CUDA, with weights of 8 GB or
                 more, beside short chunks of prompts. With ``batch_invariant=True`` of ``wrap`` nowhere.
+            admission: experimental; which policy lets requests begin while pages are short. ``"auto"`` estimates what
+                waiting costs, and what beginning does; ``"peak"`` lets one begin once all rows are likely to fit until
+                they end; ``"greedy"`` as soon as its text fits, as vLLM does. Or a policy of your own, an object with
+                a method ``plan(state)`` (``compiled_llm.engine.admission.state``).
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
             logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or
@@ -108,6 +115,7 @@ class Engine:
             max_queue=max_queue,
             logprobs_mode=logprobs_mode,
             mixed=mixed,
+            admission=admission,
             grammar_timeout=grammar_timeout,
         )
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
@@ -127,7 +135,7 @@ class Engine:
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
-        settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed)
+        settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission)
         self._engine_thread = EngineThread(model, self._runtime, settings)
         arrive, end = self._engine_thread.request_table.paused_requests.arrive, self._engine_thread.cancel
         grammars = feature("structured_outputs", "engine")  # None if that was taken out

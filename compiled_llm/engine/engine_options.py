@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.kinds.support import FoundKind, refusal
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -51,6 +52,10 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, Real) and float(value) > 0
 
 
+def _is_admission(value: Any) -> bool:
+    return value in POLICIES if isinstance(value, str) else callable(getattr(value, "plan", None))
+
+
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_num_seqs": (is_count, "1 or more"),
     "max_model_len": (lambda value: value is None or is_count(value), "1 or more, or None for the model's positions"),
@@ -58,6 +63,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_queue": (lambda value: value is None or is_count(value), "1 or more, or None for no limit"),
     "logprobs_mode": (get_args(LogprobsMode).__contains__, f"one of {', '.join(get_args(LogprobsMode))}"),
     "mixed": (lambda value: value == "auto" or isinstance(value, bool), 'True, False or "auto"'),
+    "admission": (_is_admission, f"one of {', '.join(POLICIES)}, or an object with a method plan(state)"),
     "grammar_timeout": (is_positive, "seconds above 0"),
 }
 """For each option, whether a value is one, and what an error tells the user to give."""

@@ -82,7 +82,12 @@ class Row:
     @property
     def limit(self) -> int:
         """Tokens that the row's pages, taken and promised, can hold."""
-        return self._pool.tokens_in(len(self.pages) + self._promised)
+        return self._pool.tokens_in(self.held)
+
+    @property
+    def held(self) -> int:
+        """Pages that the row has, and those promised to it."""
+        return len(self.pages) + len(self.ahead) + self._reserved
 
     @property
     def _promised(self) -> int:
@@ -100,6 +105,13 @@ class Row:
             self._pool.reserve(missing)
             self._reserved += missing
         self._reserve_states(max(0, missing))
+
+    def give_promises_back(self, tokens: int) -> None:
+        """Give back pages that were promised beyond those for ``tokens`` in all, but for those that its slot lists."""
+        kept = max(0, self._pool.pages_for(tokens) - len(self.pages) - len(self.ahead))
+        given = max(0, self._reserved - kept)
+        self._reserved -= given
+        self._pool.give_back((), given)
 
     def _reserve_states(self, pages: int | None = None) -> None:
         """Have what a running row needs, or give ``pages`` that were promised now, all if None, back and raise."""

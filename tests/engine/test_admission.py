@@ -5,14 +5,23 @@ A simulation counts steps, and tokens that are computed again (``support/engine/
 
 from __future__ import annotations
 
+import inspect
 import statistics
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
 from compiled_llm.engine.admission.cheaper import Cheaper
-from support.engine.admission_loads import KINDS, drawn
-from support.engine.admission_simulation import Asked, Cost, Oracle, Rule, Vllm, costs
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.peak import Peak
+from compiled_llm.engine.admission.policies import POLICIES
+from compiled_llm.engine.steps import admissions, scheduler
+from support.engine.admission_loads import KINDS, PAGE_SIZE, drawn
+from support.engine.admission_simulation import Asked, Cost, Oracle, Rule, Simulation, Vllm, costs
+from support.engine.scheduled_load import Recounted, run
 
 pytestmark = pytest.mark.core
 
@@ -64,3 +73,80 @@ def test_loads_cost_no_more_than_under_the_cheapest_rule(seed: int, whole: bool)
     assert statistics.median(ratio for of_kind in ours.values() for ratio in of_kind) <= 1.02
     for kind, of_kind in ours.items():
         assert statistics.mean(of_kind) <= 1.05, kind
+
+
+@pytest.mark.parametrize("kind", ["geometric, 1/4", "two lengths, exact, 1/4", "states, 1/2"])
+def test_the_scheduler_runs_as_many_steps_as_the_simulation(kind: str, seed: int) -> None:
+    """Within 2%."""
+    load = drawn(kind, seed, count=192)
+    simulated = Simulation(load, Asked(Cheaper())).run()
+    scheduled = run(load, Cheaper(), seed)
+    print(simulated, scheduled)
+    assert abs(scheduled.steps - simulated.steps) <= 0.02 * simulated.steps
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 24),
+    share=st.floats(0.3, 1.2),
+    policy=st.sampled_from(sorted(POLICIES)),
+)
+def test_whatever_the_load_all_end_in_order_and_no_page_is_lost(
+    kind: str, seed: int, count: int, share: float, policy: str
+) -> None:
+    load = drawn(kind, seed, count=count)
+    prompts, answers = load.prompts // 8 + load.shared, load.answers // 8 + 1
+    pages = -(-(prompts + answers) // PAGE_SIZE)
+    enough = max(int(share * pages.sum()), int(pages.max()))
+    most = answers if load.exact else pages.max() * PAGE_SIZE - prompts
+    states = None if load.states is None else 2 * count
+    small = load._replace(prompts=prompts, answers=answers, max_tokens=most, pages=enough, states=states)
+    cost = run(small, POLICIES[policy](), seed)
+    assert cost.preemptions == 0 or enough < pages.sum()
+
+
+def test_lengths_that_are_known_cost_no_row_its_pages(seed: int) -> None:
+    """Under the peak alone."""
+    assert run(drawn("uniform, exact, 3/4", seed, count=64)._replace(pages=1500), Peak()).preemptions == 0
+
+
+def test_a_policy_is_told_what_there_is(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admissions, "_COUNTED_AGAIN", 1)
+    checked(seed)
+
+
+def checked(seed: int) -> None:
+    """Loads under a policy that counts again what it is told; with many preemptions, one with states."""
+    one_by_one = 10 * np.arange(24)  # two at once may each have a copy of what they begin with
+    run(
+        drawn("shared beginnings, 1/2", seed, count=24)._replace(arrivals=one_by_one, pages=5000),
+        Recounted(Greedy()),
+        seed,
+    )
+    run(drawn("uniform, 1/4", seed, count=24), Recounted(Greedy()), seed)
+    run(drawn("states, 1/2", seed, count=24)._replace(states=20), Recounted(Greedy()), seed)
+
+
+FAULTS = {
+    "cached pages count as used": ("_pool.available + own", "_pool.available - self._pool.account().cached + own"),
+    "pages that others have are free when a row ends": (" - sum(shared)", ""),
+    "rows end too early": ("- 1 - begun", "- 17 - begun"),
+    "states are forgotten": ("(more if states is None else min(more, states.available // ENTRIES_OF_A_ROW))", "more"),
+    "a preempted row has its old length": (
+        "return len(request.prompt) + len(request.tokens)",
+        "return len(request.prompt)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_in_what_a_policy_is_told_are_found(fault: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = inspect.getsource(admissions)
+    old, new = FAULTS[fault]
+    assert source.count(old) == 1
+    planted: dict[str, Any] = {"__name__": admissions.__name__}
+    exec(source.replace(old, new).replace("_COUNTED_AGAIN = 40", "_COUNTED_AGAIN = 1"), planted)
+    monkeypatch.setattr(scheduler, "Admissions", planted["Admissions"])
+    with pytest.raises(AssertionError):
+        checked(seed)

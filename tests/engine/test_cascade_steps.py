@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.config import Mode
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.cascade.cascade import Cascade
@@ -107,7 +108,7 @@ def test_tokens_and_log_probabilities_are_those_of_rows_that_read_for_themselves
     config = WINDOWS if case == "windows" else {}
     options: dict[str, Any] = {"mixed": case == "mixed steps"}
     if case == "few pages":
-        monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+        monkeypatch.setitem(POLICIES, "auto", Greedy)
         options["tokens"] = 140
     assert_cascade_changes_nothing(
         lambda cascade: engine_for(tiny_qwen3(**WORDS, **config), cascade, **options),

@@ -11,8 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine, QueueFullError
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.model.version.module_tree import ModuleTree
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -66,7 +67,7 @@ def test_tokens_equal_huggingface(plain, engine, seed):
 def test_capped_logits_and_windows_under_hits_and_preemption(monkeypatch, one_thread, seed):
     """A Gemma 2, whose every other layer sees eight tokens."""
     monkeypatch.setattr(Loop, "asynchronous", True)
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    monkeypatch.setitem(POLICIES, "auto", Greedy)  # more begin than fit: requests are preempted
     capped: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     plain, model = (make("Gemma2", {**FAMILIES["Gemma2"], **capped}, seed) for _ in range(2))
     compiled_llm.wrap(model, mode="eager", kv_memory="200 tokens", page_size=4, max_batch_size=4, progress=False)

@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.execution.twins import BEYOND_NOISE, DEVICE, OPTIONS, SMALL, in_float32, rms, small_qwen3
@@ -65,7 +66,7 @@ def test_tokens_are_the_most_likely_ones_also_after_rows_lost_their_pages(
     model: PreTrainedModel, mixed: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By HuggingFace's logits in float32, given what was fed in; bfloat16 may take the second of two near ties."""
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    monkeypatch.setitem(POLICIES, "auto", Greedy)
     asked = some_requests(seed, 60)
     with Engine(model, max_num_seqs=12, mixed=mixed) as engine:
         given = [answers(engine, asked) for _ in range(2)]
@@ -100,7 +101,7 @@ def test_two_thousand_steps_of_requests_that_come_and_go(
     model: PreTrainedModel, mixed: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As above; some are cancelled, and what they have got by then is judged too."""
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    monkeypatch.setitem(POLICIES, "auto", Greedy)
     draw, asked = random.Random(seed), iter(some_requests(seed + 2, 5000))
     handles: list[tuple[Asked, RequestHandle]] = []
     with Engine(model, max_num_seqs=12, mixed=mixed) as engine:

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.config import Mode
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
@@ -68,7 +69,7 @@ def test_tokens_and_log_probabilities_are_those_of_two_launches(
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
     options: dict[str, Any] = {"config": WINDOWS} if case == "windows" else {}
     if case == "few pages":
-        monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+        monkeypatch.setitem(POLICIES, "auto", Greedy)
         options["tokens"] = 200
     if case == "short steps":
         options["max_step_ms"] = 0.01

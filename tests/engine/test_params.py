@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from compiled_llm.compilation.sampling.bias import packed_values
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing import sampling
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.state.slots import Slots
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ def engine() -> Iterator[Engine]:
 
 def test_preempted_requests_go_on_with_what_they_have_counted(plain, monkeypatch, seed):
     monkeypatch.setattr(Loop, "asynchronous", True)
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    monkeypatch.setitem(POLICIES, "auto", Greedy)  # more begin than fit: requests are preempted
     everything, none = together(COMBINED), Setting({}, {})
     settings = [everything, none, GREEDY["frequency_penalty"], GREEDY["min_tokens"], GREEDY["bad_words"], everything]
     params = [SamplingParams(**setting.params, temperature=0, max_tokens=40) for setting in settings]

@@ -18,6 +18,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
@@ -286,17 +287,18 @@ class Crowd(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         caches=st.booleans(),
         late=st.booleans(),
-        guess=st.sampled_from([1.0, 1.0, 4.0, 256.0]),
+        policy=st.sampled_from(["greedy", "greedy", "peak", "auto"]),
     )
-    def start(self, pages: int, size: int, rows: int, budget: int, caches: bool, late: bool, guess: float) -> None:
+    def start(self, pages: int, size: int, rows: int, budget: int, caches: bool, late: bool, policy: str) -> None:
         self.pool = PoisonedPool(pages + 1, size)
         self.device = NaiveDevice(self.pool, 2 * rows)
         self.tree = PrefixTree(self.pool) if caches else None
-        self.scheduler = Watched(self.pool, rows, lambda decoding: max(1, budget - decoding), self.tree)
+        self.scheduler = Watched(
+            self.pool, rows, lambda decoding: max(1, budget - decoding), self.tree, admission=POLICIES[policy]()
+        )
         self.loop = type("", (Loop,), {"asynchronous": late})(
             self.device, self.scheduler, TokenBudget(None, 1), self.tree
         )
-        self.scheduler._likely = guess  # answers are longer than that: requests are preempted
         self.now = 0.0
         self.requests: list[Request] = []
         self.expected: dict[Request, tuple[list[int], str]] = {}
@@ -335,6 +337,7 @@ class Crowd(RuleBasedStateMachine):
                 index=index,
                 prefix_owner=owner,
                 constraint=Constraint() if late and seed is not None else None,
+                known_length=not stops,
             )
             owner = owner or request
             self.expected[request] = answer(prompt, sampling, most, request.stop_token_ids.__contains__)
@@ -522,7 +525,7 @@ def test_a_request_that_comes_is_in_the_next_plan():
         Request(prompt=np.arange(5), sampling=None, max_tokens=50, stop_token_ids=frozenset()) for _ in range(2)
     )
     scheduler.add(first)
-    plans = [launch(scheduler) for _ in range(5)]
+    plans = [launch(scheduler) for _ in range(6)]
     assert plans[-1] is plans[-2], "the same plan holds"
     scheduler.add(second)
     plan = launch(scheduler)
@@ -544,7 +547,7 @@ class TestLargeCrowd(Crowd.TestCase):  # type: ignore[misc]
 
 def test_the_first_token_and_last_that_could_not_be_read_is_sampled_again():
     crowd = Crowd()
-    crowd.start(pages=9, size=4, rows=2, budget=12, caches=False, late=True, guess=1.0)
+    crowd.start(pages=9, size=4, rows=2, budget=12, caches=False, late=True, policy="greedy")
     crowd.add([5, 6, 7], 1, 1, None, False, 0, None, None, stops=False, late=False)
     (request,) = crowd.requests
     crowd.device.arrived = True

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -231,7 +232,7 @@ def test_a_stream_gives_what_a_request_that_ends_early_has(model, end, stop):
 
 @BOTH_WAYS
 def test_a_preempted_answer_goes_on_with_its_text(model, monkeypatch):
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 4)
+    monkeypatch.setitem(POLICIES, "auto", Greedy)
     with Engine(model, tokenizer=byte_level(), prefix_cache=False) as engine:
         params = [settings(number, max_tokens=110, stop="\0\0") for number in range(24)]
         handles = [engine.submit(PROMPT, each) for each in params]

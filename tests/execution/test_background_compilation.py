@@ -15,7 +15,8 @@ from transformers import TextStreamer
 
 import compiled_llm
 from compiled_llm.compilation.backend import Inductor
-from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.execution.lifecycle import background_compilation
 from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
 from support.parity import greedy, mixed_prompts
@@ -206,7 +207,7 @@ def test_a_request_that_is_preempted_goes_on_in_the_mode_that_it_began_in(
 ) -> None:
     """It is admitted again when no row runs, which is when compiled programs take over otherwise."""
     monkeypatch.setattr(background_compilation, "_DRAIN_AFTER", 0.0 if drains else 1000.0)
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    monkeypatch.setitem(POLICIES, "auto", Greedy)  # more begin than fit: requests are preempted
     model = compiled_llm.wrap(plain(), eager_first=True, **{**OPTIONS, "kv_memory": "96 tokens", "page_size": 4})
     prompts, params = [[5, 6, 7], [8, 9, 10]], compiled_llm.SamplingParams(max_tokens=60, temperature=0.0)
     with compiled_llm.Engine(model) as engine:

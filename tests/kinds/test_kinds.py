@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from compiled_llm.config import WrapConfig
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.kinds import support as table
 from compiled_llm.kinds.support import FEATURES, ORIGINAL, YES, No
 from compiled_llm.model.checks import check_layers
@@ -112,7 +113,7 @@ def test_tokens_in_generate(kind: Kind, reading: None, seed: int) -> None:
 @each(*KINDS, *IN_FP8)
 def test_tokens_in_an_engine(kind: Kind, mixed: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With so few pages that rows lose theirs, and begin again; some are cancelled."""
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    monkeypatch.setitem(POLICIES, "auto", Greedy)
     model, prompts = kind.wrapped(seed, kv_memory="100 tokens"), prompts_of(LENGTHS, seed)
     with Engine(model, mixed=mixed and kind("mixed") is YES) as engine:
         handles = []

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import Engine, KVScales, SamplingParams, kv_scales
-from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from support.execution.twins import BEYOND_NOISE, DEVICE, OPTIONS, SMALL, in_float32, rms, small_qwen3
 from support.fp8_oracle import fp8_oracle
 from support.parity import assert_account_is_empty
@@ -56,7 +57,7 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_those_of_rounded_keys_and_values(way: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the prefix cache, after rows lost their pages, with new scales, and after sleep."""
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    monkeypatch.setitem(POLICIES, "auto", Greedy)
     prompts = some_prompts(seed, 16)
     plain: PreTrainedModel = small_qwen3(seed)
     first = kv_scales(plain, prompts)

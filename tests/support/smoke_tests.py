@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
@@ -171,10 +173,9 @@ def a_prefix_hit() -> None:
 
 
 def preemption() -> None:
-    from compiled_llm.engine.steps import scheduler
 
     with pytest.MonkeyPatch.context() as patch, engine(80) as running:
-        patch.setattr(scheduler, "_FIRST_GUESS", 1)
+        patch.setitem(POLICIES, "auto", Greedy)
         handles = [running.submit([*PROMPT, row], greedy(40)) for row in range(3, 6)]
         assert [handle.result(60).token_ids for handle in handles] == [
             huggingfaces([*PROMPT, row], 40) for row in range(3, 6)

@@ -9,9 +9,9 @@ from compiled_llm.engine.admission.lengths import drawn
 from compiled_llm.engine.admission.peak import Peak
 from compiled_llm.engine.admission.state import AdmissionState, Requests
 
-_EVERY = 40
+_EVERY = 64
 """Steps after which both are played forward again."""
-_MOST = 128
+_MOST = 96
 """Requests that are played; of more, each stands for several."""
 _WORTH = 0.98
 """What is computed again has to be worth 2%."""
@@ -27,13 +27,13 @@ class Cheaper:
     def __init__(self) -> None:
         self._peak = Peak()
         self._greedy = False
-        self._next_look = -1
+        self._looked = -_EVERY
 
     def plan(self, state: AdmissionState) -> bool:
         if self._peak.plan(state):
             return True
-        if state.step >= self._next_look:
-            self._next_look = state.step + _EVERY
+        if not 0 <= state.step - self._looked < _EVERY:
+            self._looked = state.step
             load = load_of(state)
             self._greedy = cost_of_greed(load) < _WORTH * cost_of_peaks(load)
         return self._greedy

@@ -21,13 +21,15 @@ class Peak:
         rows = joined(state.running, state.next)
         own = rows.tokens - rows.shared * state.page_size
         shifts = np.arange(_DRAWS)[:, None] / _DRAWS
-        return all(_peak(own, left, state.page_size) <= state.pages for left in drawn(rows, state.lengths, shifts))
+        return bool((_peaks(own, drawn(rows, state.lengths, shifts), state.page_size) <= state.pages).all())
 
 
-def _peak(tokens: Counts, left: Counts, page_size: int) -> int:
-    """Return the most pages that rows hold at one time, each growing by a token a step until nothing is left."""
-    order = np.argsort(-left)
-    tokens, left = tokens[order], left[order]
-    rows = np.arange(1, len(left) + 1)  # that run until each one's end, with it
-    last = int(np.argmax(np.cumsum(tokens) + rows * (left + page_size // 2)))
-    return int((-(-(tokens[: last + 1] + left[last]) // page_size)).sum())
+def _peaks(tokens: Counts, left: Counts, page_size: int) -> Counts:
+    """Return the most pages that rows hold at one time, if each grows by a token a step until none is left: ``[K]``."""
+    order = np.argsort(-left, axis=1)
+    later = np.take_along_axis(left, order, 1)  # the row that ends last first
+    rows = np.arange(1, len(tokens) + 1)  # that run until each one's end, with it
+    peak = np.argmax(np.cumsum(tokens[order], axis=1) + rows * (later + page_size // 2), axis=1)[:, None]
+    at = np.take_along_axis(later, peak, 1)
+    peaks: Counts = np.where(left >= at, -(-(tokens + at) // page_size), 0).sum(axis=1)
+    return peaks

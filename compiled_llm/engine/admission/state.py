@@ -30,10 +30,10 @@ class AdmissionState(ABC):
         page_size: tokens in one page.
         pages: that running rows have, apart from shared ones, and those that they and new rows can take; pages that
             only the prefix cache has are among these.
-        max_rows: how many requests may run at once, with as many slots and states of recurrent layers as there are.
+        max_rows: how many requests may run at once, with as many slots and states as there are.
         running: the requests that run.
         next: the one that could begin; the pages that its row shares are known.
-        lengths: of answers that ended lately, in tokens, sorted ``[M]``; without those that were known before.
+        lengths: of answers that ended lately, in tokens, sorted ``[M]``.
     """
 
     step: int

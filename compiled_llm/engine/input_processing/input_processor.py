@@ -111,6 +111,7 @@ def requests_for(
             max_tokens=most,
             stop_token_ids=ends,
             stop_ids=stops if params.ignore_eos else stops - eos,
+            known_length=not (ends or params.stop),
             priority=priority,
             deadline=None if timeout is None else now + timeout,
             salt=salt,

@@ -14,6 +14,8 @@ import numpy as np
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.engine.admission.policies import AdmissionName, policy_of
+from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.engine_options import LogprobsMode
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
@@ -71,6 +73,7 @@ class LoopSettings(NamedTuple):
     logprobs_mode: LogprobsMode = "raw_logprobs"
     watch_model: bool = True
     mixed: Mixed = "auto"
+    admission: AdmissionName | Admission = "auto"
 
 
 class Loop:
@@ -107,8 +110,8 @@ class Loop:
     def of(cls, model_runner: ModelRunner, settings: LoopSettings) -> Loop:
         prefixes = model_runner.prefixes if settings.prefix_cache else None
         token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens, settings.mixed is True)
-        slots = model_runner.state.slots.room_for
-        scheduler = Scheduler(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots)
+        slots, admission = model_runner.state.slots.room_for, policy_of(settings.admission)
+        scheduler = Scheduler(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots, admission)
         return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode, settings.mixed)
 
     @property

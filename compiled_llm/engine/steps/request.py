@@ -36,6 +36,7 @@ class Request:
     max_tokens: int  # with 0, the token that follows from its prompt is dropped
     stop_token_ids: frozenset[int]
     stop_ids: frozenset[int] = frozenset()  # those of ``stop_token_ids`` that the user has named
+    known_length: bool = False  # whether its answer has ``max_tokens`` tokens: nothing that it says ends it earlier
     priority: int = 0  # smaller ones run first
     deadline: float | None = None  # on ``time.monotonic``'s clock, when it ends with what it has; None for never
     salt: Hashable = None  # requests with equal ones may read each other's cached pages

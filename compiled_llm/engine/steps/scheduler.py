@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.state import Admission
+from compiled_llm.engine.steps.admissions import Admissions
 from compiled_llm.engine.steps.latencies import Latencies
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.queue import Queue
@@ -28,23 +31,21 @@ from compiled_llm.requests.outputs import FinishReason
 
 logger = logging.getLogger("compiled_llm.engine")
 
-_FIRST_GUESS = 256
-"""How long answers are taken to be until some have ended, in tokens."""
 _MORE = 64
-"""Tokens that a row is promised pages for at a time, once its answer has become longer than is likely."""
+"""Tokens that rows are promised pages for at a time, if all can have as many."""
 _APART = 256
 """Tokens of a prompt that run apart at a time: of each there are as many logits as the vocabulary is large."""
 _LOOKED_AT = 16
 """How many queued requests are searched for a common prefix, where a launch ends."""
-_WEIGHT = 1 / 16
-"""Of an ended answer's length in the guess for the next ones."""
+_OFTEN = 2
+"""A request that was preempted so often goes on as long as another can be preempted."""
 
 
 class Scheduler:
     """The scheduler of an engine's requests; one thread at a time.
 
     First come, first served within a priority. A request is admitted once there are a slot for it and pages for its
-    prompt and for as much of an answer as is likely. If pages run out nevertheless, the request that has computed least
+    text, and the policy of admission lets it begin. If pages run out nevertheless, the request that has computed least
     of the lowest priority gives its pages back, waits at the front of its queue, and goes on with the same draws.
 
     Attributes:
@@ -63,10 +64,12 @@ class Scheduler:
         budget: Callable[[int], int],
         prefixes: PrefixTree | None = None,
         slots: Callable[[int, int], bool] = lambda new, keeping: True,
+        admission: Admission | None = None,
     ) -> None:
         """Begin without requests."""
         # ``budget`` says how many tokens of prompts to run next to this many decoding rows, at least 1; ``slots``,
-        # whether ``new`` rows may begin together, of which ``keeping`` retain their slots.
+        # whether ``new`` rows may begin together, of which ``keeping`` retain their slots. Without a policy, whatever
+        # fits begins.
         self._slots = slots
         self._beginning: list[bool] = []  # in the plan that is made, and whether they keep their slots
         self._pool = pool
@@ -76,9 +79,9 @@ class Scheduler:
         self.generation = 0 if prefixes is None else prefixes.generation
         self._queue = Queue()
         self.next_deadline = math.inf
-        self._likely = float(_FIRST_GUESS)  # tokens of an answer
+        self._admissions = Admissions(admission or Greedy(), pool, max_num_seqs)
         self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, unless requests come or go:
-        self._same = 0
+        self._same = self._step = 0
         self.rows: set[Row] = set()
         self.running: list[Request] = []
         self.preemptions = self.finished = 0
@@ -132,7 +135,7 @@ class Scheduler:
             self._queue.remove(request)
         self._queue.release(request)
         if reason in ("stop", "length") and request.max_tokens:
-            self._likely += _WEIGHT * (len(request.tokens) - self._likely)
+            self._admissions.ended(request)
 
     def expire(self, now: float) -> list[Request]:
         """End requests whose deadline is over, and return them; ``now`` is on ``time.monotonic``'s clock."""
@@ -146,8 +149,9 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Return what to run next; empty if nothing can run."""
+        self._step += 1
         self.short_since, self.lacks_states = None, ""
-        if self._same and not self._has_room:
+        if self._same and not self._has_room():
             return self._plan
         before, self._beginning = self.preemptions, []
         decode = self._decoding_within_pages()
@@ -162,28 +166,46 @@ class Scheduler:
         self._plan, self._same = StepPlan(decode, extend), 0
         return self._plan
 
-    @property
     def _has_room(self) -> bool:
-        """Whether a request waits that may begin to run, if there are pages."""
+        """Return whether a request waits that may begin to run, if there are pages."""
         waiting, has_room = self._queue.ready, len(self.running) < self._max_num_seqs
-        return bool(waiting) and has_room and waiting[0].submitted <= self.admission_deadline
+        if not (waiting and has_room and waiting[0].submitted <= self.admission_deadline):
+            return False
+        if self.running and self._admissions.refuses(waiting[0], self._step):
+            self.short_since = waiting[0].submitted
+            return False
+        return True
 
     def _decoding_within_pages(self) -> list[Request]:
         """Return the requests that go on by a token, once there are pages for all of them."""
         while True:
             decode = [request for request in self.running if request.prefilled and not _only_waits(request)]
-            if all(self._may_enter(request) for request in decode if not request.running_row.room):
+            rows = [request.running_row for request in decode]
+            short = [row for row in rows if not row.room and row.limit == row.length]
+            if all(self._reserved(row, row.length + 1) for row in short):
+                if short:
+                    self._look_ahead(decode)
                 return decode
-            self.preempt()
+            if not self._regain_promised():
+                self.preempt()
 
-    def _may_enter(self, request: Request) -> bool:
-        """Promise a row the page that it enters; several, if all rows could have as many, to look less often."""
-        row = request.running_row
-        if row.limit > row.length:
-            return True
-        spare = self._pool.tokens_in(self._pool.available // len(self.running))
-        rest = request.stored - row.length
-        return self._reserved(row, row.length + max(1, min(_MORE, rest, spare)))
+    def _look_ahead(self, decode: Sequence[Request]) -> None:
+        """Promise pages that rows enter soon, to all at once: until then the plan need not be made again."""
+        # No more than half of what is available: who comes may find the rest in the prefix cache.
+        wanted = sum(self._pool.pages_for(len(each.prompt) + len(each.tokens)) for each in self._queue.ready[:1])
+        share = self._pool.tokens_in(max(0, self._pool.available - wanted) // (2 * len(self.running)))
+        for request in decode if share else ():
+            row = request.running_row
+            self._reserved(row, min(request.stored, row.length + min(_MORE, share)))
+
+    def _regain_promised(self) -> bool:
+        """Take back what rows were promised for later than the next step; return whether that was anything."""
+        before = self._pool.available
+        for request in self.running:
+            if request.prefilled:
+                request.running_row.give_promises_back(request.running_row.length + 1)
+        self._same = 0
+        return self._pool.available > before
 
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
         """Add as much of a prompt as there is room for, and return the room that is left."""
@@ -201,7 +223,7 @@ class Scheduler:
         """Give the next waiting request its row; None if none may begin."""
         if self._prefixes is not None and self._pool.states is not None:
             self._let_wait(self._prefixes)
-        if not self._has_room:
+        if not self._has_room():
             return None
         ready = self._queue.ready
         for request in ready if self.lets_pass else ready[:1]:
@@ -209,6 +231,8 @@ class Scheduler:
                 break
             self.short_since = ready[0].submitted
         else:
+            if self.running:
+                self._admissions.refuse(ready[0], self._step)
             return None
         request.row = row
         self._beginning.append(request.keeps_slot)
@@ -217,7 +241,7 @@ class Scheduler:
         return request
 
     def _row_for(self, request: Request) -> Row | None:
-        """Return a row with the text's cached pages and a promise of what it likely needs, or None for lack of room."""
+        """Return a row with the text's cached pages and a promise of the others, or None if it does not begin yet."""
         keeping = sum(self._beginning) + request.keeps_slot
         if not self._slots(len(self._beginning) + 1, keeping):
             return None
@@ -230,8 +254,11 @@ class Scheduler:
         elif row.states is None and (owner := request.prefix_owner) and owner.row is not None and owner.prefilled:
             row.begin_from(self._shared_with(owner.row, len(request.prompt)))
             row.identify(known)
-        rest = min(request.stored - len(known) + 1, round(self._likely))
-        if not (self._reserved(row, len(known) + rest - 1) or (not self.running and self._reserved(row, len(known)))):
+        allowed = not self.running or self._admissions.allow(request, row, self.running, self._queue, self._step)
+        fits = allowed and (
+            self._reserved(row, len(known)) or (self._regain_promised() and self._reserved(row, len(known)))
+        )
+        if not fits:
             self._free(row)
             return None
         if request.cached is None:
@@ -309,10 +336,13 @@ class Scheduler:
     # ---- preemption
 
     def preempt(self) -> None:
-        """Take the pages of the request that has computed least of the lowest priority, or raise OutOfPagesError."""
+        """Take the pages of the request that has computed least of the lowest priority, or raise OutOfPagesError.
+
+        One that was preempted twice goes on as long as another of its priority runs.
+        """
         if not self.running:
             raise OutOfPagesError("no page is free, and no request has any")
-        victim = max(self.running, key=lambda request: (request.priority, -request.running_row.length, request.arrival))
+        victim = max(self.running, key=_dispensable)
         self._retire(victim)
         self._queue.release(victim)
         victim.preemptions += 1
@@ -402,6 +432,7 @@ class Scheduler:
         text = request.text[: row.length]
         self._keep(request, text, partial(self._last_state, request, text))
         self.running.remove(request)
+        self._admissions.gave_back(request)
         self._same = 0
         request.row = None
         self._free(row)
@@ -453,6 +484,11 @@ def _steps_alike(request: Request) -> int:
 def _only_waits(request: Request) -> bool:
     """Return whether only a request's last token is left, which is sampled late."""
     return request.constraint is not None and request.fed
+
+
+def _dispensable(request: Request) -> tuple[int, bool, int, int]:
+    often = request.preemptions >= _OFTEN
+    return request.priority, not often, -request.running_row.length, request.arrival
 
 
 def _deadline(request: Request) -> float:

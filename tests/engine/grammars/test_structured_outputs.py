@@ -12,9 +12,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars import mask_writer
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.decode import deferred_sampling as deferred_sampling
 from compiled_llm.execution.model_runner import ModelRunner
@@ -278,7 +279,7 @@ def test_preempted_answers_go_on_in_their_grammars(monkeypatch, model, seed):
     prompts = prompts_of(seed)
     with Engine(model, tokenizer=byte_level()) as engine:
         expected = tokens_of(engine.generate(prompts, MIXED))
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    monkeypatch.setitem(POLICIES, "auto", Greedy)  # more begin than fit: requests are preempted
     short = wrapped(tokens=116)
     with Engine(short, tokenizer=byte_level(), max_num_seqs=6) as engine:
         assert tokens_of(engine.generate(prompts, MIXED)) == expected

@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation import programs
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from support.engine.invariant_answers import (
     answers_of,
@@ -60,7 +61,7 @@ def test_answers_have_the_bits_of_the_teacher_forced_model(
     """In batches, chunks, over cached pages, in forks, and computed again after rows have lost their pages."""
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: late))
     if case == "few pages":
-        monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+        monkeypatch.setitem(POLICIES, "auto", Greedy)
     model = invariant(small_qwen3(**(WINDOWS if case == "windows" else {})), 260 if case == "few pages" else 4000)
     check_engine(model, seed, count=30 if case == "few pages" else 16 if whole else 8, preempts=case == "few pages")
     if case != "few pages":

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 import compiled_llm
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm_ops import top_logprobs
 from support.engine.invariant_answers import Asked, answers_of, check_forwards, some_requests
 from support.execution.twins import OPTIONS, SMALL, small_qwen3
@@ -59,7 +60,7 @@ def test_answers_have_the_bits_of_the_teacher_forced_model(
     model: PreTrainedModel, few_pages: bool, seed: int, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if few_pages:
-        monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+        monkeypatch.setitem(POLICIES, "auto", Greedy)
     count = 1000 if request.config.getoption("--whole") else 60
     asked = some_requests(seed, count, SMALL["vocab_size"], 150, answers=120 if few_pages else 16)
     with Engine(model, max_num_seqs=40 if few_pages else 12) as engine:

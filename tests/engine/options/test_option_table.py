@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import compiled_llm
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.state import score_room
 from compiled_llm.execution.state.runner_state import RunnerState
@@ -44,7 +45,7 @@ MODELS = {**LAYERS, **WEIGHTS}
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests here share 32 tokens at most, and are admitted while others still grow; their pool is small."""
     monkeypatch.setattr(cascades, "LEAST_KEYS", 8)
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)
+    monkeypatch.setitem(POLICIES, "auto", Greedy)
     monkeypatch.setattr(score_room, "SHARE", 0.1)
 
 

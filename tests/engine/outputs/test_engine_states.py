@@ -10,6 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation import steps
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.emitted import KeptSteps, RequestEmitted
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.outputs import RequestOutput
@@ -82,7 +84,7 @@ def test_requests_that_ask_have_huggingfaces_and_others_none(plain, model, mixed
 
 @pytest.mark.usefixtures("one_thread")
 def test_tokens_that_are_computed_again_are_kept_once(plain, monkeypatch, seed):
-    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._FIRST_GUESS", 1)  # answers are longer than that
+    monkeypatch.setitem(POLICIES, "auto", Greedy)  # more begin than fit: requests are preempted
     model = wrapped(160, layers(), prefill_tokens=16)
     with Engine(model) as engine:
         for output in engine.generate(some_prompts(4, seed, longest=40), greedy(40), hidden_states=[1, -1]):
@@ -104,7 +106,7 @@ def test_steps_of_the_same_rows_are_one_part_also_after_these_got_more_pages(pla
 @pytest.mark.parametrize("nbytes", [0, 5000])
 def test_many_leave_the_device_while_their_requests_run(plain, monkeypatch, nbytes, seed):
     """After each step, or every few, also of requests that wait with what they had when they lost their pages."""
-    monkeypatch.setattr("compiled_llm.engine.steps.scheduler._FIRST_GUESS", 1)
+    monkeypatch.setitem(POLICIES, "auto", Greedy)
     monkeypatch.setattr("compiled_llm.engine.emitted._EMITTED_ON_DEVICE", nbytes)
     parts = note_calls(monkeypatch, RequestEmitted, "_copy", lambda states: len(states._parts))
     with Engine(wrapped(160, layers(), prefill_tokens=16)) as engine:

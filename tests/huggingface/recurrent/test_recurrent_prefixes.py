@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.steps import scheduler
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.drawing import BY_READING
@@ -184,7 +185,7 @@ def test_answers_to_one_prompt_share_its_state(engine: Engine, seed: int) -> Non
 
 @pytest.mark.usefixtures("reading")
 def test_rows_that_lose_their_pages_begin_with_a_state_again(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer: requests begin that run out of pages
+    monkeypatch.setitem(POLICIES, "auto", Greedy)  # more begin than fit: requests are preempted
     model = wrapped_family(FAMILY, kv_memory="120 tokens")
     prompts = begin_alike(seed, SHARED, [9, 10, 11, 12])
     with Engine(model, max_num_seqs=4) as engine:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, UnsupportedModelError
-from compiled_llm.engine.steps import scheduler
+from compiled_llm.engine.admission.greedy import Greedy
+from compiled_llm.engine.admission.policies import POLICIES
 from support.huggingface.recurrent_families import ALL_RECURRENT, recurrent_model
 from support.huggingface.recurrent_pairs import (
     LENGTHS,
@@ -85,7 +86,7 @@ def test_forward_and_beams_go_over_states(family: str, seed: int) -> None:
 
 
 def test_the_engine_serves_them_with_few_pages(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_FIRST_GUESS", 1)  # answers are longer than that: requests are preempted
+    monkeypatch.setitem(POLICIES, "auto", Greedy)  # more begin than fit: requests are preempted
     model = wrapped_family("Mamba2", kv_memory="96 tokens")
     prompts = prompts_of([5, 23, 9, 30], seed)
     with Engine(model) as engine:

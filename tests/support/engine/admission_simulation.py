@@ -18,8 +18,8 @@ BUDGET = 8192
 """Tokens of prompts in a step."""
 AGAIN = 200
 """Tokens that cost as much as a step if they are computed again."""
-LOOKS = 8
-"""Steps after which a rule that has said no is asked again, if nothing has happened before."""
+LASTS, SOONER = 8, 4
+"""Steps for which a rule's no holds, and by how many it ends sooner for each row that gives its pages back."""
 REMEMBERED = 256
 """Answers whose lengths are remembered."""
 
@@ -49,8 +49,7 @@ class Rule:
     def ended(self, simulation: Simulation, number: int) -> None:
         length = int(simulation.load.answers[number])
         self._likely += (length - self._likely) / 16
-        if not simulation.load.exact:
-            self.lengths = [*self.lengths[1 - REMEMBERED :], length]
+        self.lengths = [*self.lengths[1 - REMEMBERED :], length]
 
     def promise(self, simulation: Simulation, number: int) -> int:
         """Return how many tokens a row has to fit; 0 if it may not begin."""
@@ -122,7 +121,9 @@ class SimulatedState(AdmissionState):
         simulation, load = self._simulation, self._simulation.load
         tokens = np.maximum(simulation.length[numbers], simulation.text[numbers])
         left = (load.prompts + load.max_tokens - 1)[numbers] - tokens
-        held = np.array([simulation.holders.get(group, 0) > 0 for group in load.groups[numbers].tolist()], dtype=bool)
+        held = np.array(
+            [simulation.holders.get(group, 0) > 0 for group in simulation.groups[numbers].tolist()], dtype=bool
+        )
         shared = np.where(held, load.shared // PAGE_SIZE, 0)
         return Requests(
             numbers, tokens, tokens - load.prompts[numbers], left, np.full(len(numbers), load.exact), shared
@@ -138,6 +139,7 @@ class Simulation:
         self.text = load.prompts.copy()  # what is known of a request's text when it begins
         self.length = np.zeros(count, np.int64)  # of its row
         self.promised = np.zeros(count, np.int64)  # pages
+        self.groups = load.groups.copy()  # -1 also of rows that have copies of their own
         self.lost = np.zeros(count, np.int64)  # how often its row was preempted
         self.waiting: list[int] = []
         self.running: list[int] = []
@@ -146,7 +148,7 @@ class Simulation:
         self._seen = set[int]()  # groups
         self._cached: OrderedDict[tuple[str, int], int] = OrderedDict()  # pages, the least recently used first
         self._states: OrderedDict[int, int] = OrderedDict()  # after how many tokens each is, by request
-        self._no: tuple[int, int] | None = None  # who was refused, and the step in which the rule is asked again
+        self._no = 0, 0  # the priority of who was refused, and the step in which the rule is asked again
         self.began: list[int] = []
 
     def run(self) -> Cost:
@@ -199,7 +201,7 @@ class Simulation:
 
     def _own(self, pages: Counts, rows: Counts) -> Counts:
         shared = self.load.shared // PAGE_SIZE
-        return np.maximum(0, pages - shared * (self.load.groups[rows] >= 0))
+        return np.maximum(0, pages - shared * (self.groups[rows] >= 0))
 
     @property
     def _of_groups(self) -> int:
@@ -221,11 +223,13 @@ class Simulation:
 
     def _known(self, number: int) -> int:
         """Return how many tokens of a text are in pages that its row can begin with."""
-        own, group = self._cached.get(("row", number), 0), int(self.load.groups[number])
+        own, group = self._cached.get(("row", number), 0), int(self.groups[number])
         if self.load.states is not None:
             after = self._states.get(number, 0)
             return after if own == -(-after // PAGE_SIZE) else 0
         shared = self.load.shared // PAGE_SIZE if group >= 0 else 0
+        if group < 0 <= self.load.groups[number]:
+            return 0
         if shared and not self.holders.get(group, 0) and (there := self._cached.get(("group", group), 0)) < shared:
             return there * PAGE_SIZE
         return min(int(self.text[number] - 1) // PAGE_SIZE, shared + own) * PAGE_SIZE
@@ -238,17 +242,18 @@ class Simulation:
 
     def _begins(self, number: int) -> bool:
         """Give a request its row, if the rule and the room allow it."""
-        load, group = self.load, int(self.load.groups[number])
+        load = self.load
+        self.groups[number] = group = self._shares(number)
         if len(self.running) == MAX_NUM_SEQS:
             return False
         if load.states is not None and 2 * len(self.running) + 2 > load.states:
             return False
-        if self._no is not None and self._no[0] == number and self.step < self._no[1]:
+        if self.running and self._refuses(number):
             return False
         promise = self.rule.promise(self, number) if self.running else int(self.text[number])
         shared = load.shared // PAGE_SIZE if self.holders.get(group, 0) else 0
         if not promise or -(-promise // PAGE_SIZE) - shared > load.pages - self.held:
-            self._no = number, self.step + LOOKS
+            self._no = int(load.priorities[number]), self.step + LASTS
             return False
         start = self._known(number)
         if self.lost[number]:
@@ -267,16 +272,27 @@ class Simulation:
         self.length[number], self.promised[number] = start, -(-promise // PAGE_SIZE)
         return True
 
+    def _refuses(self, number: int) -> bool:
+        return self.step < self._no[1] and self.load.priorities[number] >= self._no[0]
+
+    def _shares(self, number: int) -> int:
+        """Return whose pages a row shares: it computes a copy of its own while another row computes them."""
+        group, shared = int(self.load.groups[number]), self.load.shared
+        there = [self.length[other] >= shared for other in self.running if self.groups[other] == group]
+        return group if any(there) or not there else -1
+
     def _retire(self, number: int) -> None:
-        load, group, length = self.load, int(self.load.groups[number]), int(self.length[number])
+        load, group, length = self.load, int(self.groups[number]), int(self.length[number])
         self.running.remove(number)
-        self._no = None
+        self._no = self._no[0], self._no[1] - SOONER
         pages, shared = length // PAGE_SIZE, 0
         if load.states is not None:
             self._states[number], pages = length, -(-length // PAGE_SIZE)
-        if group >= 0:
+        if load.groups[number] >= 0:
             shared = load.shared // PAGE_SIZE
+        if group >= 0:
             self.holders[group] -= 1
+        self.groups[number] = load.groups[number]
         if pages > shared:
             self._cached["row", number] = pages - shared
         if group >= 0 and not self.holders[group]:
@@ -319,8 +335,8 @@ class Simulation:
         """Return how many steps go on alike: until a row ends, or a request comes, may begin, or loses its pages."""
         assert len(decoding), "nothing runs"
         most = min(until, int((self.load.answers - self.answered)[decoding].min()))
-        if self.waiting and len(self.running) < MAX_NUM_SEQS and self._no is not None:
-            most = min(most, self._no[1] - self.step)
+        if self.waiting and len(self.running) < MAX_NUM_SEQS:
+            most = min(most, max(1, self._no[1] - self.step))
         least = 1
         while least < most:
             middle = (least + most + 1) // 2
