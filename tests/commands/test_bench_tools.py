@@ -149,6 +149,19 @@ def test_offline(tool: Any, tmp_path: Path) -> None:
     assert ours["counts"]["cached tokens"] == 0
 
 
+def test_offline_with_pages_for_a_share_of_the_load(tool: Any, tmp_path: Path) -> None:
+    python, log = fake_vllm(tmp_path)
+    quick = ("--requests", "4", "--prompts", "60-60", "--answers", "5-5", "--decoding", "greedy", "--runs", "1")
+    both = ("--contenders", "compiled-llm:engine:eager:unknown-lengths,vllm", "--vllm", python)
+    report, _ = tool("offline", *quick, *both, "--kv-memory", "0.5x")
+    ours, theirs = report.results["offline"]
+    assert ours["counts"]["steps"] >= 2 * 5, "two and two"
+    assert "pages for 0.5 of them" in theirs["workload"]
+    loads = [call[1] for call in map(json.loads, log.read_text().splitlines()) if call[0] == "load"]
+    assert [load["num_gpu_blocks_override"] for load in loads] == [4 * 5 / 2]
+    assert "such as 0.75x" in tool("offline", *quick, *both, "--kv-memory", "4GiB", code=1)[1]
+
+
 def test_offline_also_with_shared_pages_read_once(tool: Any, tmp_path: Path) -> None:
     python, _ = fake_vllm(tmp_path)
     quick = ("--requests", "3", "--prompts", "4-8", "--answers", "5-9", "--decoding", "greedy", "--runs", "1")

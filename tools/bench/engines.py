@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
+import numpy as np
 from models import vocabulary_of
 from peers import Peer
 from processes import Worker
@@ -18,8 +19,36 @@ import compiled_llm
 from compiled_llm.commands.bench.contenders import Contender, Setup
 from compiled_llm.commands.bench.load import Asked, LoadAnswer, answered
 from compiled_llm.config import Mode
+from compiled_llm.engine.admission.policies import policy_of
+from compiled_llm.engine.admission.state import AdmissionState, Requests
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
+
+
+class UnknownLengths:
+    """The engine's own policy of admission, which is not told how long answers will be at most."""
+
+    def __init__(self) -> None:
+        self._policy = policy_of("auto")
+
+    def plan(self, state: AdmissionState) -> bool:
+        return self._policy.plan(_Hidden(state))
+
+
+class _Hidden(AdmissionState):
+    def __init__(self, state: AdmissionState) -> None:
+        self._state, self.step, self.page_size = state, state.step, state.page_size
+        self.pages, self.max_rows, self.lengths = state.pages, state.max_rows, state.lengths
+        self.running, self.next = _hidden(state.running), _hidden(state.next)
+
+    @property
+    def waiting(self) -> Requests:
+        return _hidden(self._state.waiting)
+
+
+def _hidden(requests: Requests) -> Requests:
+    return requests._replace(left=np.full_like(requests.left, LONGEST), exact=np.zeros_like(requests.exact))
+
 
 OURS, VLLM, CASCADE, NO_CASCADE, FP8 = "compiled-llm:engine", "vllm", "cascade", "no-cascade", "fp8"
 OF_WRAP: dict[str, dict[str, Any]] = {
@@ -29,9 +58,16 @@ OF_WRAP: dict[str, dict[str, Any]] = {
     FP8: {"kv_dtype": "fp8_e4m3"},
 }
 """Options that are not the defaults, by what a name says of them after a colon; 8 bits have no scales."""
-OF_ENGINE: dict[str, dict[str, Any]] = {"mixed": {"mixed": True}, "no-prefix-cache": {"prefix_cache": False}}
+OF_ENGINE: dict[str, dict[str, Any]] = {
+    "mixed": {"mixed": True},
+    "no-prefix-cache": {"prefix_cache": False},
+    "unknown-lengths": {"admission": UnknownLengths()},
+}
 COUNTS = {"steps": "steps", "preemptions": "preemptions", "cached tokens": "cached_tokens"}
 """What is counted of a pass, and the fields of the engine's `stats`."""
+PAGE_SIZE = 16
+LONGEST = 8192
+"""Tokens that an answer may have, for all that a policy is told."""
 
 
 @dataclass
@@ -54,8 +90,9 @@ class EngineContender(Contender):
 class OurEngine(EngineContender):
     """`compiled_llm.Engine`; its name says what is not the default, after colons. `options` are the engine's."""
 
-    def __init__(self, name: str = OURS, **options: Any) -> None:
-        self.name, self._wrap, self._options = name, dict[str, Any](), options
+    def __init__(self, name: str = OURS, pages: int | None = None, **options: Any) -> None:
+        self.name, self._options = name, options
+        self._wrap = {} if pages is None else {"kv_memory": f"{pages * PAGE_SIZE} tokens", "page_size": PAGE_SIZE}
         for part in parts_of(name, OURS, {**OF_WRAP, **OF_ENGINE}):
             self._wrap |= OF_WRAP.get(part, {})
             self._options |= OF_ENGINE.get(part, {})
@@ -109,9 +146,9 @@ class OurSession:
 class VllmEngine(EngineContender):
     """vLLM's `LLM`, or with `streams` its `AsyncLLM`, in a worker."""
 
-    def __init__(self, python: str, streams: bool, name: str = VLLM) -> None:
+    def __init__(self, python: str, streams: bool, name: str = VLLM, pages: int | None = None) -> None:
         self.name, parts = name, parts_of(name, VLLM, (CASCADE, FP8))
-        self._peer = Peer(python, streams, CASCADE in parts, FP8 in parts)
+        self._peer = Peer(python, streams, CASCADE in parts, FP8 in parts, pages)
 
     def obstacle(self, setup: Setup) -> str | None:
         return self._peer.obstacle(setup)
@@ -151,7 +188,9 @@ def parts_of(name: str, kind: str, known: Iterable[str]) -> list[str]:
     return parts
 
 
-def engines_of(names: str, vllm: str, streams: bool, cascade: bool, fp8: bool, **options: Any) -> list[EngineContender]:
+def engines_of(
+    names: str, vllm: str, streams: bool, cascade: bool, fp8: bool, pages: int | None = None, **options: Any
+) -> list[EngineContender]:
     """Return engines by their comma-separated names.
 
     Args:
@@ -159,6 +198,7 @@ def engines_of(names: str, vllm: str, streams: bool, cascade: bool, fp8: bool, *
         streams: of vLLM's, the one that takes requests as they arrive.
         cascade: also each with the other choice about pages that requests share: ours reads them for each of these.
         fp8: also each with keys and values in 8 bits.
+        pages: how many there are; None for as many as each engine takes.
         options: of our engines.
     """
     wanted = [name.strip() for name in names.split(",") if name.strip()]
@@ -166,7 +206,10 @@ def engines_of(names: str, vllm: str, streams: bool, cascade: bool, fp8: bool, *
         wanted = [more for one in wanted for more in (one, f"{one}:{CASCADE if one == VLLM else NO_CASCADE}")]
     if fp8:
         wanted = [more for one in wanted for more in (one, f"{one}:{FP8}")]
-    return [VllmEngine(vllm, streams, one) if one.startswith(VLLM) else OurEngine(one, **options) for one in wanted]
+    return [
+        VllmEngine(vllm, streams, one, pages) if one.startswith(VLLM) else OurEngine(one, pages, **options)
+        for one in wanted
+    ]
 
 
 def params_of(request: Asked, temperature: float) -> SamplingParams:

@@ -6,6 +6,7 @@ python tools/bench/offline.py --model qwen3-0.6b --runs 3
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 import time
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from common import AlsoFp8, Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench
-from engines import EngineContender, Served, engines_of
+from engines import PAGE_SIZE, EngineContender, Served, engines_of
 from models import vocabulary_of
 
 from compiled_llm.commands.bench.commands import DecodingOption
@@ -44,6 +45,15 @@ def drawn(
     shared = [generator.randint(0, VOCABULARY) for _ in range(system_prompt)]
     shifted = [[(token + number * STRIDE) % vocabulary for token in shared + prompt] for prompt in tokens]
     return [Asked(prompt, new) for prompt, new in zip(shifted, lengths, strict=True)]
+
+
+def pages_of(kv_memory: str, asked: Sequence[Asked]) -> int:
+    """The pages of a share of the load, such as 0.75x of all that requests take at once."""
+    try:
+        share = float(kv_memory.removesuffix("x") if kv_memory.endswith("x") else "")
+    except ValueError:
+        raise SystemExit(f"--kv-memory={kv_memory}: give a share of the load, such as 0.75x") from None
+    return math.ceil(share * sum(-(-(len(one.prompt) + one.new) // PAGE_SIZE) for one in asked))
 
 
 def busy_share(one_pass: Pass, seconds: float, run: Bench) -> float:
@@ -91,6 +101,7 @@ def main(
     answers: Annotated[str, typer.Option(help="Lengths of answers, likewise.")] = "100-1024",
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
     cascade: Annotated[bool, typer.Option("--cascade", help="Also ours with cascade off, vLLM with it on.")] = False,
+    kv_memory: Annotated[str, typer.Option(help="0.75x: pages for three quarters of the load; else enough.")] = "",
     kv_dtype: AlsoFp8 = None,
     decoding: Annotated[DecodingOption, typer.Option(help="sampled: temperature 0.6.")] = DecodingOption.both,
     contenders: Contenders = "compiled-llm:engine,vllm",
@@ -104,7 +115,8 @@ def main(
     lengths = Lengths.parse("--prompts", prompts), Lengths.parse("--answers", answers)
     bounds = Workload(requests, system_prompt + lengths[0].most, max(2, lengths[1].most))
     begun = f"{system_prompt:,} shared and {lengths[0]}" if system_prompt else str(lengths[0])
-    chosen = engines_of(contenders, vllm, False, cascade, kv_dtype is not None)
+    pages = pages_of(kv_memory, drawn(requests, *lengths, VOCABULARY, 0, system_prompt)) if kv_memory else None
+    chosen = engines_of(contenders, vllm, False, cascade, kv_dtype is not None, pages)
     with bench(model, device, [bounds], json, commit) as run:
         vocabulary = vocabulary_of(model)
 
@@ -115,6 +127,7 @@ def main(
                 for temperature in (TEMPERATURE * sampled for sampled in decoding.ways):
                     decoded = f"temperature {temperature:g}" if temperature else "greedy"
                     said = f"{requests} requests, prompts of {begun} tokens, answers of {lengths[1]}, {decoded}"
+                    said += f", pages for {kv_memory[:-1]} of them" if kv_memory else ""
                     asked = [
                         drawn(requests, *lengths, vocabulary, next(numbers), system_prompt) for _ in range(runs + 1)
                     ]

@@ -33,8 +33,10 @@ class Peer(Contender):
 
     name = "vllm"
 
-    def __init__(self, python: str, streams: bool = False, cascade: bool = False, fp8: bool = False) -> None:
-        self.python, self.streams, self.cascade, self.fp8 = python, streams, cascade, fp8
+    def __init__(
+        self, python: str, streams: bool = False, cascade: bool = False, fp8: bool = False, pages: int | None = None
+    ) -> None:
+        self.python, self.streams, self.cascade, self.fp8, self.pages = python, streams, cascade, fp8, pages
 
     def obstacle(self, setup: Setup) -> str | None:
         if setup.name == "demo" or setup.name.lower().endswith(".gguf"):
@@ -59,6 +61,7 @@ class Peer(Contender):
                 "dtype": str(setup.dtype).removeprefix("torch."),
                 "length": max(LEAST_LENGTH, 16 + max(work.prompt + work.new for work in setup.workloads)),
                 "gpu_share": GPU_SHARE,
+                "pages": self.pages,
             }
             python = shlex.split(self.python) or [sys.executable]
             yield [*python, os.fspath(HERE / "peer_worker.py"), json.dumps(job)]
