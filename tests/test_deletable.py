@@ -51,13 +51,15 @@ def python(parted: Parted, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def importers(parted: Parted) -> list[str]:
-    """Return the modules of a copy that import what went, wherever the import stands."""
+    """Return the modules of a copy that import what went, wherever the import stands: those that have its name."""
     gone = {name_of(Path(file), Path()) for file in parted.modules}
+    words = {name.rpartition(".")[2] for name in gone}
     paths = {name_of(path, parted.folder): path for path in sorted(parted.folder.rglob("*.py"))}
     return [
         str(found)
         for name, path in paths.items()
-        for found in imports_of(path.read_text(), name, path.name == "__init__.py", {*paths, *gone})
+        if any(word in (source := path.read_text()) for word in words)
+        for found in imports_of(source, name, path.name == "__init__.py", {*paths, *gone})
         if found.imported in gone
     ]
 

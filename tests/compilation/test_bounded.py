@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("without_inductor")]
 
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[int]:
-    """Torch compiles a function twice at most."""
-    with torch._dynamo.config.patch(recompile_limit=2):
-        yield 2
+    """Torch compiles a function once."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        yield 1
 
 
 @pytest.fixture
@@ -44,12 +44,12 @@ def scale(model: PreTrainedModel, value: int) -> None:
 
 def test_calls_go_on_uncompiled_and_say_so_once(models, inputs, caplog):
     plain, wrapped = models
-    for value in (0, 1, 2, 3, 0):
+    for value in (0, 1, 2, 0):
         for model in models:
             scale(model, value)
         before = wrapped.compiled.stats().uncompiled
         torch.testing.assert_close(greedy(wrapped, inputs, 5), greedy(plain, inputs, 5))
-        assert wrapped.compiled.stats().uncompiled - before == (0 if value < 2 else 5)
+        assert wrapped.compiled.stats().uncompiled - before == (5 if value else 0)
     said = [record.getMessage() for record in caplog.records if "runs uncompiled" in record.getMessage()]
     assert [message.split()[1] for message in said] == ["prefill_step", "decode_step"]
     reasons = [finding["reason"] for finding in wrapped.compiled.explain().data["findings"]]
@@ -60,9 +60,7 @@ def test_calls_go_on_uncompiled_and_say_so_once(models, inputs, caplog):
 def test_batch_invariant_programs_do_not_run_uncompiled(inputs, caplog):
     options = {**OPTIONS, "mode": "compile", "progress": False, "batch_invariant": True}
     wrapped = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None), **options)
-    for value in (0, 1):
-        scale(wrapped, value)
-        greedy(wrapped, inputs, 1)
+    greedy(wrapped, inputs, 1)
     scale(wrapped, 2)
     with pytest.raises(
         RuntimeError, match=r"^batch_invariant=True: prefill_step was compiled as often as torch does it"
@@ -75,7 +73,7 @@ def test_batch_invariant_programs_do_not_run_uncompiled(inputs, caplog):
 
 def test_warmup_compiles_for_what_holds_then(models, inputs):
     plain, wrapped = models
-    for value in range(3):
+    for value in (1, 2):
         scale(wrapped, value)
         greedy(wrapped, inputs, 1)
     wrapped.compiled.warmup([2])
@@ -108,7 +106,7 @@ def test_a_graph_that_fits_is_used_after_the_limit_too():
         return graph.forward
 
     program = Bounded(function, backend)  # type: ignore[arg-type]
-    for factor in (1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0):
+    for factor in (1.0, 2.0, 3.0, 1.0, 2.0):
         module.factor = factor
         assert program(module, torch.ones(2)).tolist() == [factor] * 2
-    assert (len(compiles), program.full, program.uncompiled) == (2, True, 3)
+    assert (len(compiles), program.full, program.uncompiled) == (1, True, 3)

@@ -142,7 +142,7 @@ def test_captured_steps_give_the_same_tokens(kind: Kind, seed: int, monkeypatch:
 # ---- compiled
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("mode", ["compile", *CAPTURES])
 @each(*KINDS, *IN_FP8)

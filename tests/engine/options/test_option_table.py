@@ -101,7 +101,7 @@ answers_before = functools.cache(answers_with)
 """Those of the first option alone, which several cells have."""
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("cell", cases(refused=False))
 def test_two_options_give_the_answers_of_the_first(cell: Cell, seed: int) -> None:
     expected = answers_before(cell.kind, seed, cell.first)

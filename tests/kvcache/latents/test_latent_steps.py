@@ -55,10 +55,9 @@ def test_decode_attention_to_latents_begins_before_the_previous_kernel_has_ended
     let_a_cpu_capture(monkeypatch)
     let_passes_run_on_a_cpu(monkeypatch)
     monkeypatch.setattr(inductor, "compile_with_inductor", noted)
-    wrap_and_compare(latent_model(seed=seed, **WITHOUT_EXPERTS), seed, mode="cuda-graphs")
-    (decodes,) = filter(None, map(decodes_in, graphs))
-    assert len(decodes) == 2
-    assert all(args.overlap for args in decodes)
+    wrap_and_compare(latent_model(seed=seed, **{**WITHOUT_EXPERTS, "num_hidden_layers": 1}), seed, mode="cuda-graphs")
+    ((decode,),) = filter(None, map(decodes_in, graphs))
+    assert decode.overlap
 
 
 @pytest.mark.parametrize("written", [None, "starts", "lengths", "indices"])
