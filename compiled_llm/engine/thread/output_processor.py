@@ -35,15 +35,16 @@ class OutputProcessor:
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._work.close).atexit = False
 
-    def tell(self, handles: Iterable[RequestHandle | None], ended: Iterable[RequestHandle | None]) -> None:
+    def tell(self, handles: Iterable[RequestHandle | None], ended: Sequence[RequestHandle | None]) -> None:
         """Wake the listeners of these requests, some of which have ``ended``, once their text is made."""
         awaited = [handle for handle in handles if handle is not None and (handle.has_text or handle.listeners.count)]
+        if not (awaited or ended):
+            return
         if texts := [handle for handle in awaited if handle.has_text]:
             self.read(texts)
         told = [handle.listeners for handle in awaited if not handle.has_text]
         told += [handle.end_listeners for handle in ended if handle is not None and not handle.has_text]
-        if told:
-            tell(told)
+        tell(told)
 
     def read(self, handles: Iterable[RequestHandle]) -> None:
         """Make the text of the tokens that have come; in this thread, if the engine is closed."""

@@ -39,10 +39,10 @@ class RequestTable(dict[Request, RequestHandle]):
         """Wake the listeners of these requests, and forget those that have ended."""
         ended = [request for request in changed if request.finish_reason is not None]
         handles = list(map(self.get, changed))
-        now = time.monotonic()
+        now, last = time.monotonic(), list[RequestHandle | None]()
         for request in ended:
             request.finished = request.finished or now
-        last = [self.pop(request, None) for request in ended]
+            last.append(self.pop(request, None))
         try:
             self.output.tell(handles, last)
         finally:
