@@ -371,7 +371,7 @@ class GenerateLoop:
         self._computed = None
         self.steps += 1
         self._unread.launched(step, unsampled=len(late.rows) if late.unsampled else 0)
-        self.model_runner.run_capture_slice()
+        self.model_runner.run_capture_slices()
 
     def _run(self, forced: Tensor | None) -> StepOutput:
         if not self._pending:
@@ -410,7 +410,7 @@ class GenerateLoop:
         assert step is not None, "a step has run"
         self.steps += 1
         readback = self.model_runner.readbacks.start(step.outputs.tokens[: tokens.numel()])
-        self.model_runner.run_capture_slice()
+        self.model_runner.run_capture_slices()
         return readback
 
     def _verify(self, tokens: Tensor, accept: Callable[[Tensor], Tensor]) -> Verification:
@@ -418,7 +418,7 @@ class GenerateLoop:
         self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
         self.steps += 1
         verification = self._persistent.verified(accept)
-        self.model_runner.run_capture_slice()
+        self.model_runner.run_capture_slices()
         return verification
 
     def _last_logits(self) -> Tensor:

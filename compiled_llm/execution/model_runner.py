@@ -394,15 +394,15 @@ class ModelRunner:
         self.state.release()
         self._planner.release()
 
-    def run_capture_slice(self) -> None:
-        """Run one time slice of pending captures: a step was launched, and its host would wait for the device."""
+    def run_capture_slices(self, ended: Callable[[], bool] = lambda: True) -> None:
+        """Run a time slice of pending captures, after a launch, and further ones until their time has ``ended``."""
         if self.state.step_table.pending:
-            self.graph_manager.run_capture_slice()
+            self.graph_manager.run_capture_slices(ended)
 
     def catch_up(self, wanted: Callable[[], object]) -> None:
         """Run pending captures while no step is to run, until something is ``wanted``."""
         while self.graph_manager.cuda_graphs.background_captures and not wanted():
-            self.thread.call(self.run_capture_slice)
+            self.thread.call(self.run_capture_slices)
             self.thread.call(self.graph_manager.cuda_graphs.adopt)
 
     @deferred()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 import threading
@@ -14,7 +15,7 @@ import torch
 from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from compiled_llm.compilation.graphs.slices import SlicedThread
+from compiled_llm.compilation.graphs.slices import SLICE, SlicedThread
 from support.in_threads import in_thread
 
 LONGEST = 5
@@ -133,6 +134,23 @@ def test_a_slice_that_takes_too_long_goes_on_beside() -> None:
     ended.set()
     finish(thread)
     assert future.result() == "done"
+
+
+def test_slices_go_on_until_what_the_giver_waits_for_has_ended() -> None:
+    thread, pauses = SlicedThread("going on"), itertools.count()
+
+    def job() -> int:
+        while next(pauses) < 8:
+            time.sleep(SLICE)
+            thread.pause()
+        return 8
+
+    future, asked = thread.submit(job), itertools.count()
+    thread.run_slices(lambda: next(asked) == 2)
+    assert not future.done(), "what was waited for had ended"
+    assert next(asked) == 3
+    thread.run_slices(lambda: next(asked) < 0)
+    assert future.result() == 8, "it waited until the job was done"
 
 
 def test_it_begins_in_its_thread_once_and_what_fails_there_is_the_first_jobs() -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from compiled_llm.config import Mode
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.cascade.cascade import Cascade
+from compiled_llm.execution.decode.launch import Launch
+from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm_ops.attention.cascade import rule
@@ -32,6 +36,7 @@ from support.engine.random_requests import (
 )
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
+from support.execution.stand_in_cuda_graphs import let_captures_be_late
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
 
@@ -66,12 +71,13 @@ def engine_for(
     mode: Mode = "eager",
     page_size: int = 4,
     mixed: Mixed = False,
+    rows: int = 8,
     **others: Any,
 ) -> Engine:
-    options: dict[str, Any] = {"mode": mode, "page_size": page_size, "max_batch_size": 8, "prefill_tokens": 32}
+    options: dict[str, Any] = {"mode": mode, "page_size": page_size, "max_batch_size": rows, "prefill_tokens": 32}
     options["check_pages"] = "raise"  # with random requests, it stays silent
     model = wrapped(tokens, plain, cascade=cascade, **options, **others)
-    return Engine(model, tokenizer=byte_level(), max_num_seqs=8, mixed=mixed)
+    return Engine(model, tokenizer=byte_level(), max_num_seqs=rows, mixed=mixed)
 
 
 def assert_cascade_changes_nothing(
@@ -158,44 +164,93 @@ def test_steps_that_read_shared_pages_once_are_counted() -> None:
         assert f"{stats.cascade_steps} of them read shared pages once" in str(stats)
 
 
-def test_warmup_prepares_steps_that_read_shared_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    CAPTURES["cuda-graphs"](monkeypatch)
-    prompt = [*range(3, 60)]
-    with engine_for(tiny_qwen3(**{**WORDS, "num_hidden_layers": 1}), cascade=True) as engine:
-        engine.warmup([1, 2])  # a request runs alone until the second comes
-        engine.generate([prompt], greedy(1))
-        handles = [engine.submit([*prompt, last], greedy(40)) for last in (3, 4)]
-        for handle in handles:
-            handle.result(PATIENCE)
-        stats = engine._model.compiled.stats()
-        captured = [row for row in stats.cuda_graph_table if row["phase"] == "decode" and row["variant"] == 1]
-        assert [row["rows"] for row in captured] == [2]
-        assert stats.cascade_steps > 0
-        assert captured[0]["replays"] == stats.cascade_steps
-        assert engine.stats().cold_starts == 0
+class Way(NamedTuple):
+    """The way in which a decode step runs that is to read shared pages once."""
+
+    captured: bool
+    cascade: bool
 
 
-@pytest.mark.usefixtures("automatic")
-def test_requests_run_as_before_until_the_graph_that_reads_shared_pages_once_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    CAPTURES["cuda-graphs"](monkeypatch)
+def ways_of_a_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[Way]:
+    """Let 64 requests that begin alike run at once, and count how the steps of several rows that share pages run."""
+    found, call = Counter[Way](), Launch.__call__
+
+    def noting(self: Launch) -> StepOutputs:
+        if self.wanted.shares:
+            found[Way(self.replays, self.key.shares)] += 1
+        return call(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "__call__", noting)
+        engine.generate([[*range(3, 60), 60 + own] for own in range(64)], greedy(40))
+    return found
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a CPU capture as CUDA does, 60 slices long, while the device takes longer over a step than the host."""
+    let_captures_be_late(monkeypatch, slices=60)
+    monkeypatch.setattr(Loop, "asynchronous", property(lambda _: True))
     monkeypatch.setattr(rule, "TILE_READ", 0.0)
-    prompt = [*range(3, 60)]
-    with engine_for(tiny_qwen3(**{**WORDS, "num_hidden_layers": 1}), cascade="auto") as engine:
-        engine.warmup([1, 2])  # a request runs alone until the second comes
-        before = engine._model.compiled.stats()
-        assert not [row for row in before.cuda_graph_table if row["phase"] == "decode" and row["variant"] == 1]
-        engine.generate([prompt], greedy(1))
-        for _ in range(2):
-            for handle in [engine.submit([*prompt, last], greedy(40)) for last in (3, 4)]:
-                handle.result(PATIENCE)
-        stats = engine._model.compiled.stats()
-        (captured,) = [row for row in stats.cuda_graph_table if row["phase"] == "decode" and row["variant"] == 1]
-        assert captured["rows"] == 2
-        assert 0 < captured["replays"] == stats.cascade_steps < 80
-        assert stats.recompiles == 0
-        assert engine.stats().cold_starts == 0
+
+
+def engine_of_64(**options: Any) -> Engine:
+    return engine_for(tiny_qwen3(**{**WORDS, "num_hidden_layers": 1}), "auto", tokens=8000, rows=64, **options)
+
+
+def shared_buckets(engine: Engine) -> list[int]:
+    table = engine._model.compiled.stats().cuda_graph_table
+    return [row["rows"] for row in table if (row["phase"], row["variant"], row["state"]) == ("decode", 1, "ready")]
+
+
+@pytest.mark.usefixtures("automatic", "captures")
+def test_the_first_load_after_warmup_replays_steps_that_read_shared_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of_64() as engine:
+        engine.warmup()
+        assert shared_buckets(engine) == buckets_up_to(64)[1:]
+        engine.generate([[*range(3, 60)]], greedy(1))
+        first, second = (ways_of_a_load(engine, monkeypatch) for _ in range(2))
+        assert {*first} == {Way(captured=True, cascade=True)}
+        assert first == second
+        assert shared_buckets(engine) == buckets_up_to(64)[1:], "no other step was captured"
+        assert engine.stats().cold_starts == engine._model.compiled.stats().recompiles == 0
+
+
+@pytest.mark.usefixtures("automatic", "captures")
+@pytest.mark.parametrize("others", [False, True], ids=["nothing captured", "steps of rows that share nothing captured"])
+def test_the_first_load_without_warmup_waits_for_captures_a_few_steps_long(
+    others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of_64() as engine:
+        engine.generate([[*range(3, 60)]], greedy(1))
+        if others:
+            engine.generate([[token, *range(3, 60)] for token in range(64)], greedy(40))
+        first, second = (ways_of_a_load(engine, monkeypatch) for _ in range(2))
+        assert first.total() > 30
+        assert first[Way(captured=True, cascade=True)] > 0.75 * first.total()
+        assert first[Way(captured=True, cascade=False)] + first[Way(captured=False, cascade=False)] <= 2 * others
+        assert {*second} == {Way(captured=True, cascade=True)}
+
+
+@pytest.mark.usefixtures("automatic", "captures")
+def test_who_wakes_up_has_the_steps_that_read_shared_pages_once() -> None:
+    with engine_of_64() as engine:
+        engine.warmup([4, 64])
+        engine.sleep(graphs=True)
+        assert shared_buckets(engine) == []
+        engine.wake()
+        assert shared_buckets(engine) == [4, 64]
+
+
+@pytest.mark.usefixtures("automatic", "captures")
+def test_warmup_evicts_no_step_for_those_that_read_shared_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda _: (None, 12)))
+    with engine_of_64() as engine:
+        engine.warmup([1, 2, 4, 8, 64])
+        table = engine._model.compiled.stats().cuda_graph_table
+        assert sum(row["evictions"] for row in table) == 0
+        assert sum(row["captures"] for row in table) == 12
+        assert shared_buckets(engine) == [8, 64], "the largest, in which others can run, come first"
 
 
 @pytest.mark.usefixtures("automatic")

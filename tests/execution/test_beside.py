@@ -203,7 +203,7 @@ def admitted(model: Any, rows: int, exact: bool = False) -> GenerateLoop:
     generate_loop.step()
     model_runner = model.compiled.model_runner()
     while model_runner.graph_manager.cuda_graphs.background_captures:  # the prefill
-        model_runner.thread.call(model_runner.run_capture_slice)
+        model_runner.thread.call(model_runner.run_capture_slices)
         finish_all()
         model_runner.thread.call(model_runner.graph_manager.cuda_graphs.adopt)
     return generate_loop
@@ -419,8 +419,8 @@ class InAThread(StandInGraphCapture):
 
         return self.thread.submit(captured)
 
-    def run_slice(self) -> None:
-        self.thread.run_slice()
+    def run_slices(self, ended: Callable[[], bool]) -> None:
+        self.thread.run_slices(ended)
 
     def finish(self) -> None:
         in_thread(self.thread.finish, 20)

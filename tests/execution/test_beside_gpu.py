@@ -54,7 +54,7 @@ def slices_until(capturer: GraphCapture, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LONGEST
     while not condition():
         assert time.monotonic() < deadline, f"a capture has not come so far within {LONGEST} s"
-        capturer.run_slice()
+        capturer.run_slices(lambda: True)
         time.sleep(0.0005)
 
 

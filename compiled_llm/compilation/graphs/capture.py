@@ -119,9 +119,9 @@ class GraphCapture:
         # reads and writes tensors at fixed addresses only, without waiting.
         return self._place.thread.submit(functools.partial(self._capture, launch, check))
 
-    def run_slice(self) -> None:
-        """Continue the capture underway for half a millisecond or so."""
-        self._place.thread.run_slice()
+    def run_slices(self, ended: Callable[[], bool]) -> None:
+        """Continue the capture underway for half a millisecond or so, and then on until its time has ``ended``."""
+        self._place.thread.run_slices(ended)
 
     def finish(self) -> None:
         self._place.thread.finish()

@@ -120,7 +120,7 @@ class CudaGraphs:
             self.table.changed()  # steps that repeat themselves would leave it no time
 
     def begin(self, key: StepKey, step: StepToCapture) -> None:
-        """Begin to capture a step; ``run_capture_slice`` continues, and ``adopt`` adds the result."""
+        """Begin to capture a step; ``run_capture_slices`` continues, and ``adopt`` adds the result."""
         launch, shared = self._prepared(key, step)
         assert self._capturer is not None
         self._underway = _Underway(key, self._capturer.begin(launch, step.check), step, shared)
@@ -131,11 +131,11 @@ class CudaGraphs:
         underway = any(each is not None for each in (self._underway, self._half_begun, self._wanted))
         return underway or self.table.releases_later
 
-    def run_capture_slice(self) -> None:
-        """Capture missing graphs for a slice, once the evicted graphs that made room have ended."""
+    def run_capture_slices(self, ended: Callable[[], bool]) -> None:
+        """Capture missing graphs until their time has ``ended``, once evicted ones that made room have."""
         if self._underway is not None:
             assert self._capturer is not None
-            self._capturer.run_slice()
+            self._capturer.run_slices(ended)
         elif not self.table.release_ended():
             return
         elif self._half_begun is not None:

@@ -69,6 +69,14 @@ class SlicedThread:
                 self._changed.notify_all()
                 self._changed.wait_for(self._rests, patience)
 
+    def run_slices(self, ended: Callable[[], bool]) -> None:
+        """Let it work for a slice, and for further ones until its job is done or its time has ``ended``."""
+        self.run_slice()
+        while not (ended() or self.idle):
+            with self._changed:  # it may still be loading a kernel
+                self._changed.wait_for(self._rests, PATIENCE)
+            self.run_slice()
+
     def finish(self) -> None:
         """Let it work until its job is done; any thread may."""
         if threading.current_thread() is self._thread:  # garbage that was collected there

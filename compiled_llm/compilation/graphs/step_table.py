@@ -163,12 +163,12 @@ class StepTable:
         """Return the steps that have CUDA graphs."""
         return [entry.key for entry in self._ready if entry.key.phase in phases]
 
-    def at_once(self, phase: Phase) -> list[StepKey]:
+    def at_once(self, phase: Phase, shares: bool = False) -> list[StepKey]:
         """Return the steps that run at once, smallest first; any thread may ask."""
-        # Of decode those of one new token, which any rows can run in: without the ones that read shared pages once, or
-        # give more than logits.
+        # Of decode those of one new token, which any rows can run in: without the ones that give more than logits, or
+        # read shared pages once unless these ``shares`` are wanted, too.
         keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
-        plain = [key for key in keys if key.phase == phase and not (key.shares or key.wants)]
+        plain = [key for key in keys if key.phase == phase and not key.wants and key.shares <= shares]
         return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
 
     @property

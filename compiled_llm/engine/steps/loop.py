@@ -48,9 +48,14 @@ class _Launched(NamedTuple):
     mixed: bool
 
     @property
+    def arrived(self) -> bool:
+        """Whether all tokens that were sampled with it are on the host."""
+        return all(readback.arrived for readback in self.readbacks)
+
+    @property
     def first_tokens_arrived(self) -> bool:
         """Whether it ran prompts, and all its tokens are sampled and on the host."""
-        return bool(self.plan.extend) and self.late is None and all(readback.arrived for readback in self.readbacks)
+        return bool(self.plan.extend) and self.late is None and self.arrived
 
 
 class _Prepared(NamedTuple):
@@ -225,6 +230,7 @@ class Loop:
     # ---- in the executor
 
     def _launch(self, plan: StepPlan) -> None:
+        began = time.perf_counter()
         if plan.extend:
             self._admit(plan.extend)
         timer, before = self._timer_of(plan) if self._token_budget.bounded else None, 0.0
@@ -241,7 +247,13 @@ class Loop:
             if self.model_runner.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
         self._launched.append(self._unread(prepared, readbacks, timer))
-        self.model_runner.run_capture_slice()
+        as_long_again = 2 * time.perf_counter() - began
+        self.model_runner.run_capture_slices(lambda: self._is_due(as_long_again))
+
+    def _is_due(self, since: float) -> bool:
+        """Whether captures, which may take some time of each step, are to leave the rest to it."""
+        waits = len(self._launched) > 1 and not self._launched[0].arrived
+        return not waits and time.perf_counter() >= since
 
     def _timer_of(self, plan: StepPlan) -> DeviceTimer | None:
         due = self._token_budget.wants_time_of(len(plan.decode), bool(plan.extend))

@@ -20,10 +20,11 @@ class Cascade:
 
     tables = CascadeTable
 
-    def __init__(self, layers: Sequence[CascadeLayer], page_size: int, always: bool) -> None:
-        self.always = always
+    def __init__(self, layers: Sequence[CascadeLayer], page_size: int, longest: int, always: bool) -> None:
+        """Decide for rows of up to ``longest`` tokens."""
+        self._always = always
         self._layers = Counter(layers)
-        self._page_size = page_size
+        self._page_size, self._longest = page_size, longest
 
     @classmethod
     def of(cls, state: RunnerState, ops: DecodeOps | None) -> Cascade | None:
@@ -42,17 +43,21 @@ class Cascade:
             fits = all(layer.query_heads // layer.kv_heads <= CASCADE_QUERIES for layer in attending)
             on_cuda, several = state.device.type == "cuda", config.max_batch_size > 1
             wanted = on_cuda and has_kernel and fits and bool(known) and several
-        return cls(known, config.page_size, config.cascade is True) if wanted else None
+        return cls(known, config.page_size, state.max_positions, config.cascade is True) if wanted else None
 
     def of_loop(self) -> RowsThatShare:
         return RowsThatShare(self, self._page_size)
 
     def pays(self, runs: Sequence[SharedRun], rows: int) -> bool:
         """Return whether a step of so many rows reads these runs once."""
-        if self.always or not runs:
+        if self._always or not runs:
             return bool(runs)
         saved = (count * cascade_saves(runs, rows, self._page_size, layer) for layer, count in self._layers.items())
         return sum(saved) > 0
+
+    def may_pay(self, rows: int) -> bool:
+        """Return whether a step of so many rows reads shared pages once if all of them share as much as they can."""
+        return rows > 1 and self.pays([SharedRun(tuple(range(rows)), 0, self._longest // self._page_size)], rows)
 
 
 class RowsThatShare:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from compiled_llm.compat.torch.dynamo import graph_count
@@ -231,6 +232,12 @@ class Steps:
         if not (manager.eager or self._can_launch(step)):
             self.decode.claim(None)
             self._prepare(step, 0, None, self._is_first(step), captures=False)
+
+    def make_ready_with_room(self, steps: Sequence[StepKey]) -> None:
+        """Compile, and on CUDA capture, decode steps, the largest first, as far as no CUDA graph makes room for it."""
+        for step in reversed(steps):
+            if not (self.is_ready(step) or self._table.full):
+                self.ready(step)
 
     def capture_anchors(self, only_with_room: bool = True) -> None:
         """Capture the largest step, so that none waits for a smaller one; ``only_with_room`` evicts no other."""

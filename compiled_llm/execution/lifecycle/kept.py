@@ -41,7 +41,7 @@ class CompiledParts:
             states=0 if model_runner.pool.states is None else model_runner.pool.states.total,
             programs=None if graph_manager.programs.in_trees else graph_manager.programs,
             weights=graph_manager.weights,
-            decodes=tuple(table.at_once("decode")),
+            decodes=tuple(table.at_once("decode", shares=True)),
             embedded=PREFILL_EMBEDDED in graph_manager.prefills,
             shapes=tuple(sorted(table.of("prefill"))),
             samplings=tuple(model_runner.state.sampling_graphs.buckets),

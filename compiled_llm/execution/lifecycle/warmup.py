@@ -97,14 +97,16 @@ class Warmup:
             prepare_profile(model_runner, wanted.profile, report)
             self._earlier = wanted.profile
         else:
-            prefill = model_runner.prefill
             decodes = self._decodes(model_runner, wanted)
-            prefills = {tuple(prefill.captured_shapes(size)) for size in wanted.sizes}
-            prepare(model_runner, decodes, prefills, report=report)
+            plain = [step for step in decodes if not step.shares]
+            prefills = {tuple(model_runner.prefill.captured_shapes(size)) for size in wanted.sizes}
+            prepare(model_runner, plain, prefills, report=report)
         if model_runner.state.sharing is not None:  # requests which begin to share pages do not wait for it then
             report("preparing steps of requests that share pages")
             step = StepKey.decode(model_runner.config.max_batch_size, shares=True)
             model_runner.thread.call(model_runner.steps.compile, step)
+            shared = [] if wanted.profile is not None else [step for step in decodes if step.shares]
+            model_runner.thread.call(model_runner.steps.make_ready_with_room, shared)
         self._events.warmed_up()
 
     @staticmethod
@@ -112,8 +114,8 @@ class Warmup:
         if wanted.profile is not None:
             return sorted(step for step in wanted.profile.uses if step.phase == "decode")
         steps = {model_runner.steps.decode_of(size) for size in wanted.sizes}
-        if (sharing := model_runner.state.sharing) is not None and sharing.always:
-            steps |= {StepKey.decode(step.rows, shares=True) for step in steps if step.rows > 1}
+        if (sharing := model_runner.state.sharing) is not None:
+            steps |= {StepKey.decode(step.rows, shares=True) for step in steps if sharing.may_pay(step.rows)}
         return sorted(steps)
 
     # ---- profiles
