@@ -7,7 +7,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -172,7 +171,7 @@ class Loop:
         if step is None or prepared is None or prepared.plan is not plan or plan.extend:
             return False
         timer = self._timer_of(plan) if self._token_budget.bounded else None
-        run = step.run if timer is None else partial(timer.timed, step.run)
+        run = step.run if timer is None else timer.of(step.run)
         arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.lose)
         if arriving is None:
             return False

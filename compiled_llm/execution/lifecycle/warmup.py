@@ -90,6 +90,7 @@ class Warmup:
         """Compile, and on CUDA capture, the wanted steps; ValueError if a profile names one that is not here."""
         model_runner = self._runner_lifecycle.current()
         model_runner.thread.call(model_runner.graph_manager.make_room)
+        shared = list[StepKey]()
         if model_runner.graph_manager.eager and (compiling := self._runner_lifecycle.compiling) is not None:
             compiling.begin(self._decodes(model_runner, wanted), self._runner_lifecycle.rows)
             self._earlier = wanted.profile
@@ -98,6 +99,7 @@ class Warmup:
             self._earlier = wanted.profile
         else:
             decodes = self._decodes(model_runner, wanted)
+            shared = [step for step in decodes if step.shares]
             plain = [step for step in decodes if not step.shares]
             prefills = {tuple(model_runner.prefill.captured_shapes(size)) for size in wanted.sizes}
             prepare(model_runner, plain, prefills, report=report)
@@ -105,7 +107,6 @@ class Warmup:
             report("preparing steps of requests that share pages")
             step = StepKey.decode(model_runner.config.max_batch_size, shares=True)
             model_runner.thread.call(model_runner.steps.compile, step)
-            shared = [] if wanted.profile is not None else [step for step in decodes if step.shares]
             model_runner.thread.call(model_runner.steps.make_ready_with_room, shared)
         self._events.warmed_up()
 

@@ -29,12 +29,16 @@ class DeviceTimer:
         if self._events:
             self._events[1].record()
 
-    def timed(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function that launches something; the timer is of that."""
-        self.start()
-        result = function(*args, **kwargs)
-        self.stop()
-        return result
+    def of(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that launches what ``function`` does, between ``start`` and ``stop``."""
+
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            self.start()
+            result = function(*args, **kwargs)
+            self.stop()
+            return result
+
+        return timed
 
     @property
     def seconds(self) -> float:
@@ -42,4 +46,4 @@ class DeviceTimer:
         if not self._events:
             return self._took
         self._events[1].synchronize()  # it is done where tokens of these launches have been read
-        return self._events[0].elapsed_time(self._events[1]) / 1000
+        return float(self._events[0].elapsed_time(self._events[1])) / 1000
