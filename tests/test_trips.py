@@ -20,7 +20,7 @@ from compiled_llm.compilation import steps
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.execution.graphs.graph_manager import GraphManager
+from compiled_llm.execution.steps.graph_manager import GraphManager
 from compiled_llm.huggingface import generate as loops
 from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture, uncompiled
 from support.noting import note_calls
@@ -29,6 +29,7 @@ from support.parity import greedy, mixed_prompts
 PACKAGE = Path(compiled_llm.__file__).parent
 LEFT_OUT = ("model", "compat")
 PROGRAM = Path(steps.__file__)
+ROOMS_OF_STEPS = {"execution", "execution/decode", "execution/steps"}
 
 
 class Trip(NamedTuple):
@@ -43,10 +44,12 @@ class Walk:
 
     def __init__(self) -> None:
         self.legs: list[list[str]] = [[]]
+        self.objects: list[set[str]] = [set()]  # classes whose methods were called
         self._inside = 0
 
     def mark(self) -> None:
         self.legs.append([])
+        self.objects.append(set())
 
     def note(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
@@ -57,6 +60,8 @@ class Walk:
             file = file.relative_to(PACKAGE)
             if file.parts[0] not in LEFT_OUT:
                 self.legs[-1].append(str(file))
+                if str(file.parent) in ROOMS_OF_STEPS and "self" in frame.f_locals:
+                    self.objects[-1].add(type(frame.f_locals["self"]).__name__)
 
     def of(self, function: Callable[[], object]) -> list[list[str]]:
         """Return the files of the calls between two marks, in order."""
@@ -132,7 +137,7 @@ def test_an_uncompiled_step_takes_few_calls_beside_the_program(monkeypatch, seed
 
 
 def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed):
-    """Of one row; all that it runs is captured."""
+    """Of one row; all that it runs is captured. Seven objects take part, beside those that keep state."""
     let_a_cpu_capture(monkeypatch)
     monkeypatch.setattr(GenerateLoop, "asynchronous", True)
     model, inputs, walk = uncompiled(monkeypatch), mixed_prompts([5], 128, seed), Walk()
@@ -144,6 +149,9 @@ def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed
     print(f"changed step: {found}")
     assert found.files <= 16
     assert found.calls <= 90
+    objects = {name for name in walk.objects[2] if not name.startswith("_")}
+    print(f"its objects: {sorted(objects)}")
+    assert len(objects) <= 7
 
 
 @pytest.mark.parametrize(

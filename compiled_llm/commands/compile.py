@@ -112,8 +112,8 @@ def compiled_into(
     from compiled_llm.compilation.artifacts import stand_in_compiler
     from compiled_llm.compilation.artifacts.made_for import made_for
     from compiled_llm.compilation.artifacts.writing import PROFILE, seal
+    from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
     from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
-    from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
     model = compiled_llm.wrap(loaded, max_batch_size=max_num_seqs, **options)

@@ -17,17 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
+from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import Sampling, sample
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap, last_tokens
-from compiled_llm.execution.decode.decode import Decode
 from compiled_llm.execution.decode.deferred_sampling import Masks, prepare_deferred
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.decode.steps import Steps
-from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
-from compiled_llm.execution.graphs.dispatcher import Dispatcher
-from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.growth import grown, sync_lengths
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.mixed_steps import LEAST_WEIGHTS, MixedStep
@@ -37,6 +33,10 @@ from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
+from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
+from compiled_llm.execution.steps.dispatcher import Dispatcher
+from compiled_llm.execution.steps.graph_manager import GraphManager
+from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import feature
@@ -149,8 +149,8 @@ class ModelRunner:
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
         simplest, table = self._planner.schedules[0], self.state.step_table
         dispatcher = Dispatcher(table, simplest, shapes.spare)
-        self.decode = Decode(self.state, self.graph_manager, self._planner)
-        self.steps = Steps(self.state, self.graph_manager, self._planner, dispatcher, self.decode)
+        self.decode_buffers = DecodeBuffers(self.state, self.graph_manager, self._planner)
+        self.steps = Steps(self.state, self.graph_manager, self._planner, dispatcher, self.decode_buffers)
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, self.steps)
         self.unpaged = Unpaged(self.state, self.graph_manager)
         self._values: int | None = None  # of the model that computed ``prefixes``; None before the first look
@@ -203,7 +203,7 @@ class ModelRunner:
             try:
                 persistent.place(rows, launch, copied)
                 if batch.tokens is not None:
-                    self.decode.feed(len(rows), launch.key, batch.tokens)
+                    self.decode_buffers.feed(len(rows), launch.key, batch.tokens)
                 self.state.arena.flush()
                 outputs = launch()
             except BaseException:  # the decode buffers may have advanced
@@ -433,7 +433,7 @@ class ModelRunner:
             "weights": sum(weights.values()),
             "pages": self.state.page_bytes,
             "workspace": self._planner.workspace_bytes,
-            "buffers": self.state.buffer_bytes + self.decode.table_bytes,
+            "buffers": self.state.buffer_bytes + self.decode_buffers.nbytes,
             "graphs": self.graph_manager.cuda_graphs.nbytes,
             **({} if scores is None else {"scores": scores.limit}),
             **({} if not self.state.states else {"states": self.state.state_bytes}),

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
+from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm.kinds.kind import Expands
 from compiled_llm.kinds.rows import AttentionPlans

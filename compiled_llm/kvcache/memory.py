@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -151,3 +151,11 @@ def mark_for_any_room(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         torch._dynamo.mark_dynamic(tensor, 0)
     return mark_static(tensor)
+
+
+def mark_columns(columns: Sequence[Tensor], rows: int) -> None:
+    """Have columns of a bucket read in place, with lengths that are symbolic sizes for more than one row."""
+    for column in columns:
+        mark_static(column)
+        if rows > 1:
+            torch._dynamo.mark_dynamic(column, 0)

@@ -92,8 +92,9 @@ def with_a_list(model: PreTrainedModel) -> PreTrainedModel:
 
 def arguments_of(model: PreTrainedModel) -> Arguments:
     """The arguments of a decode step of two rows."""
-    state = model.compiled.model_runner().state
-    return Arguments(model, state.decode_buffers.of(StepKey.decode(2)), state.slots.tables, state.pages, state.specs)
+    model_runner = model.compiled.model_runner()
+    state, inputs = model_runner.state, model_runner.decode_buffers.of(StepKey.decode(2))
+    return Arguments(model, inputs, state.slots.tables, state.pages, state.specs)
 
 
 def programs_of(model: PreTrainedModel) -> Any:
@@ -418,7 +419,7 @@ def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed
 def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     model = compiled_llm.wrap(model_of(), **FEW_PAGES)
     arguments = programs_of(model)._by_name(arguments_of(model))
-    buffers = model.compiled.model_runner().state.decode_buffers.of(StepKey.decode(2))
+    buffers = model.compiled.model_runner().decode_buffers.of(StepKey.decode(2))
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     tensors = [*model.state_dict().values(), *filter(torch.is_tensor, buffers)]
     values = [tensor.clone() for tensor in tensors]

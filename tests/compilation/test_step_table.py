@@ -16,8 +16,8 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import Phase, StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, UNBOUNDED, Budget, Cost, StepEntry, StepTable
 from compiled_llm.compilation.graphs.table import CudaGraphTable, StepState
-from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.steps.launch import Launch
 
 DECODES = [StepKey.decode(rows) for rows in (1, 2, 4, 8)]
 SEVERAL = [StepKey.decode(2, 2), StepKey.decode(4, 2), StepKey.decode(8, 2), StepKey.decode(1, 3), StepKey.decode(4, 3)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.admission.greedy import Greedy
@@ -19,9 +20,8 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop, Mixed
 from compiled_llm.execution.cascade import cascade as cascades
 from compiled_llm.execution.cascade.cascade import Cascade
-from compiled_llm.execution.decode.launch import Launch
-from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm_ops.attention.cascade import rule
 from compiled_llm_ops.reference.backend import Reference

@@ -19,7 +19,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.thread import starvation
 from compiled_llm.execution.decode.decode_step import DecodeStep
-from compiled_llm.execution.decode.launch import Launch
+from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level

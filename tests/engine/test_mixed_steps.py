@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.config import Mode
@@ -16,10 +17,9 @@ from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.loop import Loop, Mixed
-from compiled_llm.execution.decode.steps import Steps
-from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.mixed_steps import MixedStep
+from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.random_requests import (

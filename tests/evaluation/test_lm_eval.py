@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.execution.graphs.graph_manager import GraphManager
+from compiled_llm.execution.steps.graph_manager import GraphManager
 from support.engine.text_tokenizers import SAMPLES, byte_level
 from support.noting import note_calls
 from support.server.engine_processes import engine_that_names_its_tokenizer

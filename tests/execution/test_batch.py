@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from compiled_llm import OutOfPagesError
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.execution.batch import Extension
-from compiled_llm.execution.decode.launch import BoundProgram
 from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.steps.launch import BoundProgram
 from compiled_llm.kvcache.row import Row
 from support.execution.batches import WIDTH, Batches, ids_of, let_a_cpu_capture_sampling
 from support.execution.model_changes import other_attribute

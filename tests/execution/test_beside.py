@@ -21,10 +21,10 @@ import compiled_llm
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, StepTable
-from compiled_llm.execution.decode.launch import BoundProgram
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
+from compiled_llm.execution.steps.dispatcher import Dispatch, Dispatcher
+from compiled_llm.execution.steps.launch import BoundProgram
 from compiled_llm.kvcache.row import Row
 from support.execution.model_changes import other_attribute
 from support.execution.stand_in_cuda_graphs import (

@@ -56,7 +56,8 @@ class Batch:
         counts = self.rng.integers(1, new + 1, len(tokens))
         bounds = [row.length + new for row in self.loop.rows]
         result = self.loop.verify(torch.tensor(tokens), lambda sampled: torch.from_numpy(counts))
-        if not self.model.compiled.model_runner().decode.follows_pages:  # whose steps are planned for exact lengths
+        buffers = self.model.compiled.model_runner().decode_buffers
+        if not buffers.follows_pages:  # whose steps are planned for exact lengths
             assert [row.length for row in self.loop.rows] == bounds
         expected: dict[Row, list[int]] = {}
         for row, twin, own, count in zip(self.loop.rows, self.twins, tokens, counts, strict=True):
@@ -262,7 +263,8 @@ def test_a_step_that_fails_is_undone_alone_when_earlier_tokens_are_rejected_mean
     tokens = torch.ones(2, 3, dtype=torch.int64)
     batch.loop.verify(tokens, lambda sampled: torch.tensor([1, 2])).read()
     batch.loop.verify(tokens, lambda sampled: torch.tensor([2, 1]))
-    monkeypatch.setattr(type(batch.model.compiled.model_runner().decode), "place", lambda self, *_: fails(tokens))
+    buffers = batch.model.compiled.model_runner().decode_buffers
+    monkeypatch.setattr(type(buffers), "place", lambda self, *_: fails(tokens))
     with pytest.raises(KeyError):
         batch.loop.step(torch.tensor([7, 7]))
     assert [(row.length, row.position) for row in batch.loop.rows] == [(7, 7), (8, 8)]

@@ -16,9 +16,9 @@ import torch
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrapConfig
+from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
 from compiled_llm.compilation.graphs.step_table import StepTable
-from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state import prefill_room
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens

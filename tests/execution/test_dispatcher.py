@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, Budget, Cost, StepTable
-from compiled_llm.execution.decode import steps as execution
-from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
+from compiled_llm.execution.steps import steps as execution
+from compiled_llm.execution.steps.dispatcher import Dispatch, Dispatcher
 
 MOST, SIMPLEST, PADDING = 16, 0, 60
 DECODES = [StepKey.decode(rows) for rows in (2, 4, 8, 16)]

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm import OutOfPagesError
-from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.prefill.prefill import Prefill
+from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.execution.failing_calls import fail_once

@@ -473,7 +473,7 @@ def test_a_step_that_uploads_returns_while_the_device_sleeps(
         if cycles == SLEEP:
             assert not over, f"{launches} launches took {took:.3f} s, when the device had woken up"
         # Rows of FlashInfer's are planned whenever one enters a page; ours know the pages ahead.
-        planned = model_runner.decode.follows_pages
+        planned = model_runner.decode_buffers.follows_pages
         expected = {"rows enter pages": 3 * planned, "a row leaves": 1 + planned}.get(event, 1)
         assert model_runner.events.uploads.total() - uploads == expected
         while last := generate_loop.drain():

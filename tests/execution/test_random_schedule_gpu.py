@@ -92,7 +92,7 @@ def play(
         for number, prompt in step.admitted.items():
             rows[number] = generate_loop.admit(prompt, PROMISE + 1)
         if upload_each_step and not step.admitted:
-            model_runner.thread.call(model_runner.decode.claim, None)  # rows out of the buffers: it uploads again
+            model_runner.thread.call(model_runner.decode_buffers.claim, None)  # no row is there: it uploads again
         arrived.append(generate_loop.step(tokens))
         logits.append(generate_loop.logits())
     while last := generate_loop.drain():

@@ -9,9 +9,9 @@ import torch
 
 import compiled_llm
 from compiled_llm import Stats
-from compiled_llm.execution.decode.launch import BoundProgram
 from compiled_llm.execution.reporting import stopwatch
 from compiled_llm.execution.reporting.stopwatch import Stopwatch
+from compiled_llm.execution.steps.launch import BoundProgram
 from compiled_llm.kvcache.pool import PageAccount
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3

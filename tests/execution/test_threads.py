@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 
 import compiled_llm
 from compiled_llm.compilation import backend as inductor
-from compiled_llm.execution.decode.launch import Launch
+from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.execution.threads.device_thread import DeviceThread
 from compiled_llm.execution.threads.loop_lock import LoopLock
 from support.execution.callbacks import Callback

@@ -18,9 +18,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
-from compiled_llm.execution.decode.launch import BoundProgram
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm.execution.graphs.graph_manager import GraphManager
+from compiled_llm.execution.steps.graph_manager import GraphManager
+from compiled_llm.execution.steps.launch import BoundProgram
 from support.characters import character_tokenizer
 from support.huggingface.callbacks import Collected
 from support.noting import note_calls

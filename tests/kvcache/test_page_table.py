@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from compiled_llm.execution.state.decode_buffers import bucket_for, buckets_up_to
+from compiled_llm.compilation.graphs.captured_shapes import bucket_for, buckets_up_to
 from compiled_llm.kinds.full import FullAttentionSpec
 from compiled_llm.kvcache.pool import NULL_PAGE, PagePool
 from compiled_llm.kvcache.releasable_memory import ReleasableMemory

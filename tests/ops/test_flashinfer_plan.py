@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
+from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state.prefill_room import PrefillRoom
 from compiled_llm_ops import Geometry, PageTable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.execution.decode.launch import Launch
+from compiled_llm.execution.steps.launch import Launch
 
 
 def note_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Prefills: `flashinfer/splitting.py` and `execution/graphs/captured_shapes.py`."""
+"""Prefills: `flashinfer/splitting.py` and `compilation/graphs/captured_shapes.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
+from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm_ops import paged_attention, plan_paged_attention
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.contracts import Geometry, PageTable
@@ -58,7 +58,7 @@ def prefill_timer(geometry: Geometry, rows: int, tokens: int, stored: int) -> Ca
     return microseconds
 
 
-# ---- captured: `execution/graphs/captured_shapes.py`
+# ---- captured: `compilation/graphs/captured_shapes.py`
 
 
 def captured_cases(_: Machine, quick: bool) -> Iterator[Case]:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.state.decode_buffers import mark_columns
 from compiled_llm.execution.state.runner_state import RunnerState
-from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.memory import mark_columns, mark_static
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.sizes import attention_geometries
 from compiled_llm_ops import cascade_attention, cascade_attention_lse, decode_attention, decode_attention_lse

@@ -14,9 +14,9 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import Batch, StepOutput, Tap, TokenSpan, last_tokens
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
-from compiled_llm.execution.decode.launch import Launch
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readback, Readbacks
+from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 

@@ -18,9 +18,9 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.sampling.sampling import sample
 from compiled_llm.execution.batch import StepOutput, Tap
-from compiled_llm.execution.decode.launch import Launch
-from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.steps.launch import Launch
+from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.kvcache.row import Row
 
 _NOTHING: Mapping[Row, Tensor] = {}

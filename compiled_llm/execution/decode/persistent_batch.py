@@ -14,13 +14,13 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import StepOutput
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
-from compiled_llm.execution.decode.launch import Launch
-from compiled_llm.execution.decode.steps import Steps
 from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
+from compiled_llm.execution.steps.launch import Launch
+from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
@@ -37,7 +37,7 @@ class PersistentBatch:
 
     def __init__(self, state: RunnerState, steps: Steps, readbacks: Readbacks, exact: bool = False) -> None:
         self.exact = exact
-        self._steps, self._decode = steps, steps.decode
+        self._steps, self._buffers = steps, steps.buffers
         self._state, self._slots, self._readbacks = state, state.slots, readbacks
         self._page_size, self._longest = state.config.page_size, state.max_positions
         self.bucket = 0
@@ -69,8 +69,8 @@ class PersistentBatch:
 
     def place(self, rows: Sequence[Row], launch: Launch, copied: bool) -> None:
         """Put rows, grown by what they feed in, in the decode buffers, unless they are there with their pages."""
-        decode, key, new = self._decode, launch.key, launch.new_tokens
-        if decode.follows_pages:  # whose plan needs exact lengths
+        buffers, key, new = self._buffers, launch.key, launch.new_tokens
+        if buffers.follows_pages:  # whose plan needs exact lengths
             sync_lengths(rows)
         listed = self._slots.list_pages(rows)
         if self._slots.states is not None:
@@ -80,18 +80,18 @@ class PersistentBatch:
             tap.stored(rows)
         if self.step is not None and self._has(self.step, rows, launch):
             self._advanced += self.step.repeats
-            entered = decode.follows_pages and self._enters_page(rows, new)
+            entered = buffers.follows_pages and self._enters_page(rows, new)
             regrouped = self._runs != self._placed_runs
             if copied or listed or entered or regrouped:
                 cause: UploadCause = "page_copied" if copied else "new_page"
-                decode.place(rows, key, cause, self._runs if regrouped else None, stay=True)
+                buffers.place(rows, key, cause, self._runs if regrouped else None, stay=True)
         else:
             if self.step is not None:
                 self.invalidate()
-            cause = "rows_changed" if decode.claim(self) else "call_moved_in"
+            cause = "rows_changed" if buffers.claim(self) else "call_moved_in"
             sync_lengths(rows)
             self._placed, self._advanced = _places(rows, 0), 0
-            decode.place(rows, key, cause, self._runs)
+            buffers.place(rows, key, cause, self._runs)
         self._placed_runs = self._runs
 
     def _has(self, step: DecodeStep, rows: Sequence[Row], launch: Launch) -> bool:
@@ -105,7 +105,7 @@ class PersistentBatch:
         """Whether a row has just entered a page; padding, which has one page, may have with several new tokens."""
         # So may any row as far as plans are concerned that hold exact lengths.
         return (
-            self._decode.follows_tokens
+            self._buffers.follows_tokens
             or new_tokens > 1
             or any((row.length - 1) % self._page_size == 0 for row in rows)
         )
@@ -120,7 +120,7 @@ class PersistentBatch:
         if launch.new_tokens == 1:
             self._wanted, self.bucket = launch.wanted, launch.key.rows
         self._advanced += launch.new_tokens
-        feed = functools.partial(self._decode.feed, len(rows), launch.key)
+        feed = functools.partial(self._buffers.feed, len(rows), launch.key)
         of_loop = self._state, period, self.deferred, self._readbacks
         self.step = DecodeStep(rows, launch, self._room(rows), feed, *of_loop)
         self._logits = None
@@ -128,11 +128,11 @@ class PersistentBatch:
 
     def _room(self, rows: Sequence[Row]) -> int:
         """Return the tokens that rows can grow by before anything has to be written."""
-        if self._decode.follows_tokens:
+        if self._buffers.follows_tokens:
             return 0
         if self._slots.states is not None and not all(row.states is None or row.states.alternates for row in rows):
             return 0
-        if self._decode.follows_pages:
+        if self._buffers.follows_pages:
             room = min([row.room for row in rows])
         else:
             room = min([row.listed * self._page_size - row.length for row in rows])
@@ -144,7 +144,7 @@ class PersistentBatch:
         rows, key = self.step.rows, self.step.key
         try:
             sampled = self.step.outputs.tokens[: len(rows) * key.new_tokens_per_row]
-            counts, next_tokens = self._decode.go_back(key, sampled.view(len(rows), -1), accept)
+            counts, next_tokens = self._buffers.go_back(key, sampled.view(len(rows), -1), accept)
             readbacks = self._readbacks.start(counts), self._readbacks.start(sampled)
             with deferred():
                 return Verification(rows, key.new_tokens_per_row, next_tokens, *readbacks)
@@ -186,7 +186,7 @@ class PersistentBatch:
             row.watch.lost()
         self.deferred.forget()
         self.invalidate()
-        self._decode.claim(None)
+        self._buffers.claim(None)
 
     def restart(self, rows: Sequence[Row] = ()) -> None:
         """Begin again with any bucket, and with rows that have no next tokens."""

@@ -25,9 +25,9 @@ from compiled_llm.compat.torch.dynamo import reason_of, switched_off
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
-from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.reporting.events import Events
+from compiled_llm.execution.steps.graph_manager import GraphManager
 from compiled_llm.execution.threads.calling_thread import CallingThread
 from compiled_llm.model.facts import ModelFacts
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.state.decode_buffers import buckets_up_to
 
 
 def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:

@@ -10,6 +10,7 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.artifacts.made_for import sizes_made_for
 from compiled_llm.compilation.artifacts.manifest import MadeFor
 from compiled_llm.compilation.artifacts.profile import Profile
+from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
 from compiled_llm.config import WrapConfig
@@ -17,7 +18,6 @@ from compiled_llm.execution.lifecycle.runner_lifecycle import ModelRunnerLifecyc
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.events import Events
-from compiled_llm.execution.state.decode_buffers import buckets_up_to
 from compiled_llm.model.facts import ModelFacts
 
 Sizes = int | Iterable[int] | Literal["auto"] | None

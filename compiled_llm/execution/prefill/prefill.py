@@ -15,16 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, with_outputs
 from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of
-from compiled_llm.execution.decode.launch import Launch
-from compiled_llm.execution.decode.steps import Steps
-from compiled_llm.execution.graphs.captured_shapes import CapturedShapes
-from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
     Packed,
@@ -38,6 +35,9 @@ from compiled_llm.execution.prefill.packing import (
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.steps.graph_manager import GraphManager
+from compiled_llm.execution.steps.launch import Launch
+from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable
 from compiled_llm.model.inputs import vocabulary_of

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from compiled_llm.compilation.inputs import UnpagedInputs
 from compiled_llm.compilation.program_list import UNPAGED
-from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.steps.graph_manager import GraphManager
 
 _COMPILED = np.ones((3, 2), dtype=np.bool_)
 """The columns that the program is compiled with, all of them shown: no two sizes are the same."""

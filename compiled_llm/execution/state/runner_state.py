@@ -1,4 +1,4 @@
-"""Tensors of a model runner at fixed addresses: pages, page tables, decode buffers and sampling settings."""
+"""Tensors of a model runner at fixed addresses: pages, page tables, columns of decode steps and sampling settings."""
 
 # Shapes: B rows, C columns of a cache, K kv heads, D head dimension.
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.step_table import Budget, StepTable
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
-from compiled_llm.execution.state.decode_buffers import DecodeBuffers
 from compiled_llm.execution.state.prefill_room import compiled_length
 from compiled_llm.execution.state.runner_tap import RunnerTap
 from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
@@ -112,8 +111,6 @@ class RunnerState:
             carried = [column for tap in self.taps for column in tap.carried]
             width = logits_width(model)
             self.slots = Slots(self.arena, self.staging, width, self.validity, carried, bool(facts.states))
-            given = tuple(tap.inputs for tap in self.taps)
-            self.decode_buffers = DecodeBuffers(self.arena, self.slots, chosen.decode_ops, given)
             self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
             self.prefill_indices: Tensor | None = None
             if self.scores is None:
@@ -141,7 +138,8 @@ class RunnerState:
     def _columns(self, taps: Sequence[type[RunnerTap]]) -> dict[str, tuple[int, torch.dtype]]:
         """Return the columns of slots, decode buffers and taps."""
         rows, pages_each = self.config.max_batch_size, -(-self.max_positions // self.config.page_size) + 1
-        columns = DecodeBuffers.columns(rows)
+        columns = dict.fromkeys(("decode_slot", "decode_position"), (rows, torch.int64))
+        columns |= dict.fromkeys(("decode_length", "decode_start"), (rows, torch.int32))
         columns |= Slots.columns(rows, pages_each, bool(self.facts.states))
         for tap in taps:
             columns |= tap.columns(columns["next_token"][0] + rows)
@@ -209,8 +207,8 @@ class RunnerState:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all tensors but the pages."""
-        parts = (self.arena, self.slots, self.decode_buffers, self.sampling_graphs)
+        """Bytes of all tensors but the pages, and what decode steps have outside the arena."""
+        parts = (self.arena, self.slots, self.sampling_graphs)
         return sum(part.nbytes for part in (*parts, *self.taps, self.prefill_indices) if part is not None)
 
     def release(self) -> None:

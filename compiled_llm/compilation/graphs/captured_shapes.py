@@ -1,4 +1,4 @@
-"""The shapes that prefills are padded to and captured in."""
+"""The shapes that decode steps and prefills are padded to and captured in."""
 
 from __future__ import annotations
 
@@ -18,8 +18,18 @@ _CAPTURED_TOKENS = (
 _DEVICE_BOUND = 2**38
 
 
+def buckets_up_to(max_rows: int) -> list[int]:
+    """Return the batch sizes that decode is captured for: 1, 2, 4, 8, every 8 to 64, every 16, ``max_rows`` itself."""
+    sizes = [size for size in (1, 2, 4, *range(8, 64, 8), *range(64, max_rows, 16)) if size < max_rows]
+    return [*sizes, max_rows]
+
+
+def bucket_for(rows: int, max_rows: int) -> int:
+    return next(size for size in buckets_up_to(max_rows) if size >= rows)
+
+
 class CapturedShapes:
-    """The shapes up to the most tokens that are worth capturing."""
+    """The shapes of prefills, up to the most tokens that are worth capturing."""
 
     # The device takes longer over more tokens than the host takes to launch them. Nor are more tokens captured than the
     # rows can have.

@@ -1,4 +1,4 @@
-"""Decode steps over buffers at fixed addresses, one bucket of rows each, and whose rows are in them."""
+"""The buffers that decode steps read and advance, at fixed addresses: whose rows are there, and who writes them."""
 
 # Shapes: B rows of a bucket, q new tokens of each, T = B * q, V vocabulary.
 
@@ -10,20 +10,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from compiled_llm.compat.torch.profiler import is_profiling
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import DecodeInputs
-from compiled_llm.execution.decode.planned_table import PlannedTable
-from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.steps.graph_manager import GraphManager
+from compiled_llm.execution.steps.planned_table import PlannedTable
+from compiled_llm.kvcache.memory import mark_columns
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops.protocol import own_decode_ops
 
 logger = logging.getLogger("compiled_llm.uploads")
+
+_OF_ROWS = ("slots", "positions", "lengths", "starts")
 
 
 class BatchOwner(Protocol):
@@ -33,18 +37,22 @@ class BatchOwner(Protocol):
         """Other rows are in the buffers from now on."""
 
 
-class Decode:
-    """The decode buffers of one model: who has them, and what is written there."""
+class DecodeBuffers:
+    """The buffers of one model for the largest batch, and their views for each bucket; one loop has them at a time."""
 
     # Steps that are planned are planned again for each token if they ``follows_tokens``, and whenever a row enters a
     # page if they ``follows_pages``.
 
     def __init__(self, state: RunnerState, graph_manager: GraphManager, planner: Planner) -> None:
-        self._state = state
-        self._graph_manager = graph_manager
-        ops = state.decode_buffers.ops
+        self._state, self._graph_manager = state, graph_manager
+        self.ops = ops = state.config.backend_on(state.device.type).decode_ops  # None if steps are planned
         plain = state.device.type == "cpu" and ops is not None and ops.attend is own_decode_ops().attend
         self._plain = plain and not graph_manager.cuda_graphs.ours  # a replay repeats ops, and nothing between them
+        arena, slots, taps = state.arena, state.slots, tuple(tap.inputs for tap in state.taps)
+        columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
+        self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states, taps=taps)
+        self._views: dict[StepKey, DecodeInputs] = {}
+        self._fed: dict[int, Tensor] = {}  # known tokens, by q
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._sharing: Any = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
@@ -59,10 +67,12 @@ class Decode:
         return previous is owner
 
     @property
-    def table_bytes(self) -> int:
-        """Size of the page table of planned steps, and of the tables of shared pages, in bytes."""
-        tables = (self._planned, self._sharing)
-        return sum(table.nbytes for table in tables if table is not None)
+    def nbytes(self) -> int:
+        """Bytes outside the arena: known tokens, the page table of planned steps, and the tables of shared pages."""
+        parts = (*self._fed.values(), self._planned, self._sharing)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    # ---- written
 
     def place(
         self,
@@ -99,7 +109,7 @@ class Decode:
     def feed(self, rows: int, step: StepKey, tokens: Tensor) -> None:
         """Let the first rows in the decode buffers feed in ``tokens`` ``[rows]`` or ``[rows, q]``, on the device."""
         self._state.arena.flush()
-        inputs = self._state.decode_buffers.of(step)
+        inputs = self._view(step)
         if inputs.fed is not None:
             inputs.fed[:rows].copy_(tokens)
         else:
@@ -112,7 +122,7 @@ class Decode:
         counts = accept(sampled.clone()).clamp(1, step.new_tokens_per_row).long()  # beyond are others' pages
         if counts.shape != sampled.shape[:1]:
             raise ValueError(f"accept: one number for each of {len(sampled)} rows is needed; got {[*counts.shape]}")
-        inputs, rows = self._state.decode_buffers.of(step), len(sampled)
+        inputs, rows = self._view(step), len(sampled)
         next_tokens = sampled.gather(1, counts[:, None] - 1)[:, 0]
         for tap in self._state.taps:
             assert inputs.fed is not None, "several tokens were known"
@@ -127,11 +137,34 @@ class Decode:
         if self._planned is not None:
             self._planned.plan_padding(step)
 
-    def inputs(self, step: StepKey) -> DecodeInputs:
+    # ---- read
+
+    def of(self, step: StepKey) -> DecodeInputs:
         """Return what the program of a step reads, always the same tensors."""
-        inputs = self._state.decode_buffers.of(step)
+        inputs = self._view(step)
         if self._plain and self._graph_manager.programs.interpreted and not is_profiling():  # a profile names ops
             inputs = inputs._replace(shares_places=True)
         if step.shares:
             return inputs._replace(shared=self._sharing.of(step))
         return inputs if self._planned is None else inputs._replace(planned=self._planned.of(step))
+
+    def _view(self, step: StepKey) -> DecodeInputs:
+        """Return the views for a bucket; batch 1 is compiled with its size built in."""
+        if step not in self._views:
+            columns = {name: getattr(self._whole, name)[: step.rows] for name in _OF_ROWS}
+            mark_columns([*columns.values()], step.rows)
+            self._views[step] = self._whole._replace(**columns, fed=self._fed_of(step), wants=step.wants)
+        return self._views[step]
+
+    def _fed_of(self, step: StepKey) -> Tensor | None:
+        """Return the place of a step's known tokens, ``[B, q]``; None if each row has one token, that in its slot."""
+        new = step.new_tokens_per_row
+        if new == 1:
+            return None
+        if new not in self._fed:
+            whole = self._whole.slots
+            with torch.inference_mode(False):
+                self._fed[new] = torch.zeros(len(whole), new, dtype=torch.int64, device=whole.device)
+        fed = self._fed[new][: step.rows]
+        mark_columns([fed], step.rows)
+        return fed

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from compiled_llm.compat.torch.dynamo import graph_count
+from compiled_llm.compilation.graphs.captured_shapes import bucket_for
 from compiled_llm.compilation.graphs.cuda_graphs import Begin
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.compilation.program_list import program_for, with_outputs
-from compiled_llm.execution.decode.decode import Decode
-from compiled_llm.execution.decode.launch import BoundProgram, Launch
-from compiled_llm.execution.graphs.dispatcher import Dispatch, Dispatcher
-from compiled_llm.execution.graphs.graph_manager import GraphManager
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.progress import TaskNumber
-from compiled_llm.execution.state.decode_buffers import bucket_for
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
+from compiled_llm.execution.steps.dispatcher import Dispatch, Dispatcher
+from compiled_llm.execution.steps.graph_manager import GraphManager
+from compiled_llm.execution.steps.launch import BoundProgram, Launch
 from compiled_llm.kinds.support import refusal
 from compiled_llm.kvcache.memory import wait_for
 
@@ -41,10 +41,10 @@ class Steps:
         graph_manager: GraphManager,
         planner: Planner,
         dispatcher: Dispatcher,
-        decode: Decode,
+        buffers: DecodeBuffers,
     ) -> None:
-        """Run decode steps over the buffers of ``decode``."""
-        self._state, self._graph_manager, self.decode = state, graph_manager, decode
+        """Run decode steps over these buffers."""
+        self._state, self._graph_manager, self.buffers = state, graph_manager, buffers
         self._dispatcher = dispatcher
         self._table, self._cuda_graphs = state.step_table, graph_manager.cuda_graphs
         most = state.config.max_batch_size
@@ -80,7 +80,7 @@ class Steps:
         if (dispatch := self._dispatch(wanted, waiting > 0, looked, exact)) is not None:
             self.want_padded(wanted, dispatch.step, lambda: self._begin_capture(wanted))
             return self._launch_of(wanted, dispatch.step)
-        self.decode.claim(None)
+        self.buffers.claim(None)
         first = self._is_first(wanted)
         self._prepare(wanted, waiting, number, first)
         if first and anchors and not (wanted.shares or wanted.wants):
@@ -148,7 +148,7 @@ class Steps:
 
     def step_of_several(self, rows: int, new_tokens: int) -> StepKey:
         """Return the smallest step of several new tokens a row; ValueError if the backend has none."""
-        step, ops = StepKey.decode(self._decodes[rows].rows, new_tokens), self._state.decode_buffers.ops
+        step, ops = StepKey.decode(self._decodes[rows].rows, new_tokens), self.buffers.ops
         if ops is not None and not ops.several:
             raise ValueError(
                 f"backend={self._state.config.backend!r} decodes one new token of each row at a time, not "
@@ -188,7 +188,7 @@ class Steps:
 
     def _can_launch(self, step: StepKey) -> bool:
         """Return, and note, whether a step can be launched without compiling; ``check_model`` has been called."""
-        manager, inputs = self._graph_manager, self.decode.inputs(step)
+        manager, inputs = self._graph_manager, self.buffers.of(step)
         with manager.paged():
             compiled = manager.programs.full(inputs) or manager.programs.compiled_for(manager.arguments(inputs))
         if compiled:
@@ -219,7 +219,7 @@ class Steps:
         manager = self._graph_manager
         in_trees = manager.programs.in_trees
         return BoundProgram(
-            lambda: manager.programs.prepared(manager.arguments(self.decode.inputs(step))),
+            lambda: manager.programs.prepared(manager.arguments(self.buffers.of(step))),
             self._state.facts.attention.paged,
             guarded=self._cuda_graphs.ours or in_trees,
             in_trees=in_trees,
@@ -230,7 +230,7 @@ class Steps:
         manager = self._graph_manager
         manager.check_model()
         if not (manager.eager or self._can_launch(step)):
-            self.decode.claim(None)
+            self.buffers.claim(None)
             self._prepare(step, 0, None, self._is_first(step), captures=False)
 
     def make_ready_with_room(self, steps: Sequence[StepKey]) -> None:
@@ -256,7 +256,7 @@ class Steps:
         several = with_outputs(several, step.wants)
         what = f"decode bucket {step.rows}{several}"
         waiting = 0 if self._table.entry(step).losses else waiting
-        program = program_for(self.decode.inputs(step)).name
+        program = program_for(self.buffers.of(step)).name
         shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{several}"
         with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
             suiting = self._decodes[min(_ROWS_TO_COMPILE, self._largest.rows)]
@@ -276,18 +276,18 @@ class Steps:
         on_cuda = self._cuda_graphs.ours or (self._state.device.type == "cuda" and not programs.in_trees)
         if not on_cuda or step.rows == 1 or step.new_tokens_per_row > 1:
             return False
-        compiled = programs.functions.get(program_for(self.decode.inputs(step)).name)
+        compiled = programs.functions.get(program_for(self.buffers.of(step)).name)
         return compiled is None or not graph_count(compiled)
 
     def _launch_padding(self, step: StepKey) -> StepOutputs:
-        self.decode.place([], step, "bucket_prepared")
+        self.buffers.place([], step, "bucket_prepared")
         self._state.arena.flush()
         return self._program(step)()
 
     def _begin_capture(self, step: StepKey) -> None:
         """Begin to capture a step that may never have run, over rows of padding."""
-        self.decode.plan_padding(step)
+        self.buffers.plan_padding(step)
         self._capture(step, None)
 
     def _capture(self, step: StepKey, like: StepOutputs | None, background: bool = True) -> None:
-        self._graph_manager.capture(step, self.decode.inputs(step), like, background=background)
+        self._graph_manager.capture(step, self.buffers.of(step), like, background=background)

@@ -12,9 +12,8 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.inputs import PlannedRows
 from compiled_llm.execution.plans import Planner
-from compiled_llm.execution.state.decode_buffers import mark_columns
 from compiled_llm.execution.state.runner_state import RunnerState
-from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.memory import mark_columns, mark_static
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import HostTable, build_table
 

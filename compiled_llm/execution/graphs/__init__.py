@@ -1,1 +1,0 @@
-"""Which CUDA graphs a model has, needs and may still replay."""
