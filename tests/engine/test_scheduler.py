@@ -140,7 +140,7 @@ class NaiveDevice:
         for row in rows:
             self.next.pop(row, None)
 
-    def run_capture_slice(self) -> None:
+    def run_capture_slices(self, ended: Callable[[], bool]) -> None:
         """Nothing is captured here."""
 
     def end_captures(self) -> None:
