@@ -89,7 +89,8 @@ class Engine:
             admission: experimental; which policy lets requests begin while pages are short. ``"auto"`` estimates what
                 waiting costs, and what beginning does; ``"peak"`` lets one begin once all rows are likely to fit until
                 they end; ``"greedy"`` as soon as its text fits, as vLLM does. Or a policy of your own, an object with
-                a method ``plan(state)`` (``compiled_llm.engine.admission.state``).
+                a method ``plan(state)`` (``compiled_llm.engine.admission.state``); if that fails, the log says so, and
+                ``"auto"`` goes on.
             prefix_cache: keep pages of texts, for later ones that begin like them.
             max_queue: how many requests may wait; None for any number.
             logprobs_mode: what log-probabilities are of, as in vLLM: ``"raw_logprobs"``, what the model says, or

@@ -53,7 +53,9 @@ def is_positive(value: Any) -> bool:
 
 
 def _is_admission(value: Any) -> bool:
-    return value in POLICIES if isinstance(value, str) else callable(getattr(value, "plan", None))
+    if isinstance(value, str | type):
+        return value in POLICIES
+    return callable(getattr(value, "plan", None))
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {

@@ -27,10 +27,11 @@ from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.growth import grown
+from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfPagesError
-from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.pool import PagePool, StatePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
-from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.row import PageCopy, Row
 
 pytestmark = pytest.mark.core
 
@@ -44,8 +45,8 @@ POISON = (-1, -1)
 class PoisonedPool(PagePool):
     """Forgets what is written in a page when it is taken or given back."""
 
-    def __init__(self, pages: int, page_size: int) -> None:
-        super().__init__(pages, page_size)
+    def __init__(self, pages: int, page_size: int, states: StatePool | None = None) -> None:
+        super().__init__(pages, page_size, states=states)
         self.memory = [[POISON] * page_size for _ in range(pages)]
 
     def _poison(self, pages: Iterable[int]) -> None:
@@ -100,6 +101,7 @@ class NaiveDevice:
         self.slots: dict[int, tuple[Sampling, list[int]]] = {}
         self.next: dict[Row, int] = {}
         self.mixed: set[Row] = set()
+        self.after: dict[int, list[int]] = {}  # the text after which an entry's state is
         self.thread = SimpleNamespace(call=lambda function, *args: function(*args))
         self.readbacks = SimpleNamespace(start=self._start_reading)
         config = SimpleNamespace(page_size=pool.page_size)
@@ -118,7 +120,7 @@ class NaiveDevice:
             validity=pool.validity,
         )
         self.unsampled: list[Row] = []
-        self.steps = SimpleNamespace(decode=None)
+        self.steps = SimpleNamespace(decode=None, buffers=None)
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))
 
     def fault(self, place: str) -> None:
@@ -140,7 +142,7 @@ class NaiveDevice:
         for row in rows:
             self.next.pop(row, None)
 
-    def run_capture_slices(self, ended: Callable[[], bool]) -> None:
+    def run_capture_slices(self, due: Callable[[], bool]) -> None:
         """Nothing is captured here."""
 
     def end_captures(self) -> None:
@@ -166,6 +168,7 @@ class NaiveDevice:
         with grown(rows, [len(ids) for _, ids, _ in entries], None, self._copies):
             for row, ids, _ in entries:
                 self._write(row, ids)
+                self._write_state(row, len(ids))
             self.fault("written")
             assert not self.unsampled, "the rows of an earlier step have no tokens yet"
             chosen = [(row, self._now_or_late(row)) for row, _, ends in entries if ends]
@@ -191,8 +194,10 @@ class NaiveDevice:
         self.next.update((row, max(0, token)) for row, token in zip(rows, tokens, strict=True) if row.slot is not None)
         return StepOutput(rows, None, tokens)  # type: ignore[arg-type]
 
-    def _copies(self, copies: object) -> None:
-        raise AssertionError("an engine's rows share full pages alone")
+    def _copies(self, copies: Sequence[PageCopy]) -> None:
+        assert self.pool.states is not None, "without states rows share full pages alone"
+        for copy in copies:
+            self.pool.memory[copy.target] = self.pool.memory[copy.source].copy()
 
     def _write(self, row: Row, ids: Sequence[int]) -> None:
         size = self.pool.page_size
@@ -200,6 +205,16 @@ class NaiveDevice:
             page = row.pages[at // size]
             assert self.pool._owners[page] == 1, "a row writes into a page that others read"
             self.pool.memory[page][at % size] = token, self.version
+
+    def _write_state(self, row: Row, tokens: int) -> None:
+        if row.states is None:
+            return
+        text, (read, write) = self.text(row), row.states.step
+        before = text[: row.length - tokens]
+        assert (read == NO_ENTRY and not before) or self.after[read] == before, "a state after another text"
+        assert self.pool.states is not None
+        assert self.pool.states._owners[write] == 1, "a row writes a state that others read"
+        self.after[write] = text
 
     def text(self, row: Row) -> list[int]:
         """What a row reads."""
@@ -289,12 +304,23 @@ class Crowd(RuleBasedStateMachine):
         late=st.booleans(),
         policy=st.sampled_from(["greedy", "greedy", "peak", "auto"]),
     )
-    def start(self, pages: int, size: int, rows: int, budget: int, caches: bool, late: bool, policy: str) -> None:
-        self.pool = PoisonedPool(pages + 1, size)
+    def start(
+        self,
+        pages: int,
+        size: int,
+        rows: int,
+        budget: int,
+        caches: bool,
+        late: bool,
+        policy: str,
+        states: int | None = None,
+    ) -> None:
+        self.pool = PoisonedPool(pages + 1, size, None if states is None else StatePool(states))
         self.device = NaiveDevice(self.pool, 2 * rows)
         self.tree = PrefixTree(self.pool) if caches else None
+        self.policy = POLICIES[policy]()
         self.scheduler = Watched(
-            self.pool, rows, lambda decoding: max(1, budget - decoding), self.tree, admission=POLICIES[policy]()
+            self.pool, rows, lambda decoding: max(1, budget - decoding), self.tree, admission=self.policy
         )
         self.loop = type("", (Loop,), {"asynchronous": late})(
             self.device, self.scheduler, TokenBudget(None, 1), self.tree
@@ -445,7 +471,8 @@ class Crowd(RuleBasedStateMachine):
         assert not any(request.done or request.row for request in scheduler.waiting)
         assert not any(owner.prefilled or owner.done for owner in scheduler._queue._followers), "they wait for ever"
         for (_, tokens), page in () if self.tree is None else self.tree._pages.items():
-            assert np.frombuffer(tokens, dtype=np.int64).tolist() == [token for token, _ in pool.memory[page]]
+            ids = np.frombuffer(tokens, dtype=np.int64).tolist()
+            assert ids == [token for token, _ in pool.memory[page][: len(ids)]]
         known = [*scheduler.running, *scheduler.waiting, *self.unread()]
         assert len(set(known)) == len(known)
         assert set(known) == set(self.alive()), "a request is lost"
@@ -457,9 +484,10 @@ class Crowd(RuleBasedStateMachine):
             owners[page] += 1
         assert pool._owners == owners
         assert pool.available == pool.total - sum(map(bool, owners)) + pool._cached - sum(
-            row.limit // pool.page_size - len(row.pages) for row in rows
+            row.limit // pool.page_size - len(row.pages) + row._promised_copy for row in rows
         )
         assert pool.available >= 0
+        assert scheduler._admissions.policy is self.policy, "the policy has failed"
         slots = sorted([*self.device.free_slots, *(row.slot for row in rows if row.slot is not None)])
         assert slots == list(range(len(slots))), "a slot is lost or taken twice"
 
@@ -488,7 +516,42 @@ class Crowd(RuleBasedStateMachine):
         account = self.pool.account()
         assert (account.used, account.free + account.cached) == (0, account.total)
         assert self.pool.available == account.total
+        states = self.pool.states
+        assert states is None or (states.account().used, states.available) == (0, states.total)
         assert len(self.device.free_slots) == 2 * self.scheduler._max_num_seqs
+
+
+class Shortage(Crowd):
+    """A load that is known beforehand, some with states of recurrent layers, and pages for 0.3 to 1.2 of it."""
+
+    @initialize(
+        load=st.lists(st.tuples(prompts, st.integers(1, 24)), min_size=2, max_size=16),
+        share=st.floats(0.3, 1.2),
+        size=st.integers(1, 4),
+        rows=st.integers(2, 8),
+        budget=st.integers(4, 40),
+        late=st.booleans(),
+        policy=st.sampled_from(sorted(POLICIES)),
+        states=st.none() | st.floats(0.3, 1.2),
+    )
+    def start(self, load, share, size, rows, budget, late, policy, states):  # type: ignore[no-untyped-def, override]
+        self.load = load
+        pages = [-(-(len(prompt) + most - 1) // size) for prompt, most in load]
+        enough = max(*pages, int(share * sum(pages)))
+        entries = None if states is None else max(2, int(states * 2 * len(load)))
+        super().start(enough, size, rows, budget, True, late, policy, entries)
+
+    @precondition(lambda self: self.load)
+    @rule(
+        count=st.integers(1, 8),
+        seed=st.none() | st.integers(0, 200),
+        priority=st.integers(0, 1),
+        stops=st.booleans(),
+    )
+    def add(self, count, seed, priority, stops):  # type: ignore[no-untyped-def, override]
+        for _ in range(min(count, len(self.load))):
+            prompt, most = self.load.pop()
+            super().add(prompt, most, 1, seed, False, priority, None, None, stops, late=False)
 
 
 def launch(scheduler: Scheduler) -> StepPlan:
@@ -538,6 +601,15 @@ def test_a_request_that_comes_is_in_the_next_plan():
 
 class TestCrowd(Crowd.TestCase):  # type: ignore[misc]
     settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)
+
+
+class TestShortage(Shortage.TestCase):  # type: ignore[misc]
+    settings = settings(derandomize=True, deadline=None, max_examples=40, stateful_step_count=20)
+
+
+@pytest.mark.whole
+class TestLargeShortage(Shortage.TestCase):  # type: ignore[misc]
+    settings = settings(deadline=None, max_examples=500, stateful_step_count=60, database=None)
 
 
 @pytest.mark.whole

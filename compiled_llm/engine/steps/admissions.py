@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
+from compiled_llm.engine.admission.policies import policy_of
 from compiled_llm.engine.admission.state import Admission, AdmissionState, Counts, Requests, joined
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.kvcache.pool import ENTRIES_OF_A_ROW, PagePool
 from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.users_code import described, raise_interrupt
+
+logger = logging.getLogger("compiled_llm.engine")
 
 _REMEMBERED = 256
 """Answers whose lengths the policy knows."""
@@ -26,7 +32,7 @@ class Admissions:
     """An engine's policy of admission, with what it is told, and its last refusal."""
 
     def __init__(self, policy: Admission, pool: PagePool, max_num_seqs: int) -> None:
-        self._policy, self._pool, self._max_num_seqs = policy, pool, max_num_seqs
+        self.policy, self._pool, self._max_num_seqs = policy, pool, max_num_seqs
         self._next_count = 0
         self._ended: deque[int] = deque(maxlen=_REMEMBERED)
         self._lengths = np.zeros(0, np.int64)  # of these, sorted; empty until they are wanted
@@ -67,9 +73,25 @@ class Admissions:
             state.pages = self._pool.available + own - state.next.shared.item()
             lengths = [max(len(each.known), each.running_row.length) for each in running]
             state.running = _requests(running, lengths, shared)
-        allowed = self._policy.plan(state)
-        self._last = state if allowed else None
-        return allowed
+        begins = self._asked(state)
+        self._last = state if begins else None
+        return begins
+
+    def _asked(self, state: AdmissionState) -> bool:
+        """Return what the policy says; one that fails, as a user's may, is asked no more."""
+        try:
+            with allowed():
+                said = self.policy.plan(state)
+            if not isinstance(said, bool | np.bool_):
+                raise TypeError(f"it has returned {said!r}, and it must return True or False")
+            return bool(said)
+        except BaseException as error:
+            raise_interrupt(error)
+            name = type(self.policy).__name__
+            what = "compiled_llm: admission: %s.plan has failed, and the engine goes on with 'auto': %s"
+            logger.error(what, name, described(error), exc_info=error)
+            self.policy = policy_of("auto")
+            return self.policy.plan(state)
 
     def _lengths_sorted(self) -> Counts:
         if not len(self._lengths):

@@ -79,7 +79,7 @@ class Scheduler:
         self.generation = 0 if prefixes is None else prefixes.generation
         self._queue = Queue()
         self.next_deadline = math.inf
-        self._admissions = Admissions(admission or Greedy(), pool, max_num_seqs)
+        self._admissions = Admissions(Greedy() if admission is None else admission, pool, max_num_seqs)
         self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, unless requests come or go:
         self._same = self._step = 0
         self.rows: set[Row] = set()
@@ -254,8 +254,12 @@ class Scheduler:
         elif row.states is None and (owner := request.prefix_owner) and owner.row is not None and owner.prefilled:
             row.begin_from(self._shared_with(owner.row, len(request.prompt)))
             row.identify(known)
-        allowed = not self.running or self._admissions.allow(request, row, self.running, self._queue, self._step)
-        fits = allowed and (
+        try:
+            begins = not self.running or self._admissions.allow(request, row, self.running, self._queue, self._step)
+        except BaseException:  # Ctrl-C inside of a user's policy
+            self._free(row)
+            raise
+        fits = begins and (
             self._reserved(row, len(known)) or (self._regain_promised() and self._reserved(row, len(known)))
         )
         if not fits:
