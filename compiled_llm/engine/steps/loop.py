@@ -195,9 +195,7 @@ class Loop:
         """Let all requests compute again what they need, after a step that failed: its tokens may be lost."""
         lost = [request for step in self._launched for request in step.plan.sampled]
         self._launched.clear()
-        while self.scheduler.running:
-            self.scheduler.preempt()
-        self.scheduler.again(lost)
+        self.scheduler.restart(lost)
         self._prepared = None
         self._persistent.restart()
 
