@@ -318,12 +318,12 @@ class Row:
         self.shrink(extra)
         self.position -= extra
 
-    def settle(self) -> None:
+    def release_unused(self) -> None:
         """Give back the pages that were promised and not entered, and the slot."""
         self.speculation.sync()
         self.leave_slot()
         if self.states is not None:
-            self.states.settle(self.length)
+            self.states.release_unused(self.length)
         self._give_copy_back()
         ahead, reserved = self.ahead, self._reserved
         self.ahead, self._reserved = [], 0

@@ -172,7 +172,7 @@ class Loop:
             return False
         timer = self._timer_of(plan) if self._token_budget.bounded else None
         run = step.run if timer is None else timer.of(step.run)
-        arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.lose)
+        arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.discard_after_failure)
         if arriving is None:
             return False
         self._launched.append(self._unread(prepared, [readback for _, readback in arriving], timer))
