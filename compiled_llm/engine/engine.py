@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.admission.policies import AdmissionName
 from compiled_llm.engine.admission.state import Admission
+from compiled_llm.engine.chunks.policies import MaxStep
+from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
 from compiled_llm.engine.engine_options import LogprobsMode, check_can_mix, check_options, is_count
 from compiled_llm.engine.input_processing.input_processor import (
@@ -60,7 +62,7 @@ class Engine:
         tokenizer: Any = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
-        max_step_ms: float | None = None,
+        max_step_ms: MaxStep | ChunkPolicy = "auto",
         mixed: Mixed = "auto",
         admission: AdmissionName | Admission = "auto",
         prefix_cache: bool = True,
@@ -81,8 +83,11 @@ class Engine:
             max_model_len: how many tokens a request may have, prompt and answer together, as in vLLM; None for as many
                 as the model has positions.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
-                far as steps so far tell; a warning says so if not even the smallest ones do. None for chunks of
-                ``prefill_tokens``, however long they take.
+                far as steps so far tell; a warning says so if not even the smallest ones do. ``"auto"``, on CUDA, for
+                chunks that keep gaps between tokens short while somebody follows answers as they come and prompts come
+                often; elsewhere, and with None, chunks have ``prefill_tokens``, however long they take. Or, as an
+                experiment, a policy of your own, an object with a method ``plan(state)``
+                (``compiled_llm.engine.chunks.state``); if that fails, the log says so, and None goes on.
             mixed: run prompts and running requests in one launch, which reads the weights once, where both fit in
                 ``prefill_tokens``; ``"auto"`` for where that is known to be faster: on CUDA, with weights of 8 GB or
                 more, beside short chunks of prompts. With ``batch_invariant=True`` of ``wrap`` nowhere.
@@ -174,8 +179,7 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
-        listed, model_runner = with_params(prompts, params), self._checked_runner()
-        samplings = dict[int, RequestSampling]()
+        listed, model_runner, samplings = with_params(prompts, params), self._look(), dict[int, RequestSampling]()
         wanted = self._wanted(hidden_states, emitted)
         handles = [self._handle(model_runner, *entry, wanted, samplings) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
@@ -217,13 +221,13 @@ class Engine:
         """
         waiting: dict[str, Any] = {"priority": priority, "timeout": timeout, "salt": cache_salt}
         wanted = self._wanted(hidden_states, emitted)
-        handle = self._handle(self._checked_runner(), prompt, params or SamplingParams(), wanted, **waiting)
+        handle = self._handle(self._look(), prompt, params or SamplingParams(), wanted, **waiting)
         self.begin(handle)
         return handle
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> RequestHandle:
         """Check a prompt as ``submit``; ``begin`` answers it."""
-        return self._handle(self._checked_runner(), prompt, params)
+        return self._handle(self._look(), prompt, params)
 
     @deferred()
     def begin(self, handle: RequestHandle) -> None:
@@ -245,9 +249,9 @@ class Engine:
             if not handle.requests[0].ready:
                 self._grammars.await_grammar(handle.requests)
 
-    def _checked_runner(self) -> ModelRunner:
+    def _look(self) -> ModelRunner:
         self._check_open()
-        return self._engine_thread.check.check_for_request()
+        return self._engine_thread.check.look_for_request()
 
     def _handle(
         self,
@@ -316,7 +320,7 @@ class Engine:
             RuntimeError: xgrammar is missing.
         """
         self._check_open()
-        self._engine_thread.check.checked_runner()
+        self._engine_thread.check.look()
         wanted = self._runtime.warming.wanted("rows", rows, profile, self._max_num_seqs)
         if wrong := [size for size in wanted.sizes if not (is_count(size) and size <= self._max_num_seqs)]:
             raise ValueError(
@@ -349,7 +353,7 @@ class Engine:
             RuntimeError: the engine is closed or asleep, or the model cannot be run now.
         """
         self._check_open()
-        model_runner = self._engine_thread.check.checked_runner()
+        model_runner = self._engine_thread.check.look()
         return EngineDescription(
             memory=model_runner.memory(),
             pages=model_runner.pool.account(),

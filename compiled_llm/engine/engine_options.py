@@ -53,15 +53,20 @@ def is_positive(value: Any) -> bool:
 
 
 def _is_admission(value: Any) -> bool:
-    if isinstance(value, str | type):
-        return value in POLICIES
-    return callable(getattr(value, "plan", None))
+    return value in POLICIES if isinstance(value, str) else _is_policy(value)
+
+
+def _is_policy(value: Any) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, "plan", None))
 
 
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_num_seqs": (is_count, "1 or more"),
     "max_model_len": (lambda value: value is None or is_count(value), "1 or more, or None for the model's positions"),
-    "max_step_ms": (lambda value: value is None or is_positive(value), "milliseconds above 0, or None for no limit"),
+    "max_step_ms": (
+        lambda value: value in (None, "auto") or is_positive(value) or _is_policy(value),
+        'milliseconds above 0, "auto", None for no limit, or an object with a method plan(state)',
+    ),
     "max_queue": (lambda value: value is None or is_count(value), "1 or more, or None for no limit"),
     "logprobs_mode": (get_args(LogprobsMode).__contains__, f"one of {', '.join(get_args(LogprobsMode))}"),
     "mixed": (lambda value: value == "auto" or isinstance(value, bool), 'True, False or "auto"'),

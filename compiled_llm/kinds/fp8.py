@@ -47,4 +47,4 @@ class ScaledAttentionSpec(NamedTuple):
         return keys, values
 
 
-CODECS = [("fp8_e4m3", Codec(FP8, FP8_LARGEST, FP8_CAPABILITY, ScaledAttentionSpec))]
+CODEC = Codec(FP8, FP8_LARGEST, FP8_CAPABILITY, ScaledAttentionSpec)

@@ -29,6 +29,7 @@ class Listeners:
         self.functions: set[Callable[[], object]] = set()
         self.tasks: set[Task] = set()
         self.count = 0  # how many wait; in a step of many requests it is 0 for most
+        self.used = False  # whether any has ever waited
 
     def add(self, function: Callable[[], object]) -> None:
         """Call ``function`` whenever something has changed, once for all requests that a step has changed."""
@@ -73,6 +74,7 @@ class Listeners:
         with self._changed:
             yield
             self.count = self.threads + len(self.functions) + len(self.tasks)
+            self.used = self.used or self.count > 0
 
     def remove(self, function: Callable[[], object]) -> None:
         with self._changing():

@@ -82,6 +82,7 @@ def test_an_engine_process_goes_by_its_arguments_alone(monkeypatch: pytest.Monke
         ("port: x", ", line 1: port x: "),
         ("dtype: int8", ", line 1: dtype int8: "),
         ("\nmode: fast", ", line 2: mode fast: choose one of 'eager', "),
+        ("max-step-ms: fast", ", line 1: max-step-ms fast: give milliseconds above 0, auto or none"),
         ("max-num-seqs: 0", ", line 1: max-num-seqs 0: must be at least 1"),
         ("page: true\nkv_memory: much", ", line 2: kv_memory much: give a fraction of the free memory"),
         ("port: [1, 2]", ", line 1: port: give one value, and not 2"),

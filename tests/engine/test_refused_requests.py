@@ -146,7 +146,7 @@ def test_names_of_generate():
     [
         *({"max_num_seqs": value} for value in (0, 1.5, "8", True)),
         *({"max_queue": value} for value in (0, 1.5, "8", True)),
-        *({"max_step_ms": value} for value in (0, -1, float("nan"), "8")),
+        *({"max_step_ms": value} for value in (0, -1, float("nan"), "8", "Auto", object)),
         *({"grammar_timeout": value} for value in (0, -1, None, "x")),
         {"logprobs_mode": "raw_logits"},
     ],

@@ -26,7 +26,7 @@ def main(
     system_prompt: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before these.")] = 0,
     cascade: Annotated[bool, typer.Option("--cascade", help="Also ours with cascade off, vLLM with it on.")] = False,
     kv_dtype: AlsoFp8 = None,
-    max_step_ms: Annotated[float | None, typer.Option(help="Of our engine: how long a step may take.")] = None,
+    max_step_ms: Annotated[str, typer.Option(help="Of our engine: how long a step may take, auto or none.")] = "auto",
     contenders: Contenders = "compiled-llm:engine,vllm",
     runs: Annotated[int, typer.Option(min=1, help="Passes, whose times are put together.")] = 1,
     device: DeviceName = "auto",
@@ -42,8 +42,9 @@ def main(
         Workload(max(1, round(rate * seconds)), system_prompt + lengths[0].most, max(2, lengths[1].most))
         for rate in integers(rates)
     ]
+    limit = None if max_step_ms == "none" else max_step_ms if max_step_ms == "auto" else float(max_step_ms)
     fp8 = kv_dtype is not None
-    chosen = engines_of(contenders, vllm, True, cascade, fp8, max_step_ms=max_step_ms)
+    chosen = engines_of(contenders, vllm, True, cascade, fp8, max_step_ms=limit)
     with bench(model, device, bounds, json, commit) as run:
 
         def measure(contender: EngineContender) -> None:

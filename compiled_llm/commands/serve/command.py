@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -24,6 +25,7 @@ from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_lo
 from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import KVScales, WrapConfig
+from compiled_llm.engine.chunks.policies import MaxStep
 from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.features import feature
 from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
@@ -51,7 +53,7 @@ class ServeOptions(NamedTuple):
     max_num_seqs: int
     max_model_len: int | None
     max_queue: int | None
-    max_step_ms: float | None
+    max_step_ms: str
     warmup: list[int]
     profile: Path | None
     operations_uds: Path | None
@@ -84,8 +86,8 @@ class ServeOptions(NamedTuple):
         return {**options, "progress": self.shows_progress, **memory, **scales, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
-        names = ("max_num_seqs", "max_model_len", "max_queue", "max_step_ms")
-        return {"tokenizer_eos": True, **{name: getattr(self, name) for name in names}}
+        options = {name: getattr(self, name) for name in ("max_num_seqs", "max_model_len", "max_queue")}
+        return {"tokenizer_eos": True, "max_step_ms": _step_limit(self.max_step_ms), **options}
 
     def prepare(self, engine: Engine, structured: bool) -> None:
         """Prepare the sizes that requests of earlier runs have used, or else those of ``--warmup``."""
@@ -115,7 +117,7 @@ def serve(
     max_num_seqs: options.MaxNumSeqs = MAX_NUM_SEQS,
     max_model_len: options.MaxModelLen = None,
     max_queue: options.MaxQueue = None,
-    max_step_ms: options.MaxStepMs = None,
+    max_step_ms: options.MaxStepMs = "auto",
     drain_seconds: options.DrainSeconds = 30.0,
     warmup: options.Warmup = "",
     profile: options.ProfilePath = None,
@@ -176,6 +178,7 @@ def serve(
 
 def _check(served: ServeOptions, drain_seconds: float) -> None:
     WrapConfig.from_options(served.wrap_options())
+    _step_limit(served.max_step_ms)
     if served.max_num_seqs < 1:
         raise ValueError(f"--max-num-seqs {served.max_num_seqs}: must be at least 1")
     if served.max_model_len is not None and served.max_model_len < 1:
@@ -244,6 +247,15 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
 
 def _absolute(path: Path | None) -> Path | None:
     return None if path is None else path.expanduser().absolute()
+
+
+def _step_limit(text: str) -> MaxStep:
+    if text == "auto" or text == "none":
+        return "auto" if text == "auto" else None
+    with suppress(ValueError):
+        if (limit := float(text)) > 0:
+            return limit
+    raise ValueError(f"--max-step-ms {text}: give milliseconds above 0, auto or none")
 
 
 def _number_or_text(value: str) -> float | str:

@@ -121,7 +121,11 @@ MaxModelLen = Annotated[
 ]
 MaxQueue = Annotated[int | None, _serving(help="Refuse further requests while this many are waiting.")]
 MaxStepMs = Annotated[
-    float | None, _serving(help="Compute long prompts in chunks, so that a step takes at most this many milliseconds.")
+    str,
+    _serving(
+        metavar="auto|none|MILLISECONDS",
+        help="Compute prompts in chunks that keep a step this short; auto keeps gaps short if prompts come often.",
+    ),
 ]
 DrainSeconds = Annotated[
     float,

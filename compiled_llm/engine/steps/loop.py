@@ -15,6 +15,8 @@ from torch import Tensor
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.admission.policies import AdmissionName, policy_of
 from compiled_llm.engine.admission.state import Admission
+from compiled_llm.engine.chunks.policies import MaxStep, policy_of as chunks_of
+from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.engine_options import LogprobsMode
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
@@ -72,7 +74,7 @@ class LoopSettings(NamedTuple):
     """The user's settings of an engine's loop, as of ``Engine``."""
 
     max_num_seqs: int
-    max_step_ms: float | None = None
+    max_step_ms: MaxStep | ChunkPolicy = None
     prefix_cache: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
     watch_model: bool = True
@@ -113,7 +115,9 @@ class Loop:
     @classmethod
     def of(cls, model_runner: ModelRunner, settings: LoopSettings) -> Loop:
         prefixes = model_runner.prefixes if settings.prefix_cache else None
-        token_budget = TokenBudget(settings.max_step_ms, model_runner.config.prefill_tokens, settings.mixed is True)
+        chunks, most = chunks_of(settings.max_step_ms, model_runner.device.type), model_runner.config.prefill_tokens
+        packs_rows = settings.mixed == "auto" and model_runner.mixing_may_pay
+        token_budget = TokenBudget(chunks, most, settings.mixed is True, packs_rows)
         slots, admission = model_runner.state.slots.room_for, policy_of(settings.admission)
         scheduler = Scheduler(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots, admission)
         return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode, settings.mixed)
@@ -170,9 +174,9 @@ class Loop:
         prepared, step = self._prepared, self._persistent.step
         if step is None or prepared is None or prepared.plan is not plan or plan.extend:
             return False
-        timer = self._timer_of(plan) if self._token_budget.bounded else None
+        timer = self._timer_of(plan)
         run = step.run if timer is None else timer.of(step.run)
-        arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.discard_after_failure)
+        arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.lose)
         if arriving is None:
             return False
         self._launched.append(self._unread(prepared, [readback for _, readback in arriving], timer))
@@ -195,7 +199,9 @@ class Loop:
         """Let all requests compute again what they need, after a step that failed: its tokens may be lost."""
         lost = [request for step in self._launched for request in step.plan.sampled]
         self._launched.clear()
-        self.scheduler.restart(lost)
+        while self.scheduler.running:
+            self.scheduler.preempt()
+        self.scheduler.again(lost)
         self._prepared = None
         self._persistent.restart()
 
@@ -230,7 +236,7 @@ class Loop:
         began = time.perf_counter()
         if plan.extend:
             self._admit(plan.extend)
-        timer, before = self._timer_of(plan) if self._token_budget.bounded else None, 0.0
+        timer, before = self._timer_of(plan), 0.0
         if timer is not None:
             before = self.model_runner.events.preparing.seconds
             timer.start()
@@ -253,7 +259,7 @@ class Loop:
         return not waits and time.perf_counter() >= since
 
     def _timer_of(self, plan: StepPlan) -> DeviceTimer | None:
-        due = self._token_budget.wants_time_of(len(plan.decode), bool(plan.extend))
+        due = self._token_budget.wants_time_of(plan)
         return DeviceTimer(self.model_runner.device) if due else None
 
     @staticmethod

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import FinishReason
 
 
@@ -46,6 +47,7 @@ class Request:
     # ``RequestEmitted``; None if it wants nothing
     scores: Any = None
     emitted: Any = None
+    listeners: Listeners | None = None  # to its tokens as they come
     prefix_owner: Request | None = None  # the answer whose prompt this one shares, and waits for; None for the first
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)  # counts requests as they come

@@ -37,6 +37,8 @@ _APART = 256
 """Tokens of a prompt that run apart at a time: of each there are as many logits as the vocabulary is large."""
 _LOOKED_AT = 16
 """How many queued requests are searched for a common prefix, where a launch ends."""
+_COUNTED = 64
+"""How many queued requests have their tokens counted."""
 _OFTEN = 2
 """A request that was preempted so often goes on as long as another can be preempted."""
 
@@ -52,6 +54,8 @@ class Scheduler:
         rows: rows that have not given all back; none while nothing runs.
         admission_deadline: when others began to wait for pages, on ``time.monotonic``'s clock; later requests wait.
         lets_pass: later requests may run before the next one, which lacks pages or slots.
+        step: counts the plans that were asked for.
+        begun: counts the requests that began to run, and those that went on after they had lost their pages.
         generation: of the prefix cache when the model was last looked at; pages computed since are of this one.
         short_since: when the next request came, if the last plan had too few pages or slots for it; else None.
         lacks_states: why it had too few states of rows for a request; empty if it had enough.
@@ -61,15 +65,15 @@ class Scheduler:
         self,
         pool: PagePool,
         max_num_seqs: int,
-        budget: Callable[[int], int],
+        budget: Callable[[Scheduler, Sequence[Request]], int],
         prefixes: PrefixTree | None = None,
         slots: Callable[[int, int], bool] = lambda new, keeping: True,
         admission: Admission | None = None,
     ) -> None:
         """Begin without requests."""
-        # ``budget`` says how many tokens of prompts to run next to this many decoding rows, at least 1; ``slots``,
-        # whether ``new`` rows may begin together, of which ``keeping`` retain their slots. Without a policy, whatever
-        # fits begins.
+        # ``budget`` says how many tokens of prompts to run next to these decoding rows, at least 1; ``slots``, whether
+        # ``new`` rows may begin together, of which ``keeping`` retain their slots. Without a policy, whatever fits
+        # begins.
         self._slots = slots
         self._beginning: list[bool] = []  # in the plan that is made, and whether they keep their slots
         self._pool = pool
@@ -77,15 +81,11 @@ class Scheduler:
         self._budget = budget
         self._prefixes = prefixes
         self.generation = 0 if prefixes is None else prefixes.generation
-        # Whether texts are in the prefix cache from their plan on: others of the same step begin with their pages. Not
-        # where they would lack the state after these.
-        self._keeps_planned = prefixes is not None and pool.states is None
-        self._unlaunched: set[Request] = set()  # whose text is there, and their chunks not launched
-        self._queue = Queue(waits=not self._keeps_planned)
+        self._queue = Queue()
         self.next_deadline = math.inf
         self._admissions = Admissions(Greedy() if admission is None else admission, pool, max_num_seqs)
         self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, unless requests come or go:
-        self._same = self._step = 0
+        self._same = self.step = self.begun = 0
         self.rows: set[Row] = set()
         self.running: list[Request] = []
         self.preemptions = self.finished = 0
@@ -100,6 +100,12 @@ class Scheduler:
     def waiting(self) -> list[Request]:
         """Requests without a row, the next one first; those that wait for another's prompt at the end."""
         return list(self._queue)
+
+    @property
+    def tokens_left(self) -> int:
+        """The tokens of prompts that are not computed, of requests that run and of the next ones that wait."""
+        running = sum(len(each.known) - each.running_row.length for each in self.running if not each.prefilled)
+        return running + sum(len(each.prompt) + len(each.tokens) for each in self._queue.ready[:_COUNTED])
 
     @property
     def idle(self) -> bool:
@@ -153,13 +159,13 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Return what to run next; empty if nothing can run."""
-        self._step += 1
+        self.step += 1
         self.short_since, self.lacks_states = None, ""
         if self._same and not self._has_room():
             return self._plan
         before, self._beginning = self.preemptions, []
         decode = self._decoding_within_pages()
-        room = self._budget(len(decode))
+        room = self._budget(self, decode)
         extend: list[Chunk] = []
         for request in self.running:
             if room > 0 and not request.prefilled:
@@ -175,7 +181,7 @@ class Scheduler:
         waiting, has_room = self._queue.ready, len(self.running) < self._max_num_seqs
         if not (waiting and has_room and waiting[0].submitted <= self.admission_deadline):
             return False
-        if self.running and self._admissions.refuses(waiting[0], self._step):
+        if self.running and self._admissions.refuses(waiting[0], self.step):
             self.short_since = waiting[0].submitted
             return False
         return True
@@ -221,19 +227,7 @@ class Scheduler:
             end = min(end, unseen)
         ids = request.known[start : request.cut_after(start, end)]
         extend.append(Chunk(request, ids, start + len(ids) == len(request.known), apart))
-        if self._keeps_planned and not apart:
-            self._keep_planned(request, start + len(ids))
         return room - len(ids)
-
-    def _keep_planned(self, request: Request, end: int) -> None:
-        """Let others of the same plan begin with a text up to ``end``, as far as that fills pages."""
-        # It runs before them or in the same launch, where in each layer all keys and values are stored before any row
-        # attends. A page that the row has begun to fill is its own until it is full.
-        row = request.running_row
-        if row.length % self._pool.page_size == 0:
-            self._unlaunched.add(request)
-            row.enter_pages(end)
-            self._keep(request, request.known[:end], _no_state)
 
     def _admit(self) -> Request | None:
         """Give the next waiting request its row; None if none may begin."""
@@ -248,9 +242,10 @@ class Scheduler:
             self.short_since = ready[0].submitted
         else:
             if self.running:
-                self._admissions.refuse(ready[0], self._step)
+                self._admissions.refuse(ready[0], self.step)
             return None
         request.row = row
+        self.begun += 1
         self._beginning.append(request.keeps_slot)
         ready.remove(request)
         bisect.insort(self.running, request, key=lambda entry: entry.order)
@@ -271,7 +266,7 @@ class Scheduler:
             row.begin_from(self._shared_with(owner.row, len(request.prompt)))
             row.identify(known)
         try:
-            begins = not self.running or self._admissions.allow(request, row, self.running, self._queue, self._step)
+            begins = not self.running or self._admissions.allow(request, row, self.running, self._queue, self.step)
         except BaseException:  # Ctrl-C inside of a user's policy
             self._free(row)
             raise
@@ -377,14 +372,9 @@ class Scheduler:
             self.add(request)
         return self.waiting
 
-    def restart(self, lost: Sequence[Request]) -> None:
-        """Take the pages of all that run, after a step that failed; the next tokens of those ``lost`` are not read."""
-        if self._unlaunched and self._prefixes is not None:  # nothing may have been written into pages that it has
-            self._prefixes.clear()
-        self._unlaunched.clear()
-        while self.running:
-            self.preempt()
-        for request in lost:  # which may have given their pages back before
+    def again(self, requests: Sequence[Request]) -> None:
+        """Queue requests again that gave their pages back before their last token was read; it is lost."""
+        for request in requests:
             if not request.done and request.row is None and request not in self.waiting:
                 self.add(request)
 
@@ -398,11 +388,9 @@ class Scheduler:
         for chunk in plan.extend:
             request, row = chunk.request, chunk.request.running_row
             is_checkpoint = row.length in request.checkpoints
-            if request not in self._unlaunched:
-                self._keep(request, request.known[: row.length], partial(_lent, row) if is_checkpoint else _no_state)
+            self._keep(request, request.known[: row.length], partial(_lent, row) if is_checkpoint else _no_state)
             if chunk.is_last or is_checkpoint:
                 self._queue.release(request)
-        self._unlaunched.clear()
         ended = [request for request in plan.sampled if request.fed]
         for request in ended:
             if request.constraint is None:  # the others' last tokens are sampled later, by rows with slots

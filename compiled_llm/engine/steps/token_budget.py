@@ -1,20 +1,25 @@
-"""How many tokens of prompts fit into a step, learned from how long steps have taken."""
+"""Asks the policy of chunks how many tokens of prompts run in a step, and tells it how long steps have taken."""
 
 from __future__ import annotations
 
 import logging
 import math
+import operator
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from compiled_llm.engine.chunks.state import ChunkPolicy, ChunkState
+from compiled_llm.engine.chunks.step_times import StepTimes
+from compiled_llm.engine.chunks.whole import Whole
+from compiled_llm.engine.chunks.within import SMALLEST, Within
+from compiled_llm.engine.steps.plan import StepPlan
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.execution.threads.interrupts import allowed
+from compiled_llm.requests.users_code import described, raise_interrupt
 
 logger = logging.getLogger("compiled_llm.engine")
 
-_SMALLEST = 16
-_LARGEST = 2**16
-_OF_THE_LATEST = 0.25
-"""The weight of the latest step in the estimate for the next one."""
-_FADING = 0.99
-"""A size that seemed too long seems this much shorter after each step that could have been longer."""
-# So one odd step does not forbid it for ever.
 _EVERY = 16
 """Of steps without prompts, one of so many is timed."""
 _STEPS_TOO_LONG = 3
@@ -31,64 +36,70 @@ class _SmallStep(NamedTuple):
 
 
 class TokenBudget:
-    """A budget of tokens for a step's chunks, so that steps stay within a time."""
+    """An engine's policy of chunks, with what it is told.
 
-    # Decode steps are told apart by their rows, and chunks by their tokens, both rounded up to a power of two. A chunk
-    # twice as large as any that was seen is taken to last twice as long, so chunks grow step by step.
+    Attributes:
+        times: how long steps took, as far as the policy asks for it.
+        timing: whether steps are timed now: a policy wants to know, and somebody follows answers.
+    """
 
-    def __init__(self, max_step_ms: float | None, max_tokens: int, mixed: bool = False) -> None:
-        """Steps may take ``max_step_ms`` on the device (None for any time); chunks have up to ``max_tokens``."""
-        # If all steps with prompts are ``mixed``, chunks leave room for the token of each running row.
-        self._limit = math.inf if max_step_ms is None else max_step_ms / 1000
-        self.bounded = max_step_ms is not None  # whether steps have to be timed
-        self._max_tokens = max_tokens
-        self._mixed = mixed
-        self._decode: dict[int, float] = {}
-        self._chunk: dict[int, float] = {}
-        self._untimed = 0  # steps since the last one that was timed
+    def __init__(self, chunks: ChunkPolicy, max_tokens: int, mixed: bool = False, packs_rows: bool = False) -> None:
+        """Ask a policy; chunks have up to ``max_tokens``."""
+        # If all steps with prompts are ``mixed``, chunks leave room for the token of each running row; if some may be,
+        # as ``packs_rows`` says, chunks fill what a launch is padded to together with the running rows.
+        self._chunks, self._max_tokens, self._mixed, self._packs_rows = chunks, max_tokens, mixed, packs_rows or mixed
+        self._limit = chunks.seconds if isinstance(chunks, Within) else math.inf
+        self.times = StepTimes()
+        self.timing = self._always = isinstance(chunks, Within)
+        self._never = isinstance(chunks, Whole)
+        self._untimed = 0  # steps since the last one that could be timed
         self._too_long: list[_SmallStep] = []  # the latest steps of the smallest chunks, if all were
         self._told = False
 
-    def tokens(self, decoding: int) -> int:
-        """Return how many tokens of prompts may run next to so many rows; at least a few, so that prompts go on."""
+    def tokens(self, scheduler: Scheduler, decode: Sequence[Request]) -> int:
+        """Return how many tokens of prompts may run next to these rows; at least a few, so that prompts go on."""
         most = self._max_tokens
         if self._mixed:
-            few = max(1, min(_SMALLEST, most // 2))  # all of them would leave even one row no room
-            most = max(few, most - decoding)
-        if not self.bounded:
+            few = max(1, min(SMALLEST, most // 2))  # all of them would leave even one row no room
+            most = max(few, most - len(decode))
+        if self._never:
             return most
-        left = self._limit - (0.0 if self._mixed else self._decode.get(_rounded(decoding), 0.0))
-        size = _SMALLEST
-        while size < most and self._seconds(2 * size) <= left:
-            size *= 2
-        return min(most, size)
+        state = _BudgetState(scheduler, decode)
+        state.rows, state.most, state.times = len(decode), most, self.times
+        state.padding = state.rows if self._packs_rows else 0
+        state.step, state.begun = scheduler.step, scheduler.begun
+        return max(1, min(most, self._asked(state)))
 
-    def wants_time_of(self, decoding: int, prompts: bool) -> bool:
+    def _asked(self, state: ChunkState) -> int:
+        """Return what the policy says; one that fails, as a user's may, is asked no more."""
+        try:
+            with allowed():
+                said = self._chunks.plan(state)
+            return operator.index(said)
+        except BaseException as error:
+            raise_interrupt(error)
+            what = "compiled_llm: max_step_ms: %s.plan has failed, and the engine goes on with None: %s"
+            logger.error(what, type(self._chunks).__name__, described(error), exc_info=error)
+            self._chunks, self._never = Whole(), True
+            return state.most
+
+    def wants_time_of(self, plan: StepPlan) -> bool:
         """Return whether to time the next step: each with prompts, and a sample of those without."""
+        if self._never:
+            return False
         self._untimed += 1
-        if not (prompts or self._untimed >= _EVERY or _rounded(decoding) not in self._decode):
+        new = self.timing and not self.times.knows(len(plan.decode))
+        if not (plan.extend or self._untimed >= _EVERY or new):
             return False
         self._untimed = 0
-        return True
-
-    def _seconds(self, size: int) -> float:
-        """Return how long a chunk lasts, or would if it lasted twice as long as one half as large."""
-        if size not in self._chunk:
-            return 2 * self._chunk.get(size // 2, math.inf)
-        return self._chunk[size]
+        self.timing = self._always or _followed(plan.requests)
+        return self.timing
 
     def ran(self, decoding: int, tokens: int, seconds: float, mixed: bool = False) -> None:
         """Learn from a step of ``decoding`` rows and ``tokens`` of prompts, which took the device ``seconds``."""
-        # A ``mixed`` step counts as its chunk: a chunk of the same size takes no longer in a launch of its own.
-        if 0 < tokens <= _SMALLEST and not self._told:
+        if 0 < tokens <= SMALLEST and not self._told:
             self._compare_with_limit(_SmallStep(seconds, decoding, tokens, mixed))
-        rows = _rounded(decoding)
-        if not tokens:
-            _learn(self._decode, rows, seconds)
-        elif mixed or not decoding or rows in self._decode:
-            size = max(_SMALLEST, _rounded(tokens))
-            _learn(self._chunk, size, max(0.0, seconds - (0.0 if mixed else self._decode.get(rows, 0.0))))
-            self._chunk |= {larger: _FADING * known for larger, known in self._chunk.items() if larger > size}
+        self.times.learn(decoding, tokens + decoding if mixed else tokens, seconds)
 
     def _compare_with_limit(self, step: _SmallStep) -> None:
         """Tell the user once if steps cannot be as short as they should be, and how long they have to be."""
@@ -107,11 +118,18 @@ class TokenBudget:
         )
 
 
-def _rounded(count: int) -> int:
-    """Return the power of two that a number of rows or tokens is counted under."""
-    return min(_LARGEST, 1 << max(0, count - 1).bit_length())
+class _BudgetState(ChunkState):
+    def __init__(self, scheduler: Scheduler, decode: Sequence[Request]) -> None:
+        self._scheduler, self._decode = scheduler, decode
+
+    @property
+    def followed(self) -> bool:
+        return _followed(self._decode)
+
+    @property
+    def left(self) -> int:
+        return self._scheduler.tokens_left
 
 
-def _learn(known: dict[int, float], key: int, seconds: float) -> None:
-    before = known.get(key, seconds)
-    known[key] = before + _OF_THE_LATEST * (seconds - before)
+def _followed(requests: Sequence[Request]) -> bool:
+    return any(request.listeners is not None and request.listeners.used for request in requests)

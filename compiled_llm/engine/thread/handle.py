@@ -37,6 +37,8 @@ class RequestHandle(PendingAnswers[Answer]):
         # ``check_process`` in a process that does not have the engine.
         super().__init__([Answer(request, form) for request in requests], check, check_process)
         self.requests = requests
+        for request in requests:
+            request.listeners = self.listeners
         self.has_text = form is not None and bool(form.stop)
         self._cancel = cancel
         self._read = read

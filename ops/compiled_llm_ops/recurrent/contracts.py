@@ -17,7 +17,6 @@ class CausalConv1d(NamedTuple):
     read: Tensor
     write: Tensor
     activation: str = "none"
-    invariant: bool = False
 
 
 class GatedDeltaRule(NamedTuple):
@@ -32,7 +31,6 @@ class GatedDeltaRule(NamedTuple):
     write: Tensor
     scale: float
     normalize: bool = False
-    invariant: bool = False
 
 
 class SelectiveScan(NamedTuple):
@@ -45,4 +43,3 @@ class SelectiveScan(NamedTuple):
     qo_indptr: Tensor
     read: Tensor
     write: Tensor
-    invariant: bool = False

@@ -21,7 +21,7 @@ class Recounted:
     """A policy that compares what another is told with what it counts itself."""
 
     def __init__(self, policy: Admission) -> None:
-        self.policy, self.scheduler = policy, Scheduler(PagePool(2, 1), 1, lambda decoding: 1)
+        self.policy, self.scheduler = policy, Scheduler(PagePool(2, 1), 1, lambda *_: 1)
 
     def plan(self, state: AdmissionState) -> bool:
         scheduler, pool = self.scheduler, self.scheduler._pool
@@ -66,7 +66,7 @@ def run(load: Load, policy: Admission, seed: int = 0) -> Cost:
     """Return what a load has cost, whose answers end where it says so."""
     states = None if load.states is None else StatePool(load.states)
     pool = PagePool(load.pages + 1, PAGE_SIZE, states=states)
-    scheduler = Scheduler(pool, MAX_NUM_SEQS, lambda decoding: BUDGET, PrefixTree(pool), admission=policy)
+    scheduler = Scheduler(pool, MAX_NUM_SEQS, lambda *_: BUDGET, PrefixTree(pool), admission=policy)
     if isinstance(policy, Recounted):
         policy.scheduler = scheduler
     requests = requests_of(load, np.random.default_rng(seed))

@@ -1,0 +1,142 @@
+"""An engine without a model: requests that arrive at random, steps whose times are made up, and a policy of chunks."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from compiled_llm.engine.chunks.state import ChunkPolicy, ChunkState
+from compiled_llm.engine.chunks.step_times import SIZES, StepTimes, place_of
+
+EVERY = 16
+"""One of so many steps without prompts is timed, as in the engine."""
+
+
+class Device(NamedTuple):
+    """What steps cost, in milliseconds: measured at a few sizes, and on the line between them."""
+
+    decode: float
+    row: float
+    alone: float  # a step of prompts without rows takes so much more than beside them
+    longer: Sequence[tuple[float, float]]  # tokens of prompts, and by how much they make a step longer
+    host: float = 1.0  # from the plan of a step with prompts to its launch
+
+    def step(self, rows: int, tokens: int) -> float:
+        longer = float(np.interp(tokens, *zip(*self.longer, strict=True))) if tokens else 0.0
+        return (self.decode + self.row * rows if rows else self.alone) + longer
+
+
+# An H200's were measured, beside 8 and 32 rows; an H100 computes as fast, and reads weights in 1.35 times the time.
+_LONGER = ((16, 2.8), (128, 2.9), (192, 3.0), (256, 4.35), (384, 7.2), (512, 10.0), (1024, 21.9), (8192, 190.0))
+H200_8B = Device(4.05, 0.019, 4.0, _LONGER)
+H100_8B = Device(5.5, 0.03, 5.4, ((16, 2.2), (192, 2.9), *_LONGER[3:]))
+H200_06B = Device(0.78, 0.012, 0.0, ((0, 0.7), (8192, 33.5)))
+
+
+class Waits(NamedTuple):
+    """Percentiles in milliseconds, and the sizes of chunks beside running rows."""
+
+    first_p50: float
+    first_p99: float
+    gap_p50: float
+    gap_p99: float
+    chunks: list[int]
+
+
+class _Request:
+    def __init__(self, arrival: float, draw: random.Random) -> None:
+        self.arrival, self.left, self.answer = arrival, draw.randint(64, 512), draw.randint(32, 256)
+        self.got, self.last = 0, 0.0
+
+
+class KnownState(ChunkState):
+    """A state whose facts are given."""
+
+    def __init__(
+        self,
+        times: StepTimes,
+        rows: int,
+        left: int = 1,
+        *,
+        step: int = 0,
+        begun: int = 0,
+        followed: bool = True,
+        most: int = 8192,
+        padding: int = 0,
+    ) -> None:
+        self.times, self.rows, self.step, self.begun, self.most, self.padding = times, rows, step, begun, most, padding
+        self._left, self._followed = left, followed
+
+    @property
+    def followed(self) -> bool:
+        return self._followed
+
+    @property
+    def left(self) -> int:
+        return self._left
+
+
+def played(
+    policy: ChunkPolicy,
+    device: Device,
+    rate: float,
+    seed: int,
+    seconds: float = 30.0,
+    followed: bool = True,
+    odd: Callable[[int], float] = lambda step: 1.0,
+) -> Waits:
+    """Let requests arrive at a ``rate`` a second, with prompts of 64 to 512 tokens and answers of 32 to 256.
+
+    A step is planned when the one before the last has been read, as in the engine, which launches one while another
+    runs. ``odd`` says how many times as long as usual a step takes, by its number.
+    """
+    draw, coming, at = random.Random(f"{seed} {rate}"), deque[_Request](), 0.0
+    while (at := at + draw.expovariate(rate / 1000)) < 1000 * seconds:
+        coming.append(_Request(at, draw))
+    running, waiting, times = list[_Request](), list[_Request](), StepTimes()
+    first, gaps, chunks = list[float](), list[float](), list[int]()
+    read = end = 0.0
+    step = begun = untimed = 0
+    while coming or running or waiting:
+        if not (running or waiting):
+            read = max(read, coming[0].arrival)
+        while coming and coming[0].arrival <= read:
+            waiting.append(coming.popleft())
+        decode = [request for request in running if not request.left]
+        left, step = sum(request.left for request in (*running, *waiting)), step + 1
+        state = KnownState(times, len(decode), left, step=step, begun=begun, followed=followed)
+        room = policy.plan(state) if left else 0
+        tokens, ending = 0, list[_Request]()
+        for request in [*running, *waiting]:
+            if request.left and room > tokens:
+                if request in waiting:
+                    waiting.remove(request)
+                    running.append(request)
+                    begun += 1
+                chunk = min(room - tokens, request.left)
+                request.left, tokens = request.left - chunk, tokens + chunk
+                ending += [] if request.left else [request]
+        if not (decode or tokens):
+            read = end = max(read, end)
+            continue
+        size = SIZES[place_of(tokens)] if tokens else 0
+        took = device.step(len(decode), size) * draw.uniform(1, 1.05) * odd(step)
+        begin = max(end, read + (device.host if tokens else 0.1))
+        read, end, untimed = end, begin + took, untimed + 1
+        for request in decode:
+            gaps.append(end - request.last)
+        for request in ending:
+            first.append(end - request.arrival)
+        for request in (*decode, *ending):
+            request.got, request.last = request.got + 1, end
+        running = [request for request in running if request.left or request.got < request.answer]
+        if tokens or untimed >= EVERY or not times.knows(len(decode)):
+            times.learn(len(decode), size, took / 1000)
+            untimed = 0
+        if tokens and decode:
+            chunks.append(tokens)
+    return Waits(*map(float, np.percentile(first, [50, 99])), *map(float, np.percentile(gaps, [50, 99])), chunks)
