@@ -281,6 +281,7 @@ class WrapConfig:
     def _check_variants(self) -> None:
         if self.variants is None:
             return
+        check_has("variants", f"variants={self.variants!r}")
         if not isinstance(self.variants, Mapping) or not self.variants:
             raise ValueError(
                 f'variants={self.variants!r}: must be a dict of layers by the names of variants, as in {{"alibi": '
@@ -318,6 +319,8 @@ class WrapConfig:
                 f"kv_dtype={self.kv_dtype!r}: must be {' or '.join(map(repr, get_args(KVDtype)))}, or None for the "
                 "model's own dtype"
             )
+        if self.kv_dtype is not None:
+            check_has(self.kv_dtype, f"kv_dtype={self.kv_dtype!r}")
         if not isinstance(self.kv_scales, (KVScales, NoneType)):
             raise ValueError(
                 f"kv_scales={_shortly(self.kv_scales)}: must be KVScales, as compiled_llm.kv_scales(model, prompts) "

@@ -7,13 +7,19 @@ from importlib import import_module
 from typing import Any
 
 FEATURES = {
+    # Kinds of layers take the place of what those before them have found, or lie over it.
+    "latents": ["compiled_llm.kinds.latent"],
+    "indexers": ["compiled_llm.kinds.indexers"],
+    "variants": ["compiled_llm.kinds.variant"],
+    "fp8_e4m3": ["compiled_llm.kinds.fp8"],
+    "recurrent layers": ["compiled_llm.kinds.recurrent"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
     "check_pages": ["compiled_llm.execution.taps.page_check"],
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],
     "structured_outputs": ["compiled_llm.engine.grammars.part"],
 }
-"""The modules of each, by the option that asks for it: one in each room that has a part of it."""
+"""The modules of each, by the option or the layers that ask for it: one in each room that has a part of it."""
 
 
 @cache

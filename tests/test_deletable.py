@@ -24,7 +24,6 @@ CONTROL = "test_drawing.py"
 """Tests that know of no feature: they pass in every copy, or the others fail since nothing runs there."""
 
 REGISTRIES = {
-    "compiled_llm.kinds.registry": "kinds of layers and codecs of pages, a line each",
     "compiled_llm.features": "features, each with its line",
     "compiled_llm": "its public names, which are imported at first use",
     "compiled_llm.commands.doctor.checks": "imports `wrap` to say why that fails, and goes on with no other module",

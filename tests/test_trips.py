@@ -155,15 +155,15 @@ def test_the_first_decode_step_after_a_prefill_takes_few_calls(monkeypatch, seed
 
 
 @pytest.mark.parametrize(
-    ("more", "looks"),
+    ("more", "checks"),
     [({}, 1), ({"num_beams": 2}, 20), ({"stopping_criteria": [lambda ids, scores: False]}, 20)],
     ids=["plain", "beams", "criterion"],
 )
-def test_a_call_looks_at_the_model_as_often_as_the_code_of_its_user_has_run(monkeypatch, seed, more, looks):
-    """Beams make each step anew, and a look belongs to that."""
+def test_a_call_checks_the_model_as_often_as_the_code_of_its_user_has_run(monkeypatch, seed, more, checks):
+    """Beams make each step anew, and a check belongs to that."""
     let_a_cpu_capture(monkeypatch)
     model, inputs = uncompiled(monkeypatch), mixed_prompts([5, 3], 128, seed)
     greedy(model, inputs, 20, **more)
     noted = note_calls(monkeypatch, GraphManager, "check_model", lambda *_: None)
     greedy(model, inputs, 20, **more)
-    assert len(noted) == looks
+    assert len(noted) == checks

@@ -67,7 +67,9 @@ def decode_options(config: WrapConfig, device: torch.device, *, one_row: bool) -
 def _products(config: WrapConfig, device: torch.device) -> dict[str, Any]:
     if config.batch_invariant:
         # Numbers are rounded as PyTorch does it, and none is multiplied and added at once, however graphs are fused.
-        return {"post_grad_custom_pre_pass": InvariantSums(), "emulate_precision_casts": True}
+        options = {"post_grad_custom_pre_pass": InvariantSums(), "emulate_precision_casts": True}
+        # A CPU's vectors have exponentials of their own, and which loops become vectors follows from what is fused.
+        return {**options, "cpp.simdlen": 1} if device.type == "cpu" else options
     if device.type == "cuda" and config.mode == "compile":
         return {}  # launching the op's kernels costs the host more than launching cuBLAS's
     return {"post_grad_custom_pre_pass": SkinnyProducts()}

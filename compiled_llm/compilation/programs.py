@@ -229,7 +229,7 @@ class Programs:
         return call._replace(code=prepared.code)
 
     def compiled_for(self, arguments: Arguments) -> bool:
-        """Whether a call with these would compile nothing; the model has been looked at."""
+        """Whether a call with these would compile nothing; the model has been checked."""
         name = self._name_for(arguments.inputs)
         return self._call(name, arguments._replace(model=self._stand_in(arguments))).compiled
 

@@ -119,7 +119,7 @@ class ArrivingEmitted(NamedTuple):
         self.steps.read += 1
         return self._begin() if self.steps.read == 1 else {}
 
-    def goes_on(self, spans: Sequence[_Span], kept: Sequence[slice], keys: frozenset[int | str]) -> bool:
+    def continues_with(self, spans: Sequence[_Span], kept: Sequence[slice], keys: frozenset[int | str]) -> bool:
         """Return whether a launch of these is of the same rows, and of the tokens that follow those of the last one."""
         launches = self.steps.emitted.count
         going_on = [(span.request, span.after(launches)) for span in self.spans]
@@ -162,7 +162,7 @@ class EmittedReader(PlanTap):
             launch = self._of(spans, emitted, later)
         self._last, self._spans, self._later = launch, spans, later
         if launch.spans:
-            launch.steps.emitted.keep(emitted)
+            launch.steps.emitted.append(emitted)
             self._arriving.append(launch)
 
     def _of(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int) -> ArrivingEmitted:
@@ -178,7 +178,7 @@ class EmittedReader(PlanTap):
                 count += size
             at += size
         keys = frozenset(self._keys.intersection(emitted))
-        if self._last is not None and self._last.goes_on(found, kept, keys):
+        if self._last is not None and self._last.continues_with(found, kept, keys):
             return self._last
         nbytes = sum(count * emitted[key][:1].nbytes for key in keys)
         return ArrivingEmitted(KeptSteps(EmittedSteps(kept, keys), self._executor), found, keys, nbytes)

@@ -179,7 +179,8 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
-        listed, model_runner, samplings = with_params(prompts, params), self._look(), dict[int, RequestSampling]()
+        listed, model_runner = with_params(prompts, params), self._checked_runner()
+        samplings = dict[int, RequestSampling]()
         wanted = self._wanted(hidden_states, emitted)
         handles = [self._handle(model_runner, *entry, wanted, samplings) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
@@ -221,13 +222,13 @@ class Engine:
         """
         waiting: dict[str, Any] = {"priority": priority, "timeout": timeout, "salt": cache_salt}
         wanted = self._wanted(hidden_states, emitted)
-        handle = self._handle(self._look(), prompt, params or SamplingParams(), wanted, **waiting)
+        handle = self._handle(self._checked_runner(), prompt, params or SamplingParams(), wanted, **waiting)
         self.begin(handle)
         return handle
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> RequestHandle:
         """Check a prompt as ``submit``; ``begin`` answers it."""
-        return self._handle(self._look(), prompt, params)
+        return self._handle(self._checked_runner(), prompt, params)
 
     @deferred()
     def begin(self, handle: RequestHandle) -> None:
@@ -249,9 +250,9 @@ class Engine:
             if not handle.requests[0].ready:
                 self._grammars.await_grammar(handle.requests)
 
-    def _look(self) -> ModelRunner:
+    def _checked_runner(self) -> ModelRunner:
         self._check_open()
-        return self._engine_thread.check.look_for_request()
+        return self._engine_thread.check.check_for_request()
 
     def _handle(
         self,
@@ -320,7 +321,7 @@ class Engine:
             RuntimeError: xgrammar is missing.
         """
         self._check_open()
-        self._engine_thread.check.look()
+        self._engine_thread.check.checked_runner()
         wanted = self._runtime.warming.wanted("rows", rows, profile, self._max_num_seqs)
         if wrong := [size for size in wanted.sizes if not (is_count(size) and size <= self._max_num_seqs)]:
             raise ValueError(
@@ -353,7 +354,7 @@ class Engine:
             RuntimeError: the engine is closed or asleep, or the model cannot be run now.
         """
         self._check_open()
-        model_runner = self._engine_thread.check.look()
+        model_runner = self._engine_thread.check.checked_runner()
         return EngineDescription(
             memory=model_runner.memory(),
             pages=model_runner.pool.account(),

@@ -1,4 +1,4 @@
-"""Checks now and then whether the model can serve requests: a look at all of it takes longer than a step may."""
+"""Checks now and then whether the model can serve requests: to compare all of it takes longer than a step may."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from compiled_llm.model.version.model_version import Placement
 logger = logging.getLogger("compiled_llm.engine")
 
 _SECONDS = 0.1
-"""Between two looks while requests run."""
+"""Between two checks while requests run."""
 
 
 class ModelCheck:
-    """A look at the model when a request is submitted and while the loop runs; the loop does not look again at once."""
+    """A check of the model when a request is submitted, and while the loop runs, which does not repeat it at once."""
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, watching: bool = True) -> None:
         self.lost: DeviceLostError | None = None  # why the device runs nothing more in this process; None while it does
-        self.tokens = TokenFacts.of(model)  # the model's token facts at the last look
+        self.tokens = TokenFacts.of(model)  # the model's token facts at the last check
         self._watching = watching
         self._seen: weakref.ref[ModelRunner] | None = None
         self._model = model
         self._runtime = runtime
-        self._looked = 0.0  # when the loop has, and at what:
-        self._looked_at: tuple[weakref.ref[ModelRunner], int] | None = None
+        self._checked = 0.0  # when the loop has, and at what:
+        self._checked_at: tuple[weakref.ref[ModelRunner], int] | None = None
         self._submitted: tuple[float, weakref.ref[ModelRunner]] | None = None  # when a caller has, and what ran it
-        self._begun: weakref.ref[ModelRunner] | None = None  # what the loop has begun with, a caller having looked
+        self._begun: weakref.ref[ModelRunner] | None = None  # what the loop has begun with, a caller having checked it
 
     def obstacle(self, placement: Placement) -> str | None:
         """Return why the model, at this ``placement``, can serve no request now, with the remedy."""
@@ -50,7 +50,7 @@ class ModelCheck:
 
     @property
     def present(self) -> ModelRunner | None:
-        """The model runner that there is, without a look at the model; None before the first use, and asleep."""
+        """The model runner that there is, without a check of the model; None before the first use, and asleep."""
         return self._runtime.runner_lifecycle.present
 
     def check_awake(self) -> None:
@@ -58,8 +58,8 @@ class ModelCheck:
         if self._runtime.asleep:
             raise RuntimeError("the engine is asleep, and has no pages; call its wake() first")
 
-    def look(self) -> ModelRunner:
-        """Look at the model, and return its model runner; RuntimeError if it can serve no request.
+    def checked_runner(self) -> ModelRunner:
+        """Check the model, and return its model runner; RuntimeError if it can serve no request.
 
         Raises:
             DeviceLostError: the device runs nothing more in this process.
@@ -73,7 +73,7 @@ class ModelCheck:
         return model_runner
 
     def _seen_before(self) -> ModelRunner | None:
-        """Return the model runner if an earlier look is enough."""
+        """Return the model runner if an earlier check is enough."""
         if self._watching or self._seen is None or self._runtime.asleep:
             return None
         seen = self._seen()
@@ -97,9 +97,9 @@ class ModelCheck:
         if self.lost is not None:
             raise DeviceLostError(str(self.lost)) from self.lost
 
-    def look_for_request(self) -> ModelRunner:
-        """As ``look``, before a request is submitted; a loop that begins soon relies on it."""
-        model_runner = self.look()
+    def check_for_request(self) -> ModelRunner:
+        """As ``checked_runner``, before a request is submitted; a loop that begins soon relies on it."""
+        model_runner = self.checked_runner()
         self._submitted = time.monotonic(), weakref.ref(model_runner)
         return model_runner
 
@@ -115,23 +115,23 @@ class ModelCheck:
 
     @property
     def due(self) -> float:
-        """When the loop looks again, unless the prefix cache is cleared before, on ``time.monotonic``'s clock."""
-        return self._looked + _SECONDS if self._watching else math.inf
+        """When the loop checks again, unless the prefix cache is cleared before, on ``time.monotonic``'s clock."""
+        return self._checked + _SECONDS if self._watching else math.inf
 
-    def look_if_due(self, model_runner: ModelRunner) -> bool:
-        """Look if the loop has not for a while, or a cleared prefix cache says that the model may have changed."""
-        # True if it has looked. RuntimeError if requests that run on ``model_runner`` cannot go on.
+    def check_if_due(self, model_runner: ModelRunner) -> bool:
+        """Check if the loop has not for a while, or a cleared prefix cache says that the model may have changed."""
+        # True if it has checked. RuntimeError if requests that run on ``model_runner`` cannot go on.
         now, at = time.monotonic(), (weakref.ref(model_runner), model_runner.prefixes.generation)
-        if at == self._looked_at and (now - self._looked < _SECONDS or not self._watching):
+        if at == self._checked_at and (now - self._checked < _SECONDS or not self._watching):
             return False
         begun, self._begun = self._begun, None
         if begun is None or begun() is not model_runner:
             placement = self._check_no_obstacle()
             if not self._runtime.is_current(model_runner, placement):  # a new one is made once nothing runs on the old
                 raise RuntimeError("the model was moved or converted while requests were running; submit them again")
-        self._looked, self._looked_at = now, at
+        self._checked, self._checked_at = now, at
         return True
 
     def forget(self) -> None:
-        """Look again before the next step: the model may change from now on."""
-        self._looked, self._submitted, self._begun = 0.0, None, None
+        """Check again before the next step: the model may change from now on."""
+        self._checked, self._submitted, self._begun = 0.0, None, None

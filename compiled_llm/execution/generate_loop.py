@@ -126,7 +126,7 @@ class GenerateLoop:
             self._check_tokens(forced)
         last, arriving = self._persistent.step, None
         if last is not None and forced is None and not (fed or self._pending):
-            arriving = self._thread.call_briefly(last.run, self._every_row, self._persistent.lose)
+            arriving = self._thread.call_briefly(last.run, self._every_row, self._persistent.discard_after_failure)
         if arriving is None:
             self._thread.call(self._launch, forced, fed, self._next_masks() if self._masks is not None else None)
         else:
@@ -188,7 +188,7 @@ class GenerateLoop:
             self._thread.call(self._sample, self._next_masks())
         return self._unread.read() if self._unread.steps else {}
 
-    def look_at_pages(self) -> None:
+    def report_wrong_pages(self) -> None:
         """Raise WrongPageError if a step read another row's page and ``check_pages`` says so; waits for all steps."""
         for tap in self.model_runner.state.taps:
             self._thread.call(tap.report)

@@ -153,22 +153,22 @@ class ModelRunner:
         self.steps = Steps(self.state, self.graph_manager, self._planner, dispatcher, self.decode_buffers)
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, self.steps)
         self.unpaged = Unpaged(self.state, self.graph_manager)
-        self._values: int | None = None  # of the model that computed ``prefixes``; None before the first look
+        self._values: int | None = None  # of the model that computed ``prefixes``; None before the first check
 
     # ---- run
 
     def admit(
-        self, rows: Sequence[Row], settings: Sequence[Sampling | None], goes_on: Callable[[], bool] = lambda: False
+        self, rows: Sequence[Row], settings: Sequence[Sampling | None], answering: Callable[[], bool] = lambda: False
     ) -> None:
         """Give slots to rows that are about to run, as ``Slots.admit``."""
         # If no other row runs, programs that were compiled meanwhile take over from those that run uncompiled; none if
-        # an answer that has begun ``goes_on`` in these rows or later ones.
-        if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty and not goes_on():
+        # an answer that has begun is ``answering`` in these rows or later ones.
+        if self.compiling is not None and self.graph_manager.eager and self.state.slots.empty and not answering():
             self.compiling.let_take_over(self.graph_manager)
         self.state.slots.admit(rows, settings)
 
     def expect_changes(self) -> None:
-        """Note that code of the user's may have changed the model: the next step looks at it, and repeats no other."""
+        """Note that code of the user's may have changed the model: the next step checks it, and repeats no other."""
         self._facts.version.expect_changes()
         self.state.validity.invalidate()
 
@@ -186,7 +186,7 @@ class ModelRunner:
         step = persistent.step
         one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made
         if one_each and step is not None and step.is_valid_for(batch):
-            return step.launch(batch, persistent.lose)
+            return step.launch(batch, persistent.discard_after_failure)
         return self._decode(batch, persistent)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
@@ -207,15 +207,15 @@ class ModelRunner:
                 self.state.arena.flush()
                 outputs = launch()
             except BaseException:  # the decode buffers may have advanced
-                persistent.lose(rows)
+                persistent.discard_after_failure(rows)
                 raise
         if batch.taps:
             spans = last_tokens(rows, new)
             for tap in batch.taps:
                 tap.launched(spans, outputs.emitted)
-        output = persistent.has_run(rows, launch, period)
+        output = persistent.commit(rows, launch, period)
         if batch.taps or persistent.deferred.deferring:
-            persistent.deferred.keep(output, batch.taps)
+            persistent.deferred.add(output, batch.taps)
         return output
 
     def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
@@ -249,7 +249,7 @@ class ModelRunner:
         if batch.mixed:
             batch = self._as_one_launch(batch)
         rows = _rows(batch.extend)
-        persistent.leave(rows)
+        persistent.invalidate_rows(rows)
         with self._grown_by(batch.extend, batch.promise):
             decoded = self._decode(batch, persistent) if batch.decode else None
             # Captured graphs share memory for what they compute: a replayed prefill may overwrite what decode returned.
@@ -259,12 +259,12 @@ class ModelRunner:
                 logits, tokens, _ = self.prefill.run(batch.extend, exact=persistent.exact, taps=batch.taps)
             except BaseException:
                 if batch.mixed:  # it may have sampled tokens of rows that go on
-                    persistent.lose(rows)
+                    persistent.discard_after_failure(rows)
                 raise
         extended = StepOutput(_rows([extension for extension in batch.extend if extension.is_last]), logits, tokens)
-        persistent.chose(extended)
+        persistent.record_sampled(extended)
         if extended.rows:
-            persistent.deferred.keep(extended, batch.taps)
+            persistent.deferred.add(extended, batch.taps)
         if decoded is None or sampled is None:
             return extended
         return StepOutput([*decoded.rows, *extended.rows], None, torch.cat([sampled, tokens]))
@@ -313,8 +313,8 @@ class ModelRunner:
             [state.slots.of(rows, len(rows)), np.array([row.position for row in rows], dtype=np.int64)]
         )
         step = StepOutput(rows, logits, sample(logits, slots, positions, state.slots.tables))
-        persistent.chose(step)
-        return persistent.deferred.keep(step, taps)
+        persistent.record_sampled(step)
+        return persistent.deferred.add(step, taps)
 
     def sample_deferred(
         self, persistent: PersistentBatch, masks: Masks | None = None, processed: Mapping[Row, Tensor] = _NOTHING
@@ -354,7 +354,7 @@ class ModelRunner:
     # ---- around it
 
     def forget_changed(self) -> bool:
-        """Forget texts if the model may have computed something else before this look; True if it may have."""
+        """Forget texts if the model may have computed something else before this check; True if it may have."""
         # Called after ``check_model``, before anyone gets what the step computes.
         before, self._values = self._values, self._facts.version.values
         changed = before not in (None, self._values)

@@ -203,7 +203,7 @@ class StepStates(Tap):
             assert [span.row for span in spans[: len(self._rows)]] == self._rows, "a step is of all rows"
         if self._steps is None:
             self._steps = EmittedSteps([slice(len(self._rows))], self._wanted.chosen(emitted).keys())
-        self._steps.keep(emitted)
+        self._steps.append(emitted)
 
     def outputs(self, steps: int) -> dict[str, Any]:
         """Return the fields of ``generate``'s output for the first steps."""

@@ -104,7 +104,7 @@ def fast_loop(
             elif ended:
                 for index in ended:
                     generate_loop.release(rows[index])
-        generate_loop.look_at_pages()
+        generate_loop.report_wrong_pages()
         if call.returns_cache:
             trim_cache(call, rows, {} if pads else ends, sequences)
     call.runtime.counters.add_steps(generate_loop.steps)

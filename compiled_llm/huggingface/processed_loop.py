@@ -54,7 +54,7 @@ def processed_loop(call: PagedCall, twins: Twins | None = None) -> Tensor | Gene
                 break
             if not ahead:
                 steps.launch(tokens)
-        call.cache.generate_loop.look_at_pages()
+        call.cache.generate_loop.report_wrong_pages()
         if call.returns_cache:
             trim_cache(call, rows, {}, sequences)
     call.cache.count(sequences.generated - 1)

@@ -47,4 +47,4 @@ class ScaledAttentionSpec(NamedTuple):
         return keys, values
 
 
-CODEC = Codec(FP8, FP8_LARGEST, FP8_CAPABILITY, ScaledAttentionSpec)
+CODECS = [("fp8_e4m3", Codec(FP8, FP8_LARGEST, FP8_CAPABILITY, ScaledAttentionSpec))]

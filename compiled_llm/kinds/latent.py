@@ -131,3 +131,6 @@ def _of_packed(rows: PagedRows, call: AttentionCall, pages: Tensor) -> Attended:
         return call.by(ops.planned_latent_attention, ops.planned_latent_attention_lse, planned)
     arguments = (*parts, *places, scale, call.chosen)
     return call.by(ops.latent_attention, ops.latent_attention_lse, arguments)
+
+
+KINDS = (Latent,)

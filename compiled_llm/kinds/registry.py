@@ -1,39 +1,37 @@
-"""All kinds, a line each."""
+"""All kinds of layers: what `compiled_llm.features` lists of them, beside those that all else needs."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from compiled_llm.features import FEATURES, feature
+from compiled_llm.kinds.full import Full
 from compiled_llm.kinds.kind import Codec, ForwardCache, Layer, LayerFunctions, LayerKind, SeenCall, Trial
 from compiled_llm.kinds.no_keys import NoKeys
-from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.rows import StateRows
+from compiled_llm.kinds.uneven import Uneven
 
-KINDS: Sequence[type[LayerKind]] = (
-    import_module("compiled_llm.kinds.full").Full,
-    import_module("compiled_llm.kinds.uneven").Uneven,
-    import_module("compiled_llm.kinds.latent").Latent,
-    *import_module("compiled_llm.kinds.indexers").KINDS,
-    import_module("compiled_llm.kinds.variant").VariantAttention,
-)
+_PARTS = [feature(name, "kinds") for name in FEATURES]
+
+
+def _all(name: str) -> Iterator[Any]:
+    return (own for part in _PARTS for own in getattr(part, name, ()))
+
+
+KINDS: Sequence[type[LayerKind]] = (Full, Uneven, *_all("KINDS"))
 """Each takes the place of what those before it have found, or lies over it."""
 
-CODECS: Mapping[str | None, Codec] = {
-    "fp8_e4m3": import_module("compiled_llm.kinds.fp8").CODEC,
-}
+CODECS: Mapping[str | None, Codec] = dict(_all("CODECS"))
 """How pages are stored, by ``kv_dtype``."""
 
-STATES: Sequence[Any] = [
-    import_module("compiled_llm.kinds.recurrent.layers"),
-]
+STATES: Sequence[Any] = [*_all("STATES")]
 """Modules of layers whose rows keep states besides pages."""
 
 
@@ -54,8 +52,6 @@ def compared(model: PreTrainedModel, trial: Trial, layers: Sequence[Layer]) -> S
 
 def check_kinds(model: PreTrainedModel, functions: LayerFunctions) -> None:
     """Raise UnsupportedModelError if this version of transformers, or the options, do not fit a model."""
-    if functions and not any(kind.name == "variant" for kind in KINDS):
-        raise UnsupportedModelError("wrap: variants: this copy of compiled_llm has none; leave them out")
     for kind in KINDS:
         kind.check(model, functions)
 

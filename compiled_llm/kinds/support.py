@@ -132,14 +132,13 @@ RECURRENT = Support(
     "recurrent layers",
     "layer {number} is recurrent",
     {
-        "batch_invariant": No("and there is no such kernel for it"),
         "several_tokens": No("and a step computes its state after one", "feed them one by one"),
         "crop": No(
             "and has no state from before the last token",
             "go on with a copy of the cache (copy.deepcopy) that was made there, or compute the text again",
         ),
-        **_all(YES, "kv_dtype", "cascade", "mixed", "check_pages", "variants", "page_size", "captured_prefills"),
-        **_all(YES, "backend", "window", "soft_cap", "left_padding", "prefix_cache"),
+        **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size"),
+        **_all(YES, "captured_prefills", "backend", "window", "soft_cap", "left_padding", "prefix_cache"),
         **_all(ORIGINAL, "drafts", "dynamic_cache", "static_cache"),
     },
 )

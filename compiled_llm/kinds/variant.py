@@ -162,3 +162,6 @@ def _check_tensor(
             f"{said}: that of {name} must be [{wanted}] {own.dtype} in a call with {tokens} tokens; got "
             f"{tuple(given.shape)} {given.dtype}"
         )
+
+
+KINDS = (VariantAttention,)

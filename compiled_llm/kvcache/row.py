@@ -159,7 +159,7 @@ class Row:
         self._reserved, self._promised_copy = self._reserved + self._promised_copy, 0
         made = self._unshare() if copies else ()
         self.length += tokens
-        self.pages += self._take(max(0, self._pool.pages_for(self.length) - len(self.pages)))
+        self.enter_pages(self.length)
         return made
 
     def begin_as(self, other: Row, tokens: int) -> int:
@@ -167,12 +167,16 @@ class Row:
         # The rows begin with ``tokens`` equal ones; those that fill pages are shared, at least one is not. Both are
         # still empty, and ``other``, with room for the tokens, is computed before this row, or with it.
         full = 0 if self.states is not None else self._pool.filled_by(tokens - 1)
-        other.pages += other._take(max(0, full - len(other.pages)))
+        other.enter_pages(self._pool.tokens_in(full))
         self._pool.share(other.pages[:full])
         self.pages, self.listed = other.pages[:full], 0
         self.length = self.position = self._pool.tokens_in(full)
         self.watch.changed(self.length)
         return self.length
+
+    def enter_pages(self, tokens: int) -> None:
+        """Take the pages for ``tokens`` in all, promised before, that the row is about to grow by."""
+        self.pages += self._take(max(0, self._pool.pages_for(tokens) - len(self.pages)))
 
     def begin_from(self, pages: Sequence[int], state: int = NO_ENTRY, tokens: int | None = None) -> None:
         """Take over pages of ``PrefixTree.match``, which hold the first tokens of this row, still empty.
@@ -314,12 +318,12 @@ class Row:
         self.shrink(extra)
         self.position -= extra
 
-    def settle(self) -> None:
+    def release_unused(self) -> None:
         """Give back the pages that were promised and not entered, and the slot."""
         self.speculation.sync()
         self.leave_slot()
         if self.states is not None:
-            self.states.settle(self.length)
+            self.states.release_unused(self.length)
         self._give_copy_back()
         ahead, reserved = self.ahead, self._reserved
         self.ahead, self._reserved = [], 0

@@ -155,7 +155,7 @@ class RowStates:
         self.of(length)
         self._lengths = [own if own <= length else 0 for own in self._lengths]
 
-    def settle(self, length: int) -> None:
+    def release_unused(self, length: int) -> None:
         """Give back all but the state after ``length`` tokens."""
         kept = self.of(length)
         for place in (0, 1):

@@ -172,10 +172,6 @@ def _check_backend(kind: str, dtype: torch.dtype, config: WrapConfig) -> None:
             f"wrap: cascade=True: backend={name!r} has no decode kernel on {kind} that reads pages which rows share "
             "once; wrap with backend='auto', or without cascade"
         )
-    if config.kv_dtype is not None and config.kv_dtype not in CODECS:
-        raise ValueError(
-            f"wrap: kv_dtype={config.kv_dtype!r}: this copy of compiled_llm has no such pages; leave it out"
-        )
     if config.kv_dtype is not None and CODECS[config.kv_dtype].dtype not in backend.kv_dtypes:
         raise ValueError(
             f"wrap: kv_dtype={config.kv_dtype!r}: backend={name!r} has no kernels for such pages; wrap with "

@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_llm.compilation.backend import Inductor
-from compiled_llm.compilation.options import decode_options
+from compiled_llm.compilation.options import decode_options, prefill_options
 from compiled_llm.compilation.passes.invariant import InvariantProducts, InvariantSums
 from compiled_llm.config import WrapConfig
+from support.ops.recurrent_rows import RecurrentRows
 
 SUM = torch.ops.compiled_llm.invariant_sum.default
 LINEAR = torch.ops.compiled_llm.invariant_linear.default
@@ -28,6 +29,17 @@ def rewritten(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
 
 def targets(module: fx.GraphModule) -> list[Any]:
     return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+
+TOLD = torch.ops.compiled_llm.gated_delta_rule.default, torch.ops.compiled_llm.causal_conv1d.default
+
+
+def test_ops_that_know_two_orders_are_told(seed: int) -> None:
+    graph, rows = fx.Graph(), RecurrentRows([3, 1], seed=seed)
+    for op, args in zip(TOLD, (rows.delta(), rows.conv()), strict=True):
+        graph.call_function(op, tuple(args[:9]), dict(zip(args._fields[9:-1], args[9:-1], strict=True)))
+    InvariantProducts()(graph)
+    assert [node.kwargs["invariant"] for node in graph.nodes] == [True, True]
 
 
 SUMS: dict[str, tuple[Callable[[Tensor], Any], int]] = {
@@ -125,3 +137,24 @@ def test_compiled_numbers_are_those_of_a_row_alone_however_graphs_are_fused(seed
     parts = compiled(first, one_row=True), compiled(second, one_row=True)
     for row, out in zip(rows.split(1), together, strict=True):
         assert torch.equal(parts[1](row, parts[0](row))[0], out)
+
+
+@torch.no_grad()
+def test_numbers_of_a_gated_norm_are_those_of_a_row_alone(seed: int) -> None:
+    """Of a prompt, Inductor makes a loop over single numbers of it, and of a row's one over vectors."""
+    weight, config, cpu = torch.rand(32), WrapConfig.from_options({"batch_invariant": True}), torch.device("cpu")
+
+    def normed(rows: Tensor) -> Tensor:
+        heads, gate = rows.reshape(-1, 32), (rows.exp() + 1).reshape(-1, 32)
+        scaled = heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (weight * scaled * nn.functional.silu(gate)).reshape(*rows.shape[:2], -1)
+
+    options = prefill_options(config, cpu), decode_options(config, cpu, one_row=True)
+    several, one = (
+        torch.compile(lambda rows: normed(rows), backend=Inductor(own, layers_in_region=0), fullgraph=True)
+        for own in options
+    )
+    rows = torch.randn(1, 23, 1024)
+    alone = torch.cat([one(row) for row in rows.split(1, 1)], 1)
+    torch._dynamo.mark_dynamic(rows, 1)
+    assert torch.equal(several(rows), alone)

@@ -279,12 +279,12 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
 
     @torch.no_grad()
     def traced_whole() -> bool:
-        version.look()
+        version.begin_check()
         with paged_attention_in(outlined):
             return copy.copy(outline).prepare(arguments).model is outlined
 
     outline, version = outlines[decode], outlined.compiled.facts.version
-    version.look()
+    version.begin_check()
     outline._layers.number = version.layers  # also if they had changed, and that was undone
     monkeypatch.setitem(outlines, decode, copy.copy(outline))  # it looks at its layers no longer once one has changed
     valid, layer = validity_of(outlined), outlined.model.layers[number]
@@ -294,7 +294,7 @@ def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkey
         change(layer)
         assert not valid()
         assert traced_whole()
-    version.look()
+    version.begin_check()
     outline._layers.number = version.layers
     assert not traced_whole()
 
@@ -305,7 +305,7 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
     @torch.no_grad()
     def valid() -> bool:
         with paged_attention_in(model):
-            version.look()
+            version.begin_check()
             return version.tensors == tensors and guards.valid()
 
     version = model.compiled.facts.version

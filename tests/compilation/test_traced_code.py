@@ -30,7 +30,7 @@ def test_whatever_is_replaced_is_noticed_and_so_is_that_it_is_put_back(model):
     version = model.compiled.facts.version
 
     def code() -> int:
-        version.look()
+        version.begin_check()
         return version.code
 
     for name, change in CODE.items():

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
 
 import compiled_llm
+from compiled_llm import features
 from compiled_llm.kinds import latent, registry, support as table, uneven
 from compiled_llm.kinds.registry import CODECS
 from compiled_llm.requests import sampling_params
@@ -47,10 +48,11 @@ def module_of(code: str, imported: Mapping[str, Any] = MappingProxyType({})) -> 
 
 
 def test_pages_of_int8(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    codec = module_of(example("int8")).CODEC
+    ((name, codec),) = module_of(example("int8")).CODECS
     monkeypatch.setitem(SCALED_DTYPES, codec.dtype, codec.largest)
     monkeypatch.setattr(Reference, "kv_dtypes", frozenset(SCALED_DTYPES))
-    monkeypatch.setitem(CODECS, "int8", codec)
+    monkeypatch.setitem(features.FEATURES, name, [])
+    monkeypatch.setitem(CODECS, name, codec)
     monkeypatch.setattr(compiled_llm.config, "KVDtype", Literal["fp8_e4m3", "int8"])
     plain, prompt = tiny_qwen3(eos_token_id=None), torch.randint(3, 30, (1, 9))
     scales = compiled_llm.kv_scales(plain, prompt.tolist())
@@ -110,7 +112,7 @@ def test_a_kind_with_two_latents(mode: str, monkeypatch: pytest.MonkeyPatch, see
     module = module_of(example("TwoLatents"), {**vars(uneven), **vars(latent)})
     monkeypatch.setitem(sys.modules, "worked_example", module)  # Dynamo looks for it there
     before = registry.KINDS.index(latent.Latent)
-    monkeypatch.setattr(registry, "KINDS", (*registry.KINDS[:before], module.TwoLatents, *registry.KINDS[before:]))
+    monkeypatch.setattr(registry, "KINDS", (*registry.KINDS[:before], *module.KINDS, *registry.KINDS[before:]))
     monkeypatch.setitem(table.BY_NAME, "two latents", module_of(example("UNEVEN.cells"), vars(table)).TWO_LATENTS)
     plain = randomised(TwoLatentLlama, LlamaConfig(**{**TINY, "eos_token_id": None}), seed)
     prompts = torch.randint(3, 128, (2, 9))

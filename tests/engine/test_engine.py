@@ -70,7 +70,7 @@ def test_capped_logits_and_windows_under_hits_and_preemption(monkeypatch, one_th
     monkeypatch.setitem(POLICIES, "auto", Greedy)  # more begin than fit: requests are preempted
     capped: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     plain, model = (make("Gemma2", {**FAMILIES["Gemma2"], **capped}, seed) for _ in range(2))
-    compiled_llm.wrap(model, mode="eager", kv_memory="200 tokens", page_size=4, max_batch_size=4, progress=False)
+    compiled_llm.wrap(model, mode="eager", kv_memory="150 tokens", page_size=4, max_batch_size=4, progress=False)
     prompts = [range(3, 40), range(3, 25), range(3, 40), range(50, 55), range(3, 33)]
     expected = [alone(plain, list(prompt), 30) for prompt in prompts]
     with Engine(model) as engine:

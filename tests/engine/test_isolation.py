@@ -87,7 +87,7 @@ def place_of(model: PreTrainedModel, engine: Engine, name: str) -> tuple[Any, st
 def test_each_call_into_the_device_may_fail_once(monkeypatch, one_thread, place, kind):
     """Requests that run fail with it, or none if it is Ctrl-C; later ones are right, and nothing is lost."""
     monkeypatch.setattr(Loop, "asynchronous", True)
-    model, prompts = wrapped(4000, **PAGES), [PROMPT, PROMPT[:20], [5, 6, 7]]
+    model, prompts = wrapped(4000, **PAGES, prefill_tokens=32), [PROMPT, PROMPT[:20], [5, 6, 7]]
     params = [greedy(6), SamplingParams(temperature=0.9, seed=3, max_tokens=6, n=2), greedy(6)]
     with Engine(model) as engine:
         expected = [output.outputs[-1].token_ids for output in engine.generate(prompts, params)]

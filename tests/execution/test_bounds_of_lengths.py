@@ -170,7 +170,7 @@ def go_away(batch: Batch) -> None:
 
 def end(batch: Batch) -> None:
     for row in batch.loop.rows:
-        row.settle()
+        row.release_unused()
         row.reserve(row.length + 20)
 
 
@@ -285,7 +285,7 @@ def test_bounds_take_no_pages_that_were_not_promised(seed: int) -> None:
     """16 tokens are promised; bounds would take 24, and the pool has no more."""
     batch = Batch(wrapped(), [4], seed)
     row = batch.loop.rows[0]
-    row.settle()
+    row.release_unused()
     row.reserve(16)
     pool = batch.model.compiled.model_runner().pool
     others = pool.available

@@ -30,7 +30,7 @@ def graph() -> Any:
 
 
 class Steps(RuleBasedStateMachine):
-    """The naive model: which steps have a graph, which have failed, and which are known to be compiled in this look."""
+    """The naive model: which steps have a graph, which have failed, and which are known to be compiled by now."""
 
     budget = Budget()
 
@@ -95,12 +95,12 @@ class Steps(RuleBasedStateMachine):
     @rule(data=st.data())
     def is_found_valid(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.ready)))
-        self.table.entries[key].looked = self.table.look
+        self.table.entries[key].checked_at = self.table.model_checks
         self.compiled.add(key)
 
     @rule()
     def the_model_is_looked_at(self) -> None:
-        self.table.look += 1
+        self.table.model_checks += 1
         self.compiled.clear()
 
     @rule()
@@ -168,7 +168,7 @@ def test_what_is_compiled_runs_where_nothing_is_captured(captures: bool) -> None
     assert dispatcher.dispatch(step, exact=False) == Dispatch(step, "compile")
     table.compiled(step)
     assert dispatcher.dispatch(step, exact=False) == Dispatch(step, "launch" if captures else "run")
-    table.look += 1
+    table.model_checks += 1
     assert dispatcher.dispatch(step, exact=False) == Dispatch(step, "compile" if captures else "run")
 
 

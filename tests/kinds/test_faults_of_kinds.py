@@ -156,8 +156,8 @@ REFUSALS: dict[str, Fault] = {
         "layer.kind.together % config.page_size == 0",
         "layer.kind.together >= config.page_size // 2",
     ),
-    "recurrent layers with batch_invariant": Fault(
-        "test_what_a_kind_refuses_is_refused_by_its_sentence[recurrent-batch_invariant]",
+    "a cache of recurrent layers that is cropped": Fault(
+        "test_what_a_kind_refuses_is_refused_by_its_sentence[recurrent-crop]",
         "(FoundKind(RECURRENT, number, layer) for",
         "(FoundKind(FULL, number, layer) for",
     ),

@@ -326,6 +326,20 @@ def test_several_tokens_in_a_step_are_as_many_steps(kind: Kind, seed: int, monke
 
 
 @each(*KINDS, *IN_FP8)
+def test_prompts_that_come_together_and_begin_alike(kind: Kind, seed: int) -> None:
+    """Those that may begin with pages of the same step compute what they have in common once."""
+    model = kind.wrapped(seed, prefill_tokens=64)
+    beginning, *others = prompts_of([40, 9, 8, 7], seed)
+    prompts = [beginning + own for own in others]
+    with Engine(model) as engine:
+        for _ in range(2):
+            assert answers(engine, prompts, 9) == expected(kind, prompts, 9, seed)
+            assert engine.stats().cached_tokens > 0
+            engine.reset_prefix_cache()
+    assert_account_is_empty(model)
+
+
+@each(*KINDS, *IN_FP8)
 def test_prompts_that_begin_alike_begin_with_cached_pages(kind: Kind, seed: int) -> None:
     """What an engine has cached is what a prompt begins with, until it sleeps."""
     model = kind.wrapped(seed, prefill_tokens=64)

@@ -247,7 +247,7 @@ class World:
 
     def settle(self, random: Random) -> None:
         if (row := self.some_row(random)) is not None:
-            row.settle()
+            row.release_unused()
 
     def free(self, random: Random) -> None:
         if (row := self.some_row(random)) is not None:

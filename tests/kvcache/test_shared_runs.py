@@ -248,7 +248,7 @@ class Batches(RuleBasedStateMachine):
         row = self.some_row(data)
         self.read(row)
         if settles:
-            row.settle()
+            row.release_unused()
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), pages=st.integers(1, 3))
@@ -497,7 +497,7 @@ def test_pages_that_went_ahead_and_were_given_back_come_to_others() -> None:
     shared.runs(rows)
     given_back = row.pages[2]
     row.speculation.sync()
-    row.settle()
+    row.release_unused()
     Row(pool, 0).grow(1)  # it takes the page that was given back last
     rows[1].grow(1)
     assert rows[1].pages[2] == given_back

@@ -78,7 +78,7 @@ def test_a_row_that_is_admitted_never_runs_out() -> None:
     for length in range(3, 9):
         assert lent not in (written := [row.grow(length, 1)[1] for row in rows]), written
     pool.give_back([lent])
-    rows[0].settle(9)
+    rows[0].release_unused(9)
     assert pool.account().used == 1 + 2
     for row in rows:
         row.free()
@@ -207,7 +207,7 @@ class States(RuleBasedStateMachine):
     @rule(row=rows)
     def settle(self, row: RowStates | None) -> None:
         if row in self.tokens:
-            row.settle(len(self.tokens[row]))
+            row.release_unused(len(self.tokens[row]))
 
     @rule(row=consumes(rows))
     def free(self, row: RowStates | None) -> None:

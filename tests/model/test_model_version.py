@@ -30,14 +30,14 @@ PARTS = ("tensors", "layers", "values")
 
 
 class Watch:
-    """Tells which parts of a model have another number than at the last look."""
+    """Tells which parts of a model have another number than at the last check."""
 
     def __init__(self, model: PreTrainedModel, layers: int = 1, parts: tuple[str, ...] = PARTS) -> None:
         self._version, self._parts = ModelVersion(model, layers), parts
         self._known = self._now()
 
     def changed(self) -> set[str]:
-        self._version.look()
+        self._version.begin_check()
         before, self._known = self._known, self._now()
         return {part for part in self._parts if before[part] != self._known[part]}
 
@@ -210,10 +210,10 @@ def test_tensors_that_attributes_get_later_can_be_taken_in(two_layers: Any) -> N
     before, two_layers.model.later = version.tensors, torch.zeros(2)
     assert version.take_in_tensors() == before
     two_layers.model.later = torch.zeros(2)
-    version.look()
+    version.begin_check()
     assert version.tensors != before
     before, two_layers.model.later = version.tensors, torch.zeros(2)
-    assert version.take_in_tensors() != before, "nothing is lost that has changed since the look"
+    assert version.take_in_tensors() != before, "nothing is lost that has changed since the check"
 
 
 # ---- layers: one was traced for all that are equal
@@ -286,7 +286,7 @@ def test_functions_are_watched_where_they_are_defined_or_may_come_to_be(monkeypa
         assert watch.changed() == {"code", "values"}
 
 
-# ---- looks
+# ---- checks
 
 
 def test_each_part_is_compared_once_a_look_and_only_if_it_is_asked_for(
@@ -311,9 +311,9 @@ def test_each_part_is_compared_once_a_look_and_only_if_it_is_asked_for(
 
     counts()
     two_layers.lm_head.weight = nn.Parameter(torch.zeros(128, 64))
-    assert (version.tensors, version.layers) == seen, "nobody has looked"
+    assert (version.tensors, version.layers) == seen, "nobody has checked"
     assert counts() == [0, 0, 0]
-    version.look()
+    version.begin_check()
     for _ in range(2):
         assert version.tensors != seen[0]
     assert counts() == [2, 0, 1]
@@ -376,7 +376,7 @@ def test_modules_that_a_thread_finds_replaced_are_new_to_the_loop_too(two_layers
     version = watch._version
     watch.changed()
     two_layers.model.layers[1].mlp.act_fn = nn.GELU()
-    version.obstacles()  # in the middle of a look
+    version.obstacles()  # in the middle of a check
     assert watch.changed() == {*PARTS}
     two_layers.lm_head = copy.deepcopy(two_layers.lm_head)
     version.obstacles()

@@ -793,3 +793,7 @@ def test_nothing_but_the_page_table_is_touched_before_waiting(kernel_of, with_ls
     assert len(touched) <= 4, "where the row's pages begin and end, its last length, the page of its newest token"
     assert "griddepcontrol.launch_dependents" not in before
     assert "griddepcontrol.launch_dependents" in after
+    if prepares and head_dim <= 128 and "NEW" not in changes:
+        asked, _, waited = after.partition("cp.async.")[0].partition("bar.sync")
+        assert "ld.global" in asked
+        assert "ld.global" not in waited, "all that queries and keys are made of is asked for at once"

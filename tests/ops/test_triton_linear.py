@@ -86,7 +86,8 @@ def test_one_row_is_normed_and_gated(tiling: LinearTiling, n: int, gated: bool, 
 @pytest.mark.parametrize(
     ("m", "tiling"),
     [
-        *[(m, ChainedTiling(MatmulTile(16, 16, 256, 0), MatmulTile(16, 64, 64, 3))) for m in (2, 5, 16)],
+        *[(m, ChainedTiling(MatmulTile(8, 16, 256, 0), MatmulTile(8, 64, 64, 3))) for m in (2, 5, 8)],
+        *[(m, ChainedTiling(MatmulTile(16, 16, 256, 0), MatmulTile(16, 64, 64, 3))) for m in (5, 16)],
         *[(m, ChainedTiling(MatmulTile(16, 64, 128, 3), MatmulTile(32, 64, 64, 3))) for m in (17, 70)],
         (131, ChainedTiling(MatmulTile(64, 32, 64, 3), MatmulTile(64, 16, 64, 3))),
     ],
@@ -163,14 +164,17 @@ def pair_of(m: int, outputs: int, inputs: int, gated: bool) -> ChainedTiling:
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("m", [8, 16], ids="M={}".format)
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), CHAINED.values(), ids=CHAINED)
-def test_of_two_products_the_first_reads_weights_alone_before_waiting(outputs: int, inputs: int, gated: bool) -> None:
+def test_of_two_products_the_first_reads_weights_alone_before_waiting(
+    outputs: int, inputs: int, gated: bool, m: int
+) -> None:
     """As above, where programs ask for all their weights at once."""
     from compiled_llm_ops.kernels.linear.chained import _linear_add
 
-    assert pair_of(8, outputs, inputs, gated).first == MatmulTile(16, 16, 1024, 0)
+    assert pair_of(m, outputs, inputs, gated).first == MatmulTile(m, 16, 1024, 0)
     types = {**dict.fromkeys(("x", "w", *SUMS), "*bf16"), "squares": "*fp32", "M": "i32", "N": "i32"}
-    constants = {"K": inputs, "ROWS": 16, "BN": 16, "BK": 1024, "SPLIT": 4, "PDL": True}
+    constants = {"K": inputs, "ROWS": m, "BN": 16, "BK": 1024, "SPLIT": 4, "PDL": True}
     aligned = ["x", "w", *SUMS, "squares", "N"]
     found = in_order(compiled(_linear_add, constants, types, aligned=aligned, launch_pdl=True).asm["ptx"])
     before = found.index("griddepcontrol.wait")

@@ -138,8 +138,8 @@ def chained_tilings(chosen: ChainedTiling | None, m: int, gated: bool) -> Iterat
     """Return the chosen tiling with other tiles for the first or for the second matmul."""
     if chosen is None:
         return
-    sizes = list(itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (64, 128, 256)))
-    tiles = [MatmulTile(*size, 0) for size in sizes if size[0] < 2 * max(m, 16) and max(size[:2]) >= 64]
+    sizes = list(itertools.product((8, 16, 32, 64, 128), (16, 32, 64, 128), (64, 128, 256)))
+    tiles = [MatmulTile(*size, 0) for size in sizes if min(m, 16) <= size[0] < 2 * max(m, 16) and max(size[:2]) >= 64]
     for tile in tiles:
         stages = min(6, skinny_tiling.stages_that_fit(tile.rows, tile.outputs, tile.inputs))
         if stages >= 3:

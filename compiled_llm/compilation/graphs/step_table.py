@@ -73,7 +73,7 @@ class StepEntry(Generic[KeptT]):
     """A step: its state, which only the table changes, its CUDA graph, and its account.
 
     Attributes:
-        looked: the number of the look at the model at which the step was last found to be as its state says.
+        checked_at: the number of the check of the model at which the step was last found to be as its state says.
         spare: whether it was captured for others to run in, and no step has wanted it for itself.
         losses: how often its graph was dropped because the model, or what it reads, had changed.
         failed: how many of its captures have failed since the last one that did not.
@@ -85,7 +85,7 @@ class StepEntry(Generic[KeptT]):
         self.cuda_graph: KeptT | None = None
         self.guards: Guards | None = None
         self.filled: Tensor | None = None
-        self.looked = -1
+        self.checked_at = -1
         self.spare = False
         self.nbytes = self.captures = self.evictions = self.replays = self.failures = 0
         self.misses = self.padded = self.losses = self.failed = 0
@@ -117,7 +117,7 @@ class StepTable:
         at_best: the state of a step that runs at once: ready, or compiled if nothing is captured.
         anchors: of each phase, those in which all others can run, the most important first; they go last. Of decode,
             those of one new token a row; of several, steps of as many rows are anchors, too.
-        pending: whether a graph may be to capture or to release between steps; who has looked says that none is.
+        pending: whether a graph may be to capture or to release between steps; who has seen to it says that none is.
         when_dropped: called with each dropped graph's key. They hold no reference to this object: the memory of graphs
             goes back with the last reference, not at the next garbage collection.
     """
@@ -134,7 +134,7 @@ class StepTable:
         """Begin without graphs; ``wait`` waits until launched work has ended, ``mark`` what tells whether it has."""
         self.budget = budget
         self.at_best: StepState = "ready" if captures else "compiled"
-        self.look = 0
+        self.model_checks = 0
         self.shared: Counter[str] = Counter()
         self.anchors: dict[Phase, list[StepKey]] = {"decode": [], "prefill": []}
         self.when_dropped: list[Callable[[StepKey], None]] = []
@@ -178,11 +178,11 @@ class StepTable:
     # ---- transitions
 
     def compiled(self, key: StepKey) -> None:
-        """Note that as of this look, a step can be launched kernel by kernel: nothing has to be compiled for it."""
+        """Note that as of this check, a step can be launched kernel by kernel: nothing has to be compiled for it."""
         entry = self.entry(key)
         if entry.state in ("missing", "stale"):
             entry.state = "compiled"
-        entry.looked = self.look
+        entry.checked_at = self.model_checks
 
     def begin(self, key: StepKey) -> None:
         """Note that the capture of a step has begun."""
@@ -216,7 +216,7 @@ class StepTable:
         for entry in self.entries.values():
             if entry.key.phase not in phases:
                 continue
-            entry.looked, entry.failed = -1, 0
+            entry.checked_at, entry.failed = -1, 0
             if entry.state == "ready":
                 self._taken_out(entry, "stale").release()
                 entry.losses += 1
@@ -237,11 +237,11 @@ class StepTable:
     @property
     def nbytes(self) -> int:
         """Device memory of all graphs, with evicted ones that may still run."""
-        return self._kept_nbytes + self._leaving_nbytes
+        return self._kept_nbytes + self._evicted_nbytes
 
     @property
-    def _leaving_nbytes(self) -> int:
-        return sum(leaving.nbytes for leaving in list(self._evicted))
+    def _evicted_nbytes(self) -> int:
+        return sum(graph.nbytes for graph in list(self._evicted))
 
     @property
     def _kept_nbytes(self) -> int:
@@ -305,7 +305,7 @@ class StepTable:
         self.shared[owner] += cost.shared
         entry = self.entry(key)
         self._move(entry, "ready", "capturing")
-        entry.cuda_graph, entry.nbytes, entry.used, entry.looked = cuda_graph, cost.nbytes, self._clock(), -1
+        entry.cuda_graph, entry.nbytes, entry.used, entry.checked_at = cuda_graph, cost.nbytes, self._clock(), -1
         entry.captures += 1
         entry.failed = 0
         entry.seconds += cost.seconds
@@ -393,7 +393,7 @@ class StepTable:
         rows = [entry.row() for entry in entries if entry.captures or entry.misses or entry.failures]
         rows.sort(key=lambda row: (order[row.phase], row.rows, row.tokens, row.variant))
         shared = self.shared.total()
-        nbytes = shared + self._leaving_nbytes + sum(row.nbytes for row in rows)
+        nbytes = shared + self._evicted_nbytes + sum(row.nbytes for row in rows)
         return CudaGraphTable(rows, nbytes, shared, self.budget.nbytes, self.budget.max_graphs)
 
 

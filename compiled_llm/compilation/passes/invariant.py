@@ -25,9 +25,15 @@ _SUMS |= {"logsumexp", "linalg_vector_norm", "norm", "native_layer_norm", "_fuse
 
 
 class InvariantProducts:
-    """A pass that turns linear layers into ``invariant_linear``, after those that make one layer of several."""
+    """A pass that turns linear layers into ``invariant_linear``, after those that make one layer of several.
+
+    Ops that know two orders of sums are told to take the one that does not depend on the batch.
+    """
 
     def __call__(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if _knows_two_orders(node.target):
+                node.update_kwarg("invariant", True)
         for node in graph.find_nodes(op="call_function", target=nn.functional.linear):
             _replace(graph, node, *_in_order(node, "input", "weight", "bias"))
         for node in graph.find_nodes(op="call_function", target=torch.addmm):  # the linear layers of GPT-2
@@ -36,6 +42,12 @@ class InvariantProducts:
                 with graph.inserting_before(node):
                     weight = graph.call_method("t", (transposed,))
                 _replace(graph, node, rows, weight, bias)
+
+
+def _knows_two_orders(target: Any) -> bool:
+    """Whether it is an op that takes ``invariant``, by which bits depend on a row's tokens alone."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(argument.name == "invariant" for argument in schema.arguments)
 
 
 def _in_order(node: fx.Node, *names: str) -> list[Any]:

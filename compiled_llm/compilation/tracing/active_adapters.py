@@ -6,8 +6,8 @@
 # is left out, and the one below stands in its place. Adapters of the same shapes and scales, on the same layers, are
 # then one program's, and so are all that are disabled or merged.
 # A CUDA graph reads weights where they were when it was captured. For it the tensors of the active adapters are copied
-# into memory of the stand-in's own, at each look at the model, so that one graph serves all of these adapters, and sees
-# each write to them. That is as much memory as the adapters have that act at once, and a launch or two in each look.
+# into memory of the stand-in's own, at each model check, so that one graph serves all of these adapters, and sees
+# each write to them. That is as much memory as the adapters have that act at once, and a launch or two in each check.
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ActiveAdapters:
         self._memory = _AdapterMemory()
 
     def refresh(self, model: PreTrainedModel, fixed: bool) -> bool:
-        """Take in the model as it is in this look; return whether memory that is ``fixed`` is where it was."""
+        """Take in the model as it is in this check; return whether memory that is ``fixed`` is where it was."""
         # CUDA graphs need it fixed: tensors of adapters are copied into memory that stays.
         before, known = self._memory.own, (self._values, self._fixed)
         self._values, self._fixed = self._version.values if self._version.adapted else 0, fixed
@@ -49,7 +49,7 @@ class ActiveAdapters:
         return same(before, self._memory.own)
 
     def of(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the stand-in as of the last look, made again, as a kept one would keep the model alive."""
+        """Return the stand-in as of the last check, made again, as a kept one would keep the model alive."""
         if self._values is None:
             self.refresh(model, self._fixed)
         if not self._children:

@@ -61,17 +61,17 @@ class Outline:
         self._following = following
         self._prepared = False
         self._layers: _Layers | None = None
-        self._look = -1  # the one in which it was last prepared
+        self._prepared_in = -1  # the one in which it was last prepared
 
     @property
     def is_current(self) -> bool:
-        """Whether the model has not been looked at since the last ``prepare``."""
-        return self._look == self._version.looks
+        """Whether the model has not been checked since the last ``prepare``."""
+        return self._prepared_in == self._version.checks
 
     def prepare(self, arguments: Mapping[str, Any]) -> Prepared:
         """Return the program's argument in place of the model; the first call finds out which layers are equal."""
         prepared = self._prepare(arguments)
-        self._look = self._version.looks
+        self._prepared_in = self._version.checks
         return prepared
 
     def _prepare(self, arguments: Mapping[str, Any]) -> Prepared:
@@ -105,7 +105,7 @@ class Outline:
 
     def drop_tensors(self) -> None:
         """Drop the layers' tensors, and changed layers, in case that the model has others by now."""
-        self._look = -1
+        self._prepared_in = -1
         if self._layers is None:
             return
         if self._layers.number == self._version.layers:

@@ -13,7 +13,7 @@ def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: StepList, str
     # ``structured`` prepares sampling under grammars for as many rows, too; a profile says itself which.
     with engine_thread.paused():
         runtime.warming.prepare(wanted, report)
-        model_runner = engine_thread.check.look()
+        model_runner = engine_thread.check.checked_runner()
         for tap in engine_taps():
             tap.prepare(model_runner)
         model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())

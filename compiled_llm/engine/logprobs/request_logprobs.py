@@ -72,7 +72,7 @@ class RequestLogprobs:
         # Returns ``[1]`` int64, the token that was sampled after it; ``[0]`` if the chunk does not end the prompt.
         row, count = cast(Row, extension.row), len(extension.ids)
         start = row.length
-        persistent.leave([row])
+        persistent.invalidate_rows([row])
         logits = model_runner.extend([extension], keep=np.arange(count), taps=taps)  # [Q, V]
         following = self.request.prompt[start + 1 : start + 1 + count]
         (tokens,) = model_runner.state.staging.to_device([following])
@@ -101,7 +101,7 @@ class RequestLogprobs:
                 return
             scored.extend(known.packed(self.prompt_most)[start - begin :])
 
-    def keep(self) -> None:
+    def keep_with_pages(self) -> None:
         """Keep what is known of its prompt, page by page, beside those of its pages that the cache has."""
         prefixes, request = self._prefixes, self.request
         if prefixes is None or request.generation != prefixes.generation:
@@ -133,7 +133,7 @@ class ArrivingPrompt(NamedTuple):
         known, first = logprobs.prompt_scored, self.start - logprobs.first
         if first <= len(known):
             known.extend(scored.packed(logprobs.prompt_most or 0)[len(known) - first :])
-        logprobs.keep()
+        logprobs.keep_with_pages()
         return {}
 
 

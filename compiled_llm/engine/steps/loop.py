@@ -176,7 +176,7 @@ class Loop:
             return False
         timer = self._timer_of(plan)
         run = step.run if timer is None else timer.of(step.run)
-        arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.lose)
+        arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.discard_after_failure)
         if arriving is None:
             return False
         self._launched.append(self._unread(prepared, [readback for _, readback in arriving], timer))
@@ -199,9 +199,7 @@ class Loop:
         """Let all requests compute again what they need, after a step that failed: its tokens may be lost."""
         lost = [request for step in self._launched for request in step.plan.sampled]
         self._launched.clear()
-        while self.scheduler.running:
-            self.scheduler.preempt()
-        self.scheduler.again(lost)
+        self.scheduler.restart(lost)
         self._prepared = None
         self._persistent.restart()
 

@@ -11,7 +11,9 @@ from compiled_llm.engine.steps.request import Request
 class Queue:
     """Requests without a row."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool = True) -> None:
+        """``waits``: an answer waits until the prompt that it shares with another is computed."""
+        self._waits = waits
         self.ready: list[Request] = []  # those that may run, the next one first
         self._followers: dict[Request, list[Request]] = {}  # by whose prompt they wait for
 
@@ -27,7 +29,7 @@ class Queue:
     def add(self, request: Request) -> None:
         """Let a request wait for its turn, or for the prompt that it shares with another."""
         owner = request.prefix_owner
-        if owner is None or owner.done or owner.prefilled:
+        if not self._waits or owner is None or owner.done or owner.prefilled:
             bisect.insort(self.ready, request, key=lambda entry: entry.order)
         else:
             self._followers.setdefault(owner, []).append(request)

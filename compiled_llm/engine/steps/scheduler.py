@@ -81,7 +81,11 @@ class Scheduler:
         self._budget = budget
         self._prefixes = prefixes
         self.generation = 0 if prefixes is None else prefixes.generation
-        self._queue = Queue()
+        # Whether texts are in the prefix cache from their plan on: others of the same step begin with their pages. Not
+        # where they would lack the state after these.
+        self._keeps_planned = prefixes is not None and pool.states is None
+        self._unlaunched: set[Request] = set()  # whose text is there, and their chunks not launched
+        self._queue = Queue(waits=not self._keeps_planned)
         self.next_deadline = math.inf
         self._admissions = Admissions(Greedy() if admission is None else admission, pool, max_num_seqs)
         self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, unless requests come or go:
@@ -227,7 +231,19 @@ class Scheduler:
             end = min(end, unseen)
         ids = request.known[start : request.cut_after(start, end)]
         extend.append(Chunk(request, ids, start + len(ids) == len(request.known), apart))
+        if self._keeps_planned and not apart:
+            self._keep_planned(request, start + len(ids))
         return room - len(ids)
+
+    def _keep_planned(self, request: Request, end: int) -> None:
+        """Let others of the same plan begin with a text up to ``end``, as far as that fills pages."""
+        # It runs before them or in the same launch, where in each layer all keys and values are stored before any row
+        # attends. A page that the row has begun to fill is its own until it is full.
+        row = request.running_row
+        if row.length % self._pool.page_size == 0:
+            self._unlaunched.add(request)
+            row.enter_pages(end)
+            self._keep(request, request.known[:end], _no_state)
 
     def _admit(self) -> Request | None:
         """Give the next waiting request its row; None if none may begin."""
@@ -372,9 +388,14 @@ class Scheduler:
             self.add(request)
         return self.waiting
 
-    def again(self, requests: Sequence[Request]) -> None:
-        """Queue requests again that gave their pages back before their last token was read; it is lost."""
-        for request in requests:
+    def restart(self, lost: Sequence[Request]) -> None:
+        """Take the pages of all that run, after a step that failed; the next tokens of those ``lost`` are not read."""
+        if self._unlaunched and self._prefixes is not None:  # nothing may have been written into pages that it has
+            self._prefixes.clear()
+        self._unlaunched.clear()
+        while self.running:
+            self.preempt()
+        for request in lost:  # which may have given their pages back before
             if not request.done and request.row is None and request not in self.waiting:
                 self.add(request)
 
@@ -388,9 +409,11 @@ class Scheduler:
         for chunk in plan.extend:
             request, row = chunk.request, chunk.request.running_row
             is_checkpoint = row.length in request.checkpoints
-            self._keep(request, request.known[: row.length], partial(_lent, row) if is_checkpoint else _no_state)
+            if request not in self._unlaunched:
+                self._keep(request, request.known[: row.length], partial(_lent, row) if is_checkpoint else _no_state)
             if chunk.is_last or is_checkpoint:
                 self._queue.release(request)
+        self._unlaunched.clear()
         ended = [request for request in plan.sampled if request.fed]
         for request in ended:
             if request.constraint is None:  # the others' last tokens are sampled later, by rows with slots

@@ -241,7 +241,7 @@ class EngineThread:
             if lock.waiters and not loop.stuck:
                 with lock.yielded():
                     time.sleep(0)
-                self._changed.seen = False  # another loop may have looked at the model, or claim pages
+                self._changed.seen = False  # another loop may have checked the model, or claim pages
         if loop.stuck and self._starvation.lasting and (lacking := loop.scheduler.lacks_states):
             self._refuse_waiting(loop, lacking)
 
@@ -264,13 +264,13 @@ class EngineThread:
         """Run a step, and before it what is due; False if there is nothing to run."""
         if loop.ran_prompts and (first := loop.read_first_tokens()):
             self.request_table.notify(first)
-        looked = False
+        checked = False
         if not self._changed.seen or time.monotonic() >= self._due:
             self._changed.seen = True  # first: what changes from now on is seen before the next step
             if done() or loop.idle:
                 return False
-            looked = self._attend(loop)
-        self.request_table.notify(loop.step(looked))
+            checked = self._attend(loop)
+        self.request_table.notify(loop.step(checked))
         scheduler, lock = loop.scheduler, self._runtime.loop_lock
         # If no other loop runs that could give pages back, caches have them, and other requests may fit.
         short_since = scheduler.short_since
@@ -281,9 +281,9 @@ class EngineThread:
         return True
 
     def _attend(self, loop: Loop) -> bool:
-        """Take messages, and do what the time has come for; return whether the model was looked at."""
+        """Take messages, and do what the time has come for; return whether the model was checked."""
         self._arrivals.deliver(loop)
-        looked, scheduler = self.check.look_if_due(loop.model_runner), loop.scheduler
+        checked, scheduler = self.check.check_if_due(loop.model_runner), loop.scheduler
         if scheduler.next_deadline <= (now := time.monotonic()):
             self.request_table.notify(scheduler.expire(now))
         scheduler.admission_deadline = self._runtime.loop_lock.pages_wanted_since(apart_from=self)
@@ -294,18 +294,18 @@ class EngineThread:
         self._due = min(self.check.due, scheduler.next_deadline)
         if scheduler.idle or scheduler.admission_deadline < math.inf:  # nobody tells that all is read, or pages taken
             self._changed.seen = False
-        return looked
+        return checked
 
     def _claim_pages(self, since: float | None) -> None:
         self._claimed = since
         self._runtime.loop_lock.claim_pages(self, since)
 
     def model_may_have_changed(self, weights_stay: bool) -> None:
-        """Look at the model before the next step; unless its weights stay, empty the prefix cache."""
+        """Check the model before the next step; unless its weights stay, empty the prefix cache."""
         self.check.forget()
         if (present := self._runtime.runner_lifecycle.present) is not None and not weights_stay:
             present.prefixes.clear()
-            for engine in self._engines:  # those that run look, too
+            for engine in self._engines:  # those that run check it, too
                 engine._changed.seen = False
 
     def drain(self, loop: Loop) -> None:

@@ -73,13 +73,13 @@ class DecodeStep:
         self._limit = 0
         self._launch.release()
 
-    def run(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
+    def run(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
         """Run it again; return rows and their tokens, none if all are sampled later, or None if nothing was run."""
-        # In the executor, briefly: its program alone may take long. ``lose`` is called with its rows if the run fails,
+        # In the executor, briefly: its program alone may take long. ``failed`` is called with its rows if it fails,
         # or is interrupted: the decode buffers may have advanced.
         if not (self._launch.alone and self.is_valid_for(batch)):
             return None
-        output = self.launch(batch, lose)
+        output = self.launch(batch, failed)
         late = self._deferred_sampling.unsampled and len(self._deferred_sampling.rows) == len(batch.decode)
         return [] if late else [(output.rows, self._readbacks.start(output.tokens))]
 
@@ -93,7 +93,7 @@ class DecodeStep:
             and not self._deferred_sampling.unsampled
         )
 
-    def launch(self, batch: Batch, lose: Callable[[Sequence[Row]], None]) -> StepOutput:
+    def launch(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> StepOutput:
         """Launch it, in the executor, for rows that feed in one token each; captures may go on afterwards."""
         launch = self._launch
         try:
@@ -109,10 +109,10 @@ class DecodeStep:
             if batch.taps:
                 self._show(batch.taps)
         except BaseException:
-            lose(self.rows)
+            failed(self.rows)
             raise
         if self._defers or batch.taps:
-            self._deferred_sampling.keep(self.output, batch.taps)
+            self._deferred_sampling.add(self.output, batch.taps)
         return self.output
 
     def _advance(self) -> None:

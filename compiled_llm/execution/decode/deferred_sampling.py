@@ -92,11 +92,11 @@ class DeferredSampling:
 
     def _leave_graphs(self) -> None:
         self._kept = 0
-        self._state.sampling_graphs.leave(self)
+        self._state.sampling_graphs.give_room_back(self)
 
-    # ---- keep
+    # ---- add
 
-    def keep(self, step: StepOutput, taps: Sequence[Tap]) -> StepOutput:
+    def add(self, step: StepOutput, taps: Sequence[Tap]) -> StepOutput:
         """Keep the logits of rows that are sampled later, show the others to the taps, and return the step."""
         if not self.deferring:
             return _shown(step, taps)

@@ -110,7 +110,7 @@ class PersistentBatch:
             or any((row.length - 1) % self._page_size == 0 for row in rows)
         )
 
-    def has_run(self, rows: Sequence[Row], launch: Launch, period: object) -> StepOutput:
+    def commit(self, rows: Sequence[Row], launch: Launch, period: object) -> StepOutput:
         """Make the step that has just run, of rows grown by what they fed in, so that it can be run again."""
         # ``period`` is of ``StepValidity``, before the rows grew.
         rows = list(rows) if self.step is None else self.step.rows
@@ -149,12 +149,12 @@ class PersistentBatch:
             with deferred():
                 return Verification(rows, key.new_tokens_per_row, next_tokens, *readbacks)
         except BaseException:  # the decode buffers may have gone back
-            self.lose(rows)
+            self.discard_after_failure(rows)
             raise
 
     # ---- rows come and go
 
-    def chose(self, step: StepOutput) -> None:
+    def record_sampled(self, step: StepOutput) -> None:
         """Note tokens that were sampled outside of the decode buffers."""
         for row in step.rows:
             row.has_next = True
@@ -162,8 +162,8 @@ class PersistentBatch:
             self.step.end()
         self._logits = step.logits
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Note that rows are about to change outside of the decode buffers."""
+    def invalidate_rows(self, rows: Sequence[Row]) -> None:
+        """``invalidate``, if one of these rows, which are about to change elsewhere, is in the decode buffers."""
         if self.step is not None and any(row in self.step.rows for row in rows):
             self.invalidate()
 
@@ -179,7 +179,7 @@ class PersistentBatch:
         if step is not None:
             step.end()  # a thread may be about to run it
 
-    def lose(self, rows: Sequence[Row]) -> None:
+    def discard_after_failure(self, rows: Sequence[Row]) -> None:
         """Forget the rows' next tokens, which a failed step may have overwritten, and leave the decode buffers."""
         self._slots.forget_next(rows)
         for row in rows:

@@ -106,10 +106,10 @@ class Prefill:
         # outputs.
         graph_manager = self._graph_manager
         program = with_outputs(PREFILL_EMBEDDED if embedded else PREFILL, wants)
-        looked = self._steps.look_if_due()
+        checked = self._steps.check_model_if_due()
         if program in graph_manager.prefills or graph_manager.eager:
             return
-        if not looked:
+        if not checked:
             graph_manager.check_model()
         with graph_manager.preparing(program, waiting, program, number=number):
             state = self._state

@@ -33,7 +33,7 @@ class KeysAndValues(NamedTuple):
     shown: NDArray[np.bool_]  # ``[B, Q]`` bool, which columns hold these T tokens, row by row
     positions: NDArray[np.int64]  # ``[T]``, rotary positions
 
-    def states(self) -> list[tuple[Tensor, Tensor]]:
+    def by_layer(self) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values of each layer as HuggingFace's caches have them, ``[B, K, Q, D]``."""
         shaped = (self._in_columns(layer).unflatten(1, self.shown.shape).transpose(2, 3) for layer in self.layers)
         return [(layer[0], layer[1]) for layer in shaped]

@@ -125,7 +125,7 @@ class SamplingGraphs:
 
     def room(self, user: object, start: int, rows: int, logits: Tensor, tables: SamplingTables) -> Tensor | None:
         """Return ``[rows, V]`` for logits, after ``start`` rows of the same user's; None if they have no place here."""
-        # The loop ``user`` keeps them here until ``leave``; ``tables`` are the sampling settings as they are now.
+        # The loop ``user`` keeps them here until ``give_room_back``; ``tables`` are the sampling settings now.
         here = None if self._user is None else self._user()
         fits = start + rows <= len(self._logits) and tables is self._tables
         begun_elsewhere = here is not user if start else here not in (None, user)
@@ -134,7 +134,7 @@ class SamplingGraphs:
         self._user = weakref.ref(user)
         return self._logits[start : start + rows]
 
-    def leave(self, user: object) -> None:
+    def give_room_back(self, user: object) -> None:
         """Let others keep their logits here."""
         if self._user is not None and self._user() is user:
             self._user = None

@@ -42,7 +42,7 @@ class Dispatcher:
         state = "missing" if entry is None else entry.state
         if state == table.at_best:
             return Dispatch(step, "run")
-        known = entry is not None and entry.looked == table.look
+        known = entry is not None and entry.checked_at == table.model_checks
         if step.phase == "decode" and not known:  # prefills run in programs that are compiled before
             return Dispatch(step, "compile")
         if exact:

@@ -61,8 +61,8 @@ class GraphManager:
         self.has_pages = True  # whether pages have memory: not while the model sleeps, nor after ``release``
         self._captures = False  # whether a step was captured since graphs were last forgotten
         self._version = state.facts.version
-        # the changes that the last look has been for, as ``ModelVersion.expected`` names them
-        self.looked_for: object = None
+        # the changes that the last check has been for, as ``ModelVersion.expected`` names them
+        self.checked_for: object = None
         self._tensors = self._version.tensors if self._needs_tensors else 0
 
     @property
@@ -100,13 +100,13 @@ class GraphManager:
     # ---- is it still valid?
 
     def check_model(self) -> None:
-        """Look at the model: drop CUDA graphs of weights that have moved, compile again what is no longer the same."""
+        """Check the model: drop CUDA graphs of weights that have moved, compile again what is no longer the same."""
         # RuntimeError as ``check_pages``.
         self.check_pages()
-        self.table.look += 1
+        self.table.model_checks += 1
         expected = self._version.expected
         self._state.validity.invalidate()  # a step that is repeated checks no guards
-        self._version.look()
+        self._version.begin_check()
         self._state.fit_vocabulary()
         if not self.programs.code_valid():
             self.events.started_again()
@@ -119,7 +119,7 @@ class GraphManager:
         in_place = self.programs.refresh_adapters(self._state.facts.model, self.cuda_graphs.replay)
         if self.cuda_graphs.ours and not in_place:
             self.forget_graphs()
-        self.looked_for = expected
+        self.checked_for = expected
 
     def check_pages(self) -> None:
         """Raise RuntimeError if the model was put to sleep, and lies over other pages by now."""
@@ -211,7 +211,7 @@ class GraphManager:
                 return
         if not self._captures:
             self._captures = True
-            self._version.take_in_tensors()  # another number than ours: the next look drops what is captured now
+            self._version.take_in_tensors()  # another number than ours: the next check drops what is captured now
         arguments = self.arguments(inputs)
         with self.paged():
             call = self.programs.prepared(arguments, compare=not background)

@@ -67,9 +67,9 @@ class Steps:
         # With ``anchors``, if the program of several rows is compiled now, the largest step is captured, too, in which
         # any can run. An ``exact`` one runs in no other step; if others have to make room for its CUDA graph, it is
         # captured now.
-        if wanted.phase != "decode":  # prefills look before, and sampling does not depend on the model
-            return self._without_look(wanted, exact)
-        table, looked = self._table, self.look_if_due()
+        if wanted.phase != "decode":  # prefills have checked the model, and sampling does not depend on the model
+            return self._of_new_inputs(wanted, exact)
+        table, checked = self._table, self.check_model_if_due()
         if (entry := table.entries.get(wanted)) is not None:
             entry.spare = False
             if entry.state == table.at_best and self.is_valid(entry):
@@ -77,7 +77,7 @@ class Steps:
         if self._graph_manager.eager:
             table.compiled(wanted)
             return self._launch_of(wanted, wanted)
-        if (dispatch := self._dispatch(wanted, waiting > 0, looked, exact)) is not None:
+        if (dispatch := self._dispatch(wanted, waiting > 0, checked, exact)) is not None:
             self.want_padded(wanted, dispatch.step, lambda: self._begin_capture(wanted))
             return self._launch_of(wanted, dispatch.step)
         self.buffers.claim(None)
@@ -89,7 +89,7 @@ class Steps:
                 return self._launch_of(wanted, self._largest)
         return self._launch_of(wanted, wanted)
 
-    def _without_look(self, wanted: StepKey, exact: bool) -> Launch:
+    def _of_new_inputs(self, wanted: StepKey, exact: bool) -> Launch:
         """Return the launch of a step of new inputs each time, ``over`` whose program it runs if it has no graph."""
         key, how = self._dispatcher.dispatch(wanted, exact)
         entry = self._table.get(key)
@@ -97,16 +97,16 @@ class Steps:
         events = self._graph_manager.events
         return Launch(wanted, key, entry, events, missed=missed, captures_now=how == "capture")
 
-    def look_if_due(self) -> bool:
-        """Look at the model if it may have changed since the last look; return whether it was looked at."""
-        if due := self._graph_manager.looked_for is not self._state.facts.version.expected:
+    def check_model_if_due(self) -> bool:
+        """Check the model if it may have changed since the last check; return whether it was checked."""
+        if due := self._graph_manager.checked_for is not self._state.facts.version.expected:
             self._graph_manager.check_model()
         return due
 
     def is_valid(self, entry: StepEntry[Any]) -> bool:
         """Return whether a step may still be run as its state says; if not, all CUDA graphs are forgotten."""
-        # What was found in this look at the model still holds.
-        if entry.looked == (look := self._table.look):
+        # What was found in this check of the model still holds.
+        if entry.checked_at == (check := self._table.model_checks):
             return True
         if entry.guards is not None:
             with self._state.facts.attention.paged():
@@ -116,7 +116,7 @@ class Steps:
                 self._graph_manager.forget_graphs()
                 self._graph_manager.programs.drop_tensors()
                 return False
-        entry.looked = look
+        entry.checked_at = check
         return True
 
     def want_padded(self, wanted: StepKey, key: StepKey, begin: Begin) -> None:
@@ -170,15 +170,15 @@ class Steps:
             )
         return step
 
-    def _dispatch(self, step: StepKey, waits: bool, looked: bool, exact: bool) -> Dispatch | None:
+    def _dispatch(self, step: StepKey, waits: bool, checked: bool, exact: bool) -> Dispatch | None:
         """Return what runs now, and is still valid; None if the step has to be compiled or captured first."""
         manager = self._graph_manager
         while True:
             dispatch = self._dispatcher.dispatch(step, exact)
             if dispatch.how == "compile":
-                if not looked and self._table.state(step) in ("missing", "stale"):
+                if not checked and self._table.state(step) in ("missing", "stale"):
                     manager.check_model()
-                    looked = True
+                    checked = True
                 if not (waits and self._dispatcher.captures and self._can_launch(step)):
                     return None
             elif dispatch.how == "capture" or not (waits or self.is_ready(step)):

@@ -27,7 +27,7 @@ class EmittedSteps:
         self._copies: list[tuple[_Alike, list[Tensor]]] = []
         self._kinds: dict[tuple[int | str, ...], _Alike] = {}
 
-    def keep(self, emitted: Emitted) -> None:
+    def append(self, emitted: Emitted) -> None:
         """Copy what a launch has emitted, before the next one overwrites it; all launches have the same names."""
         if emitted is not self._emitted:  # a CUDA graph always writes the same tensors
             self._emitted, self._copies = emitted, list(self._found(emitted))

@@ -83,7 +83,7 @@ class CallingThread:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def rest(self) -> None:
+    def shut_down(self) -> None:
         """Wait for the running call, and let other threads begin none."""
         self._lock.acquire()
 
@@ -119,4 +119,4 @@ _executors: weakref.WeakSet[CallingThread] = weakref.WeakSet()
 def _let_calls_end() -> None:
     """Let running calls of daemon threads end: one inside torch while the interpreter shuts down aborts the process."""
     for executor in list(_executors):
-        executor.rest()
+        executor.shut_down()

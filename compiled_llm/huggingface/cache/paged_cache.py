@@ -75,7 +75,7 @@ class PagedCache(Cache):
             try:
                 for _ in self.stored:
                     generate_loop.add_row(0)
-                generate_loop.fill(self.stored, computed.states(), computed.next_positions())
+                generate_loop.fill(self.stored, computed.by_layer(), computed.next_positions())
             except BaseException:
                 generate_loop.close()
                 raise
@@ -182,7 +182,7 @@ class PagedCache(Cache):
         with self.generate_loop.promise.drawn_on():
             for row, length in zip(self._rows, lengths, strict=True):
                 row.rewind(length)
-                row.settle()
+                row.release_unused()
         self.stored = self.stored[:, :left]
         if not left:
             self.close()
@@ -247,7 +247,7 @@ class PagedCache(Cache):
             self.generate_loop.end_step()
             with self.generate_loop.promise.drawn_on():
                 for row in rows:
-                    row.settle()
+                    row.release_unused()
         self.stored = with_updates(stored, updates, last)
 
     def count(self, tokens: int) -> None:

@@ -27,7 +27,7 @@ class AutocastProbe:
         """Return whether ``forward`` computes something else under the autocast that this thread is in."""
         if (dtype := torch.get_autocast_dtype(model.device.type)) != model.dtype:
             return True
-        self._version.look()
+        self._version.begin_check()
         state = dtype, self._version.tensors, self._version.layers, self._version.code
         if self._known[0] != state:
             self._known = state, _operations(forward, model, True) != _operations(forward, model, False)

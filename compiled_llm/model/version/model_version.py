@@ -1,7 +1,7 @@
 """One version of the model: the only place that says what we take for granted of it, and whether it still holds.
 
 A wrapped model stays its user's, and nothing announces a change: an optimizer's step, ``.data = ...``, ``setattr``. So
-we compare it with what we remember, each part at most once a *look*, when it is first asked for. A part that differs
+we compare it with what we remember, each part at most once a *check*, when it is first asked for. A part that differs
 gets another number, and is remembered as it is now. Whoever relies on a part keeps the number that it had then.
 
 | part | what is compared | who acts on a change |
@@ -16,10 +16,10 @@ gets another number, and is remembered as it is now. Whoever relies on a part ke
 The first drops CUDA graphs, and lays weights that are multiplied as one out again. The second traces all layers, also
 those that an equal one stood for. The third compiles all programs again, the fourth forgets the keys and values of
 earlier texts. The fifth makes another model runner, the last runs the probes of ``wrap`` again; these are no part of a
-look, but compared whenever they are asked for, by any thread: that is before a path is chosen, together with the
+check, but compared whenever they are asked for, by any thread: that is before a path is chosen, together with the
 ``obstacles`` to ours.
 
-A look begins with the first step of a call, with the next one after code of the user's has run (a streamer, a
+A check begins with the first step of a call, with the next one after code of the user's has run (a streamer, a
 criterion, a processor) and said so (``expect_changes``), before anything is compiled, and every 0.1 s while an engine
 runs. Writes through ``.data`` or into tensors of inference mode leave no trace, nor do changes inside objects of other
 kinds, on classes, in closures and globals, unless traced hooks read them (``users_code``).
@@ -70,7 +70,7 @@ class ModelVersion:
         # ``walked`` is called with the model at the first walk over its modules, and whenever modules were replaced.
         # ``code`` returns functions of the user's that its programs run besides its modules; the same sequence until
         # they are others.
-        self.looks = 0  # how many have begun
+        self.checks = 0  # how many have begun
         # an object of its own for each time that code of the user's may have changed the model
         self.expected = object()
         self._known = known = _Remembered()
@@ -85,13 +85,13 @@ class ModelVersion:
         ) = 0
 
     def expect_changes(self) -> None:
-        """Note that code of the user's may have changed the model: the next step looks at it."""
+        """Note that code of the user's may have changed the model: the next step checks it."""
         self.expected = object()
 
-    def look(self) -> None:
-        """Begin a look: all is compared again when it is next asked for."""
+    def begin_check(self) -> None:
+        """Begin a check: all is compared again when it is next asked for."""
         with self._lock:
-            self.looks += 1
+            self.checks += 1
             self._known.compared.clear()
 
     @property
@@ -155,7 +155,7 @@ class ModelVersion:
         """Drop the remembered tensors, and modules that the model no longer has; the next comparison remembers anew."""
         # A tensor that was replaced may share its memory with the new one, which would count as someone else's.
         with self._lock:
-            self.look()
+            self.begin_check()
             if self._known.layers is not None:
                 self._compare_modules()
                 self._compare_layers()
@@ -217,7 +217,7 @@ class ModelVersion:
         with self._lock:
             return (self._known.tree or self._tree()).hooked_embeddings()
 
-    # ---- each at most once a look
+    # ---- each at most once a check
 
     def _compare_modules(self) -> None:
         known = self._known
@@ -295,7 +295,7 @@ class ModelVersion:
 
 @dataclass
 class _Remembered:
-    """A model's parts as they were; ``compared`` names those that the current look has compared already."""
+    """A model's parts as they were; ``compared`` names those that the current check has compared already."""
 
     # ``functions`` are the user's, which ``read`` this; ``held`` has the addresses of the tensors in it.
 

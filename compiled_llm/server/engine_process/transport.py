@@ -103,9 +103,9 @@ class Transport:
     def _await_room(self) -> None:
         if self._rest:
             self._taken.clear()
-            self._loop.add_writer(self._socket, self._go_on)
+            self._loop.add_writer(self._socket, self._send_more)
 
-    def _go_on(self) -> None:
+    def _send_more(self) -> None:
         with self._sending:
             if not self._sent(self._rest):
                 return

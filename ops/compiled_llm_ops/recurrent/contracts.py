@@ -17,6 +17,7 @@ class CausalConv1d(NamedTuple):
     read: Tensor
     write: Tensor
     activation: str = "none"
+    invariant: bool = False
 
 
 class GatedDeltaRule(NamedTuple):
@@ -31,6 +32,7 @@ class GatedDeltaRule(NamedTuple):
     write: Tensor
     scale: float
     normalize: bool = False
+    invariant: bool = False
 
 
 class SelectiveScan(NamedTuple):
@@ -43,3 +45,4 @@ class SelectiveScan(NamedTuple):
     qo_indptr: Tensor
     read: Tensor
     write: Tensor
+    invariant: bool = False

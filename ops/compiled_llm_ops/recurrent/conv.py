@@ -10,7 +10,14 @@ from torch import Tensor
 from compiled_llm_ops.contracts import check_int32
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.contracts import CausalConv1d
-from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
+from compiled_llm_ops.recurrent.rows import (
+    check_rows,
+    check_shape,
+    rows_by_count,
+    states_before,
+    walk_over_tokens,
+    write_states,
+)
 
 ACTIVATIONS = ("none", "silu")
 
@@ -32,6 +39,8 @@ def causal_conv1d(args: CausalConv1d) -> Tensor:
         write: ``[B]`` int32, the entry that its new state is written to; negative to drop it. No row may write an entry
             that any row reads.
         activation: of the results: ``"none"`` or ``"silu"``.
+        invariant: whether the bits of a row's results and state depend on its tokens alone: not on the rest of the
+            batch, nor on how many of its tokens are computed at a time.
 
     Returns:
         ``[T, C]``, contiguous, of the tokens' dtype; zeros for padding.
@@ -71,6 +80,9 @@ def _cpu(args: CausalConv1d) -> Tensor:
     _check(args)
     out = args.tokens.new_zeros(args.tokens.shape)
     channels, width = args.weight.shape
+    if args.invariant:
+        walk_over_tokens(args, out, lambda state, token: _step(args, state, token))
+        return out
     for rows, tokens in rows_by_count(args.qo_indptr):
         before = states_before(args.states, args.read, rows)
         window = torch.cat([before, args.tokens[tokens].transpose(1, 2)], dim=2)
@@ -78,6 +90,13 @@ def _cpu(args: CausalConv1d) -> Tensor:
         mixed = torch.nn.functional.conv1d(window[..., 1:], args.weight[:, None], args.bias, groups=channels)
         out[tokens] = _activated(mixed, args.activation).transpose(1, 2)
     return out
+
+
+def _step(args: CausalConv1d, state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    """Return the state ``[C, W]`` after a token, and ``[C]`` of it."""
+    state = torch.cat([state[:, 1:], args.tokens[token, :, None]], dim=1)
+    mixed = (state.float() * args.weight.float()).sum(1)
+    return state, _activated(mixed if args.bias is None else mixed + args.bias.float(), args.activation)
 
 
 def _activated(states: Tensor, activation: str) -> Tensor:

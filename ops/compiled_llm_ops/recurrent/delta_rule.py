@@ -18,7 +18,14 @@ from torch import Tensor
 
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.contracts import GatedDeltaRule
-from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
+from compiled_llm_ops.recurrent.rows import (
+    check_rows,
+    check_shape,
+    rows_by_count,
+    states_before,
+    walk_over_tokens,
+    write_states,
+)
 
 CHUNK = 64  # tokens that the CPU kernel computes at once, with a decay of each head
 CHUNK_OF_CHANNELS = 16  # the same with a decay of each channel: memory grows with the square of it, times D
@@ -30,7 +37,7 @@ def gated_delta_rule(args: GatedDeltaRule) -> Tensor:
     """Apply the gated delta rule to each row's new tokens, from the state that the row has.
 
     States and sums are float32. On CUDA, prompts are computed in chunks of 64 tokens, whose products take bfloat16 from
-    bfloat16; else all arithmetic is in float32. Which it is depends on shapes alone.
+    bfloat16; else all arithmetic is in float32. Which it is depends on shapes and ``invariant`` alone.
 
     Args:
         query: ``[T, K, D]``, any strides; H a multiple of K. Tokens after those of all rows are padding.
@@ -46,6 +53,9 @@ def gated_delta_rule(args: GatedDeltaRule) -> Tensor:
             that any row reads.
         scale: factor on the queries.
         normalize: whether queries and keys are divided by their lengths first.
+        invariant: whether the bits of a row's results and state depend on its tokens alone: not on the rest of the
+            batch, nor on how many of its tokens are computed at a time. Prompts are not computed in chunks
+            then, but token by token, as in decode.
 
     Returns:
         ``[T, H, V]``, contiguous, of the query's dtype; zeros for padding.
@@ -86,6 +96,9 @@ def _check(args: GatedDeltaRule) -> None:
 def _cpu(args: GatedDeltaRule) -> Tensor:
     _check(args)
     out = args.value.new_zeros(args.value.shape, dtype=args.query.dtype)
+    if args.invariant:
+        walk_over_tokens(args, out, lambda state, token: _step(args, state, token))
+        return out
     group = args.value.shape[1] // args.query.shape[1]
     query, key = (_prepared(states, args.normalize).repeat_interleave(group, 1) for states in (args.query, args.key))
     decay = args.decay if args.decay.dim() == 3 else args.decay[..., None]
@@ -99,6 +112,20 @@ def _cpu(args: GatedDeltaRule) -> Tensor:
             out[chunk] = mixed.transpose(1, 2).to(out.dtype)
         write_states(args.states, args.write, rows, state)
     return out
+
+
+def _step(args: GatedDeltaRule, state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    """Return the state ``[H, D, V]`` after a token, and ``[H, V]`` of it."""
+    group = args.value.shape[1] // args.query.shape[1]
+    query, key = (
+        _prepared(states[token], args.normalize).repeat_interleave(group, 0)[..., None]
+        for states in (args.query, args.key)
+    )
+    faded = args.decay[token].float().exp()
+    state = state * (faded[..., None] if faded.dim() == 2 else faded[:, None, None])
+    correction = args.beta[token].float()[:, None] * (args.value[token].float() - (state * key).sum(1))
+    state = state + key * correction[:, None]
+    return state, (state * (query * args.scale)).sum(1)
 
 
 def _prepared(states: Tensor, normalize: bool) -> Tensor:
@@ -149,6 +176,6 @@ def _launcher(args: GatedDeltaRule) -> Callable[[GatedDeltaRule, Tensor], None]:
     from compiled_llm_ops.recurrent.kernels.delta_rule import apply
 
     of_channels = args.decay.dim() == 3
-    if not takes_chunks(len(args.query), len(args.read), args.query.shape[2]):
+    if args.invariant or not takes_chunks(len(args.query), len(args.read), args.query.shape[2]):
         return apply
     return apply_channels_in_chunks if of_channels else apply_in_chunks

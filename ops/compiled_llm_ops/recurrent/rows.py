@@ -4,14 +4,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import check_int32
+
+
+class RecurrentRows(Protocol):
+    """Arguments of an op that has rows."""
+
+    @property
+    def states(self) -> Tensor: ...
+    @property
+    def qo_indptr(self) -> Tensor: ...
+    @property
+    def read(self) -> Tensor: ...
+    @property
+    def write(self) -> Tensor: ...
 
 
 class EqualRows(NamedTuple):
@@ -49,6 +63,21 @@ def rows_by_count(qo_indptr: Tensor) -> Iterator[EqualRows]:
         if count > 0:
             rows = torch.tensor(numbers, device=starts.device)
             yield EqualRows(rows, starts[rows][:, None] + torch.arange(count, device=starts.device))
+
+
+def walk_over_tokens(args: RecurrentRows, out: Tensor, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> None:
+    """Compute each row's tokens one by one into ``out`` ``[T, ...]``, so that all are computed by the same operations.
+
+    ``step`` takes a row's state and the number of its next token, and returns the state after that and its result.
+    """
+    for row, (begin, end) in enumerate(itertools.pairwise(args.qo_indptr.tolist())):
+        if begin < end:
+            rows = torch.tensor([row], device="cpu")
+            (state,) = states_before(args.states, args.read, rows)
+            for token in range(begin, end):
+                state, own = step(state, token)
+                out[token] = own.to(out.dtype)
+            write_states(args.states, args.write, rows, state[None])
 
 
 def states_before(states: Tensor, read: Tensor, rows: Tensor) -> Tensor:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.recurrent.contracts import SelectiveScan
-from compiled_llm_ops.recurrent.rows import check_rows, check_shape, rows_by_count, states_before, write_states
+from compiled_llm_ops.recurrent.rows import (
+    check_rows,
+    check_shape,
+    rows_by_count,
+    states_before,
+    walk_over_tokens,
+    write_states,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of all but the states: models turn some to float32 before the scan, and leave others as they are."""
@@ -30,7 +37,7 @@ def selective_scan(args: SelectiveScan) -> Tensor:
 
     States and sums are float32. On CUDA, prompts are computed in chunks of 64 tokens if there is one decay of each
     head, whose products take bfloat16 from bfloat16; else all arithmetic is in float32. Which it is depends on shapes
-    alone. Skip connections, gates, and what is done to ``dt`` before, are left to the caller.
+    and ``invariant`` alone. Skip connections, gates, and what is done to ``dt`` before, are left to the caller.
 
     Args:
         tokens: ``[T, H, P]``, any strides. Tokens after those of all rows are padding.
@@ -43,6 +50,9 @@ def selective_scan(args: SelectiveScan) -> Tensor:
         read: ``[B]`` int32, the entry of ``states`` that each row begins with; negative for zeros.
         write: ``[B]`` int32, the entry that its new state is written to; negative to drop it. No row may write an entry
             that any row reads.
+        invariant: whether the bits of a row's results and state depend on its tokens alone: not on the rest of the
+            batch, nor on how many of its tokens are computed at a time. Prompts are not computed in chunks
+            then, but token by token, as in decode.
 
     Returns:
         ``[T, H, P]``, contiguous, of the tokens' dtype; zeros for padding.
@@ -82,6 +92,9 @@ def _check(args: SelectiveScan) -> None:
 def _cpu(args: SelectiveScan) -> Tensor:
     _check(args)
     out = args.tokens.new_zeros(args.tokens.shape)
+    if args.invariant:
+        walk_over_tokens(args, out, lambda state, token: _step(args, state, token))
+        return out
     group = args.tokens.shape[1] // args.b.shape[1]
     b, c = (states.float().repeat_interleave(group, dim=1) for states in (args.b, args.c))
     a = args.a.float() if args.a.dim() == 2 else args.a.float()[:, None]
@@ -96,6 +109,16 @@ def _cpu(args: SelectiveScan) -> Tensor:
             out[chunk] = mixed.transpose(1, 2).to(out.dtype)
         write_states(args.states, args.write, rows, state)
     return out
+
+
+def _step(args: SelectiveScan, state: Tensor, token: int) -> tuple[Tensor, Tensor]:
+    """Return the state ``[H, P, N]`` after a token, and ``[H, P]`` of it."""
+    group = args.tokens.shape[1] // args.b.shape[1]
+    b, c = (states[token].float().repeat_interleave(group, 0)[:, None] for states in (args.b, args.c))
+    dt = args.dt[token].float()[:, None]
+    faded = (dt * (args.a.float() if args.a.dim() == 2 else args.a.float()[:, None])).exp()
+    state = state * faded[:, None] + (args.tokens[token].float() * dt)[..., None] * b
+    return state, (state * c).sum(-1)
 
 
 def _chunk(state: Tensor, tokens: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +150,7 @@ def _launcher(args: SelectiveScan) -> Callable[[SelectiveScan, Tensor], None]:
     from compiled_llm_ops.recurrent.kernels.number_scan import scan_numbers, scans_numbers
     from compiled_llm_ops.recurrent.kernels.selective_scan import scan
 
-    if not takes_chunks(len(args.tokens), len(args.read), args.b.shape[2]):
+    if args.invariant or not takes_chunks(len(args.tokens), len(args.read), args.b.shape[2]):
         return scan
     if args.a.dim() == 1:
         return scan_in_chunks

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 import compiled_llm
@@ -17,10 +19,19 @@ from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm_ops import top_logprobs
 from support.engine.invariant_answers import Asked, answers_of, check_forwards, some_requests
-from support.execution.twins import OPTIONS, SMALL, small_qwen3
+from support.engine.invariant_kinds import FAMILIES as RECURRENT_SIZES, WHOLE
+from support.execution.twins import OPTIONS, SMALL, random_model, small_qwen3
+from support.huggingface.recurrent_families import CONFIGS, RECURRENT
 from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.gpu
+
+
+def _recurrent(family: str, seed: int) -> Any:
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))
+    sizes = {**WHOLE, **RECURRENT[family], **RECURRENT_SIZES[family], "vocab_size": SMALL["vocab_size"]}
+    return random_model(config(**sizes), seed)
+
 
 MODES: dict[str, dict[str, Any]] = {
     "cuda-graphs": {},
@@ -33,10 +44,17 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODES)
+OTHER_KINDS: dict[str, Callable[[int], Any]] = {
+    family: functools.partial(_recurrent, family) for family in ("Qwen3_5", "FalconH1", "Lfm2") if family in RECURRENT
+}
+"""Models whose layers are not all attention over all keys."""
+
+
+@pytest.fixture(scope="module", params=[*MODES, *OTHER_KINDS])
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
-    options = {**OPTIONS, "kv_memory": "3000 tokens", "prefill_tokens": 64, **MODES[request.param]}
-    wrapped = compiled_llm.wrap(small_qwen3(request.config.getoption("seed")), **options, batch_invariant=True)
+    options = {**OPTIONS, "kv_memory": "3000 tokens", "prefill_tokens": 64, **MODES.get(request.param, {})}
+    plain = OTHER_KINDS.get(request.param, small_qwen3)(request.config.getoption("seed"))
+    wrapped = compiled_llm.wrap(plain, **options, batch_invariant=True)
     yield wrapped
     compiled_llm.unwrap(wrapped)
     gc.collect()

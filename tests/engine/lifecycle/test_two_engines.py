@@ -103,7 +103,7 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(watched, model,
             engine._engine_thread.model_may_have_changed(weights_stay=False)
         return changed
 
-    note_calls(monkeypatch, ModelVersion, "look", lambda version: looks.append(version))
+    note_calls(monkeypatch, ModelVersion, "begin_check", lambda version: looks.append(version))
     monkeypatch.setattr(Loop, "step", counted)
     with Engine(model, watch_model=watched) as runs:
         handle = runs.submit(PROMPT, GREEDY)

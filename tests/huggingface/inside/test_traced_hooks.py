@@ -146,7 +146,7 @@ def test_another_tensor_in_a_hook_drops_captured_steps_and_a_written_one_only_te
         found = [(version.tensors, version.values)]
         for change in (lambda: steering.vector.mul_(2), lambda: setattr(steering, "vector", steering.vector.clone())):
             change()
-            version.look()
+            version.begin_check()
             found.append((version.tensors, version.values))
     (tensors, values), written, another = found
     assert written[0] == tensors

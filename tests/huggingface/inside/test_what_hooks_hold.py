@@ -181,7 +181,7 @@ def test_a_captured_step_is_made_again(
 
 
 def versions(version: ModelVersion) -> tuple[int, int]:
-    version.look()
+    version.begin_check()
     return version.tensors, version.values
 
 

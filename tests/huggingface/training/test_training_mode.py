@@ -54,12 +54,12 @@ def test_flips_of_training_and_of_checkpointing_compile_nothing(inputs, begins):
             model.gradient_checkpointing_disable()
         model.train(trains)
         torch.testing.assert_close(greedy(model, inputs, 5), expected)
-    model.compiled.facts.version.look()
+    model.compiled.facts.version.begin_check()
     stats = model.compiled.stats()
     assert (stats.graphs, stats.recompiles, stats.generate_calls) == (graphs, 0, {"fast loop": 5})
     assert model.compiled.facts.version.layers == version
     model.model.layers[0].self_attn.scaling *= 2  # other attributes are guarded as before
-    model.compiled.facts.version.look()
+    model.compiled.facts.version.begin_check()
     assert model.compiled.facts.version.layers != version
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
 from support.gpu import captured, on_gpu
-from support.ops.recurrent_rows import COUNTS, RecurrentRows
+from support.ops.recurrent_rows import COUNTS, RecurrentRows, check_pieces
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +42,14 @@ def test_results_and_states_are_those_of_the_cpu(name: str, counts: str, dtype: 
     torch.testing.assert_close(there.states.cpu() / size, args.states / size, rtol=tolerance, atol=tolerance)
     untouched = sorted({*range(len(before))} - {*args.write.tolist()})
     assert torch.equal(there.states[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_invariant_bits_depend_on_a_rows_tokens_alone(name: str, dtype: torch.dtype, seed: int) -> None:
+    op, made = CASES[name]
+    rows = RecurrentRows([300, 1, 64, 17, 5], padding=0, seed=seed, dtype=dtype)
+    check_pieces(rows, on_gpu(made(rows)._replace(invariant=True)), lambda own: op(*own), seed)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops import causal_conv1d, gated_delta_rule, selective_scan
-from support.ops.recurrent_rows import COUNTS, RecurrentRows, conv_expected, delta_expected, scan_expected
+from support.ops.recurrent_rows import (
+    COUNTS,
+    RecurrentRows,
+    check_pieces,
+    conv_expected,
+    delta_expected,
+    scan_expected,
+)
 
 pytestmark = pytest.mark.core
 
@@ -94,6 +101,29 @@ def test_a_row_in_pieces_ends_as_it_does_in_one(seed: int) -> None:
         entry, entries, begin = entries[0], entries[::-1], end
     torch.testing.assert_close(torch.cat(out), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(args.states[entry], ended, rtol=1e-4, atol=1e-5)
+
+
+INVARIANT: dict[str, Callable[[RecurrentRows], Any]] = {
+    "conv": lambda rows: rows.conv(),
+    "conv without bias": lambda rows: rows.conv(bias=False, activation="none"),
+    "gated delta net": lambda rows: rows.delta(2),
+    "Kimi's": lambda rows: rows.delta(4, of_channels=True),
+    "Mamba 1": lambda rows: rows.scan(12, 1, 16, 1, True),
+    "Mamba 2": lambda rows: rows.scan(3, 5, 7, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", INVARIANT)
+def test_invariant_bits_depend_on_a_rows_tokens_alone(name: str, dtype: torch.dtype, seed: int) -> None:
+    rows = RecurrentRows(COUNTS["mixed"], seed=seed, dtype=dtype)
+    args = INVARIANT[name](rows)._replace(invariant=True)
+    ops = {"conv": (causal_conv1d, conv_expected), "scan": (selective_scan, scan_expected)}
+    kind = "conv" if name.startswith("conv") else "scan" if name.startswith("Mamba") else "delta"
+    op, expected = ops.get(kind, (gated_delta_rule, delta_expected))
+    check(rows, args, op, expected(rows, args), 1e-4 if dtype == torch.float32 else 2e-2)
+    rows = RecurrentRows([1, 23, 70, 5], padding=0, seed=seed, dtype=dtype)
+    check_pieces(rows, INVARIANT[name](rows)._replace(invariant=True), lambda own: op(*own), seed)
 
 
 @pytest.mark.parametrize("name", ["conv", "delta", "scan"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.ops.compiling import compiled, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
-from support.ops.recurrent_rows import RecurrentRows, conv_expected, delta_expected, scan_expected
+from support.ops.recurrent_rows import RecurrentRows, check_pieces, conv_expected, delta_expected, scan_expected
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -72,6 +72,34 @@ def test_selective_scan(counts: Any, dtype: Any, sizes: Any, of_numbers: bool, s
     rows = RecurrentRows(counts, seed=seed, dtype=dtype)
     args = rows.scan(*sizes, of_numbers)
     check(rows, args, scan, sizes[0] * sizes[1], scan_expected(rows, args))
+
+
+@pytest.mark.drawn(most=2)
+@interpreted
+@pytest.mark.parametrize("name", ["convolution", "gated delta net", "Kimi's", "Mamba 1", "Mamba 2"])
+def test_invariant_bits_depend_on_a_rows_tokens_alone(name: str, seed: int) -> None:
+    """One kernel serves all batches; whether its compiler keeps to one order is seen on a GPU."""
+    from compiled_llm_ops.recurrent.kernels.conv import convolve
+    from compiled_llm_ops.recurrent.kernels.delta_rule import apply
+    from compiled_llm_ops.recurrent.kernels.selective_scan import scan
+
+    rows = RecurrentRows([1, 9, 4], padding=0, seed=seed)
+    made: dict[str, tuple[Callable[..., None], Any]] = {
+        "convolution": (convolve, rows.conv(channels=20)),
+        "gated delta net": (apply, rows.delta(1, 2, 12, 8)),
+        "Kimi's": (apply, rows.delta(2, 2, 12, 8, of_channels=True)),
+        "Mamba 1": (scan, rows.scan(24, 1, 16, 1, True)),
+        "Mamba 2": (scan, rows.scan(4, 6, 8, 2)),
+    }
+    launch, args = made[name]
+
+    def launched(own: Any) -> Tensor:
+        states = own.value if "value" in own._fields else own.tokens
+        out = torch.full(states.shape, torch.nan)
+        launch(own, out)
+        return out
+
+    check_pieces(rows, args._replace(invariant=True), launched, seed, times=1)
 
 
 @pytest.mark.drawn

@@ -38,7 +38,7 @@ class StandIn(CapturedGraph[Any]):
 
     def launch(self) -> None:
         assert not self.released
-        self._version.look()
+        self._version.begin_check()
         assert self._tensors == self._version.tensors, "a replay would read weights where they no longer are"
         new = self._run()
         self.outputs = self.outputs or new

@@ -396,17 +396,20 @@ def ragged_cases() -> list[tuple[Any, ...]]:
 
 def conv_cases() -> list[tuple[Any, ...]]:
     rows = [RecurrentRows(COUNTS[name], seed=5) for name in ("decode", "mixed")]
-    return [*(tuple(own.conv()) for own in rows), tuple(rows[1].conv(bias=False, activation="none"))]
+    own = [*(own.conv() for own in rows), rows[1].conv(bias=False, activation="none")]
+    return [*map(tuple, own), tuple(own[-1]._replace(invariant=True))]
 
 
 def delta_rule_cases() -> list[tuple[Any, ...]]:
     rows = [RecurrentRows(counts, seed=6) for counts in ([1, 1, 1], [3, 0, 5])]
-    return [tuple(own.delta(of_channels=of_channels)) for own in rows for of_channels in (False, True)]
+    made = [own.delta(of_channels=of_channels) for own in rows for of_channels in (False, True)]
+    return [*map(tuple, made), tuple(made[-1]._replace(invariant=True))]
 
 
 def selective_scan_cases() -> list[tuple[Any, ...]]:
     rows = [RecurrentRows(counts, seed=7) for counts in ([1, 1, 1], [3, 0, 5])]
-    return [tuple(own.scan(of_numbers=of_numbers)) for own in rows for of_numbers in (False, True)]
+    made = [own.scan(of_numbers=of_numbers) for own in rows for of_numbers in (False, True)]
+    return [*map(tuple, made), tuple(made[-1]._replace(invariant=True))]
 
 
 def experts_linear_cases() -> list[tuple[Any, ...]]:

@@ -6,6 +6,8 @@ size of a head, N size of a state, G groups, C channels, W width of a convolutio
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,6 +90,59 @@ class RecurrentRows:
             if count and self.write[row] >= 0:
                 states[int(self.write[row])] = state
         return out, states
+
+
+OF_TOKENS = ("tokens", "query", "key", "value", "decay", "beta", "dt", "b", "c")
+
+
+def pieces(
+    rows: RecurrentRows, args: Any, launch: Callable[[Any], Tensor], cuts: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each row's results and last state, computed from nothing by launches of ``(row, count)``: its next tokens."""
+    device, done = args.states.device, [0] * len(rows.counts)
+    results: list[list[Tensor]] = [[] for _ in rows.counts]
+    states = torch.full_like(args.states, torch.nan)[
+        : 2 * len(rows.counts)
+    ]  # a row reads one entry, and writes another
+    for launched in cuts:
+        spans = [(row, rows.starts[row] + done[row], count) for row, count in launched]
+        own = {
+            name: torch.cat([getattr(args, name)[begin : begin + count] for _, begin, count in spans])
+            for name in OF_TOKENS
+            if name in args._fields
+        }
+        numbers = [
+            [0, *itertools.accumulate(count for *_, count in spans)],
+            [-1 if not done[row] else 2 * row + len(results[row]) % 2 for row, *_ in spans],
+            [2 * row + 1 - len(results[row]) % 2 for row, *_ in spans],
+        ]
+        if "token_rows" in args._fields:
+            numbers += [[number for number, (*_, count) in enumerate(spans) for _ in range(count)]]
+        places = (torch.tensor(own, dtype=torch.int32, device=device) for own in numbers)
+        placed = zip(("qo_indptr", "read", "write", "token_rows"), places, strict=False)
+        out = launch(args._replace(**own, **dict(placed), states=states))
+        for (row, _, count), part in zip(spans, out.split([count for *_, count in spans]), strict=True):
+            results[row].append(part)
+            done[row] += count
+    ends = [states[2 * row + len(own) % 2] for row, own in enumerate(results)]
+    return [torch.cat(own) for own in results], ends
+
+
+def check_pieces(rows: RecurrentRows, args: Any, launch: Callable[[Any], Tensor], seed: int, times: int = 4) -> None:
+    """Rows in random pieces, beside others in any batch, have the bits and the last state of each row alone."""
+    chance = random.Random(seed)
+    wanted = pieces(rows, args, launch, [[(row, count)] for row, count in enumerate(rows.counts)])
+    for _ in range(times):
+        left, cuts = list(rows.counts), []
+        while any(left):
+            some = [row for row, count in enumerate(left) if count and chance.random() < 0.7]
+            launched = [(row, chance.choice([1, 1, chance.randint(1, left[row])])) for row in some]
+            cuts += [launched] if launched else []
+            for row, count in launched:
+                left[row] -= count
+        for found, expected in zip(pieces(rows, args, launch, cuts), wanted, strict=True):
+            for own, alone in zip(found, expected, strict=True):
+                assert torch.equal(own, alone), cuts
 
 
 def conv_expected(rows: RecurrentRows, args: CausalConv1d) -> Any:

@@ -27,10 +27,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_llm_ops.contracts import DecodeAttention
 from compiled_llm_ops.kernels.attention.decode_tiling import MAX_ROWS, MAX_SHARES, AttentionTiling
 from compiled_llm_ops.kernels.attention.launching import check_launch, contiguous, factors, with_whole_heads
-from compiled_llm_ops.kernels.attention.rotary import prepared
+from compiled_llm_ops.kernels.attention.rotary import loaded, prepared, turned
 from compiled_llm_ops.kernels.attention.scaled import add_values, as_multiplied, as_stored, faded, no_values, summed
 from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.logits import LogitsTransform, transformed
+
+LARGEST_REPEATED = tl.constexpr(128)
+"""Head size as stored up to which queries of padding are copies, which stay in registers; larger ones spill them."""
 
 MERGED_VALUES = 2**12  # values of partial results that are summed at a time
 
@@ -182,6 +185,16 @@ def _merge(
 
 
 @triton.jit
+def _repeated(numbers, HEADS: tl.constexpr):
+    """Return as many rows as tensor cores take, ``[HEADS, n]``, of fewer: those of padding are copies."""
+    HAS: tl.constexpr = numbers.shape[0]
+    if HAS == HEADS:
+        return numbers
+    copies = tl.broadcast_to(numbers[None, :, :], (HEADS // HAS, HAS, numbers.shape[1]))
+    return copies.reshape(HEADS, numbers.shape[1])
+
+
+@triton.jit
 def _store(
     out, lse, values, lses, item, heads,
     ROWS: tl.constexpr, NEW: tl.constexpr, GQA: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
@@ -272,6 +285,7 @@ def _decode_paged_attention(
     HEADS: tl.constexpr = max(PADDED, 16)  # tensor cores take no fewer
     BLIND: tl.constexpr = NEW > 1 or visible is not None or TRANSFORMED
     offs_r, offs_g, offs_d = tl.arange(0, ROWS), tl.arange(0, HEADS), tl.arange(0, DIM)[None, :]
+    offs_q = tl.arange(0, PADDED if DIM <= LARGEST_REPEATED else HEADS)
     row_ids = tile * row_tile + offs_r
     mask = (offs_r < row_tile) & (row_ids < rows)
     first_pages = tl.load(starts + row_ids, mask=mask, other=0)
@@ -306,14 +320,20 @@ def _decode_paged_attention(
         if NEW == 1:
             if cos is not None:
                 cos_ptr, sin_ptr = cos + row * HEAD, sin + row * HEAD
-            q_ptrs = query + row * row_stride + (head * GQA + offs_g)[:, None] * head_stride
+            q_ptrs = query + row * row_stride + (head * GQA + offs_q)[:, None] * head_stride
         else:
-            tokens = (row * NEW + _tokens(offs_g, NEW, GQA))[:, None]
+            tokens = (row * NEW + _tokens(offs_q, NEW, GQA))[:, None]
             if cos is not None:
                 cos_ptr, sin_ptr = cos + tokens * HEAD, sin + tokens * HEAD
-            q_ptrs = query + tokens * row_stride + (head * GQA + offs_g % GQA)[:, None] * head_stride
-        in_query = (offs_g[:, None] < NEW * GQA) & in_head
-        q = prepared(q_ptrs, offs_d, in_query, query_norm, cos_ptr, sin_ptr, epsilon, HEAD)
+            q_ptrs = query + tokens * row_stride + (head * GQA + offs_q % GQA)[:, None] * head_stride
+        in_query = (offs_q[:, None] < NEW * GQA) & in_head
+        # All is asked for before any of it is waited for: it comes from L2, which takes longer than to compute.
+        of_keys, of_values = key_scale, value_scale
+        if key_scale is not None:
+            of_keys = tl.load(key_scale + head)
+        if value_scale is not None:
+            of_values = tl.load(value_scale + head)
+        given_query = loaded(q_ptrs, offs_d, in_query, query_norm, cos_ptr, sin_ptr, HEAD)
         own_list = visible
         if visible is not None:
             own_list += (row.to(tl.int64) * heads + head) * listed
@@ -323,14 +343,17 @@ def _decode_paged_attention(
             else:
                 place = _place(newest, length, listed, NEW, PAGE)
                 writes = (place >= begin * BLOCK) & (place < end * BLOCK)
+            newly = in_head & writes
+            key_ptrs = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
+            given_key = loaded(key_ptrs, offs_d, newly, key_norm, cos_ptr, sin_ptr, HEAD)
+            v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=newly, other=0.0)
             if writes:
-                key_ptrs = key + row * key_row_stride + head * key_head_stride + tl.zeros([1, 1], tl.int32)
-                k = prepared(key_ptrs, offs_d, in_head, key_norm, cos_ptr, sin_ptr, epsilon, HEAD)
-                v = tl.load(value + row * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
-                k = as_stored(k, pages, key_scale, head, saturated, in_head)
-                v = as_stored(v, pages, value_scale, head, saturated, in_head)
-                tl.store(slot_ptr + offs_d, k, mask=in_head)
-                tl.store(slot_ptr + values_offset + offs_d, v, mask=in_head)
+                newest_key = as_stored(
+                    turned(given_key, offs_d, key_norm, cos, epsilon, HEAD), pages, of_keys, saturated, in_head
+                )
+                newest_value = as_stored(v, pages, of_values, saturated, in_head)
+                tl.store(slot_ptr + offs_d, newest_key, mask=in_head)
+                tl.store(slot_ptr + values_offset + offs_d, newest_value, mask=in_head)
                 tl.debug_barrier()  # written before any thread of the program reads it
         else:
             for new in tl.static_range(NEW):
@@ -348,21 +371,25 @@ def _decode_paged_attention(
                     v = tl.load(value + token * value_row_stride + head * value_head_stride + offs_d, mask=in_head)
                     new_page = tl.load(own_indices + position // PAGE).to(tl.int64)
                     new_ptr = head_pages + new_page * (2 * values_offset) + (position % PAGE) * DIM
-                    k = as_stored(k, pages, key_scale, head, saturated, in_head)
-                    v = as_stored(v, pages, value_scale, head, saturated, in_head)
+                    k = as_stored(k, pages, of_keys, saturated, in_head)
+                    v = as_stored(v, pages, of_values, saturated, in_head)
                     tl.store(new_ptr + offs_d, k, mask=in_head)
                     tl.store(new_ptr + values_offset + offs_d, v, mask=in_head)
             tl.debug_barrier()
-        if key_scale is not None:
-            scale *= tl.load(key_scale + head)
+        q = turned(given_query, offs_d, query_norm, cos, epsilon, HEAD)
+        if of_keys is not None:
+            scale *= of_keys
         q, factor = as_multiplied(q, scale, pages)
+        q = _repeated(q, HEADS)
+        if pages.dtype.element_ty == tl.float8e4nv and query.dtype.element_ty == tl.bfloat16:
+            factor = _repeated(factor, HEADS)
         values, lses = _attend(
             q, head_pages, own_indices, values_offset, first, length, begin, end, window_left, factor, cap,
             own_list, listed, row, head, tensors, sizes, NEW, GQA, PAGE, DIM, BLOCK, CAPPED, STAGES,
             TRANSFORMED, LOGITS, VISIBLE, SUMMED,
         )  # fmt: skip
-        if value_scale is not None:
-            values *= tl.load(value_scale + head)
+        if of_values is not None:
+            values *= of_values
         item = row * heads + head
         if count == 1:
             _store(out, lse, values, lses, item, heads, HEADS, NEW, GQA, HEAD, DIM)

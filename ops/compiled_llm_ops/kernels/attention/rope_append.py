@@ -91,9 +91,13 @@ def _rope_append_paged_kv(
         k = _prepared(k_ptrs, offs_d, k_mask, key_norm, cos, sin, token * HEAD, epsilon, HEAD, KV_GROUP)
         slot = page * (2 * KV_HEADS * PAGE * STORED) + position % PAGE * STORED
         slot_ptrs = pages + slot + offs_k * (PAGE * STORED) + offs_d
-        scale_of = tl.minimum(offs_k, KV_HEADS - 1)
-        k = as_stored(k, pages, key_scale, scale_of, saturated, k_mask)
-        v = as_stored(v, pages, value_scale, scale_of, saturated, k_mask)
+        of_keys, of_values = key_scale, value_scale
+        if key_scale is not None:
+            of_keys = tl.load(key_scale + tl.minimum(offs_k, KV_HEADS - 1))
+        if value_scale is not None:
+            of_values = tl.load(value_scale + tl.minimum(offs_k, KV_HEADS - 1))
+        k = as_stored(k, pages, of_keys, saturated, k_mask)
+        v = as_stored(v, pages, of_values, saturated, k_mask)
         tl.store(slot_ptrs, k, mask=k_mask)
         tl.store(slot_ptrs + KV_HEADS * PAGE * STORED, v, mask=k_mask)
 

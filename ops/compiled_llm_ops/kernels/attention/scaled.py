@@ -11,18 +11,24 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # whether kernels ru
 
 
 @triton.jit
-def as_stored(states, pages, scale, head, saturated, mask):
+def as_stored(states, pages, scale, saturated, mask):
     """Return heads ``[M, D']`` as ``pages`` hold them: in fp8 divided by their scale, clamped and rounded."""
-    # ``scale`` ``[K]`` is read at ``head``, a number or ``[M, 1]``. To ``saturated`` is added how many numbers under
-    # the mask are clamped. Both may be None, and are if pages are of another dtype.
+    # ``scale`` is a number, or ``[M, 1]``. To ``saturated`` is added how many numbers under the mask are clamped. Both
+    # may be None, and are if pages are of another dtype.
     if pages.dtype.element_ty == tl.float8e4nv:
         numbers = states.to(tl.float32)
         if scale is not None:
             # PyTorch rounds its divisions in the same way, so the CPU kernel writes the same bytes.
-            numbers = tl.div_rn(numbers, tl.load(scale + head))
+            numbers = tl.div_rn(numbers, scale)
         if saturated is not None:
-            count = tl.sum((mask & (tl.abs(numbers) > 448.0)).to(tl.int32))
-            tl.atomic_add(saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")
+            clamped = mask & (tl.abs(numbers) > 448.0)
+            if numbers.shape[0] == 1:
+                # Of one head each by itself: there are hardly any, and to count them its threads would wait for others.
+                zeros = tl.zeros(clamped.shape, tl.int32)
+                tl.atomic_add(saturated + zeros, (zeros + 1).to(tl.int64), mask=clamped, sem="relaxed")
+            else:
+                count = tl.sum(clamped.to(tl.int32))
+                tl.atomic_add(saturated, count.to(tl.int64), mask=count > 0, sem="relaxed")
         numbers = tl.clamp(numbers, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         numbers = states

@@ -58,13 +58,24 @@ def _causal_conv1d(
     tl.store(out + token.to(tl.int64) * channels + offs, total.to(out.dtype.element_ty), mask=mask)
 
 
+# One kernel for all batches. Other strides and addresses would make others of it, which may round otherwise.
+_invariant_conv1d = triton.jit(
+    do_not_specialize=["token_stride"],
+    do_not_specialize_on_alignment=["tokens", "token_rows", "qo_indptr", "read", "write"],
+)(_causal_conv1d.fn)
+
+
 def convolve(args: CausalConv1d, out: Tensor) -> None:
     """Launch it on the current device; arguments as of ``causal_conv1d``, checked, and ``out`` ``[T, C]``."""
     (count, channels), width = args.tokens.shape, args.weight.shape[1]
+    kernel, tokens = _causal_conv1d, args.tokens
+    if args.invariant:
+        kernel, tokens = _invariant_conv1d, tokens if tokens.stride(1) == 1 else tokens.contiguous()
     block = min(CHANNELS, triton.next_power_of_2(channels))
     if count:
-        _causal_conv1d[(count, triton.cdiv(channels, block))](
-            args.tokens, args.weight, args.bias, args.states, args.token_rows, args.qo_indptr, args.read, args.write,
-            out, channels, *args.tokens.stride(), *args.weight.stride(),
+        kernel[(count, triton.cdiv(channels, block))](
+            tokens, args.weight, args.bias, args.states, args.token_rows, args.qo_indptr, args.read, args.write,
+            out, channels, *tokens.stride(), *args.weight.stride(),
             WIDTH=width, BIASED=args.bias is not None, SILU=args.activation == "silu", BLOCK=block, num_warps=2,
+            enable_fp_fusion=not args.invariant,
         )  # fmt: skip

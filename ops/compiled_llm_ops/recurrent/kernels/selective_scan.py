@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm_ops.kernels.attention.launching import with_whole_heads
 from compiled_llm_ops.recurrent.contracts import SelectiveScan
 
 NUMBERS = 2048
@@ -60,16 +61,35 @@ def _selective_scan(
     tl.store(states + after * channels * SIZE + places, state, mask=both & keeps)
 
 
+# One kernel for all batches. Other strides and addresses would make others of it, which may add in another order.
+_invariant_scan = triton.jit(
+    do_not_specialize=[
+        "count",
+        "token_stride",
+        "token_head",
+        "dt_stride",
+        "b_stride",
+        "b_group",
+        "c_stride",
+        "c_group",
+    ],
+    do_not_specialize_on_alignment=["tokens", "dt", "b", "c", "qo_indptr", "read", "write"],
+)(_selective_scan.fn)
+
+
 def scan(args: SelectiveScan, out: Tensor) -> None:
     """Launch it on the current device; arguments as of ``selective_scan``, checked, and ``out`` ``[T, H, P]``."""
     (count, heads, head), (_, groups, size), rows = args.tokens.shape, args.b.shape, len(args.read)
+    kernel, (tokens, b, c) = _selective_scan, (args.tokens, args.b, args.c)
+    if args.invariant:
+        kernel, (tokens, b, c) = _invariant_scan, with_whole_heads(tokens, b, c)
     a = args.a if args.a.dim() == 2 else args.a[:, None].expand(heads, size)
     block = triton.next_power_of_2(size)
     channels = min(triton.next_power_of_2(heads * head), max(1, NUMBERS // block))
     if rows:
-        _selective_scan[(triton.cdiv(heads * head, channels), rows)](
-            args.tokens, args.dt, a, args.b, args.c, args.states, args.qo_indptr, args.read, args.write, out,
-            count, heads * head, *args.tokens.stride(), *args.dt.stride(), *a.stride(),
-            *args.b.stride(), *args.c.stride(), HEAD=head, GROUP=heads // groups * head, SIZE=size,
-            BLOCK=block, CHANNELS=channels, num_warps=4,
+        kernel[(triton.cdiv(heads * head, channels), rows)](
+            tokens, args.dt, a, b, c, args.states, args.qo_indptr, args.read, args.write, out,
+            count, heads * head, *tokens.stride(), *args.dt.stride(), *a.stride(), *b.stride(), *c.stride(),
+            HEAD=head, GROUP=heads // groups * head, SIZE=size, BLOCK=block, CHANNELS=channels,
+            num_warps=4, enable_fp_fusion=not args.invariant,
         )  # fmt: skip
