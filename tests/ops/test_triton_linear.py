@@ -176,7 +176,11 @@ def test_of_two_products_the_first_reads_weights_alone_before_waiting(
     types = {**dict.fromkeys(("x", "w", *SUMS), "*bf16"), "squares": "*fp32", "M": "i32", "N": "i32"}
     constants = {"K": inputs, "ROWS": m, "BN": 16, "BK": 1024, "SPLIT": 4, "PDL": True}
     aligned = ["x", "w", *SUMS, "squares", "N"]
-    found = in_order(compiled(_linear_add, constants, types, aligned=aligned, launch_pdl=True).asm["ptx"])
+    code = compiled(_linear_add, constants, types, aligned=aligned, launch_pdl=True).asm["ptx"]
+    if m == 8:
+        asked = code.partition("griddepcontrol.wait")[2].partition("st.shared")[0]
+        assert asked.count("ld.global") == m * inputs * 2 // (128 * 16), "all inputs at once, 16 bytes each"
+    found = in_order(code)
     before = found.index("griddepcontrol.wait")
     assert set(found[:before]) == {"ld.global"}
     assert found[before + 1] == "griddepcontrol.launch_dependents"

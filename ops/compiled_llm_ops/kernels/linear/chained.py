@@ -25,6 +25,39 @@ from compiled_llm_ops.kernels.linear.chained_tiling import WARPS, ChainedTiling
 from compiled_llm_ops.kernels.linear.norm import silu
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # whether kernels run without a GPU, where PTX does not
+
+LARGEST_TOGETHER = tl.constexpr(8)
+"""Rows of a tile up to which a program has registers for all of their inputs at once."""
+
+
+@triton.jit
+def _together(blocks):
+    """Return up to three blocks of 16 bits a number, once all of them are there."""
+    # Triton lays a block out for the tensor cores as soon as it has come, in memory that it then uses for the next one,
+    # and loads that one no earlier: the program waited for L2 again with each block.
+    BLOCKS: tl.constexpr = len(blocks)
+    if INTERPRETED or BLOCKS == 1:
+        return blocks
+    elif BLOCKS == 2:  # noqa: RET505  the kernel has one branch, known when it is compiled
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $2; mov.b32 $1, $3;",
+            "=&r,=&r,r,r",
+            [blocks[0], blocks[1]],
+            dtype=(blocks[0].dtype, blocks[0].dtype),
+            is_pure=False,  # a pure one is moved behind the conversions
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $3; mov.b32 $1, $4; mov.b32 $2, $5;",
+            "=&r,=&r,=&r,r,r,r",
+            [blocks[0], blocks[1], blocks[2]],
+            dtype=(blocks[0].dtype, blocks[0].dtype, blocks[0].dtype),
+            is_pure=False,
+            pack=2,
+        )
+
 
 @triton.jit
 def _store_sums(
@@ -81,6 +114,8 @@ def _linear_add(
     for block in tl.static_range(BLOCKS):
         at = x + offs_m[None, :, None] * K + block * BK + inputs
         rows += (tl.load(at, mask=offs_m[None, :, None] < M, other=0.0),)
+    if ROWS <= LARGEST_TOGETHER:
+        rows = _together(rows)
     sums = tl.zeros([SPLIT, BN, ROWS], tl.float32)
     for block in tl.static_range(BLOCKS):
         sums = tl.dot(weights[block], tl.permute(rows[block], (0, 2, 1)), sums)
