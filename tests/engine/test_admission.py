@@ -6,6 +6,8 @@ A simulation counts steps, and tokens that are computed again (``support/engine/
 from __future__ import annotations
 
 import inspect
+import math
+import random
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,7 @@ from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.steps import admissions, scheduler
 from compiled_llm.engine.steps.scheduler import Scheduler
-from support.engine.admission_loads import KINDS, PAGE_SIZE, drawn
+from support.engine.admission_loads import KINDS, PAGE_SIZE, UNKNOWN, Load, drawn
 from support.engine.admission_simulation import Asked, Cost, Oracle, Rule, Simulation, Vllm, costs
 from support.engine.scheduled_load import Recounted, run
 
@@ -84,6 +86,23 @@ def test_loads_cost_no_more_than_under_the_cheapest_rule(seed: int, whole: bool)
 def line_of(kind: str, by_rule: dict[str, list[list[Cost]]]) -> str:
     cells = (f"{statistics.mean(ratios(by_rule, name)):.2f}, {again(by_rule, name):.0%}" for name in RULES)
     return f"| {kind} | " + " | ".join(cells) + " |"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_load_of_the_benchmark_takes_as_long_each_time(exact: bool) -> None:
+    """``tools/bench/offline.py --kv-memory 0.75x``, with lengths that a policy may know and without."""
+    draw, lengths = random.Random(0), list[int]()
+    for _ in range(256):
+        lengths.append(draw.randint(100, 1024))
+        for _ in range(lengths[-1]):
+            draw.randint(0, 10_000)  # a token
+    prompts, answers = np.array(lengths), np.array([draw.randint(100, 1024) for _ in range(256)])
+    pages = math.ceil(3 / 4 * (-(-(prompts + answers) // PAGE_SIZE)).sum())
+    none = np.zeros(256, np.int64)
+    most = answers if exact else none + UNKNOWN
+    load = Load(prompts, answers, most, exact, none, none, none - 1, 0, pages, None)
+    assert [cost.steps for cost in costs([load] * 4, Asked(Cheaper()))] == [1041] * 4
+    assert [cost.steps for cost in costs([load] * 2, Rule())] == ([1041, 1379] if exact else [1041, 1483])
 
 
 @pytest.mark.parametrize("kind", ["geometric, 1/4", "two lengths, exact, 1/4", "states, 1/2"])
