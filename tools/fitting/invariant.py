@@ -1,6 +1,6 @@
 """Batch-invariant kernels: `kernels/attention/invariant_tiling.py` and `kernels/linear/invariant_tiling.py`.
 
-A rule may not look at the number of rows, so a candidate has to be good for all of a weight's or a head's cases.
+The rule of attention may not look at the batch, so a candidate has to be good for all of a head's cases.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from torch import Tensor
 
 from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
-from compiled_llm_ops.kernels.linear.invariant_tiling import InvariantLinearTiling, invariant_linear_tiling
+from compiled_llm_ops.kernels.linear.invariant_tiling import (
+    TILES,
+    InvariantLinearTiling,
+    LinearDevice,
+    invariant_linear_tiling,
+)
 from fitting.cases import HEAD_DIM, KV_HEADS, PAGE_SIZE, Case, Machine, case_of, pages_of, random
 from fitting.linear import products
 from fitting.measuring import captured, copies_of
@@ -22,21 +27,23 @@ from fitting.measuring import captured, copies_of
 def invariant_linear_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     """Rows of decode steps and of prefills."""
     for name, (n, k) in products(quick).items():
-        chosen = invariant_linear_tiling(n, 2, machine.shared_memory)
+        device = LinearDevice(machine.shared_memory, machine.processors, machine.hopper)
         for m in (32, 256, 2048) if quick else (1, 8, 32, 64, 128, 256, 1024, 4096):
+            chosen = invariant_linear_tiling(m, n, 2, device)
             prepare = lambda m=m, n=n, k=k: linear_timer(m, n, k)  # noqa: E731
             yield case_of("invariant-linear", f"{name}, M={m}", linear_tilings(quick), chosen, prepare)
 
 
 def linear_tilings(quick: bool) -> list[InvariantLinearTiling]:
     sizes = itertools.product((64, 128), (16, 32, 64, 128, 256), (64, 128), (3, 4, 6), (4, 8))
-    return [
+    others = [
         InvariantLinearTiling(rows, outputs, inputs, stages, warps)
         for rows, outputs, inputs, stages, warps in sizes
         if (rows + outputs) * inputs * 2 * stages <= 200 * 1024
         and warps == (8 if rows * outputs >= 128 * 128 else 4)
         and not (quick and (stages == 3 or (rows == 128 and outputs < 64)))
     ]
+    return [*TILES, *others]
 
 
 def linear_timer(m: int, n: int, k: int) -> Callable[[InvariantLinearTiling], float]:

@@ -57,7 +57,7 @@ def _in_order(node: fx.Node, *names: str) -> list[Any]:
 
 def _replace(graph: fx.Graph, node: fx.Node, rows: Any, weight: Any, bias: Any) -> None:
     with graph.inserting_before(node):
-        product = graph.call_function(_LINEAR, (rows, weight, bias))
+        product = graph.call_function(_LINEAR, (rows, weight, bias, True))
     product.meta.update(node.meta)
     node.replace_all_uses_with(product)
     graph.erase_node(node)

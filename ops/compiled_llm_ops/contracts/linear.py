@@ -47,6 +47,7 @@ class InvariantLinear(NamedTuple):
     rows: Tensor
     weight: Tensor
     bias: Tensor | None = None
+    overlap: bool = False
 
 
 class InvariantSum(NamedTuple):

@@ -21,6 +21,8 @@ def invariant_linear(args: InvariantLinear) -> Tensor:
         rows: ``[..., I]``, any strides.
         weight: ``[O, I]`` of the same dtype, any strides.
         bias: ``[O]`` of the same dtype, added before rounding; None for none.
+        overlap: whether it may run at the same time as the previous and the next kernel on CUDA, by the rules of
+            ``compiled_llm_ops.kernels.pdl``.
 
     Returns:
         ``[..., O]``, contiguous, of the same dtype.
@@ -29,7 +31,7 @@ def invariant_linear(args: InvariantLinear) -> Tensor:
         ValueError: shapes or dtypes do not fit together, or CUDA has no kernel for the dtype.
 
     Source:
-        On CUDA a Triton kernel of our own with one tiling for all numbers of rows
+        On CUDA a Triton kernel of our own with one order of sums for all numbers of rows
         (``compiled_llm_ops.kernels.linear.invariant_tiling``), after
         https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/; sums are float32, and float32 is
         multiplied without TF32. On a CPU the BLAS that torch brings, which always gets blocks of 16 rows; another
@@ -59,7 +61,7 @@ def invariant_sum(args: InvariantSum) -> Tensor:
 
 
 def _check(args: InvariantLinear) -> None:
-    rows, weight, bias = args
+    rows, weight, bias, _ = args
     if rows.dim() < 1 or weight.dim() != 2 or rows.shape[-1] != weight.shape[1] or rows.dtype != weight.dtype:
         raise ValueError(
             "invariant_linear: rows must be [..., I] and weight [O, I] of one dtype; got "
@@ -85,7 +87,7 @@ def _in_blocks(rows: Tensor) -> list[Tensor]:
 @kernel_of(invariant_linear, "CPU")
 def _cpu(args: InvariantLinear) -> Tensor:
     _check(args)
-    rows, weight, bias = args
+    rows, weight, bias, _ = args
     out = rows.new_empty((rows.numel() // max(1, rows.shape[-1]), len(weight)))
     for number, block in enumerate(_in_blocks(rows.reshape(len(out), rows.shape[-1]))):
         place = out[number * CPU_ROWS : (number + 1) * CPU_ROWS]
@@ -96,16 +98,19 @@ def _cpu(args: InvariantLinear) -> Tensor:
 
 @kernel_of(invariant_linear, "CUDA")
 def _cuda(args: InvariantLinear) -> Tensor:
-    from compiled_llm_ops.kernels.linear.invariant import multiply
-    from compiled_llm_ops.kernels.linear.invariant_tiling import invariant_linear_tiling, shared_memory_of
+    from compiled_llm_ops.kernels.linear.invariant import described, multiply
+    from compiled_llm_ops.kernels.linear.invariant_tiling import invariant_linear_tiling, linear_device_of
+    from compiled_llm_ops.kernels.pdl import has_pdl
 
     _check(args)
-    rows, weight, bias = args
+    rows, weight, bias, overlap = args
     flat = rows.reshape(-1, rows.shape[-1]).contiguous()
     flat = flat.clone() if flat.data_ptr() % 16 else flat  # or it would be read in another way
-    tiling = invariant_linear_tiling(len(weight), weight.element_size(), shared_memory_of(weight.device))
+    device, sizes = weight.device, (len(flat), len(weight), weight.element_size())
+    tiling = invariant_linear_tiling(*sizes, linear_device_of(device), described(weight))
+    pdl = overlap and has_pdl(device)
     with torch.cuda.device(rows.device):  # Triton launches on the current one
-        out = multiply(flat, weight, None if bias is None else bias.contiguous(), tiling)
+        out = multiply(flat, weight, None if bias is None else bias.contiguous(), tiling, pdl)
     return out.view(*rows.shape[:-1], len(weight))
 
 

@@ -70,6 +70,21 @@ def test_rows_are_multiplied_with_the_same_bits_in_any_batch(outputs, inputs, dt
 
 
 @seeded
+@by_dtype
+@pytest.mark.parametrize("inputs", [64, 1000, 1024, 4096, 12_288])
+def test_each_tiling_of_the_rule_has_the_same_bits(inputs, dtype, seed):
+    from compiled_llm_ops.kernels.linear.invariant import multiply
+    from compiled_llm_ops.kernels.linear.invariant_tiling import TILES
+
+    generator = torch.Generator("cuda").manual_seed(seed)
+    rows = torch.randn(1100, inputs, device="cuda", generator=generator).to(dtype)
+    weight = torch.randn(1500, inputs, device="cuda", generator=generator).to(dtype)
+    expected = multiply(rows, weight, None, TILES[0])
+    for tiling in TILES[1:]:
+        assert torch.equal(multiply(rows, weight, None, tiling), expected), tiling
+
+
+@seeded
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
 @pytest.mark.parametrize("inputs", [1, 64, 128, 1000, 1024, 4096, 12_288])
 def test_rows_are_added_with_the_same_bits_in_any_batch(inputs, dtype, seed):

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts import DecodeAttention, PagedAttention
 from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
-from compiled_llm_ops.kernels.linear.invariant_tiling import invariant_linear_tiling
+from compiled_llm_ops.kernels.linear.invariant_tiling import TILES, LinearDevice, invariant_linear_tiling
 from support.ops.compiling import compiled, resources_of
 from support.ops.fp8_pages import KINDS, Fp8Batch
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
@@ -26,8 +26,7 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 LENGTHS = [1, 17, 63, 64, 65, 130]
 HALF = {"dtype": torch.half, "head_dim": 64, "page_size": 16}
 
-SHARED_MEMORY = 228 * 1024
-"""Bytes of an H200's multiprocessor."""
+H200, ANOTHER = LinearDevice(228 * 1024, 132, hopper=True), LinearDevice(164 * 1024, 108, hopper=False)
 
 SMALL = PackedTiling(16, 64, 3, 4, fuses=False)
 """So small that rows have several tiles."""
@@ -109,7 +108,7 @@ def test_rows_are_multiplied_with_the_same_bits_in_any_batch(outputs, inputs, dt
     from compiled_llm_ops.kernels.linear.invariant import multiply
 
     rows, weight, bias = (torch.randn(*size).to(dtype) for size in ((150, inputs), (outputs, inputs), (outputs,)))
-    tiling = invariant_linear_tiling(outputs, dtype.itemsize, SHARED_MEMORY)
+    tiling = invariant_linear_tiling(150, outputs, dtype.itemsize, ANOTHER)
     for own in (None, bias):
         whole = multiply(rows, weight, own, tiling)
         expected = rows.double() @ weight.double().T + (0 if own is None else own.double())
@@ -118,6 +117,27 @@ def test_rows_are_multiplied_with_the_same_bits_in_any_batch(outputs, inputs, dt
         torch.testing.assert_close(transposed, whole, rtol=1e-2 if dtype == torch.half else 1e-5, atol=1e-2)
         for places in ([3], [149, 0], random.Random(seed).sample(range(150), 70)):
             assert torch.equal(multiply(rows[places], weight, own, tiling), whole[places])
+
+
+@interpreted
+@pytest.mark.parametrize("number", range(len(TILES)))
+def test_each_tiling_multiplies(number, seed):
+    """Whether they have equal bits, a GPU's tensor cores decide."""
+    from compiled_llm_ops.kernels.linear.invariant import multiply
+
+    rows, weight, bias = (torch.randn(*size).half() for size in ((37, 96), (200, 96), (200,)))
+    product = multiply(rows, weight, bias, TILES[number])
+    torch.testing.assert_close(product.double(), rows.double() @ weight.double().T + bias, rtol=2e-3, atol=5e-2)
+
+
+def test_tilings_follow_from_rows_where_that_keeps_bits():
+    """A tile has room for the rows there are, and few rows are not padded to many."""
+    rows = [1, 16, 17, 64, 256, 2048]
+    chosen = [invariant_linear_tiling(own, 4096, 2, H200) for own in rows]
+    assert [tiling.rows for tiling in chosen] == [16, 16, 16, 32, 64, 256]
+    assert len({invariant_linear_tiling(own, 4096, 2, ANOTHER) for own in rows}) == 1
+    assert len({invariant_linear_tiling(own, 4096, 4, H200) for own in rows}) == 1
+    assert len({invariant_linear_tiling(own, 4096, 2, H200, described=False) for own in rows}) == 1
 
 
 @interpreted
@@ -157,17 +177,17 @@ def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decod
 
 
 @not_interpreted
-@pytest.mark.parametrize("outputs", [1024, 6144, 151_936])
-def test_the_matmul_compiles_for_hopper_without_spilling(outputs, tmp_path):
+@pytest.mark.parametrize("number", range(len(TILES)))
+def test_the_matmul_compiles_for_hopper_without_spilling(number, tmp_path):
     from compiled_llm_ops.kernels.linear import invariant as module
 
-    tiling = invariant_linear_tiling(outputs, 2, SHARED_MEMORY)
+    tiling = TILES[number]
     tiles = {"x": tiling.rows, "w": tiling.outputs}
     types = {name: f"tensordesc<bf16[{size},{tiling.inputs}]>" for name, size in tiles.items()} | {"y": "*bf16"}
     types |= dict.fromkeys(("M", "N", "K", "output_stride"), "i32")
     constants = {
         "ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "INPUTS": tiling.inputs, "STAGES": tiling.stages, "GROUPED": 8,
-        "input_stride": 1, "DESCRIBED": True,
+        "input_stride": 1, "DESCRIBED": True, "SWAPPED": tiling.swapped, "PDL": True,
     }  # fmt: skip
     kernel = compiled(module._invariant_linear, constants, types, tiling.warps, aligned=("y", "N", "K"))
     assert "wgmma" in kernel.asm["ptx"]

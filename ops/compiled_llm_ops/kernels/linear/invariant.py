@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_llm_ops.kernels.linear.invariant_tiling import GROUPED, SUMMED, InvariantLinearTiling
@@ -23,22 +24,32 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def _invariant_linear(
     x, w, bias, y, M, N, K, output_stride, input_stride,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    DESCRIBED: tl.constexpr, SWAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply ROWS rows with OUTPUTS rows of the weight, over all inputs in ascending order."""
-    # If they are DESCRIBED, ``x`` and ``w`` are descriptors, which read zeros outside; else addresses.
+    # If they are DESCRIBED, ``x`` and ``w`` are descriptors, which read zeros outside; else addresses. If SWAPPED,
+    # which they are then, the product is ``[OUTPUTS, ROWS]``.
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row_tiles, output_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, OUTPUTS)
     in_group = GROUPED * output_tiles
     first = tl.program_id(0) // in_group * GROUPED
     size = tl.minimum(row_tiles - first, GROUPED)
     row_tile, output_tile = first + tl.program_id(0) % in_group % size, tl.program_id(0) % in_group // size
     offs_m, offs_n = row_tile * ROWS + tl.arange(0, ROWS), output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    if DESCRIBED:
+    if SWAPPED:
+        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        for k in tl.range(0, K, INPUTS, num_stages=STAGES):
+            rows, weight = x.load([row_tile * ROWS, k]), w.load([output_tile * OUTPUTS, k])
+            total = tl.dot(weight, rows.T, total, input_precision="ieee")
+    elif DESCRIBED:
+        total = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for k in tl.range(0, K, INPUTS, num_stages=STAGES):
             rows, weight = x.load([row_tile * ROWS, k]), w.load([output_tile * OUTPUTS, k])
             total = tl.dot(rows, weight.T, total, input_precision="ieee")
     else:
+        total = tl.zeros([ROWS, OUTPUTS], tl.float32)
         offs_k = tl.arange(0, INPUTS)
         x_ptrs = x + offs_m.to(tl.int64)[:, None] * K + offs_k[None, :]
         w_ptrs = w + offs_n.to(tl.int64)[None, :] * output_stride + offs_k[:, None].to(tl.int64) * input_stride
@@ -48,10 +59,11 @@ def _invariant_linear(
             weight = tl.load(w_ptrs, mask=inside[:, None] & (offs_n < N)[None, :], other=0.0)
             w_ptrs += INPUTS * input_stride
             total = tl.dot(rows, weight, total, input_precision="ieee")
+    offs_m, offs_n = (offs_m[None, :], offs_n[:, None]) if SWAPPED else (offs_m[:, None], offs_n[None, :])
     if bias is not None:
-        total += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    at = offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+        total += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+    at = offs_m.to(tl.int64) * N + offs_n
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=(offs_m < M) & (offs_n < N))
 
 
 def described(weight: Tensor) -> bool:
@@ -59,8 +71,10 @@ def described(weight: Tensor) -> bool:
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.element_size() % 16 == 0
 
 
-def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tiling: InvariantLinearTiling) -> Tensor:
-    """Return ``rows @ weight.T + bias``, ``[M, N]``, contiguous; another tiling than the weight's gives other bits."""
+def multiply(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, tiling: InvariantLinearTiling, pdl: bool = False
+) -> Tensor:
+    """Return ``rows @ weight.T + bias``, ``[M, N]``, contiguous; only tilings of the rule have equal bits."""
     # Rows ``[M, K]`` are contiguous, and begin at a multiple of 16 bytes; bias ``[N]`` is contiguous. ValueError if
     # there is no kernel for the dtype.
     if rows.dtype not in DTYPES:
@@ -77,8 +91,8 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, tiling: Invarian
         w = TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.inputs])
     _invariant_linear[(-(-m // tiling.rows) * -(-n // tiling.outputs),)](
         x, w, bias, y, m, n, k, *weight.stride(), ROWS=tiling.rows, OUTPUTS=tiling.outputs, INPUTS=tiling.inputs,
-        STAGES=tiling.stages, GROUPED=GROUPED, DESCRIBED=described(weight), num_warps=tiling.warps,
-        enable_fp_fusion=False,
+        STAGES=tiling.stages, GROUPED=GROUPED, DESCRIBED=described(weight), SWAPPED=tiling.swapped, PDL=pdl,
+        num_warps=tiling.warps, enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return y
 
