@@ -327,7 +327,7 @@ class ModelRunner:
         # Other numbers of rows are launched one kernel after the other.
         self.graph_manager.check_model()
         self.end_captures()
-        prepare_deferred(self.state, buckets)
+        prepare_deferred(self.state, self.steps.sampling_graphs, buckets)
 
     @contextmanager
     def _grown_by(self, extensions: Sequence[Extension], promise: Promise | None) -> Iterator[None]:
@@ -396,6 +396,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graph_manager.release()
+        self.steps.sampling_graphs.release()
         self.state.release()
         self._planner.release()
 
@@ -438,7 +439,7 @@ class ModelRunner:
             "weights": sum(weights.values()),
             "pages": self.state.page_bytes,
             "workspace": self._planner.workspace_bytes,
-            "buffers": self.state.buffer_bytes + self.decode_buffers.nbytes,
+            "buffers": self.state.buffer_bytes + self.decode_buffers.nbytes + self.steps.sampling_graphs.nbytes,
             "graphs": self.graph_manager.cuda_graphs.nbytes,
             **({} if scores is None else {"scores": scores.limit}),
             **({} if not self.state.states else {"states": self.state.state_bytes}),

@@ -108,7 +108,6 @@ class NaiveDevice:
         config = SimpleNamespace(page_size=pool.page_size)
         self.taken = 0
         self.deferring: set[int] = set()
-        graphs = SimpleNamespace(give_room_back=lambda user: None)
         self.state = SimpleNamespace(
             arena=None,
             slots=self,
@@ -117,11 +116,11 @@ class NaiveDevice:
             sharing=None,
             taps=(),
             max_positions=10_000,
-            sampling_graphs=graphs,
             validity=pool.validity,
         )
         self.unsampled: list[Row] = []
-        self.steps = SimpleNamespace(decode=None, buffers=None)
+        graphs = SimpleNamespace(give_room_back=lambda user: None)
+        self.steps = SimpleNamespace(buffers=None, sampling_graphs=graphs)
         self.events = SimpleNamespace(preparing=SimpleNamespace(seconds=0.0))
 
     def fault(self, place: str) -> None:

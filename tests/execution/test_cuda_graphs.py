@@ -22,7 +22,7 @@ from compiled_llm.compilation.graphs.step_table import StepTable
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.state import prefill_room
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
-from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
+from compiled_llm.execution.steps.sampling_graphs import SamplingGraphs
 from compiled_llm.model.sizes import weights_of_a_layer
 from compiled_llm.model.version.model_version import ModelVersion
 from support.execution.model_changes import (
@@ -166,7 +166,7 @@ def count_looks(model: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     note_calls(
         monkeypatch,
         ModelVersion,
-        "look",
+        "begin_check",
         lambda version: looks.update(["model"] * (version is model.compiled.facts.version)),
     )
     note_calls(monkeypatch, NoGuards, "valid", lambda *_: looks.update(["graph"]))
@@ -339,7 +339,7 @@ def test_cuda_graphs_go_with_the_last_reference():
     model = one_layer()
     steps = StepTable()
     cuda_graphs = CudaGraphs(model, WrapConfig(), model.device, steps)
-    graphs = SamplingGraphs(model.device, captures=True, table=steps)
+    graphs = SamplingGraphs(SimpleNamespace(step_table=steps, device=model.device), captures=True)
     gone = weakref.ref(steps)
     gc.disable()
     try:

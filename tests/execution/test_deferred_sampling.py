@@ -19,7 +19,7 @@ from compiled_llm.compilation.sampling.masks import mask_of
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.deferred_sampling import Masks
-from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
+from compiled_llm.execution.steps.sampling_graphs import SamplingGraphs
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.execution.batches import (
@@ -104,7 +104,7 @@ def test_observers_see_each_row_once_with_its_token(batch, seed):
 
 
 def test_captured_sampling_is_replayed_and_more_of_it_is_captured(batch, seed):
-    graphs, replayed = batch.model_runner.state.sampling_graphs, []
+    graphs, replayed = batch.model_runner.steps.sampling_graphs, []
     graphs.sample = lambda launch: replayed.append(launch.key.rows) or SamplingGraphs.sample(graphs, launch)
     rows = begun(batch, seed, 5, 2, 4)
     batch.step(decode=rows)
@@ -126,7 +126,7 @@ def test_captured_sampling_is_replayed_and_more_of_it_is_captured(batch, seed):
 
 def test_sampling_whose_graphs_made_room_is_launched(captures, seed):
     batch = Batches()
-    steps, graphs = batch.model_runner.state.step_table, batch.model_runner.state.sampling_graphs
+    steps, graphs = batch.model_runner.state.step_table, batch.model_runner.steps.sampling_graphs
     steps.budget = Budget(max_graphs=3)
     batch.call(batch.model_runner.prepare_deferred, [2, 5])
     assert set(steps.of("sampling")) == {
@@ -154,9 +154,9 @@ def test_captured_sampling_is_captured_again_after_sleep(captures, seed):
     with compiled_llm.Engine(batch.model) as engine:
         engine.sleep(graphs=True)
         engine.wake()
-    state = batch.model.compiled.model_runner().state
-    assert state is not batch.model_runner.state
-    assert state.sampling_graphs.buckets == [2, 4]
+    model_runner = batch.model.compiled.model_runner()
+    assert model_runner is not batch.model_runner
+    assert model_runner.steps.sampling_graphs.buckets == [2, 4]
 
 
 def answers(settings: Sequence[Sampling], late: bool) -> list[list[int]]:

@@ -48,7 +48,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     wrapped.compiled.warmup([1, 4, 8])
     model_runner = wrapped.compiled.model_runner()
     model_runner.thread.call(model_runner.prepare_deferred, [1, 4, 8])
-    assert model_runner.state.sampling_graphs.buckets == ([1, 4, 8] if mode == "cuda-graphs" else [])
+    assert model_runner.steps.sampling_graphs.buckets == ([1, 4, 8] if mode == "cuda-graphs" else [])
     words = model_runner.state.slots.tables.allowed.shape[1]
     assert all(len(area.bytes) >= 8 * (4 * words + 24) for area in model_runner.state.staging._areas)
     yield wrapped

@@ -20,6 +20,7 @@ from compiled_llm.compilation.sampling.sampling import sample
 from compiled_llm.execution.batch import StepOutput, Tap
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.steps.launch import Launch
+from compiled_llm.execution.steps.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.kvcache.row import Row
 
@@ -60,11 +61,10 @@ class DeferredSampling:
     """The rows of one loop whose tokens are not sampled yet."""
 
     def __init__(self, state: RunnerState, steps: Steps) -> None:
-        self._state, self._steps = state, steps
+        self._state, self._steps, self._graphs = state, steps, steps.sampling_graphs
         self.unsampled: list[_Unsampled] = []  # these rows, by launch
         self.deferring = state.slots.deferring  # the slots of rows whose sampling is deferred, of any loop
         self._last = _Division((), [], [], None)  # the next launch mostly has the same rows
-        self._kept = 0  # rows whose logits lie where a graph reads them
 
     def __bool__(self) -> bool:
         return bool(self.unsampled)
@@ -88,11 +88,7 @@ class DeferredSampling:
     def forget(self) -> None:
         self.unsampled = []
         self._last = _Division((), [], [], None)
-        self._leave_graphs()
-
-    def _leave_graphs(self) -> None:
-        self._kept = 0
-        self._state.sampling_graphs.give_room_back(self)
+        self._graphs.give_room_back(self)
 
     # ---- add
 
@@ -115,12 +111,7 @@ class DeferredSampling:
 
     def _copy(self, logits: Tensor, division: _Division) -> Tensor:
         """Copy logits that are sampled from later, to where a graph reads them if all of the loop's have room there."""
-        state, start = self._state, self._kept
-        room = None
-        if start == sum(len(part.rows) for part in self.unsampled):
-            room = state.sampling_graphs.room(self, start, len(division.deferred), logits, state.slots.tables)
-        if room is not None:
-            self._kept += len(division.deferred)
+        room = self._graphs.room(self, sum(len(part.rows) for part in self.unsampled), logits, len(division.deferred))
         if division.places is None:
             return logits.clone() if room is None else room.copy_(logits)
         deferred = division.places[0]
@@ -157,40 +148,44 @@ class DeferredSampling:
         if not processed:
             masked = masks is not None and new is not None and masks.rows == rows and len(new[0]) == len(rows)
             launch = self._steps.ready(StepKey.sampling(self._steps.decode_of(len(rows)).rows, masked))
-        whole = self._kept == len(rows) and state.sampling_graphs.has_all(self, state.slots.tables)
-        if launch is not None and launch.replays and whole:
+        kept = self._graphs.kept(self, len(rows))
+        if launch is not None and launch.replays and kept is not None:
             step = self._replayed(launch, rows, new)
         else:
-            step = self._launched(launch, rows, new, processed)
+            step = self._launched(launch, rows, kept, new, processed)
         parts, self.unsampled = self.unsampled, []  # only now: if that fails, it can be tried again
         for row in rows:
             row.has_next = row.slot is not None
         self._observe(parts, step)
-        self._leave_graphs()
+        self._graphs.give_room_back(self)
         return step
 
     def _replayed(self, launch: Launch, rows: Sequence[Row], masks: _NewMasks | None) -> StepOutput:
         """Sample by a CUDA graph, which may write the masks, too."""
-        state, graphs = self._state, self._state.sampling_graphs
-        positions = [row.position for row in rows]
-        graphs.place(launch.key.rows, state.slots.numbers(rows), positions, state.slots.padding, state.staging)
+        self._graphs.place(launch.key.rows, rows)
         if masks is not None and launch.key.schedule:
-            graphs.mask(masks[1], state.staging)
+            self._graphs.mask(masks[1])
         elif masks is not None:
             self._write_masks(*masks)
-        logits, tokens, _ = graphs.sample(launch)
+        logits, tokens, _ = self._graphs.sample(launch)
         return StepOutput(rows, logits[: len(rows)], tokens[: len(rows)])
 
     def _launched(
-        self, launch: Launch | None, rows: Sequence[Row], masks: _NewMasks | None, processed: Mapping[Row, Tensor]
+        self,
+        launch: Launch | None,
+        rows: Sequence[Row],
+        kept: Tensor | None,
+        masks: _NewMasks | None,
+        processed: Mapping[Row, Tensor],
     ) -> StepOutput:
-        """Sample without a graph."""
-        slots, parts = self._state.slots, self.unsampled
+        """Sample without a graph, from the logits that were ``kept`` for one, if all were."""
+        slots = self._state.slots
         if masks is not None:
             self._write_masks(*masks)
         at = np.array([row.position for row in rows], dtype=np.int64)
         there, positions = self._state.staging.to_device([slots.of(rows, len(rows)), at])
-        logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
+        copies = [part.logits for part in self.unsampled]
+        logits = kept if kept is not None else copies[0] if len(copies) == 1 else torch.cat(copies)
         sampled_from = _replaced(logits, rows, processed)
 
         def program() -> StepOutputs:
@@ -228,7 +223,7 @@ def _replaced(logits: Tensor, rows: Sequence[Row], processed: Mapping[Row, Tenso
     return logits
 
 
-def prepare_deferred(state: RunnerState, buckets: Sequence[int] = ()) -> None:
+def prepare_deferred(state: RunnerState, graphs: SamplingGraphs, buckets: Sequence[int] = ()) -> None:
     """Launch the kernels of deferred sampling for rows of padding, and capture those of ``buckets`` rows."""
     tables, padding, dtype = state.slots.tables, state.slots.of([], 2), state.dtype
     slots, positions = state.staging.to_device([padding, np.zeros_like(padding)])
@@ -238,4 +233,4 @@ def prepare_deferred(state: RunnerState, buckets: Sequence[int] = ()) -> None:
     if buckets:
         state.staging.lend(max(buckets), tables.allowed.shape[1])
         state.staging.make_room(max(buckets) * 4 * padding.itemsize)
-        state.sampling_graphs.prepare(buckets, tables, state.slots.padding, dtype)
+        graphs.prepare(buckets)

@@ -44,7 +44,7 @@ class CompiledParts:
             decodes=tuple(table.at_once("decode", shares=True)),
             embedded=PREFILL_EMBEDDED in graph_manager.prefills,
             shapes=tuple(sorted(table.of("prefill"))),
-            samplings=tuple(model_runner.state.sampling_graphs.buckets),
+            samplings=tuple(model_runner.steps.sampling_graphs.buckets),
         )
 
     def fits(self, made_for: tuple[Hashable, ...], rows: int, positions: int) -> bool:

@@ -17,7 +17,6 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.state.arena import Arena
 from compiled_llm.execution.state.prefill_room import compiled_length
 from compiled_llm.execution.state.runner_tap import RunnerTap
-from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
 from compiled_llm.execution.state.score_room import ScoreRoom
 from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW, Slots
 from compiled_llm.execution.state.staging import Staging
@@ -111,7 +110,6 @@ class RunnerState:
             carried = [column for tap in self.taps for column in tap.carried]
             width = logits_width(model)
             self.slots = Slots(self.arena, self.staging, width, self.validity, carried, bool(facts.states))
-            self.sampling_graphs = SamplingGraphs(self.device, config.captures_on(self.device.type), self.step_table)
             self.prefill_indices: Tensor | None = None
             if self.scores is None:
                 indices = torch.zeros(prefill_pages, dtype=torch.int32, device=self.device)
@@ -207,8 +205,8 @@ class RunnerState:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all tensors but the pages, and what decode steps have outside the arena."""
-        parts = (self.arena, self.slots, self.sampling_graphs)
+        """Bytes of all tensors but the pages, and what steps have outside the arena."""
+        parts = (self.arena, self.slots)
         return sum(part.nbytes for part in (*parts, *self.taps, self.prefill_indices) if part is not None)
 
     def release(self) -> None:
@@ -218,7 +216,6 @@ class RunnerState:
         self.states.clear()
         self.memories.clear()
         self.slots.release()
-        self.sampling_graphs.release()
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages in all layers, in stream order."""

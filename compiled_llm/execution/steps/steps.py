@@ -21,6 +21,7 @@ from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
 from compiled_llm.execution.steps.dispatcher import Dispatch, Dispatcher
 from compiled_llm.execution.steps.graph_manager import GraphManager
 from compiled_llm.execution.steps.launch import BoundProgram, Launch
+from compiled_llm.execution.steps.sampling_graphs import SamplingGraphs
 from compiled_llm.kinds.support import refusal
 from compiled_llm.kvcache.memory import wait_for
 
@@ -45,7 +46,7 @@ class Steps:
     ) -> None:
         """Run decode steps over these buffers."""
         self._state, self._graph_manager, self.buffers = state, graph_manager, buffers
-        self._dispatcher = dispatcher
+        self._dispatcher, self.sampling_graphs = dispatcher, SamplingGraphs(state, graph_manager.cuda_graphs.ours)
         self._table, self._cuda_graphs = state.step_table, graph_manager.cuda_graphs
         most = state.config.max_batch_size
         self._decodes = [StepKey.decode(bucket_for(rows, most)) for rows in range(most + 1)]

@@ -24,8 +24,8 @@ from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.state import runner_state, sampling_graphs
-from compiled_llm.execution.state.sampling_graphs import SamplingGraphs
+from compiled_llm.execution.steps import sampling_graphs, steps
+from compiled_llm.execution.steps.sampling_graphs import SamplingGraphs
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
 from support.tiny_models import tiny_qwen3
@@ -167,6 +167,4 @@ class ReplayedGraphCapture:
 
 def let_a_cpu_capture_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_graphs, "GraphCapture", ReplayedGraphCapture)
-    monkeypatch.setattr(
-        runner_state, "SamplingGraphs", lambda device, captures, table: SamplingGraphs(device, True, table)
-    )
+    monkeypatch.setattr(steps, "SamplingGraphs", lambda state, captures: SamplingGraphs(state, True))

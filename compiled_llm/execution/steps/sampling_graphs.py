@@ -18,10 +18,10 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.capture import GraphCapture
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.graphs.step_table import StepTable
 from compiled_llm.compilation.sampling.sampling import SamplingTables, sample
-from compiled_llm.execution.state.staging import Staging
+from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.memory import free
+from compiled_llm.kvcache.row import Row
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -41,17 +41,17 @@ class SamplingGraphs:
 
     # One loop at a time keeps its logits there, from the first launch whose sampling is deferred until it is sampled.
 
-    def __init__(self, device: torch.device, captures: bool, table: StepTable) -> None:
-        """Allocate and capture nothing yet; other steps of the ``table`` may evict these."""
-        self._table = table
-        self._device = device
+    def __init__(self, state: RunnerState, captures: bool) -> None:
+        """Allocate and capture nothing yet; other steps of the table may evict these."""
+        self._state, self._table, self._device = state, state.step_table, state.device
         self._captures = captures
         self._capturer: GraphCapture | None = None
         self._tables: SamplingTables | None = None
-        self._logits = torch.empty(0, 0, device=device)
-        self._columns = torch.empty(0, dtype=torch.int64, device=device)
-        self._masks = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self._logits = torch.empty(0, 0, device=self._device)
+        self._columns = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._masks = torch.empty(0, 0, dtype=torch.int32, device=self._device)
         self._user: weakref.ref[object] | None = None
+        self._kept = 0  # rows of the user's
         self._held = _Held(0, [], [])
 
     @property
@@ -72,8 +72,9 @@ class SamplingGraphs:
 
     # ---- capture
 
-    def prepare(self, buckets: Sequence[int], tables: SamplingTables, padding: int, dtype: torch.dtype) -> None:
+    def prepare(self, buckets: Sequence[int]) -> None:
         """Capture sampling of ``buckets`` rows, too; logits that a loop keeps here now are sampled without a graph."""
+        tables, dtype = self._state.slots.tables, self._state.dtype
         known = set(self.buckets) if tables is self._tables else set()
         if not self._captures or known.issuperset(buckets):
             return
@@ -85,7 +86,7 @@ class SamplingGraphs:
             self._columns = torch.zeros(2 * most, dtype=torch.int64, device=self._device)
             self._masks = torch.zeros(most, tables.allowed.shape[1], dtype=torch.int32, device=self._device)
         for bucket in buckets:
-            self._columns[: 2 * bucket].view(2, bucket)[0] = padding
+            self._columns[: 2 * bucket].view(2, bucket)[0] = self._state.slots.padding
             self._masked_launch(bucket)
             for masked in (False, True):
                 self._capture(bucket, masked)
@@ -106,6 +107,7 @@ class SamplingGraphs:
         self._table.forget("sampling")
         self._table.shared[_OWNER] = 0
         self._tables = self._capturer = self._user = None
+        self._kept = 0
         self._held = _Held(0, [], [])
 
     def _masked_launch(self, bucket: int) -> StepOutputs:
@@ -123,40 +125,46 @@ class SamplingGraphs:
 
     # ---- keep logits, and sample from them
 
-    def room(self, user: object, start: int, rows: int, logits: Tensor, tables: SamplingTables) -> Tensor | None:
+    def room(self, user: object, start: int, logits: Tensor, rows: int) -> Tensor | None:
         """Return ``[rows, V]`` for logits, after ``start`` rows of the same user's; None if they have no place here."""
-        # The loop ``user`` keeps them here until ``give_room_back``; ``tables`` are the sampling settings now.
-        here = None if self._user is None else self._user()
-        fits = start + rows <= len(self._logits) and tables is self._tables
-        begun_elsewhere = here is not user if start else here not in (None, user)
-        if not fits or begun_elsewhere or logits.dtype != self._logits.dtype:
+        # The loop ``user`` keeps them here until ``give_room_back``.
+        here, end = None if self._user is None else self._user(), start + rows
+        follows = start == (self._kept if here is user else 0) and here in (None, user)
+        if not (follows and self._reads_settings) or end > len(self._logits) or logits.dtype != self._logits.dtype:
             return None
-        self._user = weakref.ref(user)
-        return self._logits[start : start + rows]
+        self._user, self._kept = weakref.ref(user), end
+        return self._logits[start:end]
+
+    @property
+    def _reads_settings(self) -> bool:
+        """Whether the sampling settings still lie where the graphs read them."""
+        return self._state.slots.tables is self._tables
 
     def give_room_back(self, user: object) -> None:
         """Let others keep their logits here."""
         if self._user is not None and self._user() is user:
-            self._user = None
+            self._user, self._kept = None, 0
 
-    def has_all(self, user: object, tables: SamplingTables) -> bool:
-        """Return whether a user keeps its logits here, and the sampling settings still lie in ``tables``."""
-        return self._user is not None and self._user() is user and tables is self._tables
+    def kept(self, user: object, rows: int) -> Tensor | None:
+        """Return the logits ``[rows, V]`` of a user who keeps those of all its rows here, else None."""
+        is_user = self._user is not None and self._user() is user
+        return self._logits[:rows] if is_user and self._kept == rows and self._reads_settings else None
 
-    def place(self, bucket: int, slots: list[int], positions: list[int], padding: int, staging: Staging) -> None:
+    def place(self, bucket: int, rows: Sequence[Row]) -> None:
         """Write slots and positions of rows, and padding, to where a bucket's graph reads them."""
         # Mostly they are there already: each replay has moved the positions on.
-        wanted, columns = _Held(bucket, slots, positions), self._columns[: 2 * bucket]
+        slots, padding = self._state.slots.numbers(rows), self._state.slots.padding
+        wanted, columns = _Held(bucket, slots, [row.position for row in rows]), self._columns[: 2 * bucket]
         if self._held != wanted:
             numbers = np.zeros((2, bucket), dtype=np.int64)
-            numbers[0], numbers[0, : len(slots)], numbers[1, : len(slots)] = padding, slots, positions
+            numbers[0], numbers[0, : len(rows)], numbers[1, : len(rows)] = padding, slots, wanted.positions
             self._held = _Held(0, [], [])
-            staging.upload([(numbers.reshape(-1), columns)])
+            self._state.staging.upload([(numbers.reshape(-1), columns)])
             self._held = wanted
 
-    def mask(self, masks: NDArray[np.int32], staging: Staging) -> None:
+    def mask(self, masks: NDArray[np.int32]) -> None:
         """Write masks ``[n, words]`` of the rows that have places to where the graphs read them."""
-        staging.upload_lent(masks, self._masks)
+        self._state.staging.upload_lent(masks, self._masks)
 
     def sample(self, replay: Callable[[], StepOutputs]) -> StepOutputs:
         """Replay the graph for which rows are placed; the next replay overwrites what it returns."""
