@@ -289,6 +289,15 @@ def test_shapes_have_room_for_the_rows_and_no_more_than_there_can_be(rows):
         assert all(rows <= shape.rows <= max(2, most) and shape.rows <= shape.tokens for shape in shapes.of(rows))
 
 
+def test_a_few_tokens_beside_some_rows_are_not_padded_to_as_many_as_there_may_be_rows() -> None:
+    shapes = CapturedShapes(256, weights=1, max_row_tokens=40_960, max_tokens=8192)
+    for rows, tokens, padded in ((9, 24, 32), (17, 100, 128), (32, 192, 192), (32, 193, 256), (33, 40, 256)):
+        shape = shapes.smallest(tokens, rows)
+        assert shape is not None
+        assert (shape.tokens, shape.rows) == (padded, 32 if padded < 256 else 256)
+    assert len(set(shapes.all())) == len(shapes.all())
+
+
 def test_a_prefill_whose_keys_are_split_is_captured_apart(seed, monkeypatch):
     monkeypatch.setattr(Planner, "schedules", (0, 1))
     monkeypatch.setattr(Planner, "schedule_for", lambda self, queries, lengths: int(lengths[0] > 30))

@@ -16,6 +16,8 @@ _CAPTURED_TOKENS = (
 # Weights of a layer times tokens: from this product on, an H200 takes at least twice as long to compute the layer as
 # the host takes to launch its kernels.
 _DEVICE_BOUND = 2**38
+_SOME_ROWS = 32
+"""Shapes of so many rows have fewer tokens than those of as many rows as there may be."""
 
 
 def buckets_up_to(max_rows: int) -> list[int]:
@@ -45,6 +47,9 @@ class CapturedShapes:
             needed = max(rows, min(max_tokens, min(rows, max_rows) * max_row_tokens))
             counts = worth[: bisect.bisect_left(worth, needed) + 1]  # up to the first that is not less
             self._by_rows[rows] = [StepKey.prefill(count, rows) for count in counts if count >= rows]
+        if most > _SOME_ROWS:  # no shape has fewer tokens than rows, and a few tokens beside some rows are frequent
+            fewer = [StepKey.prefill(count, _SOME_ROWS) for count in worth if _SOME_ROWS <= count < most]
+            self._by_rows = dict(sorted({**self._by_rows, _SOME_ROWS: [*fewer, *self._by_rows[most]]}.items()))
 
     def of(self, rows: int) -> list[StepKey]:
         """Return the shapes of prefills of ``rows`` rows, smallest first."""
@@ -52,7 +57,7 @@ class CapturedShapes:
 
     def all(self) -> list[StepKey]:
         """Return the shapes of prefills of any number of rows."""
-        return [*itertools.chain.from_iterable(self._by_rows.values())]
+        return [*dict.fromkeys(itertools.chain.from_iterable(self._by_rows.values()))]
 
     def anchors(self) -> list[StepKey]:
         """Return a few shapes, the most important first, in the next larger of which any other can run."""
