@@ -88,3 +88,6 @@ def test_pages_of_fp8_are_read_by_large_programs_of_any_number_of_rows() -> None
     assert all(tiling.share_equal for tiling in tilings.values())
     assert [tiling.unsplit for tiling in tilings.values()] == [3, 8, 8, 8]
     assert [tiling.programs / tiling.row_tile for tiling in tilings.values()] == [4, 2, 2, 2]
+    assert [tiling.registers for tiling in tilings.values()] == [None, None, 168, 168], "three for each multiprocessor"
+    assert choose(96, 8, 2, 64, 40_960, **H200, number_bytes=1).registers is None
+    assert choose(96, 8, 2, 128, 40_960, **H200).registers is None

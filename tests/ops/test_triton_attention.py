@@ -697,17 +697,11 @@ def test_float32_compiles_without_spilling(head_dim, tmp_path):
     assert int(stack) <= 64, "registers spill"
 
 
-@pytest.mark.drawn(most=1)
-@pytest.mark.slow
-@not_interpreted
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("left_out", ["pages alone", pytest.param("scales", marks=WHOLE), "scales and a count"])
-def test_fp8_is_read_as_it_is_and_converted(left_out, dtype, tmp_path):
-    """What is being loaded takes half of the shared memory, and is converted in registers, not byte by byte."""
+def compiled_of_fp8(tiling, absent=(), dtype="bf16", **options):
+    """The kernel over pages of fp8, two query heads for each of their kv heads; ``absent`` arguments are None."""
     from compiled_llm_ops.kernels.attention import decode as module
 
-    kernel, tiling, absent = module._decode_paged_attention, choose(8, 8, 2, 128, 40_960, **H200), FP8_CASES[left_out]
+    kernel = module._decode_paged_attention
     constants = {
         "ROWS": MAX_ROWS, "MOST": MAX_SHARES, "NEW": 1, "GQA": 2, "PADDED": 2, "HEAD": 128, "DIM": 128, "PAGE": 16,
         "BLOCK": tiling.block, "CHUNK": 16, "STAGES": tiling.stages, "CAPPED": False, "SHARE_EQUAL": tiling.share_equal,
@@ -724,7 +718,33 @@ def test_fp8_is_read_as_it_is_and_converted(left_out, dtype, tmp_path):
         **dict.fromkeys(("scale", "cap", "epsilon"), "fp32"),
     }
     types = {name: type for name, type in types.items() if name not in absent}
-    made = compiled(kernel, constants, types, tiling.warps, ("query", "pages", "row_stride"), launch_pdl=True)
+    aligned = ("query", "pages", "row_stride")
+    return compiled(kernel, constants, types, tiling.warps, aligned, launch_pdl=True, **options)
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+def test_three_programs_of_fp8_fit_a_multiprocessor(tmp_path):
+    tiling = choose(64, 8, 2, 128, 40_960, **H200, number_bytes=1)
+    made = compiled_of_fp8(tiling, maxnreg=tiling.registers)
+    found = resources_of(made.asm["cubin"], tmp_path / "cubin")
+    (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", found) for name in ("REG", "STACK"))
+    assert 3 * 32 * tiling.warps * int(registers) <= 2**16
+    assert 3 * (made.metadata.shared + 1024) <= H200["shared_memory"], "and a kilobyte for each program"
+    assert int(stack) <= 16, "registers spill"
+
+
+@pytest.mark.drawn(most=1)
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("left_out", ["pages alone", pytest.param("scales", marks=WHOLE), "scales and a count"])
+def test_fp8_is_read_as_it_is_and_converted(left_out, dtype, tmp_path):
+    """What is being loaded takes half of the shared memory, and is converted in registers, not byte by byte."""
+    absent = FP8_CASES[left_out]
+    made = compiled_of_fp8(choose(8, 8, 2, 128, 40_960, **H200), absent, dtype)
     (stack,) = re.findall(r"STACK:(\d+)", resources_of(made.asm["cubin"], tmp_path / "cubin"))
     assert int(stack) <= 16, "registers spill"
     assert made.metadata.shared <= 80 * 1024, "blocks of bfloat16 take 137 KB"

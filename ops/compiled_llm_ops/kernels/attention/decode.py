@@ -466,7 +466,9 @@ def prepare_decode(
         "NEW": new_tokens, "GQA": gqa, "PADDED": padded, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "BLOCK": tiling.block, "CHUNK": max(1, MERGED_VALUES // (padded * stored)), "STAGES": tiling.stages,
         "CAPPED": cap > 0, "SHARE_EQUAL": tiling.share_equal, "PDL": pdl, "num_warps": tiling.warps,
-        **({"launch_pdl": True} if pdl else {}), **({} if transform is None else transform.constants),
+        **({"launch_pdl": True} if pdl else {}),
+        **({"maxnreg": tiling.registers} if tiling.registers and transform is None else {}),
+        **({} if transform is None else transform.constants),
     }  # fmt: skip
     launch = functools.partial(
         _decode_paged_attention[(kv_heads, row_tiles, tiling.programs)],

@@ -29,6 +29,11 @@ EXACT_BLOCK, SMALLEST_BLOCK = 2**11, 16
 
 LARGE_PROGRAM = 160 * 1024  # bytes of shared memory that a program with large blocks needs
 
+NARROW_REGISTERS, LEAST_OF_NARROW = 168, 128
+"""Registers of a thread with which three large programs of 8 bits fit a multiprocessor, as shared memory has room for
+them; and the head size as stored from which on they suffice."""
+# The compiler takes 185 to 212 if it may, and two programs fit.
+
 MAX_LARGE = 0.75
 """Rows and kv heads for each multiprocessor up to which large programs are faster than several small ones."""
 # Measured in whole steps of Qwen3-0.6B, where 8 rows decode 6% faster with large ones, 16 rows 1% and 32 rows 3%
@@ -79,6 +84,7 @@ class AttentionTiling(NamedTuple):
     # whether rows of about equal lengths are shared as well; if not, rows are shared only so that all end at the same
     # time
     share_equal: bool = True
+    registers: int | None = None  # of a thread, at most; None for as many as the compiler likes
 
 
 def choose_attention_tiling(
@@ -122,7 +128,9 @@ def choose_attention_tiling(
     row_tile = -(-rows // -(-rows // MAX_ROWS))
     programs = row_tile * min(splits, blocks, MAX_SHARES)
     share_equal = narrow or items <= MAX_DEEP * processors
-    return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, share_equal)
+    several = narrow and values == LARGE_BLOCK and items > processors and head_dim >= LEAST_OF_NARROW
+    registers = NARROW_REGISTERS if several else None
+    return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, share_equal, registers)
 
 
 def choose_listed_tiling(
