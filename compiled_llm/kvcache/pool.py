@@ -297,6 +297,10 @@ class PagePool(OwnedNumbers):
         """Whether a page becomes available when a row that owns it gives it back."""
         return self._owners[page] == (2 if page in self._in_tree else 1)
 
+    def has_several_rows(self, page: int) -> bool:
+        """Whether rows share a page that a tree has."""
+        return self._owners[page] > 2
+
     def return_to_reserve(self, pages: Sequence[int]) -> int:
         """Turn taken pages back into promised ones, except those that other rows own; return how many."""
         with self.lock:

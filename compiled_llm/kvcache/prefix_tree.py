@@ -58,6 +58,7 @@ class PrefixTree:
         # The least recently used first, and each node before those above it, so the first one is always a leaf.
         # A node needs no list of its children: they are found by its page, which no other node has.
         self._pages: OrderedDict[_Node, int] = OrderedDict()
+        self._nodes: dict[_Above, _Node] = {}  # by their pages
         self._states: OrderedDict[_Node, int] = OrderedDict()  # the least recently used first
         self._ends: dict[_Above, list[_Node]] = {}  # those within a page, by what is above them
         self._notes: dict[_Node, object] = {}
@@ -185,7 +186,7 @@ class PrefixTree:
             above: _Above = there[-1] if there else (salt,)
             for text, page in zip(texts[len(nodes) :], pages[len(nodes) :], strict=False):
                 nodes.append((above, text))
-                self._pages[nodes[-1]] = page
+                self._pages[nodes[-1]], self._nodes[page] = page, nodes[-1]
                 if self._is_end(nodes[-1]):
                     self._ends.setdefault(above, []).append(nodes[-1])
                 above = page
@@ -227,10 +228,25 @@ class PrefixTree:
 
     def forget_oldest(self) -> int:
         """Remove the least recently used leaf and return its page, which the tree may not use any more."""
+        self._keep_shared()
         node = next(iter(self._pages))
         if (state := self._states.pop(node, None)) is not None:
             self._checked_states().uncache([state])
         return self._pop(node)
+
+    def _keep_shared(self) -> None:
+        """Count beginnings that rows share as used, up to the oldest leaf that is none."""
+        # To forget one frees no page, and the next row would compute it again.
+        moved = 0
+        while moved < len(self._pages):  # above a leaf that rows share there may be a page that none has
+            node, page = next(iter(self._pages.items()))
+            if not self._pool.has_several_rows(page):
+                return
+            path = [node]
+            while (above := path[-1][0]) in self._nodes:
+                path.append(self._nodes[above])
+            self._touch(path[::-1])
+            moved += len(path)
 
     def _pop(self, node: _Node) -> int:
         if self._is_end(node):
@@ -238,7 +254,9 @@ class PrefixTree:
             if not self._ends[node[0]]:
                 del self._ends[node[0]]
         self._notes.pop(node, None)
-        return self._pages.pop(node)
+        page = self._pages.pop(node)
+        del self._nodes[page]
+        return page
 
     def forget_state(self) -> int:
         """Remove the least recently used state that no row owns; return its entry, which the tree gives up."""
@@ -259,6 +277,7 @@ class PrefixTree:
             self._notes.clear()
             pages = list(self._pages.values())
             self._pages.clear()
+            self._nodes.clear()
             self.generation += 1
             self._pool.uncache(pages)
 

@@ -41,7 +41,7 @@ RULES: dict[str, Callable[[], Rule]] = {
 }
 FEW = (
     *("equal, short prompts, 1/4", "uniform, 1/4"),
-    *("two lengths, short prompts, 3/4", "shared beginnings, 1/2"),
+    *("two lengths, short prompts, 3/4", "geometric, 1/4"),
 )
 """Kinds that a run without ``--whole`` has: waiting costs most in some, beginning in others."""
 
@@ -80,7 +80,8 @@ def test_loads_cost_no_more_than_under_the_cheapest_rule(seed: int, whole: bool)
     for kind, of_kind in ours.items():
         assert statistics.mean(of_kind) <= 1.05, kind
     if whole and seed == 0:
-        assert not set(lines) - set(PAGE.read_text().splitlines()), "the page has other figures"
+        known = set(PAGE.read_text().splitlines())
+        assert not [line for line in lines if line not in known], "the page has other figures"
 
 
 def line_of(kind: str, by_rule: dict[str, list[list[Cost]]]) -> str:
@@ -105,14 +106,21 @@ def test_the_load_of_the_benchmark_takes_as_long_each_time(exact: bool) -> None:
     assert [cost.steps for cost in costs([load] * 2, Rule())] == ([1041, 1379] if exact else [1041, 1483])
 
 
-@pytest.mark.parametrize("kind", ["geometric, 1/4", "two lengths, exact, 1/4", "states, 1/2"])
-def test_the_scheduler_runs_as_many_steps_as_the_simulation(kind: str, seed: int) -> None:
-    """Within 2%."""
+@pytest.mark.parametrize(
+    ("kind", "within"),
+    [
+        ("geometric, 1/4", 0.02),
+        ("two lengths, exact, 1/4", 0.02),
+        ("shared beginnings, 1/2", 0.05),  # a beginning whose first chunk ends within a page may be there twice
+        ("states, 1/2", 0.02),
+    ],
+)
+def test_the_scheduler_runs_as_many_steps_as_the_simulation(kind: str, within: float, seed: int) -> None:
     load = drawn(kind, seed, count=192)
     simulated = Simulation(load, Asked(Cheaper())).run()
     scheduled = run(load, Cheaper(), seed)
     print(simulated, scheduled)
-    assert abs(scheduled.steps - simulated.steps) <= 0.02 * simulated.steps
+    assert abs(scheduled.steps - simulated.steps) <= within * simulated.steps
 
 
 @given(
@@ -172,12 +180,7 @@ def test_a_policy_is_told_what_there_is(seed: int, monkeypatch: pytest.MonkeyPat
 
 def checked(seed: int) -> None:
     """Loads under a policy that counts again what it is told; with many preemptions, one with states."""
-    one_by_one = 10 * np.arange(24)  # two at once may each have a copy of what they begin with
-    run(
-        drawn("shared beginnings, 1/2", seed, count=24)._replace(arrivals=one_by_one, pages=5000),
-        Recounted(Greedy()),
-        seed,
-    )
+    run(drawn("shared beginnings, 1/2", seed, count=24), Recounted(Greedy()), seed)
     run(drawn("uniform, 1/4", seed, count=24), Recounted(Greedy()), seed)
     run(drawn("states, 1/2", seed, count=24)._replace(states=20), Recounted(Greedy()), seed)
 

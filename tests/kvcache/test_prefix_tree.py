@@ -75,8 +75,20 @@ class NaivePool:
     def make_room(self, pages: int) -> None:
         """Evict leaf by leaf, and no more than it takes."""
         while len(self.free()) < pages:
+            self.keep_shared()
             self.evicted += 1
-            self.forget(min(self.leaves(), key=self.used_at.__getitem__))
+            self.forget(self.oldest_leaf())
+
+    def oldest_leaf(self) -> Prefix:
+        return min(self.leaves(), key=self.used_at.__getitem__)
+
+    def keep_shared(self) -> None:
+        """Count those at the end of which is a page of several rows as used, but all at most once."""
+        moved = 0
+        while moved < len(self.stored) and self.rows_with(self.stored[leaf := self.oldest_leaf()]) > 1:
+            above = [other for other in self.stored if other[0] == leaf[0] and leaf[1][: len(other[1])] == other[1]]
+            self.use(above)
+            moved += len(above)
 
     def take(self, row: Row, pages: Sequence[int]) -> None:
         assert self.free().issuperset(pages)

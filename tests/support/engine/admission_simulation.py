@@ -121,9 +121,7 @@ class SimulatedState(AdmissionState):
         simulation, load = self._simulation, self._simulation.load
         tokens = np.maximum(simulation.length[numbers], simulation.text[numbers])
         left = (load.prompts + load.max_tokens - 1)[numbers] - tokens
-        held = np.array(
-            [simulation.holders.get(group, 0) > 0 for group in simulation.groups[numbers].tolist()], dtype=bool
-        )
+        held = np.array([simulation.holders.get(group, 0) > 0 for group in load.groups[numbers].tolist()], dtype=bool)
         shared = np.where(held, load.shared // PAGE_SIZE, 0)
         return Requests(
             numbers, tokens, tokens - load.prompts[numbers], left, np.full(len(numbers), load.exact), shared
@@ -139,7 +137,6 @@ class Simulation:
         self.text = load.prompts.copy()  # what is known of a request's text when it begins
         self.length = np.zeros(count, np.int64)  # of its row
         self.promised = np.zeros(count, np.int64)  # pages
-        self.groups = load.groups.copy()  # -1 also of rows that have copies of their own
         self.lost = np.zeros(count, np.int64)  # how often its row was preempted
         self.waiting: list[int] = []
         self.running: list[int] = []
@@ -201,7 +198,7 @@ class Simulation:
 
     def _own(self, pages: Counts, rows: Counts) -> Counts:
         shared = self.load.shared // PAGE_SIZE
-        return np.maximum(0, pages - shared * (self.groups[rows] >= 0))
+        return np.maximum(0, pages - shared * (self.load.groups[rows] >= 0))
 
     @property
     def _of_groups(self) -> int:
@@ -223,13 +220,11 @@ class Simulation:
 
     def _known(self, number: int) -> int:
         """Return how many tokens of a text are in pages that its row can begin with."""
-        own, group = self._cached.get(("row", number), 0), int(self.groups[number])
+        own, group = self._cached.get(("row", number), 0), int(self.load.groups[number])
         if self.load.states is not None:
             after = self._states.get(number, 0)
             return after if own == -(-after // PAGE_SIZE) else 0
         shared = self.load.shared // PAGE_SIZE if group >= 0 else 0
-        if group < 0 <= self.load.groups[number]:
-            return 0
         if shared and not self.holders.get(group, 0) and (there := self._cached.get(("group", group), 0)) < shared:
             return there * PAGE_SIZE
         return min(int(self.text[number] - 1) // PAGE_SIZE, shared + own) * PAGE_SIZE
@@ -243,7 +238,7 @@ class Simulation:
     def _begins(self, number: int) -> bool:
         """Give a request its row, if the rule and the room allow it."""
         load = self.load
-        self.groups[number] = group = self._shares(number)
+        group = int(load.groups[number])
         if len(self.running) == MAX_NUM_SEQS:
             return False
         if load.states is not None and 2 * len(self.running) + 2 > load.states:
@@ -275,24 +270,16 @@ class Simulation:
     def _refuses(self, number: int) -> bool:
         return self.step < self._no[1] and self.load.priorities[number] >= self._no[0]
 
-    def _shares(self, number: int) -> int:
-        """Return whose pages a row shares: it computes a copy of its own while another row computes them."""
-        group, shared = int(self.load.groups[number]), self.load.shared
-        there = [self.length[other] >= shared for other in self.running if self.groups[other] == group]
-        return group if any(there) or not there else -1
-
     def _retire(self, number: int) -> None:
-        load, group, length = self.load, int(self.groups[number]), int(self.length[number])
+        load, group, length = self.load, int(self.load.groups[number]), int(self.length[number])
         self.running.remove(number)
         self._no = self._no[0], self._no[1] - SOONER
         pages, shared = length // PAGE_SIZE, 0
         if load.states is not None:
             self._states[number], pages = length, -(-length // PAGE_SIZE)
-        if load.groups[number] >= 0:
-            shared = load.shared // PAGE_SIZE
         if group >= 0:
+            shared = load.shared // PAGE_SIZE
             self.holders[group] -= 1
-        self.groups[number] = load.groups[number]
         if pages > shared:
             self._cached["row", number] = pages - shared
         if group >= 0 and not self.holders[group]:
