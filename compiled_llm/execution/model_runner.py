@@ -142,7 +142,7 @@ class ModelRunner:
             max_row_tokens=self.max_positions,
             room=room,
             shapes=shapes.all() if config.captures_on(self.device.type) else [],
-            expands=facts.expands,
+            expands=None if config.batch_invariant else facts.expands,  # decode steps absorb, so prefills do
         )
         self._planner.load()
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)

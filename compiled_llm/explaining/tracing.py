@@ -109,7 +109,8 @@ class WholePrograms(Programs):
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
         super().__init__(config, facts, device)
-        names = (PREFILL, *[PREFILL_ALONE] * bool(facts.expands), DECODE_ONE, DECODE_MANY)
+        expands = facts.expands is not None and not config.batch_invariant
+        names = (PREFILL, *[PREFILL_ALONE] * expands, DECODE_ONE, DECODE_MANY)
         self.traces = [Trace(name, self._functions[name], owner=self) for name in names]
         self._programs |= {trace.name: _whole(trace) for trace in self.traces}
 

@@ -77,7 +77,7 @@ class Latent(LayerKind):
 
     def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
         own = missing_kernel(layer.head_dim, self.rope_size, geometry.dtype) if device == "cuda" else None
-        if own is not None or device != "cuda" or chosen.decodes_by_our_own:
+        if own is not None or device != "cuda" or not self.has_plan(chosen):
             return own
         if "latents" not in chosen.backend.kernels:
             return "it has no kernels for latents (multi-head latent attention)"

@@ -87,18 +87,24 @@ LATENT = Support(
     "latents (MLA)",
     "attention layer {number} keeps latents (multi-head latent attention)",
     {
-        **_all(_NO_KERNEL, "kv_dtype", "batch_invariant", "cascade"),
+        **_all(_NO_KERNEL, "kv_dtype", "cascade"),
         **_all(_UNWRAPPED, "window", "soft_cap"),
         "variants": No("which variants do not read", "leave it out"),
-        **_all(YES, "mixed", "check_pages", "page_size", "captured_prefills", "drafts", "several_tokens", "crop"),
-        **_all(YES, "left_padding", "prefix_cache", "dynamic_cache", "static_cache"),
+        **_all(YES, "batch_invariant", "mixed", "check_pages", "page_size", "captured_prefills", "drafts"),
+        **_all(YES, "several_tokens", "crop", "left_padding", "prefix_cache", "dynamic_cache", "static_cache"),
         "backend": ASKED,
     },
 )
 CHOSEN_LATENTS = Support(
     "latents of chosen tokens (DSA)",
     f"{LATENT.what}, of which an indexer chooses",
-    {**LATENT.cells, "backend": No("which no plan knows"), "captured_prefills": UNCAPTURED, "static_cache": ORIGINAL},
+    {
+        **LATENT.cells,
+        "batch_invariant": _NO_KERNEL,
+        "backend": No("which no plan knows"),
+        "captured_prefills": UNCAPTURED,
+        "static_cache": ORIGINAL,
+    },
 )
 BLOCKS = Support(
     "chosen blocks (MiniMax-M3)",

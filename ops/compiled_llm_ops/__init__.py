@@ -32,7 +32,7 @@ from compiled_llm_ops.contracts.sampling import (
 from compiled_llm_ops.experts.fused import fused_experts
 from compiled_llm_ops.experts.linear import experts_linear
 from compiled_llm_ops.linear.chained_linear import chained_linear
-from compiled_llm_ops.linear.invariant import invariant_linear, invariant_sum
+from compiled_llm_ops.linear.invariant import invariant_bmm, invariant_linear, invariant_sum
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
@@ -85,6 +85,7 @@ __all__ = [
     "gated_delta_rule",
     "invariant_attention",
     "invariant_attention_lse",
+    "invariant_bmm",
     "invariant_linear",
     "invariant_sum",
     "latent_attention",

@@ -21,7 +21,7 @@ MERGED |= dict.fromkeys(("v_a", "v_b", "v", "merged_v"), "*bf16") | {"mask": "*i
 LATENT = dict.fromkeys(("latent", "rope", "pages"), "*bf16")
 LATENT |= dict.fromkeys(("token_rows", "token_positions", "indptr", "indices"), "*i32")
 LATENT |= {f"{name}_{of}": "i32" for name in ("latent", "rope") for of in ("stride", "step")}
-LATENT |= dict.fromkeys(("page_stride", "slot_stride"), "i32")
+LATENT |= dict.fromkeys(("page_stride", "slot_stride", "before"), "i32")
 BLOCK_TABLES = dict.fromkeys(("indptr", "indices", "last_page_len", "lengths", "starts", "table"), "*i32")
 BLOCK_TABLES |= dict.fromkeys(("rows", "width"), "i32")
 
@@ -46,6 +46,14 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
     ),
     "SwiGLU": (
         "linear.norm", "_silu_and_mul", {"product": "*bf16", "gated": "*bf16", "N": "i32"}, {"BLOCK": 1024, "PDL": True}
+    ),
+    "heads": (
+        "linear.invariant", "_invariant_bmm",
+        dict.fromkeys(("x", "w", "y"), "*bf16") | dict.fromkeys(
+            ("M", "row_stride", "head_stride", "input_stride", "weight_head_stride", "weight_input_stride",
+             "weight_output_stride"), "i32"
+        ),
+        {"N": 128, "K": 512, "ROWS": 64, "OUTPUTS": 64, "INPUTS": 64},
     ),
     "sums": (
         "linear.invariant", "_invariant_sum", {"values": "*bf16", "sums": "*bf16"}, {"INPUTS": 3000, "BLOCK": 1024}

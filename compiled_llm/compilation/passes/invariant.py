@@ -16,6 +16,7 @@ from compiled_llm.compilation.passes.products import rule_files
 
 _aten = torch.ops.aten
 _LINEAR = torch.ops.compiled_llm.invariant_linear.default
+_BMM = torch.ops.compiled_llm.invariant_bmm.default
 _SUM = torch.ops.compiled_llm.invariant_sum.default
 
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution"})
@@ -36,6 +37,8 @@ class InvariantProducts:
                 node.update_kwarg("invariant", True)
         for node in graph.find_nodes(op="call_function", target=nn.functional.linear):
             _replace(graph, node, *_in_order(node, "input", "weight", "bias"))
+        for node in graph.find_nodes(op="call_function", target=torch.bmm):  # the halves of a latent's projection
+            node.target = _BMM
         for node in graph.find_nodes(op="call_function", target=torch.addmm):  # the linear layers of GPT-2
             if set(node.kwargs) <= {"input", "mat1", "mat2"}:
                 bias, rows, transposed = _in_order(node, "input", "mat1", "mat2")

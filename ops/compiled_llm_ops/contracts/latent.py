@@ -29,6 +29,7 @@ class LatentAttention(NamedTuple):
     indices: Tensor
     scale: float
     chosen: Tensor | None = None
+    invariant: bool = False
 
 
 class PlannedLatentAttention(NamedTuple):
@@ -69,3 +70,4 @@ class LatentDecode(NamedTuple):
     scale: float
     overlap: bool = False
     chosen: Tensor | None = None
+    invariant: bool = False

@@ -50,5 +50,10 @@ class InvariantLinear(NamedTuple):
     overlap: bool = False
 
 
+class InvariantBmm(NamedTuple):
+    rows: Tensor
+    matrices: Tensor
+
+
 class InvariantSum(NamedTuple):
     values: Tensor

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.linear import InvariantLinear, InvariantSum
+from compiled_llm_ops.contracts.linear import InvariantBmm, InvariantLinear, InvariantSum
 from compiled_llm_ops.library import define_op, kernel_of
 
 CPU_ROWS = 16  # rows that a CPU multiplies at a time; what is missing is filled up
@@ -38,6 +38,27 @@ def invariant_linear(args: InvariantLinear) -> Tensor:
         number of threads may give other bits.
     """
     return args.rows.new_empty((*args.rows.shape[:-1], args.weight.shape[0]))
+
+
+@define_op(InvariantBmm)
+def invariant_bmm(args: InvariantBmm) -> Tensor:
+    """``torch.bmm`` in which the bits of a row of results depend on its row and its matrix alone.
+
+    Args:
+        rows: ``[H, M, I]``, any strides.
+        matrices: ``[H, I, O]`` of the same dtype, any strides.
+
+    Returns:
+        ``[H, M, O]``, contiguous, of the same dtype.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or CUDA has no kernel for the dtype.
+
+    Source:
+        As ``invariant_linear``, with one tiling for all numbers of rows on CUDA.
+    """
+    (heads, count, _), outputs = args.rows.shape, args.matrices.shape[2]
+    return args.rows.new_empty((heads, count, outputs))
 
 
 @define_op(InvariantSum)
@@ -112,6 +133,36 @@ def _cuda(args: InvariantLinear) -> Tensor:
     with torch.cuda.device(rows.device):  # Triton launches on the current one
         out = multiply(flat, weight, None if bias is None else bias.contiguous(), tiling, pdl)
     return out.view(*rows.shape[:-1], len(weight))
+
+
+def _check_bmm(args: InvariantBmm) -> None:
+    rows, matrices = args
+    if rows.dim() != 3 or matrices.dim() != 3 or rows.shape[::2] != matrices.shape[:2] or rows.dtype != matrices.dtype:
+        raise ValueError(
+            "invariant_bmm: rows must be [H, M, I] and matrices [H, I, O] of one dtype; got "
+            f"{tuple(rows.shape)} {rows.dtype} and {tuple(matrices.shape)} {matrices.dtype}"
+        )
+
+
+@kernel_of(invariant_bmm, "CPU")
+def _bmm_on_cpu(args: InvariantBmm) -> Tensor:
+    _check_bmm(args)
+    heads, count, _ = args.rows.shape
+    out = args.rows.new_empty((heads, count, args.matrices.shape[2]))
+    for rows, matrix, own in zip(args.rows, args.matrices, out, strict=True):
+        for number, block in enumerate(_in_blocks(rows)):
+            place = own[number * CPU_ROWS : (number + 1) * CPU_ROWS]
+            place.copy_(torch.mm(block, matrix)[: len(place)])
+    return out
+
+
+@kernel_of(invariant_bmm, "CUDA")
+def _bmm_on_cuda(args: InvariantBmm) -> Tensor:
+    from compiled_llm_ops.kernels.linear.invariant import multiply_each
+
+    _check_bmm(args)
+    with torch.cuda.device(args.rows.device):  # Triton launches on the current one
+        return multiply_each(args.rows, args.matrices)
 
 
 def _check_sum(args: InvariantSum) -> None:

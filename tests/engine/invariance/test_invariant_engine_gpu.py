@@ -19,9 +19,10 @@ from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm_ops import top_logprobs
 from support.engine.invariant_answers import Asked, answers_of, check_forwards, some_requests
-from support.engine.invariant_kinds import FAMILIES as RECURRENT_SIZES, WHOLE
+from support.engine.invariant_kinds import FAMILIES as RECURRENT_SIZES, KINDS, LATENTS, WHOLE
 from support.execution.twins import OPTIONS, SMALL, random_model, small_qwen3
 from support.huggingface.recurrent_families import CONFIGS, RECURRENT
+from support.latent_models import LATENT
 from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.gpu
@@ -44,8 +45,24 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+def _latents(seed: int) -> Any:
+    sizes = {
+        **LATENT,
+        **LATENTS,
+        "kv_lora_rank": 64,
+        "vocab_size": SMALL["vocab_size"],
+        "max_position_embeddings": 2048,
+    }
+    return random_model(transformers.DeepseekV3Config(**sizes), seed)
+
+
 OTHER_KINDS: dict[str, Callable[[int], Any]] = {
-    family: functools.partial(_recurrent, family) for family in ("Qwen3_5", "FalconH1", "Lfm2") if family in RECURRENT
+    **{
+        family: functools.partial(_recurrent, family)
+        for family in ("Qwen3_5", "FalconH1", "Lfm2")
+        if family in RECURRENT
+    },
+    **({"latents": _latents} if "latents" in KINDS else {}),
 }
 """Models whose layers are not all attention over all keys."""
 

@@ -1,4 +1,4 @@
-"""`batch_invariant=True` over recurrent layers: a row's state is that of its tokens, whoever computed them, and how."""
+"""`batch_invariant=True` over recurrent layers and latents: a row's bits are those of its tokens, however computed."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from compiled_llm_ops import invariant_linear, invariant_sum
+from compiled_llm_ops import invariant_bmm, invariant_linear, invariant_sum
 from support.gpu import DTYPES, by_dtype, needs_cuda, seeded
 from support.ops.invariant_rows import InvariantRows, Span
 
@@ -67,6 +67,22 @@ def test_rows_are_multiplied_with_the_same_bits_in_any_batch(outputs, inputs, dt
         for count in (1, 1, 2, 3, 16, 63, 64, 65, 127, 256, 1000):
             places = rng.sample(range(1100), count)
             assert torch.equal(invariant_linear(rows[places], weight, own), whole[places]), count
+
+
+@seeded
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(16, 512, 128), (128, 128, 512), (40, 72, 100)])
+def test_rows_of_heads_are_multiplied_with_the_same_bits_in_any_batch(heads, outputs, inputs, dtype, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    rows = torch.randn(300, heads, inputs + 8, device="cuda", generator=generator).to(dtype)[..., :inputs]
+    matrices = torch.randn(heads, inputs, outputs, device="cuda", generator=generator).to(dtype)
+    whole = invariant_bmm(rows.transpose(0, 1), matrices)
+    expected = rows.transpose(0, 1).double() @ matrices.double()
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-2, atol=1e-3 if dtype == torch.float32 else 0.1)
+    rng = random.Random(seed)
+    for count in (1, 1, 2, 16, 65, 256):
+        places = rng.sample(range(300), count)
+        assert torch.equal(invariant_bmm(rows[places].transpose(0, 1), matrices), whole[:, places]), count
 
 
 @seeded

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from compiled_llm_ops import invariant_linear, invariant_sum
+from compiled_llm_ops import invariant_bmm, invariant_linear, invariant_sum
 from compiled_llm_ops.linear.invariant import CPU_ROWS
 
 pytestmark = pytest.mark.core
@@ -30,6 +30,22 @@ def test_rows_are_multiplied(outputs, inputs, dtype, has_bias, seed):
     assert (out.dtype, out.is_contiguous()) == (dtype, True)
     strided = invariant_linear(rows.transpose(0, 2).contiguous().transpose(0, 2), weight.T.contiguous().T, bias)
     torch.testing.assert_close(strided, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "outputs", "inputs"), [(1, 7, 5), (3, 64, 33), (5, 96, 96)])
+def test_rows_of_heads_have_the_same_bits_in_any_batch(heads, outputs, inputs, dtype, seed):
+    rows, matrices = torch.randn(40, heads, inputs).to(dtype).transpose(0, 1), torch.randn(heads, inputs, outputs)
+    matrices = (matrices * inputs**-0.5).to(dtype)
+    whole = invariant_bmm(rows, matrices)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(whole.double(), rows.double() @ matrices.double(), rtol=tolerance, atol=tolerance)
+    assert (whole.dtype, whole.is_contiguous()) == (dtype, True)
+    rng = random.Random(seed)
+    for count in (1, 2, CPU_ROWS, CPU_ROWS + 1, 33):
+        places = rng.sample(range(40), count)
+        assert torch.equal(invariant_bmm(rows[:, places], matrices), whole[:, places])
+    torch.testing.assert_close(invariant_bmm(rows, matrices.mT.contiguous().mT), whole)
 
 
 PLACED = [

@@ -120,6 +120,18 @@ def test_rows_are_multiplied_with_the_same_bits_in_any_batch(outputs, inputs, dt
 
 
 @interpreted
+@pytest.mark.parametrize("dtype", [torch.half, torch.float32], ids=str)
+def test_rows_of_heads_are_multiplied_with_the_same_bits_in_any_batch(dtype, seed):
+    from compiled_llm_ops.kernels.linear.invariant import multiply_each
+
+    rows, matrices = torch.randn(70, 3, 48).to(dtype).transpose(0, 1), torch.randn(3, 100, 48).to(dtype).mT
+    whole = multiply_each(rows, matrices)
+    torch.testing.assert_close(whole.double(), rows.double() @ matrices.double(), rtol=2e-3, atol=2e-2)
+    for places in ([3], [69, 0], random.Random(seed).sample(range(70), 65)):
+        assert torch.equal(multiply_each(rows[:, places], matrices), whole[:, places])
+
+
+@interpreted
 @pytest.mark.parametrize("number", range(len(TILES)))
 def test_each_tiling_multiplies(number, seed):
     """Whether they have equal bits, a GPU's tensor cores decide."""

@@ -22,7 +22,7 @@ from compiled_llm_ops import (
 from compiled_llm_ops.backends import backend_named
 from compiled_llm_ops.kernels.pdl import has_pdl
 from support.gpu import captured
-from support.ops.latent_rows import MIXES, RAGGED, LatentRows, RaggedRows
+from support.ops.latent_rows import MIXES, RAGGED, LatentRows, RaggedRows, check_any_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +41,15 @@ def compare(rows: LatentRows, out: torch.Tensor, lse: torch.Tensor) -> None:
     print("queries that differ:", wrong.nonzero().flatten().tolist(), "of rows with tokens:", rows.lengths)
     torch.testing.assert_close(out.float(), expected, **CLOSE)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("heads", "rank", "size"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_invariant_bits_depend_on_a_rows_tokens_alone(heads, rank, size, dtype, seed):
+    lengths = [300, 1, 64, 33, 129]
+    rows = rows_of(lengths, lengths, heads=heads, rank=rank, size=size, dtype=dtype, seed=seed)
+    ops = (lambda args: latent_attention_lse(*args)), (lambda args: latent_decode_lse(*args))
+    check_any_batch(rows, *ops, seed, times=20)
 
 
 @pytest.mark.parametrize(("heads", "rank", "size"), SIZES)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from compiled_llm_ops import append_latent, latent_attention, latent_attention_lse, latent_decode, latent_decode_lse
 from compiled_llm_ops.attention.latent import plain
 from support.ops.interpreting import needs_triton
-from support.ops.latent_rows import MIXES, LatentRows
+from support.ops.latent_rows import MIXES, LatentRows, check_any_batch
 
 pytestmark = pytest.mark.core
 
@@ -46,6 +46,21 @@ def _compare(rows: LatentRows, out: torch.Tensor, with_lse: torch.Tensor, lse: t
 @pytest.mark.parametrize("mix", MIXES)
 def test_latent_attention_equals_dense_attention(mix, dtype, seed):
     check(LatentRows(*MIXES[mix], dtype=dtype, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("heads", "rank", "size"), [(4, 32, 16), (20, 5, 3)])
+def test_invariant_bits_depend_on_a_rows_tokens_alone(heads, rank, size, dtype, seed):
+    lengths = [70, 3, 1, 64, 129]
+    rows = LatentRows(lengths, lengths, heads=heads, rank=rank, size=size, dtype=dtype, seed=seed)
+    ops = (lambda args: latent_attention_lse(*args)), (lambda args: latent_decode_lse(*args))
+    check_any_batch(rows, *ops, seed)
+
+
+def test_invariant_is_for_all_tokens():
+    args = LatentRows([9], [2], chosen=5).arguments()._replace(invariant=True)
+    with pytest.raises(ValueError, match=r"^latent_attention: invariant must be False with chosen"):
+        latent_attention(*args)
 
 
 @pytest.mark.parametrize(("heads", "rank", "size"), [(1, 8, 2), (20, 5, 3), (7, 64, 8)])

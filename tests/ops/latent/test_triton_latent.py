@@ -24,7 +24,7 @@ from compiled_llm_ops.kernels.latent.latent_tiling import (
 from compiled_llm_ops.kernels.latent.step import check_kernel
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
-from support.ops.latent_rows import MIXES, LatentRows
+from support.ops.latent_rows import MIXES, LatentRows, check_any_batch
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -115,6 +115,23 @@ def test_blocks_of_whole_pages_and_of_parts(page_size, seed):
 @pytest.mark.parametrize("heads", [1, 3, 16, 32, 70], ids="heads={}".format)
 def test_packed_queries(mix, heads, seed):
     check_packed(rows_of(*MIXES[mix], heads=heads, seed=seed))
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [4, 20])
+def test_invariant_bits_depend_on_a_rows_tokens_alone(heads, seed):
+    """One kernel serves all batches; whether its compiler keeps to one order is seen on a GPU."""
+    from compiled_llm_ops.kernels.latent.attention import attend, attend_newest
+
+    def with_lse(launch):
+        def launched(args):
+            lse = torch.full(args.query_latent.shape[:2], torch.nan)
+            return launch(args, lse), lse
+
+        return launched
+
+    rows = rows_of([17, 3, 70], [17, 3, 70], heads=heads, seed=seed)
+    check_any_batch(rows, with_lse(attend), with_lse(attend_newest), seed, times=2)
 
 
 @pytest.mark.drawn

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from support.huggingface.recurrent_families import RECURRENT, recurrent_model
+from support.latent_models import WITHOUT_EXPERTS, latent_model
 
 WHOLE: dict[str, Any] = {
     "hidden_size": 64,
@@ -41,10 +43,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Families with recurrent layers whose models multiply by linear layers alone."""
 
 
+LATENTS: dict[str, Any] = {
+    **WITHOUT_EXPERTS,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+
+
 def _recurrent(family: str) -> Callable[[int], PreTrainedModel]:
     return lambda seed: recurrent_model(family, seed, **{**WHOLE, **FAMILIES[family]})
 
 
+def _latents(seed: int) -> PreTrainedModel:
+    return latent_model(seed=seed, **LATENTS)
+
+
 KINDS: dict[str, Callable[[int], PreTrainedModel]] = {
-    family: _recurrent(family) for family in FAMILIES if family in RECURRENT
+    **{family: _recurrent(family) for family in FAMILIES if family in RECURRENT},
+    **({"latents": _latents} if hasattr(DeepseekV3Attention, "expand_kv") else {}),
 }

@@ -7,8 +7,9 @@ rotated part, P pages, S page size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,6 +161,39 @@ class LatentRows:
             outs.append(torch.softmax(logits, -1) @ keys[:, : self.rank])
             lses.append(torch.logsumexp(logits, -1) / math.log(2))
         return torch.stack(outs), torch.stack(lses)
+
+
+Attend = Callable[[Any], tuple[Tensor, Tensor]]
+
+
+def check_any_batch(rows: LatentRows, attend: Attend, decode: Attend, seed: int, times: int = 4) -> None:
+    """Tokens of rows that are all new have the bits of each row alone: any of them, in any batch, in decode, too."""
+    args, chance = rows.arguments()._replace(invariant=True), Random(seed)
+    begins = [sum(rows.lengths[:row]) for row in range(len(rows.lengths))]
+
+    def some(numbers: Sequence[int]) -> LatentAttention:
+        at = torch.tensor(numbers, device=args.pages.device)
+        return args._replace(**{name: getattr(args, name)[at] for name in args._fields[:2] + args._fields[3:5]})
+
+    alone = [attend(some(range(begin, begin + count))) for begin, count in zip(begins, rows.lengths, strict=True)]
+    wanted = [torch.cat(own) for own in zip(*alone, strict=True)]
+    torch.testing.assert_close(wanted[0].float(), rows.expected()[0], rtol=2e-2, atol=1e-2)
+    for _ in range(times):
+        spans = []
+        for row in chance.sample(range(len(begins)), chance.randint(1, len(begins))):
+            start = chance.randrange(rows.lengths[row])
+            spans.append(range(begins[row] + start, begins[row] + chance.randint(start, rows.lengths[row] - 1) + 1))
+        numbers = [number for span in spans for number in span]
+        newest = [span[-1] for span in spans]
+        given, (row, position) = some(newest), (places[newest] for places in rows.places)
+        states = rows.newest[0][newest], rows.newest[1][newest]
+        table = rows.indptr[row.long()], position + 1, rows.indices
+        pages = args.pages.clone()
+        decoded = decode(LatentDecode(*given[:2], *states, pages, *table, rows.scale, False, None, True))
+        assert torch.equal(pages.nan_to_num(9.0), args.pages.nan_to_num(9.0)), "what is written was there already"
+        for found, own in ((attend(some(numbers)), numbers), (decoded, newest)):
+            for result, whole in zip(found, wanted, strict=True):
+                assert torch.equal(result, whole[own]), own
 
 
 MIXES = {

@@ -338,6 +338,13 @@ def invariant_linear_cases() -> list[tuple[Any, ...]]:
     return [*cases, (torch.randn(5, 3).T, torch.randn(5, 7).T), (torch.randn(3, 5).bfloat16(), weight.bfloat16())]
 
 
+def invariant_bmm_cases() -> list[tuple[Any, ...]]:
+    return [
+        (torch.randn(3, 1, 5), torch.randn(3, 5, 7)),
+        (torch.randn(17, 2, 5).transpose(0, 1), torch.randn(2, 7, 5).mT),
+    ]
+
+
 def invariant_sum_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(7),), (torch.randn(2, 17, 5),), (torch.randn(9, 4).T.bfloat16(),)]
 
@@ -377,7 +384,8 @@ def append_latent_cases() -> list[tuple[Any, ...]]:
 
 def latent_cases() -> list[tuple[Any, ...]]:
     rows = [LatentRows(*mix, seed=2, chosen=chosen) for mix in LATENT_MIXES.values() for chosen in (None, 5)]
-    return [_finite(own.arguments()) for own in rows]
+    made = [own.arguments() for own in rows]
+    return [_finite(own) for own in (*made, made[0]._replace(invariant=True))]
 
 
 def planned_latent_cases() -> list[tuple[Any, ...]]:
@@ -387,7 +395,8 @@ def planned_latent_cases() -> list[tuple[Any, ...]]:
 
 def latent_decode_cases() -> list[tuple[Any, ...]]:
     rows = [LatentRows(lengths, seed=3, chosen=chosen) for lengths in ([1, 4, 5], [0, 9]) for chosen in (None, 5)]
-    return [_finite(own.decode_arguments()) for own in rows]
+    made = [own.decode_arguments() for own in rows]
+    return [_finite(own) for own in (*made, made[0]._replace(invariant=True))]
 
 
 def ragged_cases() -> list[tuple[Any, ...]]:
@@ -453,6 +462,7 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "gated_delta_rule": delta_rule_cases,
     "invariant_attention": decode_cases,
     "invariant_attention_lse": decode_cases,
+    "invariant_bmm": invariant_bmm_cases,
     "invariant_linear": invariant_linear_cases,
     "invariant_sum": invariant_sum_cases,
     "latent_attention": latent_cases,

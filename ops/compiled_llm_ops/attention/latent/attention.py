@@ -38,6 +38,8 @@ def latent_attention(args: LatentAttention) -> Tensor:
         chosen: ``[T, n]`` int32, any strides, n from 1 to P * S: the tokens of its row that each query reads, as
             positions, each once, in any order, and -1 for none; tokens after its own are left out, too. None to read
             all.
+        invariant: whether a token's bits depend on the tokens of its row alone, not on the rest of the batch, nor on
+            how many of them are computed at a time; they are those of ``latent_decode`` with it. Not with ``chosen``.
 
     Returns:
         ``[T, H, R]``, contiguous, of the queries' dtype; zeros for a token that sees no key.

@@ -41,6 +41,9 @@ def latent_decode(args: LatentDecode) -> Tensor:
             then.
         chosen: ``[B, n]`` int32, any strides, n from 1 to P * S: the tokens of its row that each query reads, as of
             ``latent_attention``; the newest one only if it is listed. None to read all.
+        invariant: whether a token's bits depend on the tokens of its row alone, not on the rest of the batch, nor on
+            how many of them are computed at a time; they are those of ``latent_attention`` with it. Not with
+            ``chosen``.
 
     Returns:
         ``[B, H, R]``, contiguous, of the queries' dtype; zeros for a row without tokens.
@@ -102,9 +105,14 @@ def _cuda(args: LatentDecode, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
 
     _check(args)
     (rows, heads, rank), device = args.query_latent.shape, args.query_latent.device
+    lse = new_lse(args.query_latent) if wants_lse else None
+    if args.invariant:
+        from compiled_llm_ops.kernels.latent.attention import attend_newest
+
+        with torch.cuda.device(device):
+            return attend_newest(args, lse), lse
     # Nothing that changes from step to step: a captured launch is replayed with rows of other lengths.
     max_keys = args.indices.shape[0] * args.pages.shape[1] if args.chosen is None else args.chosen.shape[1]
     tiling = choose_decode_tiling(rows, heads, rank, max_keys, device_of(device).processors, reads_by_hand(args))
-    lse = new_lse(args.query_latent) if wants_lse else None
     with torch.cuda.device(device):  # Triton launches on the current one
         return decode(args, lse, tiling=tiling, pdl=args.overlap and has_pdl(device)), lse

@@ -15,6 +15,8 @@ from compiled_llm_ops.contracts.latent import LatentAttention, LatentDecode, Pla
 
 Queries = LatentAttention | LatentDecode | PlannedLatentAttention  # arguments with absorbed queries
 
+BLOCK = 64  # keys of a block in the order of sums that does not depend on the batch
+
 LOGITS_AT_ONCE = 2**22  # so many are computed at a time: those of a long prompt of 128 heads would not fit in memory
 
 
@@ -39,6 +41,8 @@ def check_latent_queries(op: str, args: Queries) -> None:
     check_latents(op, latent, rope, args.pages)
     if not isinstance(args, PlannedLatentAttention) and args.chosen is not None:
         _check_chosen(op, args.chosen, len(latent), args.pages)
+        if args.invariant:
+            raise ValueError(f"{op}: invariant must be False with chosen, whose order may be any")
 
 
 def _check_chosen(op: str, chosen: Tensor, tokens: int, pages: Tensor) -> None:
@@ -105,6 +109,29 @@ def _weighted(logits: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
     return torch.matmul(weights, latents), lse / math.log(2)
 
 
+def _attend_one_by_one(
+    query: Tensor, cached: Tensor, positions: list[int], rank: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """``attend`` by products of the same shapes for each query: over blocks of keys that begin at fixed positions."""
+    dtype = torch.promote_types(cached.dtype, torch.float32)
+    blocks = torch.nn.functional.pad(cached.to(dtype), (0, 0, 0, -len(cached) % BLOCK)).split(BLOCK)
+    out, lse = query.new_zeros((*query.shape[:2], rank)), query.new_full(query.shape[:2], -math.inf, dtype=dtype)
+    for number, (states, last) in enumerate(zip(query, positions, strict=True)):
+        if last < 0:
+            continue
+        own, seen = states.to(dtype, copy=True), blocks[: last // BLOCK + 1]
+        logits = [torch.mm(own, keys.T) * scale for keys in seen]
+        logits[-1][:, last % BLOCK + 1 :] = -math.inf
+        largest = torch.stack([part.amax(-1, keepdim=True) for part in logits]).amax(0)
+        total, result = torch.zeros_like(largest), own.new_zeros((len(own), rank))
+        for part, keys in zip(logits, seen, strict=True):
+            weights = torch.exp(part - largest)
+            total += weights.sum(-1, keepdim=True)
+            result += torch.mm(weights, keys[:, :rank])
+        out[number], lse[number] = (result / total).to(out.dtype), ((largest + torch.log(total)) / math.log(2))[:, 0]
+    return out, lse
+
+
 def attend_in_pages(args: Queries, rows: list[tuple[slice, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return ``[T, H, R]`` of the queries' dtype, and ``[T, H]`` float32, the log-sum-exp in base 2."""
     # Each of ``rows`` has its queries as a slice, their positions ``[Q]``, and the numbers of its pages.
@@ -113,6 +140,9 @@ def attend_in_pages(args: Queries, rows: list[tuple[slice, Tensor, Tensor]]) -> 
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
     for tokens, positions, numbers in rows:
         cached = args.pages[numbers.long()].flatten(0, 1)[: int(positions.max()) + 1]
+        if not isinstance(args, PlannedLatentAttention) and args.invariant:
+            out[tokens], lse[tokens] = _attend_one_by_one(query[tokens], cached, positions.tolist(), rank, args.scale)
+            continue
         chosen = None if isinstance(args, PlannedLatentAttention) or args.chosen is None else args.chosen[tokens]
         own, own_lse = attend(query[tokens], cached, positions, rank, args.scale, chosen)
         out[tokens], lse[tokens] = own.to(out.dtype), own_lse.float()

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.contracts.latent import LatentAttention
+from compiled_llm_ops.contracts.latent import AppendLatent, LatentAttention, LatentDecode
+from compiled_llm_ops.kernels.latent.append import append
 from compiled_llm_ops.kernels.latent.latent_tiling import STAGES, query_tile
 from compiled_llm_ops.kernels.latent.step import (
     attend_block,
@@ -31,24 +32,25 @@ from compiled_llm_ops.kernels.latent.step import (
 MOST_TOKENS = 4  # tokens of a program, at most: with 16 heads they fill a tile
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "listed"])
+@triton.jit(do_not_specialize=["tokens", "heads", "listed", "each", "before"])
 def _latent_attention(
     query_latent, query_rope, pages, token_rows, token_positions, indptr, indices, chosen, out, lse,
-    token_stride, head_stride, rope_token_stride, rope_head_stride, tokens, heads, listed, scale,
+    token_stride, head_stride, rope_token_stride, rope_head_stride, tokens, heads, listed, scale, each, before,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend with some tokens and heads. Axes of the grid: tiles of heads, tiles of tokens."""
+    # A program has ``each`` tokens, TOKENS at most, which are ``before`` ``token_positions``.
     # A query of another row sees none of the keys of a row, and keeps what it has. Where keys are ``chosen`` ``[T,
     # n]``, n of them ``listed``, a program has one token.
     offs_q, offs_n = tl.arange(0, TOKENS * HEADS), tl.arange(0, BLOCK)
     offs_r, offs_e = tl.arange(0, RANK), tl.arange(0, ROPE)
-    token = (tl.program_id(1) * TOKENS + offs_q // HEADS).to(tl.int64)
+    token = (tl.program_id(1) * each + offs_q // HEADS).to(tl.int64)
     head = tl.program_id(0) * HEADS + offs_q % HEADS
-    known = token < tokens
+    known = (token < tokens) & (offs_q // HEADS < each)
     mask = known & (head < heads)
     row = tl.load(token_rows + token, mask=known, other=-1)
-    own = tl.load(token_positions + token, mask=known, other=-1)
+    own = tl.where(known, tl.load(token_positions + token, mask=known, other=0) - before, -1)
     q_ptrs = query_latent + (token * token_stride + head * head_stride)[:, None] + offs_r[None, :]
     q = tl.load(q_ptrs, mask=mask[:, None], other=0.0)
     rope_ptrs = query_rope + (token * rope_token_stride + head * rope_head_stride)[:, None] + offs_e[None, :]
@@ -84,9 +86,31 @@ def _latent_attention(
         tl.store(lse + item, largest + tl.log2(total), mask=mask)
 
 
-def attend(args: LatentAttention, lse: Tensor | None) -> Tensor:
+# One kernel for all batches. Other strides and addresses would make others of it, which may add in another order.
+_invariant_latent_attention = triton.jit(
+    do_not_specialize=[
+        *("tokens", "heads", "listed", "each", "before"),
+        *("token_stride", "head_stride", "rope_token_stride", "rope_head_stride"),
+    ],
+    do_not_specialize_on_alignment=[
+        *("query_latent", "query_rope", "token_rows", "token_positions", "indptr", "indices"),
+    ],
+)(_latent_attention.fn)
+
+
+def attend_newest(args: LatentDecode, lse: Tensor | None) -> Tensor:
+    """Launch what ``latent_decode`` does with ``invariant``, whose bits are those of ``attend``."""
+    rows = torch.arange(len(args.query_latent), dtype=torch.int32, device=args.query_latent.device)
+    table = (rows, args.lengths, args.starts, args.indices)
+    append(AppendLatent(args.latent, args.rope, args.pages, *table), before=1)
+    given = LatentAttention(args.query_latent, args.query_rope, args.pages, *table, args.scale, None, True)
+    return attend(given, lse, before=1)
+
+
+def attend(args: LatentAttention, lse: Tensor | None, before: int = 0) -> Tensor:
     """Launch attention of packed queries: ``[T, H, R]``, and ``lse`` ``[T, H]`` float32, in base 2, if any."""
-    # ValueError if there is no kernel for these sizes or dtypes, or the pages are not contiguous.
+    # Tokens are so many ``before`` ``token_positions``, of one row each if any. ValueError if there is no kernel for
+    # these sizes or dtypes, or the pages are not contiguous.
     check_kernel("latent_attention", args)
     query, query_rope = map(inner_contiguous, args[:2])
     (tokens, heads, rank), size, page_size = query.shape, query_rope.shape[2], args.pages.shape[1]
@@ -94,10 +118,13 @@ def attend(args: LatentAttention, lse: Tensor | None) -> Tensor:
     if out.numel():
         chosen = None if args.chosen is None else args.chosen.contiguous()
         tile = query_tile(heads, rank, MOST_TOKENS if chosen is None else 1)
-        _latent_attention[(-(-heads // tile.heads), -(-tokens // tile.tokens))](
+        each = 1 if before else tile.tokens
+        kernel = _invariant_latent_attention if args.invariant else _latent_attention
+        kernel[(-(-heads // tile.heads), -(-tokens // each))](
             query, query_rope, *args[2:7], chosen, out, lse, *query.stride()[:2], *query_rope.stride()[:2], tokens,
-            heads, 0 if chosen is None else chosen.shape[1], args.scale * math.log2(math.e),
+            heads, 0 if chosen is None else chosen.shape[1], args.scale * math.log2(math.e), each, before,
             HEADS=tile.heads, TOKENS=tile.tokens, RANK=rank, ROPE=size, PAGE=page_size,
             BLOCK=tile.block, STAGES=STAGES, num_warps=tile.warps,
+            enable_fp_fusion=not args.invariant,
         )  # fmt: skip
     return out

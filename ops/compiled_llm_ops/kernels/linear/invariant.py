@@ -15,7 +15,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compiled_llm_ops.kernels.linear.invariant_tiling import GROUPED, SUMMED, InvariantLinearTiling
+from compiled_llm_ops.kernels.linear.invariant_tiling import (
+    GROUPED,
+    HEADS_TILE,
+    HEADS_TILE_OF_FLOAT32,
+    SUMMED,
+    InvariantLinearTiling,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -94,6 +100,48 @@ def multiply(
         STAGES=tiling.stages, GROUPED=GROUPED, DESCRIBED=described(weight), SWAPPED=tiling.swapped, PDL=pdl,
         num_warps=tiling.warps, enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+    return y
+
+
+# One kernel for all batches: neither strides nor addresses that come with a batch make another one of it.
+@triton.jit(do_not_specialize=["M", "row_stride"], do_not_specialize_on_alignment=["x"])
+def _invariant_bmm(
+    x, w, y, M, row_stride, head_stride, input_stride, weight_head_stride, weight_input_stride, weight_output_stride,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Multiply ROWS rows of a head with OUTPUTS columns of its matrix, over all inputs in ascending order."""
+    head = tl.program_id(2).to(tl.int64)
+    offs_m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    offs_n, offs_k = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
+    own_x = x + head * head_stride + offs_m.to(tl.int64)[:, None] * row_stride
+    own_w = w + head * weight_head_stride + offs_n[None, :] * weight_output_stride
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for k in tl.range(0, K, INPUTS):
+        at = k + offs_k
+        rows = tl.load(own_x + at[None, :] * input_stride, mask=(offs_m < M)[:, None] & (at < K)[None, :], other=0.0)
+        matrix = own_w + at[:, None] * weight_input_stride
+        weight = tl.load(matrix, mask=(at < K)[:, None] & (offs_n < N)[None, :], other=0.0)
+        total = tl.dot(rows, weight, total, input_precision="ieee")
+    out = y + (head * M + offs_m.to(tl.int64)[:, None]) * N + offs_n[None, :]
+    tl.store(out, total.to(y.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+
+
+def multiply_each(rows: Tensor, matrices: Tensor) -> Tensor:
+    """Return ``rows[h] @ matrices[h]`` of each head, ``[H, M, N]``, contiguous; ValueError for other dtypes."""
+    if rows.dtype not in DTYPES:
+        raise ValueError(
+            f"invariant_bmm: no kernel for {rows.dtype} on CUDA; use torch.bfloat16, torch.float16 or torch.float32"
+        )
+    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    (heads, m, k), n = rows.shape, matrices.shape[2]
+    y = rows.new_empty(heads, m, n)
+    tile = HEADS_TILE if rows.element_size() == 2 else HEADS_TILE_OF_FLOAT32
+    if y.numel():
+        _invariant_bmm[(-(-n // tile.outputs), -(-m // tile.rows), heads)](
+            rows, matrices, y, m, rows.stride(1), rows.stride(0), rows.stride(2), *matrices.stride(), N=n, K=k,
+            ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, num_warps=tile.warps, num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return y
 
 

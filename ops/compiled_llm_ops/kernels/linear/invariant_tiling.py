@@ -66,6 +66,9 @@ TILES = (
 )
 """Those for Hopper, the largest first."""
 
+HEADS_TILE, HEADS_TILE_OF_FLOAT32 = InvariantLinearTiling(64, 64, 64, 3, 4), InvariantLinearTiling(16, 32, 32, 2, 4)
+"""Those of ``invariant_bmm``, for any number of rows; not measured yet."""
+
 PRODUCTS, NUMBERS = 1400, 32
 """What a multiprocessor multiplies, and reads from the cache, in about the same time."""
 
