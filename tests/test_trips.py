@@ -120,10 +120,14 @@ def test_a_captured_step_of_an_engine_takes_few_calls(monkeypatch):
         engine.generate([[3, 4, 5], [6, 7, 8, 9]], params)
         mark_calls(monkeypatch, EngineThread, "_step", walk)
         legs = walk.of(lambda: engine.generate([[3, 4, 5], [6, 7, 8, 9]], params))
-    found = trip([leg for leg in quiet(legs[3:-3]) if "execution/model_runner.py" not in leg])
+    # Without steps that are made anew, and those that look at each request, as it gets a place in a log.
+    longer, steps = {"execution/model_runner.py", "engine/steps/request.py"}, quiet(legs[3:-3])
+    repeated = [leg for leg in steps if longer.isdisjoint(leg)]
+    assert len(repeated) > len(steps) / 2
+    found = trip(repeated)
     print(f"captured engine: {found}")
     assert found.files <= 12
-    assert found.calls <= 40
+    assert found.calls <= 36
 
 
 def test_an_uncompiled_step_takes_few_calls_beside_the_program(monkeypatch, seed):

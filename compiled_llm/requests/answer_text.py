@@ -12,8 +12,10 @@ from compiled_llm.requests.stop_strings import StopReader
 class Written(Protocol):
     """The part of a request that detokenization needs, here or in another process; ``ends`` are tokens that end it."""
 
-    tokens: list[int]
     stop_token_ids: frozenset[int]
+
+    @property
+    def tokens(self) -> list[int]: ...
 
     @property
     def done(self) -> bool: ...

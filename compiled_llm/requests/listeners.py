@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 from compiled_llm.compat.condition import Condition
 from compiled_llm.requests.users_code import described, is_interrupt
@@ -16,7 +17,14 @@ logger = logging.getLogger("compiled_llm.engine")
 
 
 class Listeners:
-    """Waiting threads and event loops, woken when something has changed."""
+    """Waiting threads and event loops, woken when something has changed.
+
+    Attributes:
+        audience: another object after each change of who listens, to any request of this process; whoever remembers who
+            listens to what compares it.
+    """
+
+    audience: ClassVar[object] = object()
 
     def __init__(
         self, check: Callable[[], None] = lambda: None, check_process: Callable[[], None] = lambda: None
@@ -75,6 +83,12 @@ class Listeners:
             yield
             self.count = self.threads + len(self.functions) + len(self.tasks)
             self.used = self.used or self.count > 0
+            self.change_audience()
+
+    @staticmethod
+    def change_audience() -> None:
+        """Note that somebody begins to listen, or ends; afterwards, so that who looks then finds it."""
+        Listeners.audience = object()
 
     def remove(self, function: Callable[[], object]) -> None:
         with self._changing():

@@ -99,6 +99,7 @@ class PendingAnswers(ABC, Generic[A]):
         self.listeners.check_process()
         with self._reading:
             text, self.has_text = answer.begin_text(), True
+        self.listeners.change_audience()
         self._catch_up()
         return TextStream(answer, text, self.listeners)
 

@@ -157,7 +157,10 @@ def naive(tokenizer: Any, tokens: list[int], stops: list[str], keeps: bool, unse
 
 
 def request_of(tokens: list[int]) -> Request:
-    return Request(prompt=np.array([1]), sampling=None, max_tokens=END, stop_token_ids=frozenset({END}), tokens=tokens)
+    request = Request(prompt=np.array([1]), sampling=None, max_tokens=END, stop_token_ids=frozenset({END}))
+    for token in tokens:
+        request.add(token)
+    return request
 
 
 def searched(form: TextFormat, tokens: list[int]) -> tuple[str, int, Any]:
@@ -165,7 +168,7 @@ def searched(form: TextFormat, tokens: list[int]) -> tuple[str, int, Any]:
     request, shown = request_of([]), ""
     text = AnswerText(request, form)
     for token in tokens:
-        request.tokens.append(token)
+        request.add(token)
         text.read()
         assert text.text[: text.shown].startswith(shown)
         shown = text.text[: text.shown]

@@ -6,6 +6,8 @@ Each request gets the tokens that it gets alone, whatever comes, goes, fails and
 from __future__ import annotations
 
 import math
+import sys
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +28,7 @@ from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.token_budget import TokenBudget
+from compiled_llm.engine.steps.token_log import TokenLog
 from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.growth import grown
 from compiled_llm.kinds.rows import NO_ENTRY
@@ -660,3 +663,55 @@ def test_pages_of_a_plan_that_failed_are_not_begun_with(place):
     assert crowd.scheduler.cached_tokens == 4
     for request in crowd.requests:
         assert (request.tokens, request.finish_reason) == crowd.expected[request]
+
+
+def two_that_go_on() -> tuple[Scheduler, list[Request], list[int]]:
+    """Two requests, whose tokens are read from the log of a plan that holds."""
+    scheduler = Scheduler(PagePool(9, 64), 3, lambda *_: 100)
+    requests = [
+        Request(prompt=np.arange(5), sampling=None, max_tokens=50, stop_token_ids=frozenset()) for _ in range(2)
+    ]
+    scheduler.add_all(requests)
+    for step in range(6):
+        scheduler.read(launch(scheduler).sampled, [step, 10 + step], now=0.0)
+    assert scheduler._log is not None
+    assert len(scheduler._log.steps) == 4, "the prompts' step and the first one that decodes are read one by one"
+    return scheduler, requests, [0, 1, 2, 3, 4, 5]
+
+
+def test_a_request_that_has_ended_gets_no_token_of_a_step_that_still_runs():
+    scheduler, (first, second), tokens = two_that_go_on()
+    running = launch(scheduler).sampled
+    scheduler.end(first, "cancelled")
+    assert scheduler.read(running, [6, 16], now=0.0) == [second]
+    assert (first.tokens, second.tokens) == (tokens, [10 + token for token in [*tokens, 6]])
+
+
+def test_a_step_without_a_token_for_one_request_gives_the_others_theirs():
+    scheduler, (first, second), tokens = two_that_go_on()
+    scheduler.read(launch(scheduler).sampled, [NOT_A_TOKEN, 16], now=0.0)
+    assert (first.tokens, first.finish_reason) == (tokens, "error")
+    assert (second.tokens, second.finish_reason) == ([10 + token for token in [*tokens, 6]], None)
+
+
+def test_threads_that_read_a_request_at_once_find_each_token_once():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(6):
+            request = Request(prompt=np.arange(5), sampling=None, max_tokens=50, stop_token_ids=frozenset())
+            log, barrier = TokenLog([]), threading.Barrier(4)
+            request.follow(log, 0)
+            for token in range(20_000):
+                log.take([token])
+            readers = [
+                threading.Thread(target=lambda request=request, barrier=barrier: (barrier.wait(), request.tokens))
+                for _ in range(4)
+            ]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+            assert request.tokens == list(range(20_000))
+    finally:
+        sys.setswitchinterval(interval)

@@ -20,6 +20,8 @@ class Peak:
     def plan(self, state: AdmissionState) -> bool:
         rows = joined(state.running, state.next)
         own = rows.tokens - rows.shared * state.page_size
+        if int((-(-(own + rows.left) // state.page_size)).sum()) <= state.pages:  # however long the answers are
+            return True
         shifts = np.arange(_DRAWS)[:, None] / _DRAWS
         return bool((_peaks(own, drawn(rows, state.lengths, shifts), state.page_size) <= state.pages).all())
 

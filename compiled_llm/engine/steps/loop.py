@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections import deque
@@ -314,7 +315,8 @@ class Loop:
         changed: list[Request] = []
         while len(self._launched) > steps:
             self._sample_late(self._launched[0])
-            changed += self._read(self._launched[0])
+            read = self._read(self._launched[0])
+            changed = [*changed, *read] if changed else read
             self._launched.popleft()
         if self._launched:  # all before it has been read, and the device is busy with it
             self._sample_late(self._launched[0])
@@ -325,7 +327,7 @@ class Loop:
             step.late.sample(self.model_runner, self._persistent)
 
     def _read(self, step: _Launched) -> list[Request]:
-        tokens = [token for readback in step.readbacks for token in readback.result()]
+        tokens = list(itertools.chain.from_iterable(readback.result() for readback in step.readbacks))
         tokens = tokens or [NOT_A_TOKEN] * len(step.sampled)
         late = [] if step.late is None else step.late.read(tokens)
         failed: dict[Request, RequestError] = {} if step.late is None else dict(step.late.failed)
@@ -337,7 +339,9 @@ class Loop:
             self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)
         for request, error in failed.items():
             self.scheduler.end(request, "error", error)
-        changed = self.scheduler.read(step.sampled, tokens, time.monotonic()) + list(failed)
+        changed = self.scheduler.read(step.sampled, tokens, time.monotonic())
+        if failed:
+            changed = [*changed, *failed]
         if arrived:
             done = [request for request in changed if request.done]
             for tap in self._taps:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.engine.steps.constraint import Constraint
+from compiled_llm.engine.steps.token_log import Column, TokenLog
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import FinishReason
@@ -52,7 +53,9 @@ class Request:
     submitted: float = 0.0
     arrival: int = field(default_factory=_arrivals.__next__)  # counts requests as they come
     row: Row | None = None  # its pages while it runs
-    tokens: list[int] = field(default_factory=list)  # sampled and read
+    # sampled and read, as far as somebody has asked for them; the others are in the log that has its column
+    _tokens: list[int] = field(default_factory=list, init=False)
+    _column: Column | None = field(default=None, init=False)
     # of the prefix cache when it was last admitted; others may not begin with its pages in another one
     generation: int = 0
     # how many of its prompt's tokens came from the prefix cache when it first ran. submitted, admitted, first_token,
@@ -69,6 +72,22 @@ class Request:
     checkpoints: tuple[int, ...] = ()
     # All that is known of its text when it was last admitted; computed as far as the row is long.
     known: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    @property
+    def tokens(self) -> list[int]:
+        """Sampled and read; any thread may ask."""
+        if (column := self._column) is not None:
+            column.read(self._tokens)
+        return self._tokens
+
+    def add(self, token: int) -> None:
+        """Have one more token, by itself; the loop alone calls it."""
+        tokens, self._column = self.tokens, None
+        tokens.append(token)
+
+    def follow(self, log: TokenLog, place: int) -> None:
+        """Have the tokens at a place of the steps that a log takes from now on; the loop alone calls it."""
+        self._column = Column(log, place, len(self.tokens))
 
     @property
     def order(self) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from compiled_llm.engine.steps.latencies import Latencies
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.token_log import TokenLog
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfPagesError, OutOfStatesError
 from compiled_llm.kvcache.pool import PagePool
@@ -88,6 +89,9 @@ class Scheduler:
         self._queue = Queue(waits=not self._keeps_planned)
         self.next_deadline = math.inf
         self._admissions = Admissions(Greedy() if admission is None else admission, pool, max_num_seqs)
+        # Those whose tokens were read last, as one list, if none of them has ended; and the log of their later steps.
+        self._sampled: list[Request] | None = None
+        self._log: TokenLog | None = None
         self._plan = StepPlan([], [])  # the last one; it holds for so many more steps, unless requests come or go:
         self._same = self.step = self.begun = 0
         self.rows: set[Row] = set()
@@ -143,6 +147,7 @@ class Scheduler:
             return
         request.finish_reason, request.error = reason, error
         self.finished += 1
+        self._sampled = None  # a step that still runs may have a token for it
         if request.row is not None:
             self._retire(request)
         else:
@@ -422,8 +427,21 @@ class Scheduler:
             self._same = min(map(_steps_alike, plan.decode))
         return ended
 
-    def read(self, requests: Sequence[Request], tokens: Sequence[int], now: float) -> list[Request]:
-        """Take the tokens that a step has sampled, unless their request has ended; return who got one or ended."""
+    def read(self, requests: list[Request], tokens: list[int], now: float) -> list[Request]:
+        """Take the tokens that a step has sampled, unless their request has ended; return who got one or ended.
+
+        The same list as in the step before if these are the same requests, and none has ended.
+        """
+        if requests is self._sampled:  # once more, none has ended, and a plan never holds up to a request's last step
+            if self._log is None:
+                self._log = _log_of(requests)
+            if self._log.take(tokens):
+                self.new_tokens += len(tokens)
+                self.latencies.read(requests, now)
+                return requests
+        return self._read_each(requests, tokens, now)
+
+    def _read_each(self, requests: list[Request], tokens: Sequence[int], now: float) -> list[Request]:
         got: list[Request] = []
         failed: list[Request] = []
         ended: list[tuple[Request, FinishReason]] = []
@@ -436,7 +454,7 @@ class Scheduler:
             if request.max_tokens == 0:  # it was only computed
                 ended.append((request, "length"))
                 continue
-            request.tokens.append(token)
+            request.add(token)
             got.append(request)
             if token in request.stop_token_ids:
                 ended.append((request, "stop"))
@@ -444,6 +462,7 @@ class Scheduler:
                 ended.append((request, "length"))
         self.new_tokens += len(got)
         self.latencies.read(got, now)
+        self._sampled, self._log = requests if len(got) == len(requests) else None, None
         for request, reason in ended:
             self.end(request, reason)
         for request in failed:
@@ -492,6 +511,14 @@ class Scheduler:
             return NO_ENTRY
         saves = len(ids) - prefixes.known(ids, request.salt)
         return states.hand_over(len(ids)) if saves >= prefixes.least_saving else NO_ENTRY
+
+
+def _log_of(requests: Sequence[Request]) -> TokenLog:
+    """Return a log of the next steps of requests, which have their tokens from there."""
+    log = TokenLog({request.stop_token_ids for request in requests})
+    for place, request in enumerate(requests):
+        request.follow(log, place)
+    return log
 
 
 def _alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:

@@ -46,6 +46,11 @@ class RequestHandle(PendingAnswers[Answer]):
     def _place(self, answer: Answer) -> str:
         return answer.finish_reason or answer.request.place
 
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody listens to its tokens, or has text made of them."""
+        return self.has_text or self.listeners.count > 0
+
     def cancel(self, index: int | None = None) -> None:
         """End what has not ended, or the answer of that index alone; tokens so far stay."""
         self._cancel([entry for entry in self.requests if not entry.done and index in (None, entry.index)])

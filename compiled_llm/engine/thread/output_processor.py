@@ -35,11 +35,8 @@ class OutputProcessor:
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._work.close).atexit = False
 
-    def tell(self, handles: Iterable[RequestHandle | None], ended: Sequence[RequestHandle | None]) -> None:
-        """Wake the listeners of these requests, some of which have ``ended``, once their text is made."""
-        awaited = [handle for handle in handles if handle is not None and (handle.has_text or handle.listeners.count)]
-        if not (awaited or ended):
-            return
+    def tell(self, awaited: Sequence[RequestHandle], ended: Sequence[RequestHandle | None]) -> None:
+        """Wake the listeners of requests that have got tokens, and of those that have ``ended``, once text is made."""
         if texts := [handle for handle in awaited if handle.has_text]:
             self.read(texts)
         told = [handle.listeners for handle in awaited if not handle.has_text]

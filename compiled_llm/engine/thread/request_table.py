@@ -11,6 +11,7 @@ from compiled_llm.engine.thread.arrivals import Arrivals
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.thread.output_processor import OutputProcessor
 from compiled_llm.engine.thread.paused_requests import PausedRequests
+from compiled_llm.requests.listeners import Listeners
 from compiled_llm.requests.outputs import FinishReason
 
 
@@ -20,6 +21,11 @@ class RequestTable(dict[Request, RequestHandle]):
     def __init__(self, arrivals: Arrivals) -> None:
         super().__init__()
         self._arrivals = arrivals
+        # those that have changed last, as one list, if none has ended; and which of them somebody listens to, as of an
+        # ``audience``
+        self._changed: Sequence[Request] | None = None
+        self._awaited: list[RequestHandle] = []
+        self._audience: object = None
         self.output = OutputProcessor(arrivals)  # makes the text of those that are read as text
         # keeps requests from the scheduler while weights are about to change
         self.paused_requests = PausedRequests(arrivals, self)
@@ -36,15 +42,25 @@ class RequestTable(dict[Request, RequestHandle]):
         self.notify(requests)
 
     def notify(self, changed: Sequence[Request]) -> None:
-        """Wake the listeners of these requests, and forget those that have ended."""
+        """Wake the listeners of these requests, and forget those that have ended.
+
+        None has ended if it is the same list as the last time.
+        """
+        if changed is self._changed and Listeners.audience is self._audience:
+            if self._awaited:
+                self.output.tell(self._awaited, ())
+            return
+        audience = Listeners.audience  # first: who begins to listen meanwhile is found the next time
         ended = [request for request in changed if request.finish_reason is not None]
-        handles = list(map(self.get, changed))
+        awaited = [handle for request in changed if (handle := self.get(request)) is not None and handle.awaited]
+        self._changed, self._awaited, self._audience = (None, [], None) if ended else (changed, awaited, audience)
         now, last = time.monotonic(), list[RequestHandle | None]()
         for request in ended:
             request.finished = request.finished or now
             last.append(self.pop(request, None))
         try:
-            self.output.tell(handles, last)
+            if awaited or last:
+                self.output.tell(awaited, last)
         finally:
             if ended:  # threads wait here for the end of requests, not for tokens
                 with self._arrivals.changed:
