@@ -32,6 +32,7 @@ from support.ops.sampling_cases import (
     counted_after,
     distribution,
     favouring,
+    is_limited,
     reached_by,
     unusual_logits,
     warped,
@@ -129,7 +130,7 @@ def test_each_token_is_drawn_if_huggingfaces_filters_keep_it_and_no_other_is(set
     logits = torch.randn(901) * 2
     order = distribution(logits, setting).argsort(descending=True)
     tokens = order if whole else torch.cat([order[:80], order[80:][torch.randperm(821)[:40]]])
-    seeds = favouring(901)[tokens]
+    seeds = favouring(901, is_limited(setting, 901))[tokens]
     chosen = sample_tokens(*arguments(logits.expand(len(tokens), -1), seeds, [setting] * len(tokens)))
     reached = reached_by(logits[None], [setting], seeds)
     assert (reached.gather(1, chosen[:, None])[:, 0] >= reached.amax(dim=-1) - 1e-6).all()

@@ -26,6 +26,7 @@ from support.ops.sampling_cases import (
     assert_wins,
     distribution,
     favouring,
+    is_limited,
     unusual_logits,
 )
 
@@ -63,7 +64,7 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     build_sampling(262_145, torch.float32, torch.device("cuda"))
     launches._wait_for_builds()
-    assert built == ["_summarise_for_sampling", "_weigh_proposals", "_sample_rows"]
+    assert built == ["_summarise_for_sampling", "_examine_rows", "_sample_rows"]
     for rows in (1, 3):
         kernels.build(arguments(torch.randn(rows, 262_145), some_seeds(rows), [Sampling()] * rows), NOT_A_TOKEN)
     assert len(built) == 3
@@ -77,18 +78,19 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
 def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
     from compiled_llm_ops.sampling.kernels import sampling as kernels
 
-    int32 = ("top_k", "found", "candidates", "adjustments", "allowed", "biases", "recent", "leaders", "proposed")
+    lists = ("found", "candidates", "sizes", "leaders", "part_leaders", "proposed")
+    tables = ("top_k", "adjustments", "allowed", "biases", "recent")
     types = {
         "logits": f"*{dtype}",
         "counts": "*i16",
-        **dict.fromkeys(int32, "*i32"),
-        **dict.fromkeys(("slots", "positions", "chosen", "seeds"), "*i64"),
+        **dict.fromkeys(lists + tables, "*i32"),
+        **dict.fromkeys(("slots", "positions", "sampled", "seeds"), "*i64"),
         **dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "not_a_token", "deferred"), "i32"),
     }
     padded = {"padded_tiles": tiles}
     for kernel, constants in (
         (kernels._summarise_for_sampling, {}),
-        (kernels._weigh_proposals, {**padded, "padded_spans": max(1, tiles // 32)}),
+        (kernels._examine_rows, {**padded, "padded_spans": max(1, tiles // 32)}),
         (kernels._sample_rows, padded),
     ):
         compiled(kernel, constants, {**dict.fromkeys(kernel.arg_names, "*fp32"), **types}, warps=16)
@@ -147,7 +149,7 @@ def test_sets_are_exact(setting: Sampling, seed: int) -> None:
     chances = distribution(logits[0], setting)
     before = distribution(logits[0], replace(setting, top_k=0, top_p=1.0, min_p=0.0))
     rarest, barred = torch.where(chances > 0, before, math.inf).argmin(), torch.where(chances > 0, 0, before).argmax()
-    seeds = favouring(901)[torch.stack([rarest, barred])]
+    seeds = favouring(901, is_limited(setting, 901))[torch.stack([rarest, barred])]
     logits, settings = logits.expand(2, -1), [setting] * 2
     assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
 
@@ -167,6 +169,25 @@ def test_ties_with_the_kth_are_kept(seed: int) -> None:
     settings = [Sampling(top_k=k, top_p=p) for k in (5, 6, 50, 400) for p in (1.0, 0.9)]
     seeds = some_seeds(8)
     assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
+
+
+@interpreted
+def test_the_tiles_that_a_mask_leaves_may_be_fewer_than_top_k_keeps_tokens(seed: int) -> None:
+    mask = mask_of(4000, allowed=range(60, 160))
+    settings = [Sampling(top_k=k, top_p=p, mask=mask) for k in (4, 30, 99, 300) for p in (1.0, 0.9) for _ in range(3)]
+    logits, seeds = torch.randn(len(settings), 4000), some_seeds(len(settings))
+    assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
+
+
+@interpreted
+def test_candidates_are_many_or_have_no_room_or_are_guessed_wrongly(seed: int) -> None:
+    """Of 320 tiles, all are likely, or those beside each other, or the first tokens, of which the sample consists."""
+    for likely in (slice(None), slice(2560), slice(0, None, 64)):
+        settings = [Sampling(top_k=k, top_p=p) for k in (100, 300, 2500, 20_479) for p in (1.0, 0.7)]
+        logits = torch.randn(len(settings), 20_480) * 0.3
+        logits[:, likely] += 2.0
+        seeds = some_seeds(len(settings))
+        assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
 
 
 @interpreted

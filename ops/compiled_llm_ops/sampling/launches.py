@@ -17,7 +17,7 @@ from torch import Tensor
 from compiled_llm_ops.contracts.sampling import COUNTED, DEFERRED, FOLLOWING, MAX_BIASES, MAX_FOLLOWED, PROPOSALS, TILE
 from compiled_llm_ops.library import kernel_of
 from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
-from compiled_llm_ops.sampling.race import winners
+from compiled_llm_ops.sampling.race import winners, winners_by_tiles
 from compiled_llm_ops.sampling.sampling import (
     NOT_A_TOKEN,
     NUMBERS,
@@ -149,29 +149,47 @@ def _draw(args: SampleTokens, scores: Tensor) -> Tensor:
     """Return ``[B]`` int64, drawn from ``scores`` ``[B, V]`` with the filters of their rows."""
     filters = Filters.of(args, args.slots)
     limited = (filters.top_k > 0) & (filters.top_k < scores.shape[1])
-    tiles = _tiled(scores)
-    numbers = torch.arange(tiles.shape[1], device=scores.device)[None]
     if bool(limited.all()):
-        tiles, numbers = _candidates(tiles, filters.top_k)
-    smallest = smallest_kept(tiles.flatten(1), filters)
+        return _draw_of_few(scores, filters, args.seeds, args.positions)
+    if not bool(limited.any()):
+        return _draw_of_many(scores, filters, args.seeds, args.positions)
+    sampled = torch.empty_like(args.slots)
+    for rows, draw in ((limited, _draw_of_few), (~limited, _draw_of_many)):
+        own = Filters(*(column[rows] for column in filters))
+        sampled[rows] = draw(scores[rows], own, args.seeds[rows], args.positions[rows])
+    return sampled
+
+
+def _draw_of_few(scores: Tensor, filters: Filters, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return what rows with top-k draw: their tokens race each for itself."""
+    tiles, numbers = _candidates(_tiled(scores), filters.top_k)
+    some = tiles.flatten(1)
+    kept = some >= smallest_kept(some, filters)[:, None]
+    order = kept.byte().topk(max(1, int(kept.sum(dim=-1).max()))).indices  # what is kept comes first
+    tokens = numbers.gather(1, order // TILE) * TILE + order % TILE
+    return winners(some.masked_fill(~kept, -math.inf).gather(1, order), tokens, seeds, positions)
+
+
+def _draw_of_many(scores: Tensor, filters: Filters, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return what rows without top-k draw: tiles race before their tokens, for proposals if there is a top-p."""
+    tiles, smallest = _tiled(scores), smallest_kept(scores, filters)
     tiles_kept = tiles
     if bool((smallest > -math.inf).any()):
         tiles_kept = tiles.masked_fill(tiles < smallest[:, None, None], -math.inf)
-    proposing = ~limited & (filters.top_p < 1)
+    proposing = filters.top_p < 1
     if not bool(proposing.any()):
-        return winners(tiles_kept, numbers, args.seeds, args.positions)[0]
-    sampled = torch.empty_like(args.slots)
+        return winners_by_tiles(tiles_kept, seeds, positions)[0]
+    sampled = torch.empty_like(seeds)
     rows = proposing.nonzero()[:, 0]
     for attempt in range(PROPOSALS):
-        tokens, reached = winners(tiles[rows], numbers, args.seeds[rows], args.positions[rows], attempt)
+        tokens, reached = winners_by_tiles(tiles[rows], seeds[rows], positions[rows], attempt)
         kept = reached >= smallest[rows]
         sampled[rows[kept]] = tokens[kept]
         if len(rows := rows[~kept]) == 0:
             break
     for others, attempt in ((rows, PROPOSALS), ((~proposing).nonzero()[:, 0], 0)):
         if len(others):
-            given = args.seeds[others], args.positions[others]
-            sampled[others], _ = winners(tiles_kept[others], numbers, *given, attempt)
+            sampled[others] = winners_by_tiles(tiles_kept[others], seeds[others], positions[others], attempt)[0]
     return sampled
 
 

@@ -1,8 +1,9 @@
 """The races that draw a token: exponential random numbers of a counter-based generator, and the winners, on the CPU."""
 
 # Of competitors with exponential random numbers, the one whose number divided by its probability is the smallest wins:
-# each with its probability. First the tiles of neighbouring tokens race, each with the probability of its tokens
-# together, then the tokens of the tile that has won. A seed and a position decide the number of each tile and token.
+# each with its probability. With top-k the few tokens that are left race each for itself. Else tiles of neighbouring
+# tokens race first, each with the probability of its tokens together, then the tokens of the tile that has won. A seed
+# and a position decide the number of each tile and token.
 # A logit that is computed in another order, and so a little differently, changes the winner only if two are nearly
 # level; had the token been looked up in the cumulative sum of probabilities, it would have moved every border there.
 # Shapes: B rows, C tiles, N numbers, V vocabulary.
@@ -50,21 +51,24 @@ def exponentials(seeds: Tensor, positions: Tensor, numbers: Tensor, kind: int, a
     return torch.from_numpy(-np.log1p(-np.minimum(share, _LARGEST_SHARE)))
 
 
-def winners(
-    tiles: Tensor, numbers: Tensor, seeds: Tensor, positions: Tensor, attempt: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return ``[B]`` int64, the tokens that win among those of some tiles, and their scores.
+def winners(scores: Tensor, tokens: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return ``[B]`` int64, those of ``tokens`` ``[B, N]`` that win by their ``scores``, -inf for who does not run."""
+    # Scores may be huge: beside them, random numbers would not count.
+    ahead = scores - scores.amax(dim=-1, keepdim=True)
+    return tokens.gather(1, _leaders(ahead, exponentials(seeds, positions, tokens, OF_TOKENS)))[:, 0]
+
+
+def winners_by_tiles(tiles: Tensor, seeds: Tensor, positions: Tensor, attempt: int = 0) -> tuple[Tensor, Tensor]:
+    """Return ``[B]`` int64, the tokens that win among those of all tiles, and their scores.
 
     Of scores that are NaN, or all -inf, any token wins.
     """
-    # ``tiles`` ``[B, C, TILE]`` float32 have the scores, -inf for who does not take part; ``numbers`` ``[B, C]`` or
-    # ``[1, C]`` say which they are: the first has tokens 0 to ``TILE - 1``.
-    # Scores may be huge: beside them, random numbers would not count.
+    # ``tiles`` ``[B, C, TILE]`` float32 have the scores, -inf for who does not take part.
     peak = tiles.amax(dim=(1, 2), keepdim=True)
     masses = (tiles - peak).exp().sum(dim=-1).log()
+    numbers = torch.arange(tiles.shape[1], device=tiles.device)[None]
     tile = _leaders(masses, exponentials(seeds, positions, numbers, OF_TILES, attempt))
-    number = numbers.expand(tiles.shape[:2]).gather(1, tile)
-    tokens = number * TILE + torch.arange(TILE, device=number.device)
+    tokens = tile * TILE + torch.arange(TILE, device=tile.device)
     scores = tiles.gather(1, tile[:, :, None].expand(-1, -1, TILE))[:, 0]
     best = _leaders(scores - peak[:, 0], exponentials(seeds, positions, tokens, OF_TOKENS, attempt))
     return tokens.gather(1, best)[:, 0], scores.gather(1, best)[:, 0]

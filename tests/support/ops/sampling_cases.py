@@ -230,12 +230,14 @@ def distributions(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 def reached_by(logits: Tensor, settings: Sequence[Sampling], seeds: Tensor, position: int = 1000) -> Tensor:
     """`[B, V]` float64: by how much the tokens that are kept lose, as negative numbers, in the race that decides.
 
-    Rows with top-p and without top-k race with all of their tokens first, until one wins that is kept. 0 is the
-    winner's; -inf is that of those left out. One row of logits with one setting may have several seeds.
+    Tokens of rows with top-k race each for itself, others in their tile. Rows with top-p and without top-k race with
+    all of their tokens first, until one wins that is kept. 0 is the winner's; -inf is that of those left out. One row
+    of logits with one setting may have several seeds.
     """
     settings = settings[: len(logits)]
     kept = distributions(logits, settings)
-    reached = _raced(kept, seeds, position, 0)
+    limited = torch.tensor([is_limited(own, logits.shape[1]) for own in settings])[:, None]
+    reached = torch.where(limited, _raced_alone(kept, seeds, position), _raced(kept, seeds, position, 0))
     proposing = torch.tensor([_proposes(own, logits.shape[1]) for own in settings])
     if not bool(proposing.any()):
         return reached
@@ -252,8 +254,20 @@ def reached_by(logits: Tensor, settings: Sequence[Sampling], seeds: Tensor, posi
     return reached
 
 
+def is_limited(setting: Sampling, vocabulary: int) -> bool:
+    """Whether top-k leaves some tokens out, so that the others race each for itself."""
+    return 0 < setting.top_k < vocabulary
+
+
 def _proposes(setting: Sampling, vocabulary: int) -> bool:
-    return setting.temperature != 0.0 and setting.top_p < 1.0 and not 0 < setting.top_k < vocabulary
+    return setting.temperature != 0.0 and setting.top_p < 1.0 and not is_limited(setting, vocabulary)
+
+
+def _raced_alone(chances: Tensor, seeds: Tensor, position: int) -> Tensor:
+    """`[B, V]` float64: by how much tokens of these probabilities lose, each for itself."""
+    positions, numbers = torch.full_like(seeds, position), torch.arange(chances.shape[1])[None]
+    reached = chances.log() - exponentials(seeds, positions, numbers, OF_TOKENS).log()
+    return reached - reached.amax(dim=-1, keepdim=True)
 
 
 def _raced(chances: Tensor, seeds: Tensor, position: int, attempt: int) -> Tensor:
@@ -278,13 +292,18 @@ def assert_wins(sampled: Tensor, seeds: Tensor, logits: Tensor, settings: Sequen
 
 
 @functools.cache
-def favouring(vocabulary: int, position: int = 1000) -> Tensor:
-    """`[V]` seeds: each makes the numbers of its token and its tile so small that they win, unless likelier ones do."""
-    tries = torch.arange(2**19)
+def favouring(vocabulary: int, alone: bool = False, position: int = 1000) -> Tensor:
+    """`[V]` seeds: each makes the numbers of its token and its tile so small that they win, unless likelier ones do.
+
+    `alone` are those of races of tokens, in which tiles have no numbers.
+    """
+    tries = torch.arange(2**12 if alone else 2**19)
     positions, seeds = torch.full_like(tries, position), []
     for tile in range(-(-vocabulary // TILE)):
-        of_tile = exponentials(tries, positions, torch.tensor([[tile]]), OF_TILES)
-        some = of_tile[:, 0].topk(2**10, largest=False).indices
+        some = tries
+        if not alone:
+            of_tile = exponentials(tries, positions, torch.tensor([[tile]]), OF_TILES)
+            some = of_tile[:, 0].topk(2**10, largest=False).indices
         tokens = tile * TILE + torch.arange(TILE)[None]
         seeds.append(some[exponentials(some, positions[: len(some)], tokens, OF_TOKENS).argmin(dim=0)])
     return torch.cat(seeds)[:vocabulary]

@@ -1,0 +1,155 @@
+"""The scores of a row's tokens, as its settings change them, and its filters, for the kernels of ``sampling``."""
+
+# Scores are multiplied by reciprocals, as PyTorch does when it divides by a number on CUDA.
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from compiled_llm_ops.contracts.sampling import (
+    BIASED,
+    CLEANED,
+    COUNTED,
+    DEFERRED,
+    FOLLOWING,
+    MASKED,
+    MAX_BIASES,
+    MAX_FOLLOWED,
+    TILE,
+)
+
+_TILE = tl.constexpr(TILE)
+_COUNTED, _MASKED, _CLEANED, _BIASED = (tl.constexpr(kind) for kind in (COUNTED, MASKED, CLEANED, BIASED))
+_FOLLOWING = tl.constexpr(FOLLOWING)
+_DEFERRED = tl.constexpr(DEFERRED)
+_MAX_FOLLOWED = tl.constexpr(MAX_FOLLOWED)
+_MAX_BIASES = tl.constexpr(MAX_BIASES)
+_NO_TOKEN = tl.constexpr(2**31 - 1)
+_MAX_COUNTED = tl.constexpr(2**15 - 1)
+_HUGE = tl.constexpr(1e30)
+
+
+@triton.jit
+def source_of(
+    logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
+    biases, recent, vocabulary,
+):  # fmt: skip
+    """Return the inputs of the scores of this program's row, its entry in the tables, and its temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    row_temperature = tl.load(temperature + slot)
+    # A temperature of 0 takes the most likely token, which no scale changes.
+    scale = 1.0 / tl.where(row_temperature == 0.0, 1.0, row_temperature)
+    source = (
+        logits + row * stride, tl.load(adjustments + slot), vocabulary, scale, positions + row, repetition + slot,
+        presence + slot, frequency + slot, counts + slot * vocabulary, allowed + slot * tl.cdiv(vocabulary, 32),
+        biases + slot * ((4 + _MAX_FOLLOWED) * _MAX_BIASES), recent + slot * (_MAX_FOLLOWED + 1),
+    )  # fmt: skip
+    return source, row, slot, row_temperature
+
+
+@triton.jit
+def is_served(source, deferred):
+    """Return whether this launch serves this program's row."""
+    return ((source[1] & _DEFERRED) != 0) == (deferred != 0)
+
+
+@triton.jit
+def filters_of(top_k, top_p, min_p, slot, vocabulary):
+    """Return a row's top-k, 0 if it keeps all, its top-p and min-p, and whether tokens are proposed for it."""
+    k, p, m = tl.load(top_k + slot), tl.load(top_p + slot), tl.load(min_p + slot)
+    k = tl.where(k < vocabulary, k, 0)
+    return k, p, m, (k <= 0) & (p < 1.0)
+
+
+@triton.jit
+def scores_of(source, token):
+    """Return float32 scores of one row's tokens: -inf if there is no such token, +inf for NaN."""
+    # +inf makes the row's largest score infinite, by which the row is recognised as one that cannot be drawn from.
+    scores = logits_of(source, token) * source[3]
+    return tl.where(scores < float("inf"), scores, float("inf"))
+
+
+@triton.jit
+def logits_of(source, token):
+    """Return float32 logits of one row's tokens, as its settings change them; -inf if there is no such token."""
+    mask = token < source[2]
+    logits = tl.load(source[0] + token, mask=mask, other=float("-inf")).to(tl.float32)
+    adjustments = source[1]
+    if adjustments != 0:
+        if adjustments >= _BIASED:
+            logits = _biased(logits, token, source[10], source[11], adjustments, tl.load(source[4]))
+        if (adjustments & _COUNTED) != 0:
+            logits = _penalised(logits, source, token)
+        if (adjustments & _CLEANED) != 0:
+            logits = tl.where(logits == logits, tl.minimum(tl.maximum(logits, -_HUGE), _HUGE), 0.0)
+            logits = tl.where(mask, logits, float("-inf"))
+        if (adjustments & _MASKED) != 0:
+            words = tl.load(source[9] + (token >> 5), mask=mask, other=0)
+            logits = tl.where(((words >> (token & 31)) & 1) != 0, logits, float("-inf"))
+    return logits
+
+
+@triton.jit
+def _biased(logits, token, biases, recent, adjustments, position):
+    """Add the biases that hold to tokens that come in whole tiles; each tile looks at its own biases alone."""
+    groups: tl.constexpr = token.shape[0] // _TILE
+    logits, token = tl.reshape(logits, (groups, _TILE)), tl.reshape(token, (groups, _TILE))
+    first_token, total = tl.min(token, axis=1), adjustments // _BIASED
+    at = _entries_below(biases, total, first_token)
+    own = tl.load(biases + at, mask=at < total, other=_NO_TOKEN)
+    exists = own < first_token + _TILE  # a second search for the end would take as long as all else here
+    followed = (adjustments // _FOLLOWING) & _MAX_FOLLOWED
+    while tl.max(exists.to(tl.int32), axis=0) != 0:
+        bias = biases + at
+        value = tl.load(bias + _MAX_BIASES, mask=exists, other=0).to(tl.float32, bitcast=True)
+        holds = exists & (tl.load(bias + 2 * _MAX_BIASES, mask=exists, other=0) <= position)
+        holds = holds & (position < tl.load(bias + 3 * _MAX_BIASES, mask=exists, other=0))
+        for back in range(1, followed + 1):
+            wanted = tl.load(bias + (3 + back) * _MAX_BIASES, mask=exists, other=-1)
+            holds = holds & ((wanted < 0) | (wanted == tl.load(recent + ((position - back) & _MAX_FOLLOWED))))
+        logits += tl.where(token == tl.where(holds, own, -1)[:, None], value[:, None], 0.0)
+        at += 1
+        own = tl.load(biases + at, mask=at < total, other=_NO_TOKEN)
+        exists = own < first_token + _TILE
+    return tl.reshape(logits, (groups * _TILE,))
+
+
+@triton.jit
+def _entries_below(biases, count, token):
+    """Return how many of the first ``count`` biases, whose tokens ascend, have a token below each of ``token``."""
+    low = tl.zeros_like(token)
+    high = low + count
+    for _ in tl.static_range(10):  # 2**9 biases at most
+        middle = (low + high) // 2
+        inside = low < high
+        below = inside & (tl.load(biases + middle, mask=inside, other=_NO_TOKEN) < token)
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(inside & ~below, middle, high)
+    return low
+
+
+@triton.jit
+def _penalised(logits, source, token):
+    """Apply the penalties for tokens of the prompt, and for sampled ones."""
+    repetition, presence, frequency = tl.load(source[5]), tl.load(source[6]), tl.load(source[7])
+    counts = tl.load(source[8] + token, mask=token < source[2], other=0)
+    repeated = tl.where(logits < 0, logits * repetition, logits * (1.0 / repetition))
+    logits = tl.where(counts != 0, repeated, logits)
+    times = counts >> 1
+    return logits - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
+
+
+@triton.jit
+def count_token(source, token):
+    """Count a sampled token, and store its position."""
+    if (source[1] & _COUNTED) != 0:
+        place = source[8] + token
+        before = tl.load(place).to(tl.int32)
+        tl.store(place, tl.where(before < _MAX_COUNTED - 1, before + 2, before).to(tl.int16))
+    if ((source[1] // _FOLLOWING) & _MAX_FOLLOWED) != 0:
+        tl.store(source[11] + (tl.load(source[4]) & _MAX_FOLLOWED), token.to(tl.int32))
