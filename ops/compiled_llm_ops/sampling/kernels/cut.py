@@ -33,13 +33,15 @@ def cut_of(source, lists, extent, bound, peak, total, k, p, listed: tl.constexpr
 def _search(source, lists, extent, low, peak, needed, by_mass, listed: tl.constexpr):
     """Return a score like the largest which, with all larger ones, has ``needed``, and the mass from there on."""
     # It separates the same tokens; ``needed`` is a mass, or a number of tokens. Pivots divide the interval from ``low``
-    # to the largest score, and each pass leaves the part between two of them, until one score is left in it.
+    # to the largest score, more closely at the low end, where filters cut, as most scores are there. Each pass leaves
+    # the part between two of them, until one score is left in it.
     pivots: tl.constexpr = LIST_PIVOTS if listed else ROW_PIVOTS
     block: tl.constexpr = LIST_BLOCK if listed else ROW_BLOCK
     high = peak + tl.abs(peak) * 1e-6 + 1e-30
     several, mass = True, 0.0
     while several:
-        pivot = low + (high - low) * ((tl.arange(0, pivots) + 1) * (1.0 / (pivots + 1)))
+        share = (tl.arange(0, pivots) + 1) * (1.0 / (pivots + 1))
+        pivot = low + (high - low) * (share * share)
         sums = tl.zeros((pivots, block), tl.float32)
         masses = tl.zeros((block,), tl.float32)
         least = tl.full((block,), float("inf"), tl.float32)
