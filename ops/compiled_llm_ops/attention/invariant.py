@@ -107,5 +107,5 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
             query, args.pages, None, args.starts, args.lengths, args.indices, args.scale, args.window_left,
             args.logits_soft_cap, args.key_scale, args.value_scale,
         )  # fmt: skip
-        attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]))
+        attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]), pdl=pdl)
     return out, lse

@@ -180,6 +180,7 @@ def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decod
     constants = {
         "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": 8, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
         "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": True, "CAPPED": False, "NEW": int(decodes),
+        "PDL": decodes,
     }  # fmt: skip
     kernel = compiled(
         module._packed_attention, constants, types, tiling.warps, ("pages", "out"), enable_fp_fusion=False

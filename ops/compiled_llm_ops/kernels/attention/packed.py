@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_llm_ops.contracts import PagedAttention
 from compiled_llm_ops.kernels.attention.decode import DTYPES, capped
@@ -136,9 +137,12 @@ def _packed_attention(
     QUERIES: tl.constexpr, GQA: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     NEW: tl.constexpr, TRANSFORMED: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
-    SUMMED: tl.constexpr = None,
+    SUMMED: tl.constexpr = None, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Attend with one tile of queries of one row and kv head. Later ones see more keys, so they begin first."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     # A row's queries are counted from its first token on: GQA query heads of each. Without ``qo_indptr`` each row has
     # NEW tokens.
     tile, head = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS, tl.program_id(0) % KV_HEADS
@@ -228,6 +232,7 @@ def attend(
     lse: Tensor | None,
     tiling: PackedTiling | None = None,
     transform: LogitsTransform | None = None,
+    pdl: bool = False,
 ) -> None:
     """Launch attention into ``out`` ``[T, H, D]``, contiguous, and ``lse`` ``[T, H]`` float32, in base 2, if any."""
     # ``args`` are checked; each row that has queries has a page at least. Another ``tiling`` than that of
@@ -253,7 +258,7 @@ def attend(
         "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": kv_heads, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": args.window_left >= 0, "CAPPED": cap > 0, "NEW": new,
         "num_warps": tiling.warps, "enable_fp_fusion": tiling.fuses,
-        **({} if transform is None else transform.constants),
+        **({} if transform is None else transform.constants), **({"PDL": True, "launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _packed_attention[(tiles * kv_heads,)](
         query, args.pages, args.qo_indptr, args.starts, args.lengths, args.indices, args.last_page_len, out, lse,
