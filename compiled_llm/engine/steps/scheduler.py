@@ -234,11 +234,22 @@ class Scheduler:
         end = start + (min(room, _APART) if apart else room)
         if unseen is not None and not apart:
             end = min(end, unseen)
-        ids = request.known[start : request.cut_after(start, end)]
+        left = self._left_for_next(request, end) if not apart and start + room == end < len(request.known) else 0
+        ids = request.known[start : request.cut_after(start, end - left)]
         extend.append(Chunk(request, ids, start + len(ids) == len(request.known), apart))
         if self._keeps_planned and not apart:
             self._keep_planned(request, start + len(ids))
-        return room - len(ids)
+        return room - len(ids) - left
+
+    def _left_for_next(self, request: Request, end: int) -> int:
+        """Return how many tokens a chunk leaves to the next step, so as to end with a page, if others begin alike."""
+        # Those begin with what is in the prefix cache, which a page is once it is full; they compute the rest again.
+        size, start = self._pool.page_size, request.running_row.length
+        left, beginning = end % size, request.prompt[:size]
+        if not self._keeps_planned or left >= end - start:
+            return 0
+        alike = (np.array_equal(other.prompt[:size], beginning) for other in self._queue.ready[:_LOOKED_AT])
+        return left if any(alike) else 0
 
     def _keep_planned(self, request: Request, end: int) -> None:
         """Let others of the same plan begin with a text up to ``end``, as far as that fills pages."""
