@@ -148,6 +148,22 @@ def test_sampling_whose_graphs_made_room_is_launched(captures, seed):
     assert sum(row.replays for row in table) > 5
 
 
+@pytest.mark.parametrize("most", [4, 8], ids=["some have no room there", "all lie there, and their graph is gone"])
+def test_rows_of_two_launches_are_sampled_together_without_a_graph(most, captures, seed):
+    batch = Batches()
+    batch.call(batch.model_runner.prepare_deferred, [most])
+    steps = batch.model_runner.state.step_table
+    rows = begun(batch, seed, 5, 2, 4)
+    for key in steps.of("sampling"):
+        steps._evict(steps.get(key))
+    batch.run(decode=rows)
+    prompts = [ids_of(length, seed) for length in (3, 6)]
+    batch.run(extend=[Extension.of(batch.admit(prompt), prompt) for prompt in prompts])
+    graphs = batch.model_runner.steps.sampling_graphs
+    assert (graphs.kept(batch.persistent.deferred, 5) is not None) == (most == 8)
+    assert len(batch.sample().rows) == 5
+
+
 def test_captured_sampling_is_captured_again_after_sleep(captures, seed):
     batch = Batches()
     batch.call(batch.model_runner.prepare_deferred, [2, 4])
