@@ -14,8 +14,10 @@ from compiled_llm_ops.sampling.kernels.scores import scores_of
 _TILE = tl.constexpr(TILE)
 PARTS = tl.constexpr(8)  # of a row, which are examined apart: as many whatever the batch is, so sums stay the same
 PART_CHUNK = tl.constexpr(1024)
-LISTS = tl.constexpr(PARTS.value * (PART_CHUNK.value // TILE))  # of a row's candidates
-ROOM = tl.constexpr(128)  # for the candidates of a list
+PART_WARPS = 8
+_WARPS, _LANES = tl.constexpr(PART_WARPS), tl.constexpr(32)
+LISTS = tl.constexpr(PARTS.value * PART_WARPS)  # of a row's candidates
+ROOM = tl.constexpr(256)  # for the candidates of a list
 # exp(-104) is 0 in float32: a token whose score is further below the largest is never drawn.
 REACH = tl.constexpr(104.0)
 
@@ -52,20 +54,24 @@ def list_tiles(found, selected, part, parts: tl.constexpr, padded_tiles: tl.cons
 @triton.jit
 def list_candidates(source, found, count, bound, lists):
     """Write the tokens of ``count`` tiles that score at least ``bound``, and how many there are, or more than fit."""
-    # Each group of lanes has a list of its own: warps need not wait for each other in the loop.
-    groups: tl.constexpr = PART_CHUNK // _TILE
-    group = tl.arange(0, groups)
-    size = tl.zeros((groups,), tl.int32)
-    for first in range(0, count, groups):
+    # Each warp has a list of its own, so that none waits for others in the loop: shapes are those in which Triton deals
+    # tokens out to warps and their lanes.
+    chunk: tl.constexpr = PART_CHUNK // (_WARPS * _LANES)
+    place = tl.arange(0, PART_CHUNK) // _LANES % _WARPS * ROOM
+    size = tl.zeros((_WARPS,), tl.int32)
+    for first in range(0, count, PART_CHUNK // _TILE):
         token = listed_tokens(source, found, first, count, PART_CHUNK)
-        scores = tl.reshape(scores_of(source, token), (groups, _TILE))
+        scores = scores_of(source, token)
         kept = scores >= bound
-        entry = size[:, None] + tl.cumsum(kept.to(tl.int32), axis=1) - 1
-        place = group[:, None] * ROOM + entry
-        tl.store(lists[0] + place, tl.reshape(token, (groups, _TILE)), mask=kept & (entry < ROOM))
-        tl.store(lists[1] + place, scores, mask=kept & (entry < ROOM))
-        size += tl.sum(kept.to(tl.int32), axis=1)
-    tl.store(lists[2] + group, size)
+        ones = tl.reshape(kept.to(tl.int32), (chunk, _WARPS, _LANES))
+        totals = tl.sum(ones, axis=2)
+        wide = tl.broadcast_to(totals[:, :, None], (chunk, _WARPS, _LANES))  # as its sums need no exchange
+        entry = size[None, :, None] + tl.cumsum(wide, axis=0) - wide + tl.cumsum(ones, axis=2) - 1
+        entry = tl.reshape(entry, (PART_CHUNK,))
+        tl.store(lists[0] + place + entry, token, mask=kept & (entry < ROOM))
+        tl.store(lists[1] + place + entry, scores, mask=kept & (entry < ROOM))
+        size += tl.sum(totals, axis=0)
+    tl.store(lists[2] + tl.arange(0, _WARPS), size)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from compiled_llm_ops.contracts.sampling import PROPOSALS, TILE
 from compiled_llm_ops.sampling.kernels.candidates import (
     LISTS,
     PART_CHUNK,
+    PART_WARPS,
     PARTS,
     REACH,
     ROOM,
@@ -55,7 +56,6 @@ _WIDE_WARPS = 4
 _WIDE_REGISTERS = (
     48  # what rows without logit adjustments need; without a bound, others would leave room for fewer blocks of them
 )
-_PART_WARPS = 8
 _PART_REGISTERS = 80  # leaves room for three blocks
 _ROW_WARPS = 16
 
@@ -137,7 +137,7 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
     several = {
         **padded,
         "padded_spans": triton.next_power_of_2(spans),
-        "num_warps": _PART_WARPS,
+        "num_warps": PART_WARPS,
         "maxnreg": _PART_REGISTERS,
     }
     yield _Launch(_examine_rows, (rows, parts), (*shared, leads, leaders, spans, *examined), several)
