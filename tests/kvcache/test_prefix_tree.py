@@ -581,6 +581,16 @@ def test_notes_go_with_their_pages(tree, pool):
     assert tree.notes(text(1)) == [None]
 
 
+def test_what_rows_share_is_not_forgotten(tree, pool):
+    store(tree, pool, text(1, 2))
+    for _ in range(2):
+        Row(pool, 0).begin_from(tree.match(text(1, 2, more=1)).pages)
+    store(tree, pool, text(3))
+    row_of(pool, text(*range(8)))
+    assert pool.account() == (10, 10, 0, 0)
+    assert len(tree.match(text(1, 2, 3)).pages) == len(tree) == 2
+
+
 def test_only_an_empty_row_begins_from_pages(tree, pool):
     store(tree, pool, text(1))
     row, pages = row_of(pool, text(2)), tree.match(text(1, 2)).pages
