@@ -20,6 +20,7 @@ from compiled_llm.engine.chunks.policies import MaxStep, policy_of as chunks_of
 from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.engine_options import LogprobsMode
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
+from compiled_llm.engine.steps.late_launch import LateLaunch
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
@@ -88,6 +89,7 @@ class Loop:
 
     Attributes:
         ran_prompts: whether the last step ran prompts, whose first tokens ``read_first_tokens`` may read.
+        timing: whether steps are timed now, and may be launched late.
         stuck: nothing could run in the last step: missing pages belong to others.
     """
 
@@ -108,9 +110,10 @@ class Loop:
         self._taps = [tap(model_runner, scheduler, logprobs_mode) for tap in engine_taps()]
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
+        self._late_launch = LateLaunch()
         self._mixed: Mixed = mixed
         self.steps = self.mixed_steps = 0
-        self.ran_prompts = False
+        self.ran_prompts = self.timing = False
         self.stuck = False
 
     @classmethod
@@ -182,6 +185,17 @@ class Loop:
             return False
         self._launched.append(self._unread(prepared, [readback for _, readback in arriving], timer))
         return True
+
+    @property
+    def due(self) -> float:
+        """When the next step has to be launched, on the clock of ``time.perf_counter``; 0.0 for at once."""
+        # A request that comes until then runs in it, and not a step later; prompts that are left take longer to launch.
+        if not (len(self._launched) == 1 and self.scheduler.has_room_for_more):
+            return 0.0
+        (step,) = self._launched
+        if step.late is not None or not all(chunk.is_last for chunk in step.plan.extend):
+            return 0.0
+        return self._late_launch.due(self._token_budget.expected(step.plan))
 
     def read_first_tokens(self) -> list[Request]:
         """Read a step with prompts if it is done: their first tokens need not wait for the next launch."""
@@ -259,6 +273,7 @@ class Loop:
 
     def _timer_of(self, plan: StepPlan) -> DeviceTimer | None:
         due = self._token_budget.wants_time_of(plan)
+        self.timing = self._token_budget.timing
         return DeviceTimer(self.model_runner.device) if due else None
 
     @staticmethod
@@ -313,11 +328,17 @@ class Loop:
 
     def _read_all_but(self, steps: int) -> list[Request]:
         changed: list[Request] = []
+        if self.timing:
+            self._late_launch.forget()
         while len(self._launched) > steps:
             self._sample_late(self._launched[0])
+            timed = self.timing and len(self._launched) > 1
+            waits = timed and not self._launched[0].arrived
             read = self._read(self._launched[0])
             changed = [*changed, *read] if changed else read
             self._launched.popleft()
+            if timed:
+                self._late_launch.read(waits, bool(self._launched[-1].plan.extend))
         if self._launched:  # all before it has been read, and the device is busy with it
             self._sample_late(self._launched[0])
         return changed

@@ -110,6 +110,11 @@ class Scheduler:
         return list(self._queue)
 
     @property
+    def has_room_for_more(self) -> bool:
+        """Whether a request that comes would be the next to begin, and there is a place for it."""
+        return len(self.running) < self._max_num_seqs and not self._queue
+
+    @property
     def tokens_left(self) -> int:
         """The tokens of prompts that are not computed, of requests that run and of the next ones that wait."""
         running = sum(len(each.known) - each.running_row.length for each in self.running if not each.prefilled)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from compiled_llm.engine.chunks.state import ChunkPolicy, ChunkState
-from compiled_llm.engine.chunks.step_times import StepTimes
+from compiled_llm.engine.chunks.step_times import StepTimes, place_of
 from compiled_llm.engine.chunks.whole import Whole
 from compiled_llm.engine.chunks.within import SMALLEST, Within
 from compiled_llm.engine.steps.plan import StepPlan
@@ -94,6 +94,14 @@ class TokenBudget:
         self._untimed = 0
         self.timing = self._always or _followed(plan.requests)
         return self.timing
+
+    def expected(self, plan: StepPlan) -> float:
+        """Return the seconds that a step is likely to take; 0.0 if that is unknown."""
+        rows, tokens = len(plan.decode), sum(len(chunk.ids) for chunk in plan.extend)
+        without, longer = self.times.decode(rows) if rows else 0.0, self.times.longer(rows)
+        if without is None or (tokens and longer is None):
+            return 0.0
+        return without + (longer[place_of(tokens + rows * self._packs_rows)] if tokens and longer else 0.0)
 
     def ran(self, decoding: int, tokens: int, seconds: float, mixed: bool = False) -> None:
         """Learn from a step of ``decoding`` rows and ``tokens`` of prompts, which took the device ``seconds``."""

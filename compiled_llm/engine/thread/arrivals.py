@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -21,6 +22,12 @@ class Changed(Condition):
     """The lock of an engine's state; ``seen``: the loop's thread has looked since the last ``notify_all``."""
 
     seen = False
+
+    def wait_before(self, due: float) -> None:
+        """Wait until something changes, or ``due``, on the clock of ``time.perf_counter``."""
+        with self:
+            if self.seen and (left := due - time.perf_counter()) > 0:
+                self.wait(left)
 
     def notify_all(self) -> None:
         self.seen = False

@@ -264,6 +264,8 @@ class EngineThread:
         """Run a step, and before it what is due; False if there is nothing to run."""
         if loop.ran_prompts and (first := loop.read_first_tokens()):
             self.request_table.notify(first)
+        if loop.timing and self._changed.seen and (due := loop.due):
+            self._changed.wait_before(due)
         checked = False
         if not self._changed.seen or time.monotonic() >= self._due:
             self._changed.seen = True  # first: what changes from now on is seen before the next step

@@ -203,24 +203,25 @@ def mean(of: Callable[[int], Waits], seeds: range = range(3)) -> Waits:
 
 
 LOADS = {
-    "8B, H100, 24/s": (H100_8B, 24.0, 0.70, 1.35, 1.35),
-    "8B, H200, 24/s": (H200_8B, 24.0, 0.70, 1.50, 1.35),
-    "8B, H100, 8/s": (H100_8B, 8.0, 0.95, 1.05, 1.10),
-    "8B, H200, 8/s": (H200_8B, 8.0, 0.95, 1.05, 1.10),
-    "8B, H200, 2/s": (H200_8B, 2.0, 1.05, 1.05, 1.05),
-    "0.6B, 64/s": (H200_06B, 64.0, 0.80, 1.45, 1.60),
-    "0.6B, 16/s": (H200_06B, 16.0, 1.05, 1.05, 1.30),
-    "0.6B, 4/s": (H200_06B, 4.0, 1.05, 1.05, 1.05),
+    "8B, H100, 24/s": (H100_8B, 24.0, 0.70, 1.10, 1.25),
+    "8B, H200, 24/s": (H200_8B, 24.0, 0.70, 1.15, 1.20),
+    "8B, H100, 8/s": (H100_8B, 8.0, 0.95, 0.90, 1.05),
+    "8B, H200, 8/s": (H200_8B, 8.0, 0.95, 0.90, 1.05),
+    "8B, H200, 2/s": (H200_8B, 2.0, 1.05, 0.90, 1.05),
+    "0.6B, H200, 64/s": (H200_06B, 64.0, 0.80, 1.45, 1.60),
+    "0.6B, H200, 16/s": (H200_06B, 16.0, 1.05, 1.05, 1.30),
+    "0.6B, H200, 4/s": (H200_06B, 4.0, 1.05, 1.05, 1.05),
 }
 """A device, requests a second, and gaps' p99 and first tokens' p50 and p99 as multiples of those of whole prompts."""
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_gaps_are_shorter_where_prompts_come_often_and_nothing_changes_where_they_are_rare(load: str) -> None:
+def test_gaps_are_shorter_where_prompts_come_often_and_nothing_is_worse_where_they_are_rare(load: str) -> None:
+    """Whole prompts are launched at once, as ever; with chunks, steps that are long enough are launched late."""
     device, rate, gap, p50, p99 = LOADS[load]
-    whole, auto = (mean(lambda seed, of=of: played(of(), device, rate, seed)) for of in (Whole, Stretched))
-    for name, waits in (("whole", whole), ("auto", auto)):
-        print(f"{load}, seeds 0 to 2, {name}: first p50 {waits[0]:.1f}, p99 {waits[1]:.1f}, gaps {waits[2:4]} ms")
+    whole = mean(lambda seed: played(Whole(), device, rate, seed))
+    auto = mean(lambda seed: played(Stretched(), device, rate, seed, late=1.0))
+    print(f"{load}, seeds 0 to 2, first p50, p99, gaps p50, p99 in ms: whole {whole[:4]}, auto {auto[:4]}")
     assert auto.gap_p99 <= gap * whole.gap_p99
     assert auto.first_p50 <= p50 * whole.first_p50
     assert auto.first_p99 <= p99 * whole.first_p99

@@ -88,12 +88,14 @@ def played(
     seed: int,
     seconds: float = 30.0,
     followed: bool = True,
+    late: float = 0.0,
     odd: Callable[[int], float] = lambda step: 1.0,
 ) -> Waits:
     """Let requests arrive at a ``rate`` a second, with prompts of 64 to 512 tokens and answers of 32 to 256.
 
     A step is planned when the one before the last has been read, as in the engine, which launches one while another
-    runs. ``odd`` says how many times as long as usual a step takes, by its number.
+    runs; so many milliseconds before the end of the last one if that is not 0, and no prompt is left (``late``).
+    ``odd`` says how many times as long as usual a step takes, by its number.
     """
     draw, coming, at = random.Random(f"{seed} {rate}"), deque[_Request](), 0.0
     while (at := at + draw.expovariate(rate / 1000)) < 1000 * seconds:
@@ -105,6 +107,9 @@ def played(
     while coming or running or waiting:
         if not (running or waiting):
             read = max(read, coming[0].arrival)
+        elif late and not waiting and not any(request.left for request in running) and end - read > 2.5:
+            due = max(read, end - late)
+            read = min(due, max(read, coming[0].arrival)) if coming else due
         while coming and coming[0].arrival <= read:
             waiting.append(coming.popleft())
         decode = [request for request in running if not request.left]
