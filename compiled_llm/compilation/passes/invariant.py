@@ -37,7 +37,7 @@ class InvariantProducts:
                 node.update_kwarg("invariant", True)
         for node in graph.find_nodes(op="call_function", target=nn.functional.linear):
             _replace(graph, node, *_in_order(node, "input", "weight", "bias"))
-        for node in graph.find_nodes(op="call_function", target=torch.bmm):  # the halves of a latent's projection
+        for node in graph.find_nodes(op="call_function", target=torch.bmm):  # a projection's halves
             node.target = _BMM
         for node in graph.find_nodes(op="call_function", target=torch.addmm):  # the linear layers of GPT-2
             if set(node.kwargs) <= {"input", "mat1", "mat2"}:
