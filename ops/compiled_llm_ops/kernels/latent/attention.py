@@ -7,7 +7,7 @@
 # page size.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportFunctionMemberAccess=false
 
 from __future__ import annotations
 

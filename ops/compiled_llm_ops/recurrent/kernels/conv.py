@@ -3,7 +3,7 @@
 # Shapes: T packed tokens, C channels, W width of the kernel, E entries.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportFunctionMemberAccess=false
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 # Shapes: T packed tokens, K heads of queries and keys, H heads of values, D size of a key, V size of a value, B rows.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportFunctionMemberAccess=false
 
 from __future__ import annotations
 

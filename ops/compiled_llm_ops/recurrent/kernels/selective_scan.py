@@ -4,7 +4,7 @@
 # Shapes: T packed tokens, H heads, P size of a head, N size of a state, G groups of heads, B rows.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
-# pyright: reportIndexIssue=false
+# pyright: reportIndexIssue=false, reportFunctionMemberAccess=false
 
 from __future__ import annotations
 
