@@ -23,7 +23,7 @@ from compiled_llm.kinds.latent_probe import Expansion, with_latents
 from compiled_llm.kinds.rows import NewestTokens, PackedTokens, PagedRows, Rows, UnpagedRows, packed
 from compiled_llm.kinds.spec import JoinedSpec, KVCacheSpec, PageScales
 from compiled_llm_ops import Geometry
-from compiled_llm_ops.backends import ChosenBackend
+from compiled_llm_ops.backends import INVARIANT, ChosenBackend
 from compiled_llm_ops.kernels.latent.latent_tiling import OWN_HEADS, missing_expanded, missing_kernel, worth_expanding
 
 
@@ -77,7 +77,7 @@ class Latent(LayerKind):
 
     def missing_kernel(self, chosen: ChosenBackend, layer: Layer, geometry: Geometry, device: str) -> str | None:
         own = missing_kernel(layer.head_dim, self.rope_size, geometry.dtype) if device == "cuda" else None
-        if own is not None or device != "cuda" or not self.has_plan(chosen):
+        if own is not None or device != "cuda" or chosen.decodes_by_our_own or chosen.name == INVARIANT:
             return own
         if "latents" not in chosen.backend.kernels:
             return "it has no kernels for latents (multi-head latent attention)"

@@ -187,7 +187,7 @@ def drawn(folder: Path, seed: int = 1, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0.4, "top_k": 8, "repetition_penalty": 2.0}, {"top_p": 0.6, "min_p": 0.2}]
+    "options", [{"temperature": 0.4, "top_k": 8, "repetition_penalty": 2.0}, {"top_p": 0.6, "min_p": 0.15}]
 )
 def test_sampling_flags_draw_as_generate_does(model_folder: Path, options: dict[str, float]) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

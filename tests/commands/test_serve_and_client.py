@@ -110,7 +110,7 @@ def test_what_is_compiled_before_the_first_request(
 
 def served_with(**options: Any) -> ServeOptions:
     named = {"model": "demo", "warmup": [], "mode": "compile", "backend": "auto", "eager_first": True, **options}
-    named = {"batch_invariant": False, "check_pages": "off", **named}
+    named = {"batch_invariant": False, "check_pages": "off", "max_step_ms": "auto", **named}
     return ServeOptions(**{name: named.get(name) for name in ServeOptions._fields})
 
 

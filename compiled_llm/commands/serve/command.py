@@ -25,13 +25,13 @@ from compiled_llm.commands.serve.log import LogFormat, LogLevel, logger, show_lo
 from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import KVScales, WrapConfig
-from compiled_llm.engine.chunks.policies import MaxStep
 from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.features import feature
 from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
 
 if TYPE_CHECKING:
+    from compiled_llm.engine.chunks.policies import MaxStep
     from compiled_llm.engine.engine import Engine
     from compiled_llm.huggingface.handle import CompiledModel
     from compiled_llm.protocol.messages import Ready

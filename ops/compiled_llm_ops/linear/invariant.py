@@ -55,7 +55,8 @@ def invariant_bmm(args: InvariantBmm) -> Tensor:
         ValueError: shapes or dtypes do not fit together, or CUDA has no kernel for the dtype.
 
     Source:
-        As ``invariant_linear``, with one tiling for all numbers of rows on CUDA.
+        As ``invariant_linear``, with one tiling for all numbers of rows on CUDA:
+        https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
     """
     (heads, count, _), outputs = args.rows.shape, args.matrices.shape[2]
     return args.rows.new_empty((heads, count, outputs))

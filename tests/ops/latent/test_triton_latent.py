@@ -331,6 +331,7 @@ def stack_of(made: Any, path: Any) -> int:
 def types_of(kernel: Any, tensors: tuple[str, ...], table: tuple[str, ...], sums: tuple[str, ...]) -> dict[str, str]:
     named = {**dict.fromkeys(tensors, "*bf16"), **dict.fromkeys(table, "*i32"), **dict.fromkeys(sums, "*fp32")}
     numbers = ("rows", "row_tile", "heads", "head_tiles", "programs", "min_share", "few", "equal", "tokens", "listed")
+    numbers += ("each", "before")
     strides = [name for name in kernel.arg_names if name.endswith("_stride")]
     integers = [*strides, *(name for name in numbers if name in kernel.arg_names)]
     scale = {"scale": "fp32"} if "scale" in kernel.arg_names else {}
