@@ -2,7 +2,7 @@
 
 # Measured instead of ``Client``'s thread, a loop in one takes 9.2 us of CPU a message (5.2), which makes steps of 1 and
 # 64 answers 4 to 11 % and requests of one token 7 to 10 % dearer; these by half if calls go through a portal to
-# ``AsyncClient``. So there are two readers: whoever has no loop has a thread that waits in ``recv``.
+# ``AsyncClient``. So there are two readers: a caller without an event loop has a thread that waits in ``recv``.
 
 from __future__ import annotations
 

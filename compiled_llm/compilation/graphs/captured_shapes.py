@@ -9,7 +9,7 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 
 # From 64 tokens on the room left for padding stays under a quarter, and from 128 on all are multiples of 64: matmuls
 # compute tiles of 64 tokens.
-_CAPTURED_TOKENS = (
+CAPTURED_TOKENS = (
     *(16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
     *(2560, 3072, 3584, 4096),
 )
@@ -39,7 +39,7 @@ class CapturedShapes:
     def __init__(self, max_rows: int, weights: int, max_row_tokens: int, max_tokens: int) -> None:
         """Find the shapes for numbers of rows, of weights in a layer's matrices, and of tokens in a row and a chunk."""
         most = max(2, max_rows)  # a symbolic size is at least 2
-        worth = [tokens for tokens in _CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
+        worth = [tokens for tokens in CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
         # tokens that the device computes in half the time that the host takes to launch a prefill
         self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
         self._by_rows: dict[int, list[StepKey]] = {}

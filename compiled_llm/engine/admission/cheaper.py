@@ -10,11 +10,11 @@ from compiled_llm.engine.admission.peak import Peak
 from compiled_llm.engine.admission.state import AdmissionState, Requests
 
 _EVERY = 64
-"""Steps after which both are played forward again."""
+"""Steps after which both costs are estimated again."""
 _MOST = 96
-"""Requests that are played; of more, each stands for several."""
+"""Requests that are simulated; of more, each stands for several."""
 _WORTH = 0.98
-"""What is computed again has to be worth 2%."""
+"""A request begins beyond the peak only if that saves at least 2% of the cost."""
 
 
 class Cheaper:
@@ -27,13 +27,13 @@ class Cheaper:
     def __init__(self) -> None:
         self._peak = Peak()
         self._greedy = False
-        self._looked = -_EVERY
+        self._estimated = -_EVERY
 
     def plan(self, state: AdmissionState) -> bool:
         if self._peak.plan(state):
             return True
-        if not 0 <= state.step - self._looked < _EVERY:
-            self._looked = state.step
+        if not 0 <= state.step - self._estimated < _EVERY:
+            self._estimated = state.step
             load = load_of(state)
             self._greedy = cost_of_greed(load) < _WORTH * cost_of_peaks(load)
         return self._greedy

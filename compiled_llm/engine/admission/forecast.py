@@ -1,4 +1,4 @@
-"""What a load will cost under a policy, played forward over lengths that were drawn."""
+"""The expected cost of a load under a policy, simulated over drawn lengths."""
 
 # Time is counted in steps from now. All rows grow by a token a step, so one that had ``a`` tokens at time 0, or would
 # have had, has ``a + t`` at time t: sums over rows need no walk through them. Pages count as tokens, and each row as

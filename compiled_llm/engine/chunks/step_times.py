@@ -9,10 +9,9 @@ from statistics import median
 
 import numpy as np
 
-SIZES = (
-    *(16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048),
-    *(2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 32768, 65536),
-)
+from compiled_llm.compilation.graphs.captured_shapes import CAPTURED_TOKENS
+
+SIZES = (*CAPTURED_TOKENS, 5120, 6144, 7168, 8192, 12288, 16384, 32768, 65536)
 """The tokens of prompts that steps are told apart by, rounded up: what a launch is padded to."""
 _LATEST = 5
 """Of so many steps of a kind the median counts, so that odd ones do not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -11,14 +10,11 @@ import numpy as np
 
 from compiled_llm.engine.admission.policies import policy_of
 from compiled_llm.engine.admission.state import Admission, AdmissionState, Counts, Requests, joined
+from compiled_llm.engine.policy_call import decision_of
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.kvcache.pool import ENTRIES_OF_A_ROW, PagePool
 from compiled_llm.kvcache.row import Row
-from compiled_llm.requests.users_code import described, raise_interrupt
-
-logger = logging.getLogger("compiled_llm.engine")
 
 _REMEMBERED = 256
 """Answers whose lengths the policy knows."""
@@ -79,19 +75,11 @@ class Admissions:
 
     def _asked(self, state: AdmissionState) -> bool:
         """Return what the policy says; one that fails, as a user's may, is asked no more."""
-        try:
-            with allowed():
-                said = self.policy.plan(state)
-            if not isinstance(said, bool | np.bool_):
-                raise TypeError(f"it has returned {said!r}, and it must return True or False")
-            return bool(said)
-        except BaseException as error:
-            raise_interrupt(error)
-            name = type(self.policy).__name__
-            what = "compiled_llm: admission: %s.plan has failed, and the engine goes on with 'auto': %s"
-            logger.error(what, name, described(error), exc_info=error)
+        begins = decision_of(self.policy, state, _as_bool, "admission", "'auto'")
+        if begins is None:
             self.policy = policy_of("auto")
             return self.policy.plan(state)
+        return begins
 
     def _lengths_sorted(self) -> Counts:
         if not len(self._lengths):
@@ -138,6 +126,12 @@ class _SchedulerState(AdmissionState):
         size = self.page_size
         alike = self._shared and np.array_equal(request.prompt[:size], self._request.prompt[:size])
         return min(self._shared, filled) if alike else 0
+
+
+def _as_bool(said: object) -> bool:
+    if not isinstance(said, bool | np.bool_):
+        raise TypeError(f"it has returned {said!r}, and it must return True or False")
+    return bool(said)
 
 
 def _known(request: Request) -> int:

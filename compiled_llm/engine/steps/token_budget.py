@@ -12,11 +12,10 @@ from compiled_llm.engine.chunks.state import ChunkPolicy, ChunkState
 from compiled_llm.engine.chunks.step_times import StepTimes, place_of
 from compiled_llm.engine.chunks.whole import Whole
 from compiled_llm.engine.chunks.within import SMALLEST, Within
+from compiled_llm.engine.policy_call import decision_of
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.execution.threads.interrupts import allowed
-from compiled_llm.requests.users_code import described, raise_interrupt
 
 logger = logging.getLogger("compiled_llm.engine")
 
@@ -72,16 +71,11 @@ class TokenBudget:
 
     def _asked(self, state: ChunkState) -> int:
         """Return what the policy says; one that fails, as a user's may, is asked no more."""
-        try:
-            with allowed():
-                said = self._chunks.plan(state)
-            return operator.index(said)
-        except BaseException as error:
-            raise_interrupt(error)
-            what = "compiled_llm: max_step_ms: %s.plan has failed, and the engine goes on with None: %s"
-            logger.error(what, type(self._chunks).__name__, described(error), exc_info=error)
+        tokens = decision_of(self._chunks, state, operator.index, "max_step_ms", "None")
+        if tokens is None:
             self._chunks, self._never = Whole(), True
             return state.most
+        return tokens
 
     def wants_time_of(self, plan: StepPlan) -> bool:
         """Return whether to time the next step: each with prompts, and a sample of those without."""
