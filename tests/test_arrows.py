@@ -51,6 +51,7 @@ SIDE_BY_SIDE = [
 MAY_IMPORT = {
     f"{OPS}.kernels": {f"{OPS}.kernels", f"{OPS}.contracts"},
     f"{OPS}.attention.cascade.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.attention"},
+    f"{OPS}.packed.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.packed"},
     f"{OPS}.recurrent.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.recurrent"},
     f"{OPS}.sampling.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.sampling"},
     f"{FLASHINFER}.ops.kernels": {f"{FLASHINFER}.ops.contracts", f"{OPS}.kernels", f"{OPS}.contracts"},
@@ -61,7 +62,8 @@ MAY_IMPORT = {
 }
 # They import Triton and FlashInfer, which a CPU need not have.
 LAZILY = {
-    *(f"{OPS}.kernels", f"{OPS}.attention.cascade.kernels", f"{OPS}.recurrent.kernels", f"{OPS}.sampling.kernels"),
+    *(f"{OPS}.kernels", f"{OPS}.attention.cascade.kernels", f"{OPS}.packed.kernels", f"{OPS}.recurrent.kernels"),
+    f"{OPS}.sampling.kernels",
     f"{OPS}.flashinfer",
     f"{FLASHINFER}.ops.kernels",
 }

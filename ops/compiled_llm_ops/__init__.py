@@ -36,6 +36,8 @@ from compiled_llm_ops.linear.invariant import invariant_bmm, invariant_linear, i
 from compiled_llm_ops.linear.linear import skinny_linear
 from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
+from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
+from compiled_llm_ops.packed.linear import packed_linear
 from compiled_llm_ops.recurrent.conv import causal_conv1d
 from compiled_llm_ops.recurrent.delta_rule import gated_delta_rule
 from compiled_llm_ops.recurrent.selective_scan import selective_scan
@@ -61,6 +63,8 @@ __all__ = [
     "CascadeTables",
     "FlashInferVariant",
     "Geometry",
+    "PackedFormat",
+    "PackedWeight",
     "PageTable",
     "SharedRun",
     "Variant",
@@ -96,6 +100,7 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "normed_linear",
+    "packed_linear",
     "paged_attention",
     "paged_attention_lse",
     "paged_attention_variant",

@@ -23,6 +23,7 @@ from support.ops.expert_rows import ExpertRows
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
 from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
+from support.ops.packed_weights import FORMATS, make
 from support.ops.recurrent_rows import COUNTS, RecurrentRows
 from support.ops.sampling_cases import EVERYTHING, arguments
 from support.ops.tagged_rows import some_rows
@@ -349,6 +350,11 @@ def invariant_sum_cases() -> list[tuple[Any, ...]]:
     return [(torch.randn(7),), (torch.randn(2, 17, 5),), (torch.randn(9, 4).T.bfloat16(),)]
 
 
+def packed_linear_cases() -> list[tuple[Any, ...]]:
+    cases = [make(name, 16, 64).arguments(torch.randn(2, 3, 64)) for name in FORMATS if "FP8" not in name]
+    return [*cases, make("torchao int8", 5, 7).arguments(torch.randn(7, 3).T, torch.randn(5))]
+
+
 def norm_cases() -> list[tuple[Any, ...]]:
     return [(*torch.randn(2, *shape), torch.randn(shape[-1]), 1e-6) for shape in ((3, 16), (2, 1, 8))]
 
@@ -473,6 +479,7 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "merge_state_in_place": merge_in_place_cases,
     "merge_states": merge_states_cases,
     "normed_linear": normed_linear_cases,
+    "packed_linear": packed_linear_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "paged_attention_variant": variant_cases,
