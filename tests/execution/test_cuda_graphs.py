@@ -16,10 +16,13 @@ import torch
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams, WrapConfig
+from compiled_llm.compilation.graphs import captured_shapes
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
 from compiled_llm.compilation.graphs.step_table import StepTable
 from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill.packing import token_count
+from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.state import prefill_room
 from compiled_llm.execution.state.prefill_room import COMPILED_ROWS, compiled_length, typical_tokens
 from compiled_llm.execution.steps.sampling_graphs import SamplingGraphs
@@ -262,6 +265,75 @@ def test_prefills_that_take_the_device_longer_than_the_host_are_not_captured():
 
     assert most(1024, 3072, 2048) == 4096  # Qwen3-0.6B: 9 ms there, 15 to 20 here
     assert most(4096, 12288, 4096) == 1280  # Qwen3-8B: 29 ms there, 19 here
+
+
+def test_prefills_beyond_the_largest_shape_are_cut_as_long_as_the_host_is_the_slower_one() -> None:
+    def shapes(hidden: int, intermediate: int, queries: int, max_tokens: int = 8192) -> CapturedShapes:
+        weights = hidden * (2 * queries + 2 * 1024 + 3 * intermediate)
+        return CapturedShapes(64, weights, max_row_tokens=40_960, max_tokens=max_tokens)
+
+    small = shapes(1024, 3072, 2048)  # Qwen3-0.6B: 8,192 tokens take 15 ms there, 15 to 29 here
+    assert [small.cut(tokens) for tokens in (100, 4096, 4097, 8192, 9000)] == [None, None, 4096, 4096, None]
+    for larger in (shapes(2048, 6144, 2048), shapes(4096, 12288, 4096)):  # 1.7B and 8B
+        assert not any(larger.cut(tokens) for tokens in (1280, 1281, 4096, 4097, 8192))
+    assert shapes(1024, 3072, 2048, max_tokens=2048).cut(2048) is None
+
+
+def test_a_layer_too_large_for_any_shape_has_none() -> None:
+    shapes = CapturedShapes(512, weights=855_000_000, max_row_tokens=40_960, max_tokens=8192)  # 70B
+    assert (shapes.anchors(), shapes.of(512), shapes.largest, shapes.cut(8192)) == ([], [], None, None)
+
+
+# of these rows' tokens, those in each launch; one token more than the largest shape has, rows that fill it, and others
+CUT = [([33, 32], [64, 1]), ([16] * 8, [64, 64]), ([150], [64, 64, 22]), ([3, 90, 40], [64, 64, 5]), ([60, 4], [64])]
+
+
+@pytest.fixture
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let no shape hold more than 64 tokens, and note the tokens of each launch of a prefill, without padding."""
+    monkeypatch.setattr(captured_shapes, "CAPTURED_TOKENS", (16, 32, 64))
+    return note_calls(monkeypatch, Prefill, "_run_chunk", lambda self, chunk, *_: token_count(chunk))
+
+
+def test_a_prefill_that_no_shape_holds_runs_in_captured_ones(small_shapes, seed, monkeypatch) -> None:
+    reference, model = one_layer(), uncompiled(monkeypatch)
+    for lengths, launches in CUT:
+        inputs = mixed_prompts(lengths, 128, seed)
+        for _ in range(2):  # the first may find no graph
+            small_shapes.clear()
+            torch.testing.assert_close(greedy(model, inputs, 5), greedy(reference, inputs, 5))
+            assert small_shapes == launches
+    replays = sum(row.replays for row in model.compiled.cuda_graphs if row.phase == "prefill")
+    assert replays >= sum(len(launches) for _, launches in CUT)
+    assert model.compiled.stats().recompiles == 0
+    assert_account_is_empty(model)
+
+
+def test_what_is_never_captured_is_not_cut(small_shapes, seed, monkeypatch) -> None:
+    reference, model = one_layer(), uncompiled(monkeypatch)
+    inputs = mixed_prompts([90, 40], 128, seed)
+    asked: list[dict[str, Any]] = [{}, {"logits_to_keep": 60}, {"logits_to_keep": 1, "output_hidden_states": True}]
+    for options in asked:  # all logits would be there twice
+        with torch.no_grad():
+            ours, theirs = (each(**inputs, use_cache=False, **options).logits for each in (model, reference))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert small_shapes == [130] * 3
+    few = uncompiled(monkeypatch, max_graphs=2)  # the largest shape does not stay
+    greedy(few, inputs, 2)
+    assert small_shapes[3:] == [130]
+
+
+def test_an_engine_cuts_prefills_and_mixes_what_is_one_launch(small_shapes, seed, monkeypatch) -> None:
+    reference, model = one_layer(), uncompiled(monkeypatch)
+    prompts = [mixed_prompts([length], 128, seed)["input_ids"][0].tolist() for length in (150, 20, 70, 64)]
+    with Engine(model, max_num_seqs=8, mixed=True) as engine:
+        handles = [engine.submit(ids, SamplingParams(temperature=0, max_tokens=6)) for ids in prompts]
+        assert [handle.result().token_ids for handle in handles] == [alone(reference, ids, 6) for ids in prompts]
+    assert max(small_shapes) <= 64
+    is_one_launch = model.compiled.model_runner().prefill.is_one_launch
+    assert is_one_launch([1, 63], [10, 63])
+    assert not is_one_launch([1, 64], [10, 64])
+    assert_account_is_empty(model)
 
 
 def test_the_weights_of_a_layer_are_its_matrices():

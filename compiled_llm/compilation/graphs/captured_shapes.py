@@ -40,8 +40,9 @@ class CapturedShapes:
         """Find the shapes for numbers of rows, of weights in a layer's matrices, and of tokens in a row and a chunk."""
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
-        # tokens that the device computes in half the time that the host takes to launch a prefill
-        self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
+        # tokens that the device computes in the time that the host takes to launch a prefill, and in half of it
+        self._host_bound = _DEVICE_BOUND // (2 * max(1, weights))  # what is packed counts as no weights
+        self.spare = self._host_bound // 2
         self._by_rows: dict[int, list[StepKey]] = {}
         for rows in sorted({2, min(8, most), most}):
             needed = max(rows, min(max_tokens, min(rows, max_rows) * max_row_tokens))
@@ -63,12 +64,26 @@ class CapturedShapes:
         """Return a few shapes, the most important first, in the next larger of which any other can run."""
         # The largest holds all, but takes long: most prefills run in those of up to half as many tokens. Below that
         # each has a quarter of the next one's tokens, so that few prefills compute much more padding than tokens.
-        *others, largest = [*self._by_rows.values()][-1]
+        if (largest := self.largest) is None:
+            return []
         chosen: list[StepKey] = []
-        for shape in reversed(others):
+        for shape in reversed(self.of(largest.rows)[:-1]):
             if shape.tokens <= (chosen[-1].tokens / 4 if chosen else largest.tokens / 2):
                 chosen.append(shape)
         return [*chosen[:2], largest, *chosen[2:]]
+
+    @property
+    def largest(self) -> StepKey | None:
+        """The shape that holds all others; None if none is worth capturing."""
+        shapes = [*self._by_rows.values()][-1]
+        return shapes[-1] if shapes else None
+
+    def cut(self, tokens: int) -> int | None:
+        """Return how many tokens launches have at most if a prefill of more than the shapes hold is faster cut."""
+        # None if it is not: the device computes so many before the host has launched them, one kernel after the other.
+        # What each launch costs in addition, a reading of the weights, is little beside so many tokens.
+        largest = self.largest
+        return largest.tokens if largest is not None and largest.tokens < tokens <= self._host_bound else None
 
     def smallest(self, tokens: int, rows: int) -> StepKey | None:
         """Return the smallest shape that holds a prefill of ``tokens`` tokens, or None if all are too small."""

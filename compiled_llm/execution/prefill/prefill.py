@@ -85,6 +85,9 @@ class Prefill:
         self._most_with_states = _tokens_in(state, _STATES, states)
         self._anchors = self._find_anchors()
         self._table.anchors["prefill"] = [*self._anchors]
+        # If the largest shape does not stay captured, more launches are but more work for the host.
+        largest = shapes.largest
+        self._cuts = largest is not None and largest.tokens in {anchor.tokens for anchor in self._anchors}
 
     # ---- compiled
 
@@ -187,9 +190,11 @@ class Prefill:
         self._state.arena.flush()
         if self._stateful:
             extensions = [_with_states(extension) for extension in extensions]
+        # What no CUDA graph gives is not cut; and more logits than rows would be there twice while they are joined.
+        may_replay = embeddings is None and not wants and len(keep) <= len(extensions)
+        most = self._most_at_once(token_count(extensions)) if may_replay else self._state.config.prefill_tokens
         start, parts = 0, []
-        spare = self._state.spare_states
-        for chunk in chunks(extensions, self._state.config.prefill_tokens, self._page_size, self._holds, spare):
+        for chunk in chunks(extensions, most, self._page_size, self._holds, self._state.spare_states):
             end = start + token_count(chunk)
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
@@ -207,6 +212,14 @@ class Prefill:
         if len(parts) == 1:
             return parts[0]
         return StepOutputs(torch.cat([part.logits for part in parts]), torch.cat([part.tokens for part in parts]), {})
+
+    def _most_at_once(self, tokens: int) -> int:
+        """Return how many of ``tokens`` a launch has at most; less than it may have where captured ones are faster."""
+        # This follows from the tokens alone, whatever is captured so far: a call that is repeated is cut as before.
+        most = self._state.config.prefill_tokens
+        if not self._cuts or self._graph_manager.programs.full():
+            return most
+        return self._shapes.cut(min(tokens, most)) or most
 
     def _placed(self, extensions: Sequence[Extension]) -> list[Extension]:
         """Let taps write what the launches read of these rows."""
@@ -374,7 +387,7 @@ class Prefill:
 
     def is_one_launch(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
         """Return whether rows of ``queries`` ``[B]`` new of ``lengths`` ``[B]`` tokens run in one launch."""
-        if sum(queries) > self._state.config.prefill_tokens:
+        if sum(queries) > self._most_at_once(sum(queries)):
             return False
         pages = sum(-(-length // self._page_size) for length in lengths)
         if self._holds is not None and not self._holds(sum(queries), pages, len(queries)):
