@@ -17,6 +17,8 @@ _LATEST = 5
 """Of so many steps of a kind the median counts, so that odd ones do not."""
 _REMEMBERED = 500
 """Steps with prompts after which a size that has not run again is forgotten, as it may be faster now."""
+_SMALL = 4
+"""The largest size is so many times as large as one that is small, at least."""
 
 
 class _Latest:
@@ -77,6 +79,19 @@ class StepTimes:
         """
         # What prompts take alone is what they take beside rows, unless both are one launch.
         return self._table[rows > 0] or self._table[0]
+
+    def least(self, rows: int) -> float:
+        """Return by how many seconds prompts make a step of so many rows longer however few tokens they have.
+
+        The line through what a small size took and what the largest did leaves that for no tokens. It is 0.0 until
+        a size was timed that is small beside the largest.
+        """
+        known = {size: latest.median for size, latest in (self._longer[rows > 0] or self._longer[0]).items()}
+        largest = max(known, default=0)
+        small = min((size for size in known if size * _SMALL <= largest), key=known.__getitem__, default=None)
+        if small is None:
+            return 0.0
+        return max(0.0, known[small] - small * (known[largest] - known[small]) / (largest - small))
 
 
 def place_of(tokens: int) -> int:

@@ -15,25 +15,21 @@ _LATELY = 500
 """Steps over which requests are counted."""
 _STEPS = 3
 """Prompts that wait are computed in so many steps, if that takes longer steps than these."""
-_LEAST = 0.7
-"""A chunk computes at least so many times the tokens in a second that the best one does."""
 
 _AS_LONG = 1.03
 """What takes hardly longer is as long."""
-_SHORTEST = 1e-5
 
 
 class Stretched:
     """A policy by which steps with prompts take ``STRETCH`` times as long as those without, if anybody follows.
 
     They may take longer while prompts are rare, since few gaps between tokens are long then; when prompts pile up,
-    since these would wait for ever; and so far that what a chunk costs by itself does not outweigh its tokens.
+    since these would wait for ever; and where a chunk costs much however small it is, as with a small model: there it
+    makes a step longer by ``STRETCH`` times that, since smaller ones would leave gaps hardly shorter.
     """
 
-    def __init__(
-        self, stretch: float = STRETCH, often: float = _OFTEN, steps: int = _STEPS, least: float = _LEAST
-    ) -> None:
-        self._stretch, self._often, self._steps, self._least = stretch, often, steps, least
+    def __init__(self, stretch: float = STRETCH, often: float = _OFTEN, steps: int = _STEPS) -> None:
+        self._stretch, self._often, self._steps = stretch, often, steps
         self._begin = 0.0  # requests that begin in a step, lately
         self._step = self._begun = 0  # until which they are counted
 
@@ -46,13 +42,11 @@ class Stretched:
         if without is None or longer is None:
             return state.most
         sizes = SIZES[: place_of(state.most + state.padding) + 1]
-        rates = [size / max(seconds, _SHORTEST) for size, seconds in zip(sizes, longer, strict=False)]
-        pays = next(seconds for rate, seconds in zip(rates, longer, strict=False) if rate >= self._least * max(rates))
         often = max(1.0, self._often / max(self._begin, 1e-9))
-        allowed = max(pays, (self._stretch - 1) * without * often)
-        fits = max(size for size, seconds in zip(sizes, longer, strict=False) if seconds <= _AS_LONG * allowed)
+        allowed = max(self._stretch * state.times.least(state.rows), (self._stretch - 1) * without * often)
+        fits = [size for size, seconds in zip(sizes, longer, strict=False) if seconds <= _AS_LONG * allowed]
         needed = SIZES[place_of(-(-left // self._steps) + state.padding)]
-        return max(fits, needed) - state.padding
+        return max([*fits, needed]) - state.padding
 
     def _count(self, state: ChunkState) -> None:
         fade = math.exp((self._step - state.step) / _LATELY)
