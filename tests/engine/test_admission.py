@@ -188,6 +188,8 @@ def checked(seed: int) -> None:
 FAULTS = {
     "cached pages count as used": ("_pool.available + own", "_pool.available - self._pool.account().cached + own"),
     "pages that others have are free when a row ends": (" - sum(shared)", ""),
+    "rows that others begin with have their pages to themselves": ("state.pages -= more - int(counts[place])", "pass"),
+    "only the last one to begin is looked at": ("range(self._found, len(self.requests))", "range(0)"),
     "rows end too early": ("- 1 - begun", "- 17 - begun"),
     "states are forgotten": ("(more if states is None else min(more, states.available // ENTRIES_OF_A_ROW))", "more"),
     "a preempted row has its old length": (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -60,18 +60,36 @@ class Admissions:
         state = _SchedulerState(queue, request, self._shared_pages(row))
         state.step, state.page_size, state.lengths = step, self._pool.page_size, self._lengths_sorted()
         state.max_rows = self._max_rows(len(running))
-        if (last := self._last) is not None and last.step == step and not state.next.shared.any():
-            # one more has begun since, and nothing else has changed
-            state.running, state.pages = joined(last.running, last.next), last.pages
+        if (last := self._last) is not None and last.step == step and last.request.row is not None:
+            self._count_on(state, last, row)
         else:
-            shared = self._shared_by(running, row, state.next.shared.item(), step)
-            own = sum([each.running_row.held for each in running]) - sum(shared) + len(row.pages)
-            state.pages = self._pool.available + own - state.next.shared.item()
-            lengths = [max(len(each.known), each.running_row.length) for each in running]
-            state.running = _requests(running, lengths, shared)
+            self._count(state, running, row)
         begins = self._asked(state)
         self._last = state if begins else None
         return begins
+
+    def _count(self, state: _SchedulerState, running: Sequence[Request], row: Row) -> None:
+        """Count what running requests have, one by one."""
+        state.begun, rows = _Begun(running), [each.running_row for each in running]
+        shared = self._shared_by(running, row, state.next.shared.item(), state.step)
+        own = sum([each.held for each in rows]) - sum(shared) + len(row.pages)
+        state.pages = self._pool.available + own - state.next.shared.item()
+        lengths = [max(len(each.known), one.length) for each, one in zip(running, rows, strict=True)]
+        state.running = _requests(running, lengths, shared)
+
+    def _count_on(self, state: _SchedulerState, last: _SchedulerState, row: Row) -> None:
+        """Count on from the ``last`` state: its next request has begun, and nothing else has changed."""
+        last.begun.requests.append(last.request)
+        state.begun, state.running, state.pages = last.begun, joined(last.running, last.next), last.pages
+        if not (shared := state.next.shared.item()):
+            return
+        counts = state.running.shared
+        for place in state.begun.places_like(row):
+            if counts[place] < shared:  # it has more in common with others now
+                other = state.begun.requests[place]
+                more = self._shared_pages(other.running_row)
+                state.pages -= more - int(counts[place])
+                counts[place] = self._shared[other] = more
 
     def _asked(self, state: AdmissionState) -> bool:
         """Return what the policy says; one that fails, as a user's may, is asked no more."""
@@ -107,15 +125,37 @@ class Admissions:
         return bisect_left(row.pages, True, key=self._pool.has_one_row)
 
 
+class _Begun:
+    """Requests that run, found by the first page of their rows."""
+
+    # A request that begins has its pages before the next one is looked at, or has none that others could find.
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = list(requests)
+        self._places: defaultdict[int, list[int]] = defaultdict(list)
+        self._found = 0  # how many requests are there
+
+    def places_like(self, row: Row) -> list[int]:
+        """Return the places of those whose rows begin with the same page as another."""
+        for place in range(self._found, len(self.requests)):
+            for page in self.requests[place].running_row.pages[:1]:
+                self._places[page].append(place)
+        self._found = len(self.requests)
+        return self._places[row.pages[0]]
+
+
 class _SchedulerState(AdmissionState):
+    begun: _Begun  # those that run, in the order of ``running``
+
     def __init__(self, queue: Queue, request: Request, shared: int) -> None:
-        self._queue, self._request, self._shared = queue, request, shared
+        self.request = request
+        self._queue, self._shared = queue, shared
         self.next = _requests([request], [_known(request)], [shared])
 
     @property
     def waiting(self) -> Requests:
-        others = [request for request in self._queue if request is not self._request]
-        requests, shared = [self._request, *others], [self._shared, *map(self._shared_soon, others)]
+        others = [request for request in self._queue if request is not self.request]
+        requests, shared = [self.request, *others], [self._shared, *map(self._shared_soon, others)]
         return _requests(requests, list(map(_known, requests)), shared)
 
     def _shared_soon(self, request: Request) -> int:
@@ -124,7 +164,7 @@ class _SchedulerState(AdmissionState):
         if request.prefix_owner is not None:
             return filled
         size = self.page_size
-        alike = self._shared and np.array_equal(request.prompt[:size], self._request.prompt[:size])
+        alike = self._shared and np.array_equal(request.prompt[:size], self.request.prompt[:size])
         return min(self._shared, filled) if alike else 0
 
 

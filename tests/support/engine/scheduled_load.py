@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import takewhile
 
 import numpy as np
 
@@ -29,6 +30,10 @@ class Recounted:
         request = scheduler._queue.ready[0]
         owners = Counter(page for row in scheduler.rows for page in row.pages)
         assert state.pages == pool.total - sum(count > 1 for count in owners.values()), "pages"
+        alike = [sum(1 for _ in takewhile(lambda page: owners[page] > 1, row.pages)) for row in rows]
+        numbers = [request.arrival for request in scheduler.running]
+        told = zip(state.running.numbers.tolist(), state.running.shared.tolist(), strict=True)
+        assert sorted(told) == sorted(zip(numbers, alike, strict=True)), "shared"
         states = len(rows) if pool.states is None else pool.states.available // 2
         room = MAX_NUM_SEQS if pool.states is None else min(MAX_NUM_SEQS, len(rows) + states)
         assert state.max_rows == room, "states"
