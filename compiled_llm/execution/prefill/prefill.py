@@ -217,9 +217,8 @@ class Prefill:
         """Return how many of ``tokens`` a launch has at most; less than it may have where captured ones are faster."""
         # This follows from the tokens alone, whatever is captured so far: a call that is repeated is cut as before.
         most = self._state.config.prefill_tokens
-        if not self._cuts or self._graph_manager.programs.full():
-            return most
-        return self._shapes.cut(min(tokens, most)) or most
+        cut = self._shapes.cut(min(tokens, most)) if self._cuts else None
+        return most if cut is None or self._graph_manager.programs.full() else cut
 
     def _placed(self, extensions: Sequence[Extension]) -> list[Extension]:
         """Let taps write what the launches read of these rows."""
