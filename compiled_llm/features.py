@@ -15,6 +15,7 @@ FEATURES = {
     "recurrent layers": ["compiled_llm.kinds.recurrent"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
     "check_pages": ["compiled_llm.execution.taps.page_check"],
+    "drafts": ["compiled_llm.compilation.drafts"],
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],
     "structured_outputs": ["compiled_llm.engine.grammars.part"],

@@ -52,6 +52,7 @@ MAY_IMPORT = {
     f"{OPS}.kernels": {f"{OPS}.kernels", f"{OPS}.contracts"},
     f"{OPS}.attention.cascade.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.attention"},
     f"{OPS}.packed.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.packed"},
+    f"{OPS}.drafts.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.drafts"},
     f"{OPS}.recurrent.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.recurrent"},
     f"{OPS}.sampling.kernels": {f"{OPS}.kernels", f"{OPS}.contracts", f"{OPS}.sampling"},
     f"{FLASHINFER}.ops.kernels": {f"{FLASHINFER}.ops.contracts", f"{OPS}.kernels", f"{OPS}.contracts"},
@@ -64,6 +65,7 @@ MAY_IMPORT = {
 LAZILY = {
     *(f"{OPS}.kernels", f"{OPS}.attention.cascade.kernels", f"{OPS}.packed.kernels", f"{OPS}.recurrent.kernels"),
     f"{OPS}.sampling.kernels",
+    f"{OPS}.drafts.kernels",
     f"{OPS}.flashinfer",
     f"{FLASHINFER}.ops.kernels",
 }

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -21,6 +21,10 @@ class StepTap(Protocol):
 
     def decoded(self, inputs: DecodeInputs, ids: Tensor) -> None:
         """Look at a decode step, which feeds in tokens ``[B, q]`` and has not advanced yet."""
+
+    def went_back(self, slots: Tensor, tokens: Tensor, counts: Tensor, lengths: Tensor) -> None:
+        """Let rows forget all but ``counts`` of the ``tokens`` ``[B, q]`` of a step, on the device."""
+        # ``lengths`` ``[B]`` are with the next tokens and none forgotten.
 
 
 class PrefillInputs(NamedTuple):
@@ -94,3 +98,6 @@ class DecodeInputs(NamedTuple):
     wants: tuple[str, ...] = ()  # as of ``PrefillInputs``
     # whether layers attend together where they find their rows: the step runs uncompiled on a CPU
     shares_places: bool = False
+    # what a step drafts with that feeds in drafts besides the tokens in its slots, ``compilation/drafts.py``; None if
+    # it drafts nothing
+    drafts: Any = None

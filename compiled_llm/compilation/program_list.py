@@ -4,20 +4,18 @@
 # third one for rows without cached tokens, where layers attend to these directly; a decode step for batch 1 and one for
 # all larger batches, the same two for rows that feed in several tokens each, and one for rows that begin with the same
 # pages. Steps that give more outputs than logits run in programs of their own, made of these. One more is for calls of
-# the model itself whose rows are new, and needs no pages.
+# the model itself whose rows are new, and needs no pages. Parts have programs of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
 
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.options import decode_options, prefill_options
+from compiled_llm.compilation.program import Program, ProgramInputs
 from compiled_llm.compilation.steps import decode_step, prefill_step, unpaged_step
-from compiled_llm.config import WrapConfig
+from compiled_llm.features import FEATURES, feature
 
 PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
@@ -25,20 +23,6 @@ PREFILL_ALONE = "prefill of rows without cached tokens"
 UNPAGED = "forward without pages"
 DECODE_SHARED = "decode, shared pages read once"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
-
-ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
-
-
-class Program(NamedTuple):
-    """One compiled function of a model."""
-
-    name: str  # its name in reports
-    # whether it runs a step with these inputs; of several programs, the first in ``PROGRAMS`` does
-    serves: Callable[[ProgramInputs], bool]
-    step: Callable[..., Any]  # the function that is traced
-    options: Callable[[WrapConfig, torch.device], dict[str, Any]]  # Inductor's options for it
-    decodes: bool = False  # whether each row has one new token, or as many as the others
-    on_demand: bool = False  # whether it is compiled only for calls that need it, so that reports leave it out before
 
 
 def _reads_embeddings(inputs: ProgramInputs) -> bool:
@@ -69,7 +53,14 @@ def _decode(name: str, one_row: bool, several: bool, shared: bool = False) -> Pr
 
 _UNPAGED = Program(UNPAGED, _is_unpaged, unpaged_step, prefill_options, on_demand=True)
 
+
+def _of_parts() -> Iterator[Program]:
+    for name in FEATURES:
+        yield from getattr(feature(name, "compilation"), "PROGRAMS", ())
+
+
 PROGRAMS: tuple[Program, ...] = (
+    *_of_parts(),
     Program(PREFILL, _reads_ids, prefill_step, prefill_options),
     Program(PREFILL_EMBEDDED, _reads_embeddings, prefill_step, prefill_options, on_demand=True),
     Program(PREFILL_ALONE, partial(_reads_ids, alone=True), prefill_step, prefill_options, on_demand=True),

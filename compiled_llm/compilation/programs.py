@@ -46,7 +46,8 @@ from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.norms import NormedSums
 from compiled_llm.compilation.passes.patterns import is_like_llama
 from compiled_llm.compilation.passes.products import FusedProducts
-from compiled_llm.compilation.program_list import PROGRAMS, Program, ProgramInputs, program_for
+from compiled_llm.compilation.program import Program, ProgramInputs
+from compiled_llm.compilation.program_list import PROGRAMS, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.tracing.active_adapters import ActiveAdapters

@@ -55,7 +55,7 @@ def prefill_step(
         tap.prefilled(inputs, torch.zeros_like(inputs.positions[0]) if embedded else ids[0])
     logits: Tensor = out.logits[0]
     sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
-    return StepOutputs(logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables), _emitted(inputs, out))
+    return StepOutputs(logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables), emitted(inputs, out))
 
 
 def unpaged_step(
@@ -99,23 +99,40 @@ def decode_step(
             for besides; T = B * q, the tokens of a row next to each other.
     """
     ids = tables.next_token[inputs.slots][:, None] if inputs.fed is None else inputs.fed
-    positions, new = inputs.positions[:, None], ids.shape[1]
-    if new > 1:
-        positions = positions + torch.arange(new, device=ids.device)
-    batch = PagedBatch(pages, specs, _rows(inputs, new), states=_states(inputs))
-    asked = {**_asked(inputs), BATCH_ARGUMENT: batch}
-    out = forward(model, input_ids=ids, position_ids=positions, use_cache=False, **asked)
-    for tap in inputs.taps:
-        tap.decoded(inputs, ids)
+    positions, new = positions_of(inputs, ids), ids.shape[1]
+    out = forward_of_rows(model, forward, inputs, ids, pages, specs)
     inputs.positions.add_(new)
     inputs.lengths.add_(new)  # after the layers: decode attention reads the table before it waits for them
     if inputs.planned is not None:
         inputs.planned.last_page_len.add_(new)
     if new == 1:
         logits: Tensor = out.logits[:, -1]
-        return StepOutputs(logits, sample(logits, inputs.slots, inputs.positions, tables), _emitted(inputs, out))
+        return StepOutputs(logits, sample(logits, inputs.slots, inputs.positions, tables), emitted(inputs, out))
     tokens = [sample(out.logits[:, at], inputs.slots, positions[:, at] + 1, tables) for at in range(new)]
-    return StepOutputs(out.logits.flatten(0, 1), torch.stack(tokens, 1).flatten(), _emitted(inputs, out))
+    return StepOutputs(out.logits.flatten(0, 1), torch.stack(tokens, 1).flatten(), emitted(inputs, out))
+
+
+def positions_of(inputs: DecodeInputs, ids: Tensor) -> Tensor:
+    """Return ``[B, q]`` int64, the rotary positions of new tokens ``ids`` ``[B, q]``."""
+    positions, new = inputs.positions[:, None], ids.shape[1]
+    return positions if new == 1 else positions + torch.arange(new, device=ids.device)
+
+
+def forward_of_rows(
+    model: PreTrainedModel,
+    forward: Forward,
+    inputs: DecodeInputs,
+    ids: Tensor,
+    pages: list[Tensor],
+    specs: tuple[KVCacheSpec, ...],
+) -> Any:
+    """Run new tokens ``[B, q]`` of rows through the model, let taps see them, and return the model's output."""
+    batch = PagedBatch(pages, specs, _rows(inputs, ids.shape[1]), states=_states(inputs))
+    asked = {**_asked(inputs), BATCH_ARGUMENT: batch}
+    out = forward(model, input_ids=ids, position_ids=positions_of(inputs, ids), use_cache=False, **asked)
+    for tap in inputs.taps:
+        tap.decoded(inputs, ids)
+    return out
 
 
 def _asked(inputs: PrefillInputs | DecodeInputs) -> dict[str, bool]:
@@ -123,7 +140,7 @@ def _asked(inputs: PrefillInputs | DecodeInputs) -> dict[str, bool]:
     return {f"output_{name}": True for name in inputs.wants}
 
 
-def _emitted(inputs: PrefillInputs | DecodeInputs, out: Any) -> Emitted:
+def emitted(inputs: PrefillInputs | DecodeInputs, out: Any) -> Emitted:
     """Return the wanted outputs of layers ``[T, ...]``, of a model that has them, and what hooks have emitted."""
     layers = [layer for name in inputs.wants for layer in getattr(out, name, None) or ()]
     return {**{number: layer.flatten(0, 1) for number, layer in enumerate(layers)}, **getattr(out, "emitted", {})}

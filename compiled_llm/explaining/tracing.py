@@ -34,7 +34,8 @@ from compiled_llm.compat.torch.inductor import inductor_quiet, traced_by_inducto
 from compiled_llm.compat.torch.stages import compiling_stage
 from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL, PREFILL_ALONE, Program
+from compiled_llm.compilation.program import Program
+from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL, PREFILL_ALONE
 from compiled_llm.compilation.programs import Arguments, Programs
 from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop

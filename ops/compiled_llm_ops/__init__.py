@@ -29,6 +29,10 @@ from compiled_llm_ops.contracts.sampling import (
     MAX_BIASES,
     MAX_FOLLOWED,
 )
+from compiled_llm_ops.drafts.acceptance import accept_drafts
+from compiled_llm_ops.drafts.contracts import NOT_ACCEPTED, NOT_DRAFTED
+from compiled_llm_ops.drafts.ngrams import ngram_drafts
+from compiled_llm_ops.drafts.texts import write_texts
 from compiled_llm_ops.experts.fused import fused_experts
 from compiled_llm_ops.experts.linear import experts_linear
 from compiled_llm_ops.linear.chained_linear import chained_linear
@@ -59,7 +63,9 @@ __all__ = [
     "MASKED",
     "MAX_BIASES",
     "MAX_FOLLOWED",
+    "NOT_ACCEPTED",
     "NOT_A_TOKEN",
+    "NOT_DRAFTED",
     "CascadeTables",
     "FlashInferVariant",
     "Geometry",
@@ -68,6 +74,7 @@ __all__ = [
     "PageTable",
     "SharedRun",
     "Variant",
+    "accept_drafts",
     "add_rms_norm",
     "append_latent",
     "append_paged_kv",
@@ -99,6 +106,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "ngram_drafts",
     "normed_linear",
     "packed_linear",
     "paged_attention",
@@ -118,4 +126,5 @@ __all__ = [
     "selective_scan",
     "skinny_linear",
     "top_logprobs",
+    "write_texts",
 ]

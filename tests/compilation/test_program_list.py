@@ -10,7 +10,8 @@ import torch
 import compiled_llm
 from compiled_llm.compilation import program_list, programs
 from compiled_llm.compilation.inputs import DecodeInputs
-from compiled_llm.compilation.program_list import DECODE_MANY, PROGRAMS, Program
+from compiled_llm.compilation.program import Program
+from compiled_llm.compilation.program_list import DECODE_MANY, PROGRAMS
 from compiled_llm.compilation.steps import decode_step
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3

@@ -85,15 +85,18 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
         "counts": "*i16",
         **dict.fromkeys(lists + tables, "*i32"),
         **dict.fromkeys(("slots", "positions", "sampled", "seeds"), "*i64"),
-        **dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "not_a_token", "deferred"), "i32"),
+        **dict.fromkeys(("stride", "vocabulary", "tiles", "spans", "not_a_token", "deferred", "width"), "i32"),
     }
     padded = {"padded_tiles": tiles}
-    for kernel, constants in (
-        (kernels._summarise_for_sampling, {}),
-        (kernels._examine_rows, {**padded, "padded_spans": max(1, tiles // 32)}),
-        (kernels._sample_rows, padded),
-    ):
-        compiled(kernel, constants, {**dict.fromkeys(kernel.arg_names, "*fp32"), **types}, warps=16)
+    before: tuple[dict[str, Any], dict[str, str]]
+    for before in (({"before": None}, {}), ({}, {"before": "*i64"})):
+        for kernel, constants in (
+            (kernels._summarise_for_sampling, {}),
+            (kernels._examine_rows, {**padded, "padded_spans": max(1, tiles // 32)}),
+            (kernels._sample_rows, padded),
+        ):
+            own = {**dict.fromkeys(kernel.arg_names, "*fp32"), **types, **before[1]}
+            compiled(kernel, {**constants, **before[0]}, own, warps=16)
 
 
 def launch(*given: Any) -> Tensor:

@@ -71,6 +71,13 @@ FEATURES = {
         exports='ops/compiled_llm_ops/__init__.py: cascade|"SharedRun"',
         asks="wrapped(cascade=True)",
     ),
+    "drafts": Feature(
+        "draft|ngram",
+        ("compiled_llm/compilation/drafts.py", "ops/compiled_llm_ops/drafts"),
+        ("compilation/test_drafted_step.py",),
+        line='compiled_llm/features.py: "drafts": ',
+        exports="ops/compiled_llm_ops/__init__.py: drafts|NOT_ACCEPTED|NOT_DRAFTED|write_texts",
+    ),
     "page checks": Feature(
         "check_pages|page_check|page_?watch",
         ("compiled_llm/execution/taps/page_check.py",),  # the op stays, which others may call

@@ -140,10 +140,16 @@ class SamplingTables(NamedTuple):
         return cls(columns["next_token"], columns["seed"], numbers, **wide)
 
     def arguments(
-        self, logits: Tensor, seeds: Tensor, slots: Tensor, positions: Tensor, deferred: bool = False
+        self,
+        logits: Tensor,
+        seeds: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        deferred: bool = False,
+        before: Tensor | None = None,
     ) -> SampleTokens:
         wide = (self.counts, self.allowed, self.biases, self.recent)
-        return SampleTokens._make((logits, seeds, slots, positions, *self.numbers, *wide, deferred))
+        return SampleTokens._make((logits, seeds, slots, positions, *self.numbers, *wide, deferred, before))
 
 
 def wide_tables(entries: int, vocabulary: int, device: torch.device) -> dict[str, Tensor]:

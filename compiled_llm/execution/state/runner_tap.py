@@ -58,10 +58,6 @@ class RunnerTap:
         """Return how much they have found, waiting for them."""
         return 0
 
-    def went_back(self, slots: Tensor, tokens: Tensor, counts: Tensor, lengths: Tensor) -> None:
-        """Let rows forget all but ``counts`` of the ``tokens`` ``[B, q]`` of a step, on the device."""
-        # ``lengths`` ``[B]`` are with the next tokens and none forgotten.
-
     def copied(self, source: Tensor, target: Tensor) -> None:
         """Copy what belongs to pages with them."""
 

@@ -126,7 +126,7 @@ class DecodeBuffers:
         next_tokens = sampled.gather(1, counts[:, None] - 1)[:, 0]
         for tap in self._state.taps:
             assert inputs.fed is not None, "several tokens were known"
-            tap.went_back(inputs.slots[:rows], inputs.fed[:rows], counts, inputs.lengths[:rows])
+            tap.inputs.went_back(inputs.slots[:rows], inputs.fed[:rows], counts, inputs.lengths[:rows])
         inputs.positions[:rows].add_(counts - step.new_tokens_per_row)
         inputs.lengths[:rows].add_(counts - step.new_tokens_per_row)
         self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], next_tokens)

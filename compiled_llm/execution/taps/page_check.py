@@ -60,6 +60,15 @@ class PageTags(NamedTuple):
             lengths = self._lengths(planned.indptr, planned.last_page_len)
         self._check(ids.flatten(), starts, lengths, indices, inputs.slots, None)
 
+    def went_back(self, slots: Tensor, tokens: Tensor, counts: Tensor, lengths: Tensor) -> None:
+        """Take the tokens that are forgotten out of the rows' chains; see ``StepTap``."""
+        new = tokens.shape[1]
+        each = torch.arange(new, device=tokens.device)
+        positions = lengths.long()[:, None] - 2 * new + each  # lengths are those of the next step
+        positions = torch.where(each < counts[:, None], -1, positions)
+        before = chain_before(self.chains[slots], tokens.long(), positions)
+        self.chains.index_copy_(0, slots, before)
+
     def _check(
         self, ids: Tensor, starts: Tensor, lengths: Tensor, indices: Tensor, places: Tensor, qo_indptr: Tensor | None
     ) -> None:
@@ -155,14 +164,6 @@ class PageCheck(RunnerTap):
                 watch.chain = chain_with(before, ids[at], row.length - len(ids[at]), embedded)
             if row.slot is None:
                 watch.lost()
-
-    def went_back(self, slots: Tensor, tokens: Tensor, counts: Tensor, lengths: Tensor) -> None:
-        new = tokens.shape[1]
-        each = torch.arange(new, device=tokens.device)
-        positions = lengths.long()[:, None] - 2 * new + each  # lengths are those of the next step
-        positions = torch.where(each < counts[:, None], -1, positions)
-        chains = self._tags.chains
-        chains.index_copy_(0, slots, chain_before(chains[slots], tokens.long(), positions))
 
     # ---- pages that no program writes
 

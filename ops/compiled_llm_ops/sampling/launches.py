@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.contracts.sampling import COUNTED, DEFERRED, FOLLOWING, MAX_BIASES, MAX_FOLLOWED, PROPOSALS, TILE
+from compiled_llm_ops.contracts.sampling import DEFERRED, MAX_BIASES, MAX_FOLLOWED, PROPOSALS, TILE
 from compiled_llm_ops.library import kernel_of
-from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted
+from compiled_llm_ops.sampling.adjustments import AdjustmentTables, Places, adjusted, note_tokens
 from compiled_llm_ops.sampling.race import winners, winners_by_tiles
 from compiled_llm_ops.sampling.sampling import (
     NOT_A_TOKEN,
@@ -26,8 +26,6 @@ from compiled_llm_ops.sampling.sampling import (
     sample_tokens,
     smallest_kept,
 )
-
-_MAX_COUNTED = 2**15 - 1
 
 _builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
 _builds: list[Future[None]] = []  # that a launch has not waited for yet
@@ -71,6 +69,8 @@ def _check(args: SampleTokens) -> None:
             raise ValueError(
                 f"sample_tokens: {name} must be {shape} {dtype}, contiguous; got {list(tensor.shape)} {tensor.dtype}"
             )
+    if (before := args.before) is not None and (before.dim(), before.dtype, len(before)) != (2, torch.int64, rows):
+        raise ValueError(f"sample_tokens: before must be [{rows}, n] int64; got {list(before.shape)} {before.dtype}")
 
 
 def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[int], torch.dtype]]:
@@ -99,7 +99,8 @@ def _cpu(args: SampleTokens) -> Tensor:
         return _sample_rows(args)
     sampled = torch.full_like(args.slots, NOT_A_TOKEN)
     if bool(served.any()):
-        columns = {name: getattr(args, name)[served] for name in ("logits", "seeds", "slots", "positions")}
+        names = ("logits", "seeds", "slots", "positions", *(() if args.before is None else ("before",)))
+        columns = {name: getattr(args, name)[served] for name in names}
         sampled[served] = _sample_rows(args._replace(**columns))
     return sampled
 
@@ -116,17 +117,9 @@ def _sample_rows(args: SampleTokens) -> Tensor:
     if not bool(greedy.all()):
         sampled = torch.where(greedy, sampled, _draw(args, scores))
     sampled = torch.where(usable, sampled, NOT_A_TOKEN)
-    _count(args.counts, slots, sampled, usable & (adjustments & COUNTED != 0))
-    remembered = usable & (adjustments // FOLLOWING & MAX_FOLLOWED > 0)
-    at = args.positions[remembered] % (MAX_FOLLOWED + 1)
-    args.recent[slots[remembered], at] = sampled[remembered].int()
+    if args.before is None:
+        note_tokens(args.counts, args.recent, Places(slots, args.positions), sampled, adjustments)
     return sampled
-
-
-def _count(counts: Tensor, slots: Tensor, sampled: Tensor, counted: Tensor) -> None:
-    at = slots[counted], sampled[counted]
-    before = counts[at]
-    counts[at] = torch.where(before < _MAX_COUNTED - 1, before + 2, before)
 
 
 def _adjusted(args: SampleTokens, adjustments: Tensor) -> Tensor:
@@ -138,7 +131,8 @@ def _adjusted(args: SampleTokens, adjustments: Tensor) -> Tensor:
     slots = args.slots[rows]
     kinds = int(np.bitwise_or.reduce(adjustments[rows].numpy()))
     places = Places(slots, args.positions[rows])
-    scores = adjusted(logits[rows], places, AdjustmentTables.of(args), args.counts[slots], kinds)
+    before = None if args.before is None else args.before[rows]
+    scores = adjusted(logits[rows], places, AdjustmentTables.of(args), args.counts[slots], kinds, before)
     return scores if len(rows) == len(logits) else logits.index_copy(0, rows, scores)
 
 

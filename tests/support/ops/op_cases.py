@@ -306,7 +306,33 @@ def rope_append_cases() -> list[tuple[Any, ...]]:
 def sample_cases() -> list[SampleTokens]:
     settings = [Sampling(**EVERYTHING, temperature=0.8, top_k=3), Sampling(temperature=1.3, top_p=0.9)]
     logits = (torch.randn(2, 11), torch.randn(11, 2).T, torch.randn(2, 11).bfloat16())
-    return [arguments(own, torch.randint(2**62, (2,)), settings) for own in logits]
+    cases = [arguments(own, torch.randint(2**62, (2,)), settings) for own in logits]
+    return [*cases, cases[0]._replace(before=torch.tensor([[4, -1], [3, 2]]))]
+
+
+def ngram_cases() -> list[tuple[Any, ...]]:
+    texts, sizes = torch.randint(3, (4, 30), dtype=torch.int32), torch.tensor([3, 1, 2, 2], dtype=torch.int32)
+    return [
+        (texts, torch.tensor([2, 0]), torch.tensor([30, 9], dtype=torch.int32), sizes, sizes // 2, k) for k in (1, 3)
+    ]
+
+
+def text_cases() -> list[tuple[Any, ...]]:
+    starts = torch.tensor([1, 0], dtype=torch.int32)
+    return [
+        (torch.zeros(3, 6, dtype=torch.int32), torch.tensor([2, 0]), starts, torch.randint(9, (2, count)))
+        for count in (1, 3)
+    ]
+
+
+def acceptance_cases() -> list[tuple[Any, ...]]:
+    settings = [Sampling(**EVERYTHING), Sampling()]
+    tables = arguments(torch.randn(2, 11), torch.randint(2**62, (2,)), settings)
+    sampled = torch.tensor([[4, 7, 7], [3, 2, 1]])
+    drafts, offered = torch.tensor([[4, 7], [3, 3]]), torch.tensor([2, 2], dtype=torch.int32)
+    next_token = torch.zeros(3, dtype=torch.int64)
+    written = (next_token, tables.counts, tables.recent)
+    return [(sampled, drafts, offered, tables.slots, tables.positions, tables.adjustments, *written)]
 
 
 def states_of(*shape: int) -> tuple[Tensor, Tensor]:
@@ -451,6 +477,7 @@ def _finite(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
+    "accept_drafts": acceptance_cases,
     "add_rms_norm": norm_cases,
     "append_latent": append_latent_cases,
     "append_paged_kv": append_cases,
@@ -478,6 +505,7 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "merge_state": merge_state_cases,
     "merge_state_in_place": merge_in_place_cases,
     "merge_states": merge_states_cases,
+    "ngram_drafts": ngram_cases,
     "normed_linear": normed_linear_cases,
     "packed_linear": packed_linear_cases,
     "paged_attention": attention_cases,
@@ -496,4 +524,5 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "selective_scan": selective_scan_cases,
     "skinny_linear": linear_cases,
     "top_logprobs": logprob_cases,
+    "write_texts": text_cases,
 }

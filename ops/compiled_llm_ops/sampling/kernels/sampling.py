@@ -100,9 +100,10 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
     candidate_scores = torch.empty(rows, LISTS.value, ROOM.value, dtype=torch.float32, device=device)
     sizes = torch.empty(rows, LISTS.value, dtype=torch.int32, device=device)
     bounds = torch.empty(rows, dtype=torch.float32, device=device)
+    before, width = (None, 0) if args.before is None else (args.before.contiguous(), args.before.shape[1])
     tables = (
         args.slots, args.positions, args.temperature, args.adjustments, args.repetition_penalty, args.presence_penalty,
-        args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent,
+        args.frequency_penalty, args.counts, args.allowed, args.biases, args.recent, before, width,
     )  # fmt: skip
     spans = triton.cdiv(vocabulary, _SPAN.value)
     leads = torch.empty(rows, spans, PROPOSALS, dtype=torch.float32, device=device)
@@ -145,16 +146,16 @@ def _launches(args: SampleTokens, sampled: Tensor, not_a_token: int) -> Iterable
     yield _Launch(_sample_rows, (rows,), (*shared, *examined, sampled, not_a_token), narrow)
 
 
-@triton.jit(do_not_specialize=["deferred"])
+@triton.jit(do_not_specialize=["deferred", "width"])
 def _summarise_for_sampling(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, deferred, vocabulary, seeds, top_k, top_p, min_p,
+    biases, recent, before, width, deferred, vocabulary, seeds, top_k, top_p, min_p,
     largest, mass, sample, behind, tiles, leads, leaders,
 ):  # fmt: skip
     """Write each tile's largest score, the sum of ``exp(score - largest)``, and its number; grid ``(B, spans)``."""
     source, row, slot, row_temperature = source_of(
         logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-        biases, recent, vocabulary,
+        biases, recent, before, width, vocabulary,
     )  # fmt: skip
     if is_served(source, deferred):
         span = tl.program_id(1)
@@ -194,10 +195,10 @@ def _lead(seed, position, masses, tile, tiles, leads, leaders):
 # ---- what filters ask of the whole row
 
 
-@triton.jit(do_not_specialize=["deferred"])
+@triton.jit(do_not_specialize=["deferred", "width"])
 def _examine_rows(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, deferred, vocabulary, seeds, top_k, top_p, min_p,
+    biases, recent, before, width, deferred, vocabulary, seeds, top_k, top_p, min_p,
     largest, mass, sample, behind, tiles, leads, leaders, spans,
     proposed, reached, above, found, candidates, candidate_scores, sizes, bounds, part_leads, part_leaders,
     padded_tiles: tl.constexpr, padded_spans: tl.constexpr,
@@ -205,7 +206,7 @@ def _examine_rows(
     """Weigh a row's proposals, or list its candidates, one part of the row; grid ``(B, parts)``."""
     source, row, slot, row_temperature = source_of(
         logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-        biases, recent, vocabulary,
+        biases, recent, before, width, vocabulary,
     )  # fmt: skip
     k, _, m, proposes = filters_of(top_k, top_p, min_p, slot, vocabulary)
     if is_served(source, deferred) & (row_temperature != 0.0) & ((k > 0) | proposes | (m > 0.0)):
@@ -275,10 +276,10 @@ def _weigh(source, scores, peak, above):
 # ---- the choice
 
 
-@triton.jit(do_not_specialize=["deferred"])
+@triton.jit(do_not_specialize=["deferred", "width"])
 def _sample_rows(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, deferred, vocabulary, seeds, top_k, top_p, min_p,
+    biases, recent, before, width, deferred, vocabulary, seeds, top_k, top_p, min_p,
     largest, mass, sample, behind, tiles,
     proposed, reached, above, found, candidates, candidate_scores, sizes, bounds, part_leads, part_leaders,
     sampled, not_a_token, padded_tiles: tl.constexpr,
@@ -286,7 +287,7 @@ def _sample_rows(
     """Sample one row's token and count it; grid ``(B,)``."""
     source, row, slot, row_temperature = source_of(
         logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-        biases, recent, vocabulary,
+        biases, recent, before, width, vocabulary,
     )  # fmt: skip
     tile = tl.arange(0, padded_tiles)
     tops = tl.load(largest + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
@@ -335,7 +336,8 @@ def _sample_rows(
             leads = tl.log(masses) - tl.load(race[3] + tile, mask=tile < tiles, other=0.0)
             leader = tl.min(tl.where(leads >= tl.max(leads, axis=0), tile, padded_tiles - 1), axis=0)
             token = _winner_of_tile(source, race, leader, float("-inf"))
-        count_token(source, token)
+        if before is None:
+            count_token(source, token)
     tl.store(sampled + row, token.to(tl.int64))
 
 

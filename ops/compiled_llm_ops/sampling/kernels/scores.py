@@ -36,7 +36,7 @@ _HUGE = tl.constexpr(1e30)
 @triton.jit
 def source_of(
     logits, stride, slots, positions, temperature, adjustments, repetition, presence, frequency, counts, allowed,
-    biases, recent, vocabulary,
+    biases, recent, before, width, vocabulary,
 ):  # fmt: skip
     """Return the inputs of the scores of this program's row, its entry in the tables, and its temperature."""
     row = tl.program_id(0).to(tl.int64)
@@ -48,6 +48,7 @@ def source_of(
         logits + row * stride, tl.load(adjustments + slot), vocabulary, scale, positions + row, repetition + slot,
         presence + slot, frequency + slot, counts + slot * vocabulary, allowed + slot * tl.cdiv(vocabulary, 32),
         biases + slot * ((4 + _MAX_FOLLOWED) * _MAX_BIASES), recent + slot * (_MAX_FOLLOWED + 1),
+        slots if before is None else before + row * width, 0 if before is None else width,
     )  # fmt: skip
     return source, row, slot, row_temperature
 
@@ -82,7 +83,7 @@ def logits_of(source, token):
     adjustments = source[1]
     if adjustments != 0:
         if adjustments >= _BIASED:
-            logits = _biased(logits, token, source[10], source[11], adjustments, tl.load(source[4]))
+            logits = _biased(logits, token, source)
         if (adjustments & _COUNTED) != 0:
             logits = _penalised(logits, source, token)
         if (adjustments & _CLEANED) != 0:
@@ -95,9 +96,10 @@ def logits_of(source, token):
 
 
 @triton.jit
-def _biased(logits, token, biases, recent, adjustments, position):
+def _biased(logits, token, source):
     """Add the biases that hold to tokens that come in whole tiles; each tile looks at its own biases alone."""
     groups: tl.constexpr = token.shape[0] // _TILE
+    adjustments, position, biases = source[1], tl.load(source[4]), source[10]
     logits, token = tl.reshape(logits, (groups, _TILE)), tl.reshape(token, (groups, _TILE))
     first_token, total = tl.min(token, axis=1), adjustments // _BIASED
     at = _entries_below(biases, total, first_token)
@@ -111,12 +113,22 @@ def _biased(logits, token, biases, recent, adjustments, position):
         holds = holds & (position < tl.load(bias + 3 * _MAX_BIASES, mask=exists, other=0))
         for back in range(1, followed + 1):
             wanted = tl.load(bias + (3 + back) * _MAX_BIASES, mask=exists, other=-1)
-            holds = holds & ((wanted < 0) | (wanted == tl.load(recent + ((position - back) & _MAX_FOLLOWED))))
+            holds = holds & ((wanted < 0) | (wanted == _token_before(source, position, back)))
         logits += tl.where(token == tl.where(holds, own, -1)[:, None], value[:, None], 0.0)
         at += 1
         own = tl.load(biases + at, mask=at < total, other=_NO_TOKEN)
         exists = own < first_token + _TILE
     return tl.reshape(logits, (groups * _TILE,))
+
+
+@triton.jit
+def _token_before(source, position, back):
+    """Return the token that stands so many places before the sampled one."""
+    token = tl.load(source[11] + ((position - back) & _MAX_FOLLOWED))
+    if source[13] > 0:
+        new = tl.load(source[12] + back - 1, mask=back <= source[13], other=-1).to(tl.int32)
+        token = tl.where(new < 0, token, new)
+    return token
 
 
 @triton.jit
@@ -138,6 +150,10 @@ def _penalised(logits, source, token):
     """Apply the penalties for tokens of the prompt, and for sampled ones."""
     repetition, presence, frequency = tl.load(source[5]), tl.load(source[6]), tl.load(source[7])
     counts = tl.load(source[8] + token, mask=token < source[2], other=0)
+    if source[12] is not None:
+        for back in range(source[13]):
+            more = (token == tl.load(source[12] + back)) & (counts < _MAX_COUNTED - 1)
+            counts = tl.where(more, counts + 2, counts)
     repeated = tl.where(logits < 0, logits * repetition, logits * (1.0 / repetition))
     logits = tl.where(counts != 0, repeated, logits)
     times = counts >> 1

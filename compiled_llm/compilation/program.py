@@ -1,0 +1,25 @@
+"""What a program of a model is: one of its compiled functions, and which steps it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
+from compiled_llm.config import WrapConfig
+
+ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
+
+
+class Program(NamedTuple):
+    """One compiled function of a model."""
+
+    name: str  # its name in reports
+    # whether it runs a step with these inputs; of several programs, the first in ``PROGRAMS`` does
+    serves: Callable[[ProgramInputs], bool]
+    step: Callable[..., Any]  # the function that is traced
+    options: Callable[[WrapConfig, torch.device], dict[str, Any]]  # Inductor's options for it
+    decodes: bool = False  # whether each row has one new token, or as many as the others
+    on_demand: bool = False  # whether it is compiled only for calls that need it, so that reports leave it out before

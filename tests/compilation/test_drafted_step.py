@@ -1,0 +1,244 @@
+"""Steps that draft give the tokens of steps that do not, one by one, whatever rows' settings and drafts are.
+
+Each setting of sampling has a row of one batch. The model, pages, tables and ops are real, in float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.compilation import drafts
+from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED, NOT_DRAFTED, Drafter, NgramDrafter
+from compiled_llm.compilation.sampling.bias import BARRED, Bias, packed
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, SamplingTables
+from support.compilation.drafted_rows import (
+    VOCABULARY,
+    Known,
+    Parts,
+    Rows,
+    all_of,
+    always,
+    at_position,
+    never,
+    parts_of,
+    prompts_of,
+    some_of,
+    sometimes,
+    tiny_model,
+)
+from support.ops.sampling_cases import BRANCHES, CHOSEN, EDITED
+
+START = 999
+"""Position of the first token that rows feed in: settings have biases whose steps begin and end there."""
+
+STEPS = 24
+LOOKING_BACK = [
+    Sampling(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0),
+    Sampling(temperature=0.8, frequency_penalty=2.0, repetition_penalty=1.5, seen=np.arange(0, 100, 7)),
+    Sampling(temperature=0.0, biases=packed(Bias((5 * u + 3) % VOCABULARY, 30.0, after=(u,)) for u in range(128))),
+    Sampling(
+        temperature=0.9,
+        biases=packed(Bias((3 * u + 5) % VOCABULARY, 9.0, after=(u, v)) for u in range(128) for v in (7, 9)),
+        tail=np.array([7, 9, 2]),
+    ),
+    Sampling(temperature=0.0, biases=packed(Bias(token, BARRED, 0, 6) for token in range(0, 128, 2))),
+]
+"""What the drafts before a token change: penalties, and biases that follow others."""
+
+SETTINGS = [
+    at_position(own, 1000 + number, START + 1) for number, own in enumerate([*BRANCHES, *EDITED, *LOOKING_BACK])
+]
+
+
+class Case(NamedTuple):
+    """A model, and what rows of each setting sample in plain steps."""
+
+    page_size: int
+    prompts: list[list[int]]
+    answers: Tensor  # ``[X, STEPS]`` int64
+    after: Rows  # as the steps have left them
+
+    def rows(self) -> Rows:
+        return rows_of(self.page_size, self.prompts)
+
+    def known(self, wrong_by: Any = never, counted: Any = all_of) -> Known:
+        lengths = torch.tensor([*map(len, self.prompts), 1])
+        return Known(self.answers, lengths, wrong_by, counted)
+
+
+@cache
+def parts(page_size: int) -> Parts:
+    return parts_of(tiny_model(page_size, rows=len(SETTINGS)))
+
+
+def rows_of(page_size: int, prompts: list[list[int]]) -> Rows:
+    return Rows(parts(page_size), page_size, prompts, SETTINGS, START)
+
+
+@cache
+def case_of(page_size: int, seed: int) -> Case:
+    prompts = prompts_of(len(SETTINGS), seed, int(CHOSEN[-1]))
+    rows = rows_of(page_size, prompts)
+    answers = torch.stack([rows.step() for _ in range(STEPS)], dim=1)
+    return Case(page_size, prompts, answers, rows)
+
+
+def drafted_answers(rows: Rows, drafter: Drafter, new: Callable[[int], int], step: Any = drafts.drafted_step) -> Tensor:
+    """`[X, STEPS]` int64, what rows sample in as many steps of ``new`` tokens as that takes."""
+    answers: list[list[int]] = [[] for _ in rows.limits]
+    number, padding = 0, len(answers) - 1
+    while min(len(own) for own in answers[:padding]) < STEPS:
+        stopped = torch.tensor([len(own) >= STEPS for own in answers[:padding]] + [True])
+        rows.limits[stopped] = 0  # they do not outgrow their pages
+        for own, tokens in zip(answers, rows.drafted(drafter, new(number), step).tolist(), strict=True):
+            own += [token for token in tokens if token > NOT_ACCEPTED]
+        assert len(answers[padding]) == number + 1, "padding grows by one token"
+        number += 1
+    return torch.tensor([own[:STEPS] for own in answers[:padding]])
+
+
+def check(case: Case, drafter: Callable[[Rows], Drafter], new: Callable[[int], int]) -> None:
+    rows = case.rows()
+    answers = drafted_answers(rows, drafter(rows), new)
+    wrong = (answers != case.answers[:-1]).any(dim=1).nonzero()[:, 0].tolist()
+    assert not wrong, f"rows {wrong} get other tokens"
+
+
+DRAFTERS: dict[str, Callable[[Case], Callable[[Rows], Drafter]]] = {
+    "right": lambda case: lambda rows: case.known(),
+    "wrong": lambda case: lambda rows: case.known(always),
+    "mixed": lambda case: lambda rows: case.known(sometimes, some_of),
+    "ngrams": lambda case: lambda rows: ngrams_of(rows),
+}
+
+
+def ngrams_of(rows: Rows) -> Drafter:
+    longest = torch.arange(len(rows.limits), dtype=torch.int32) % 4 + 1
+    return NgramDrafter(rows.texts, longest, torch.ones_like(longest))
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+@pytest.mark.parametrize("new", NEW_TOKENS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_tokens_are_those_of_plain_steps(drafter: str, new: int, page_size: int, seed: int) -> None:
+    case = case_of(page_size, seed)
+    check(case, DRAFTERS[drafter](case), lambda step: new)
+
+
+def test_steps_may_have_other_numbers_of_tokens(seed: int) -> None:
+    check(case := case_of(3, seed), DRAFTERS["mixed"](case), lambda step: NEW_TOKENS[step % 3])
+
+
+def test_right_drafts_all_count_and_wrong_ones_do_not(seed: int) -> None:
+    case = case_of(3, seed)
+    rows = case.rows()
+    assert torch.equal(rows.drafted(case.known(), 8)[:-1], case.answers[:-1, :8])
+    assert (rows.drafted(case.known(always), 4)[:-1, 1:] == NOT_ACCEPTED).all()
+    assert (rows.drafted(case.known(always, lambda *_: torch.zeros(1)), 4)[:-1, 1:] == NOT_DRAFTED).all()
+
+
+def test_a_step_leaves_what_plain_steps_leave(seed: int) -> None:
+    case = case_of(3, seed)
+    rows = case.rows()
+    for _ in range(3):  # 8 tokens each
+        rows.drafted(case.known(), 8)
+    for name, ours, plain in zip(SamplingTables._fields, rows.tables, case.after.tables, strict=True):
+        for own, other in zip(
+            *((table,) if isinstance(table, Tensor) else table for table in (ours, plain)), strict=True
+        ):
+            assert torch.equal(own[:-1], other[:-1]), name
+    for name in ("positions", "lengths"):
+        ours, plain = (getattr(each.inputs, name)[:-1] for each in (rows, case.after))
+        assert torch.equal(ours, plain), name
+    for slot, prompt in enumerate(case.prompts):
+        text = [*prompt, *case.answers[slot, : STEPS - 1].tolist()]
+        assert rows.texts[slot, : len(text)].tolist() == text
+
+
+def test_texts_are_looked_up(seed: int) -> None:
+    """Or all would be right because nothing is proposed."""
+    rows = case_of(3, seed).rows()
+    first = rows.drafted(ngrams_of(rows), 8)
+    assert (first != NOT_DRAFTED).sum() > len(first)
+
+
+# ---- what a row's drafter says
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_counts_that_cannot_be_are_said(count: int, seed: int) -> None:
+    case = case_of(3, seed)
+    rows = case.rows()
+    bad = case.known(never, lambda slots, lengths, k: torch.where(slots == 2, count, k))
+    tokens = rows.drafted(bad, 4)
+    assert tokens[2].tolist() == [BAD_COUNTS, NOT_DRAFTED, NOT_DRAFTED, NOT_DRAFTED]
+    assert torch.equal(tokens[3], case.answers[3, :4])
+
+
+def test_tokens_that_no_vocabulary_has_are_wrong_drafts(seed: int) -> None:
+    case = case_of(3, seed)
+    check(case, lambda rows: Unknown(case.known()), lambda step: 4)
+
+
+class Unknown(NamedTuple):
+    """A drafter whose tokens do not exist."""
+
+    known: Known
+
+    def propose(self, slots: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        tokens, counts = self.known.propose(slots, lengths, k)
+        return torch.where(tokens % 2 == 0, tokens + 10**6, -tokens), counts
+
+
+def test_rows_whose_sampling_is_deferred_count_one(seed: int) -> None:
+    case = case_of(3, seed)
+    rows = case.rows()
+    deferred = 1
+    rows.tables.numbers[4][deferred] |= 64
+    tokens = rows.drafted(case.known(), 4)
+    assert tokens[deferred].tolist() == [NOT_A_TOKEN, *[NOT_ACCEPTED] * 3]
+    assert torch.equal(tokens[2], case.answers[2, :4])
+    at = rows.inputs.slots.tolist().index(deferred)
+    assert rows.inputs.lengths[at] == len(case.prompts[deferred]) + 1
+
+
+# ---- planted faults: these tests see them
+
+
+def planted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, before, sample = drafts.accept_drafts, drafts._before, drafts.sample_tokens
+
+    def one_too_many(sampled: Tensor, fed: Tensor, offered: Tensor, *rest: Tensor) -> Tensor:
+        tokens = accept(sampled, fed, offered, *rest)
+        count = (tokens > NOT_ACCEPTED).sum(dim=1)
+        short = (count <= offered)[:, None] & (torch.arange(tokens.shape[1]) == count[:, None])
+        return torch.where(short, sampled, tokens)
+
+    def of_one_position(*given: Any, **more: Any) -> Tensor:
+        positions = given[3].view(-1, 4)
+        return sample(*given[:3], positions[:, :1].expand_as(positions).flatten(), *given[4:], **more)
+
+    def blind(fed: Tensor) -> Tensor:
+        return torch.full_like(before(fed), -1)
+
+    faults = {
+        "accept_drafts": one_too_many,
+        "sample_tokens": of_one_position,
+        "_before": blind,
+    }
+    monkeypatch.setattr(drafts, name, faults[name])
+
+
+@pytest.mark.parametrize("name", ["accept_drafts", "sample_tokens", "_before"])
+def test_planted_faults_are_seen(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(3, seed)
+    planted(name, monkeypatch)
+    with pytest.raises(AssertionError, match="get other tokens"):
+        check(case, DRAFTERS["mixed"](case), lambda step: 4)
