@@ -108,15 +108,15 @@ def test_who_can_multiply_and_what_it_needs() -> None:
 
 
 def changed(**changes: object) -> PackedWeight:
-    return make("GPTQ", 16, 64).weight._replace(**changes)
+    return make("GPTQ", 16, 256).weight._replace(**changes)
 
 
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (changed(codes=torch.zeros(9, 16).int()), r"codes of int4-g32 .*\(8, 16\).*got \(9, 16\)"),
-        (changed(codes=torch.zeros(8, 16)), r"codes .*int32.*float32"),
-        (changed(codes=torch.zeros(16, 8).int().T), "contiguous"),
+        (changed(codes=torch.zeros(9, 16).int()), r"codes of int4-g128 .*\(32, 16\).*got \(9, 16\)"),
+        (changed(codes=torch.zeros(32, 16)), r"codes .*int32.*float32"),
+        (changed(codes=torch.zeros(16, 32).int().T), "contiguous"),
         (changed(scales=torch.ones(16, 3)), r"scales .*\(16, 2\)"),
         (changed(scales=torch.ones(16, 2).int()), "scales .*float16"),
         (changed(zeros=torch.zeros(16, 1).int()), r"zeros must be \(16, 2\)"),
@@ -128,7 +128,7 @@ def changed(**changes: object) -> PackedWeight:
 )
 def test_what_does_not_fit_is_refused(weight: PackedWeight, message: str) -> None:
     with pytest.raises(ValueError, match=f"^packed_linear: .*{message}"):
-        multiply_packed(torch.randn(1, 64), weight)
+        multiply_packed(torch.randn(1, 256), weight)
 
 
 def test_rows_and_bias_that_do_not_fit_are_refused() -> None:

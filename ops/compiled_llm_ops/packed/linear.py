@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.packed.contracts import PackedLinear
@@ -54,8 +54,10 @@ def packed_linear(args: PackedLinear) -> Tensor:
 
 def multiply_packed(rows: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, overlap: bool = False) -> Tensor:
     """Return ``rows @ weight.T + bias``, ``[..., N]``, for rows ``[..., K]``; errors are those of ``packed_linear``."""
-    (code, layout, *groups, may_round), codes, scales, zeros, shape, nested = weight
-    return packed_linear(rows, codes, scales, zeros, nested, bias, shape[0], code, layout, *groups, may_round, overlap)
+    (code, layout, outputs, inputs, may_round), codes, scales, zeros, shape, nested = weight
+    return packed_linear(
+        rows, codes, scales, zeros, nested, bias, shape[0], code, layout, outputs, inputs, may_round, overlap
+    )
 
 
 def why_no_kernel(weight: PackedWeight, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -86,18 +88,19 @@ def _check(args: PackedLinear) -> None:
         )
 
 
-def unpacked_product(args: PackedLinear) -> Tensor:
-    """Return the product with the whole weight unpacked."""
-    return torch.nn.functional.linear(args.rows, unpack(args.weight, args.rows.dtype), args.bias).contiguous()
-
-
 @kernel_of(packed_linear, "CPU")
 def _cpu(args: PackedLinear) -> Tensor:
     _check(args)
-    return unpacked_product(args)
+    return nn.functional.linear(args.rows, unpack(args.weight, args.rows.dtype), args.bias).contiguous()
 
 
 @kernel_of(packed_linear, "CUDA")
 def _cuda(args: PackedLinear) -> Tensor:
+    from compiled_llm_ops.kernels.pdl import has_pdl
+    from compiled_llm_ops.packed.kernels.launching import multiply
+
     _check(args)
-    return unpacked_product(args)
+    rows = args.rows.reshape(-1, args.rows.shape[-1]).contiguous()
+    with torch.cuda.device(rows.device):  # Triton launches on the current one
+        out = multiply(rows, args.weight, args.bias, pdl=args.overlap and has_pdl(rows.device))
+    return out.view(*args.rows.shape[:-1], args.outputs)

@@ -41,7 +41,8 @@ def scales_of(weight: PackedWeight) -> Tensor:
     """Return the scales, ``[N / outputs, K / inputs]``, in float32 if they have 8 bits themselves."""
     if weight.nested is None:
         return weight.scales
-    values, offset, factors = weight.nested.split([NESTED_CODES, 1, len(weight.nested) - NESTED_CODES - 1])
+    nested, after = weight.nested, NESTED_CODES + 1
+    values, offset, factors = nested[:NESTED_CODES], nested[NESTED_CODES:after], nested[after:]
     each = factors.repeat_interleave(NESTED_BLOCK)[: weight.scales.numel()].view(weight.scales.shape)
     return values[weight.scales.int()] * each + offset
 

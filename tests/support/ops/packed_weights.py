@@ -26,7 +26,7 @@ class Made(NamedTuple):
 
 
 FORMATS: dict[str, tuple[PackedFormat, str]] = {
-    "torchao int4, tiles": (PackedFormat("uint4", "tiles", 1, 32), "added"),
+    "torchao int4, tiles": (PackedFormat("uint4", "tiles", 1, 128), "added"),
     "torchao int4, plain": (PackedFormat("int4", "rows", 1, 32), "added"),
     "torchao int8": (PackedFormat("int8"), ""),
     "torchao float8 by row": (PackedFormat("e4m3"), ""),
@@ -39,8 +39,9 @@ FORMATS: dict[str, tuple[PackedFormat, str]] = {
     "compressed-tensors int4, channel": (PackedFormat("uint4", "rows", 1, 0), ""),
     "compressed-tensors int8, packed": (PackedFormat("uint8", "rows", 1, 64), "taken"),
     "compressed-tensors int8, group": (PackedFormat("int8", "rows", 1, 64), ""),
-    "GPTQ": (PackedFormat("uint4", "words_by_input", 1, 32), "taken"),
+    "GPTQ": (PackedFormat("uint4", "words_by_input", 1, 128), "taken"),
     "GPTQ, 8 bits": (PackedFormat("uint8", "words_by_input", 1, 32), "taken"),
+    "GPTQ, short groups": (PackedFormat("uint4", "words_by_input", 1, 32), "taken"),
     "AWQ": (PackedFormat("uint4", "words_by_output", 1, 64), "taken"),
 }
 """What each library has: the format, and whether its zeros are ``taken`` from codes or ``added`` after scaling."""

@@ -1,0 +1,1 @@
+"""Triton kernels that read weights of 4 and 8 bits."""

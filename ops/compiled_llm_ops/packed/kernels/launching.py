@@ -1,0 +1,51 @@
+"""The kernel that the rule chooses is launched."""
+
+# Shapes: M rows, N outputs, K inputs.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, linear, scaled_mm
+
+from compiled_llm_ops.kernels.linear.skinny_tiling import processors_of
+from compiled_llm_ops.packed.formats import PackedWeight
+from compiled_llm_ops.packed.kernels.few_rows import multiply_few
+from compiled_llm_ops.packed.kernels.tiles import multiply as multiply_tiles
+from compiled_llm_ops.packed.kernels.unpacking import round_rows, unpack_into
+from compiled_llm_ops.packed.rule import Library, choose
+from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs
+from compiled_llm_ops.packed.unpack import unpack
+
+UNPACKING_CAPABILITY = {"e4m3": (8, 9)}  # from which on Triton converts codes; (8, 0) for others
+
+
+def multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bool) -> Tensor:
+    """Return ``rows @ weight.T + bias``, ``[M, N]`` contiguous, for rows ``[M, K]``, contiguous."""
+    choice = choose(len(rows), weight, rows.dtype, processors_of(rows.device))
+    if isinstance(choice, PackedLinearTiling):
+        return multiply_tiles(rows, weight, bias, choice, pdl=pdl)
+    if isinstance(choice, FewRowsTiling):
+        return multiply_few(rows, weight, bias, choice, pdl=pdl)
+    if choice is Library.ROUNDED:
+        return _multiply_rounded(rows, weight, bias)
+    return linear(rows, unpacked(weight, rows.dtype), bias)
+
+
+def unpacked(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the values ``[N, K]``, by one kernel if Triton has it for the device."""
+    inputs = block_inputs(weight.format, 128)
+    needed = UNPACKING_CAPABILITY.get(weight.format.code, (8, 0))
+    if not inputs or torch.cuda.get_device_capability(weight.codes.device) < needed:
+        return unpack(weight, dtype)
+    return unpack_into(weight, inputs, dtype)
+
+
+def _multiply_rounded(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply rows that are rounded by 128 inputs with a weight of e4m3 by blocks, as transformers' formula does."""
+    rounded, scales = round_rows(rows)
+    out = scaled_mm(
+        rounded, weight.codes.t(), scales, ScalingType.BlockWise1x128, weight.scales.t(), ScalingType.BlockWise128x128,
+        output_dtype=rows.dtype,
+    )[: len(rows)]  # fmt: skip
+    return out if bias is None else out + bias

@@ -1,0 +1,48 @@
+"""How a matmul with a packed weight is cut up for the Triton kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from compiled_llm_ops.packed.formats import PackedFormat
+
+
+class PackedLinearTiling(NamedTuple):
+    """One way to cut a matmul up; a program multiplies a tile of rows with some outputs, over a part of the inputs."""
+
+    rows: int  # of a tile, padded
+    outputs: int  # outputs in a tile
+    inputs: int  # inputs that a program multiplies at a time
+    stages: int  # blocks of inputs on their way at a time
+    splits: int  # programs that share a tile's inputs
+    warps: int
+
+
+def way_of(format: PackedFormat, inputs: int) -> str:
+    """Return how a kernel reads blocks of so many inputs: by bytes, their halves, planes of words, or one by one."""
+    if format.layout in ("rows", "high_first"):
+        return "bytes" if format.bits == 8 else "halves"
+    planes = format.bits == 4 and format.layout in ("words_by_input", "tiles")
+    return "planes" if planes and inputs % 128 == 0 else "gathered"
+
+
+def block_inputs(format: PackedFormat, most: int) -> int:
+    """Return the largest power of two up to ``most`` that divides the inputs that share a scale; 0 if that is odd."""
+    size = most
+    while format.inputs and format.inputs % size:
+        size //= 2
+    return size if size >= 32 else 0
+
+
+class FewRowsTiling(NamedTuple):
+    """The way to cut up a matmul of one or two rows; a program computes some outputs over all inputs."""
+
+    outputs: int
+    inputs: int  # inputs that a program multiplies at a time
+    prefetched: int  # blocks of weights that it loads before the previous kernel has ended
+    warps: int
+
+
+def takes_few_rows(format: PackedFormat) -> bool:
+    """Whether the kernel without tensor cores reads a format: 8 bits in rows, with scales of rows or of blocks."""
+    return format.bits == 8 and format.layout == "rows" and (format.inputs == 0 or format.outputs % 16 == 0)

@@ -1,0 +1,177 @@
+"""The kernels of `packed_linear` under Triton's interpreter, and compiled for Hopper.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_llm_ops.packed.kernels.ptx import text_for
+from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs, takes_few_rows, way_of
+from support.ops.compiling import compiled, in_order
+from support.ops.interpreting import interpreted, needs_triton, not_interpreted
+from support.ops.packed_weights import FORMATS, LARGEST_E4M3, Made, make
+
+pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
+
+
+def finite(name: str, outputs: int, inputs: int) -> Made:
+    """A weight without codes of e4m3 that are not numbers."""
+    codes = torch.randint(1 << FORMATS[name][0].bits, (outputs, inputs))
+    if FORMATS[name][0].code == "e4m3":
+        codes = codes.where(codes & 0x7F <= LARGEST_E4M3, 0x3C) & 0xBF  # at most 1.875 in size
+    return make(name, outputs, inputs, codes=codes)
+
+
+@interpreted
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("m", "n", "k", "splits"), [(1, 24, 256, 1), (5, 72, 328, 2), (19, 40, 512, 3)], ids=str)
+def test_each_format_on_tensor_cores(name: str, m: int, n: int, k: int, splits: int, seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.tiles import multiply
+
+    made = finite(name, n, k)
+    rows, bias = torch.randn(m, k).half(), torch.randn(n).half()
+    tiling = PackedLinearTiling(16, 32, block_inputs(made.weight.format, 128), stages=2, splits=splits, warps=4)
+    check(multiply(rows, made.weight, bias, tiling, pdl=False), rows, made, bias)
+
+
+@interpreted
+@pytest.mark.parametrize("name", [name for name, (format, _) in FORMATS.items() if takes_few_rows(format)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 20, 256), (2, 131, 330)], ids=str)
+def test_one_and_two_rows_of_8_bits(name: str, m: int, n: int, k: int, seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.few_rows import multiply_few
+
+    made = finite(name, n, k)
+    rows, bias = torch.randn(m, k).half(), torch.randn(n).half()
+    for prefetched in (0, 2):
+        tiling = FewRowsTiling(outputs=4, inputs=128, prefetched=prefetched, warps=4)
+        check(multiply_few(rows, made.weight, bias, tiling, pdl=False), rows, made, bias)
+
+
+@interpreted
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_is_unpacked(name: str, seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.unpacking import unpack_into
+
+    made = finite(name, 40, 264)
+    values = unpack_into(made.weight, block_inputs(made.weight.format, 128), torch.float32)
+    torch.testing.assert_close(values.double(), made.values, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_rows_are_rounded_by_128_inputs(seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.unpacking import round_rows
+
+    rows = torch.randn(5, 256).half()
+    rows[2, 128:] = 0
+    rounded, scales = round_rows(rows)
+    assert (rounded.shape, scales.shape, scales.stride()) == ((8, 256), (8, 2), (1, 8))
+    assert not rounded[5:].float().any()
+    groups = rows.float().view(5, 2, 128)
+    torch.testing.assert_close(scales[:5], groups.abs().amax(-1).clamp(min=1e-12) / 448)
+    again = (rounded[:5].float().view(5, 2, 128) * scales[:5, :, None]).view(5, 256)
+    torch.testing.assert_close(again, rows.float(), rtol=2**-4, atol=float(scales.max()) * 2**-9)
+
+
+def check(out: torch.Tensor, rows: torch.Tensor, made: Made, bias: torch.Tensor) -> None:
+    expected = rows.double() @ made.values.T + bias.double()
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=float(expected.abs().max()) * 2e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["compressed-tensors int4", "FP8Linear", "GPTQ"])
+@pytest.mark.parametrize("m", [1, 5, 300])
+def test_what_the_rule_chooses_is_launched(name: str, m: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled_llm_ops.packed.kernels import launching
+
+    monkeypatch.setattr(launching, "processors_of", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    made = finite(name, 40, 256)
+    rows, bias = torch.randn(m, 256).half(), torch.randn(40).half()
+    check(launching.multiply(rows, made.weight, bias, pdl=False), rows, made, bias)
+
+
+# ---- compiled, without a GPU
+
+
+@pytest.mark.drawn(most=4)
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [8, 32])
+def test_codes_become_numbers_in_registers(name: str, rows: int) -> None:
+    """No unpacked weight passes through shared memory: that takes as long as it takes to read the packed one."""
+    from compiled_llm_ops.packed.kernels.tiles import _packed_tensor_cores as kernel
+
+    format, types = FORMATS[name][0], types_of(name)
+    inputs = block_inputs(format, 128)
+    way = way_of(format, inputs)
+    constants = {
+        **groups_of(name), "WAY": way, "ROWS": rows, "BN": 64, "BK": inputs, "STAGES": 4, "SPLIT": True,
+        "MASKED": False, "ASM": "" if way == "gathered" else text_for(format.code, format.layout, torch.bfloat16),
+        "PDL": True,
+    }  # fmt: skip
+    made = compiled(kernel, constants, types, aligned=ALIGNED & types.keys(), launch_pdl=True)
+    assert ("wgmma" if rows > 8 else "mma.sync") in made.asm["ptx"]
+    assert "atom" in made.asm["ptx"], "the last program finds itself"
+    found = in_order(made.asm["ptx"])
+    assert found.index("griddepcontrol.wait") < found.index("griddepcontrol.launch_dependents")
+    if way != "gathered":
+        assert not re.search(rf"local_alloc .*tensor<64x{inputs}xbf16", made.asm["ttgir"])
+
+
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", ["FP8Linear", "torchao int8", "torchao float8, one scale"])
+def test_of_one_row_the_weight_alone_is_read_before_waiting(name: str) -> None:
+    from compiled_llm_ops.packed.kernels.few_rows import _packed_few_rows as kernel
+
+    constants = {**groups_of(name), "ROWS": 1, "BN": 4, "BK": 1024, "PREFETCHED": 4, "MASKED": False, "PDL": True}
+    constants.pop("LAYOUT")
+    types = {name: type for name, type in types_of(name).items() if name in kernel.arg_names}
+    found = in_order(compiled(kernel, constants, types, aligned=ALIGNED & types.keys(), launch_pdl=True).asm["ptx"])
+    before = found.index("griddepcontrol.wait")
+    assert set(found[:before]) == {"ld.global"}
+    assert len(found[:before]) == 4 * 4 * 1024 // (128 * 16), "16 bytes at a time, all of them"
+    assert found[before + 1] == "griddepcontrol.launch_dependents"
+
+
+@pytest.mark.drawn(most=3)
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("name", FORMATS)
+def test_unpacking_and_rounding_compile(name: str) -> None:
+    from compiled_llm_ops.packed.kernels.unpacking import _round, _unpack
+
+    format, types = FORMATS[name][0], types_of(name)
+    constants = {**groups_of(name), "BITS": format.bits, "BN": 32, "BK": block_inputs(format, 128)}
+    types = {name: type for name, type in types.items() if name in _unpack.arg_names} | {"values": "*bf16"}
+    assert "st.global.v4" in compiled(_unpack, constants, types, aligned=ALIGNED & types.keys()).asm["ptx"]
+    rounded = {"x": "*bf16", "rounded": "*fp8e4nv", "scales": "*fp32", **dict.fromkeys(("M", "K", "padded"), "i32")}
+    assert "cvt" in compiled(_round, {"ROWS": 8, "BK": 128}, rounded).asm["ptx"]
+
+
+ALIGNED = {"x", "codes", "scales", "zeros", "nested", "y", "parts", "counters", "values", "N", "K", "blocks"}
+
+
+def groups_of(name: str) -> dict[str, Any]:
+    format = FORMATS[name][0]
+    return {"CODE": format.code, "LAYOUT": format.layout, "GROUP_N": format.outputs, "GROUP_K": format.inputs}
+
+
+def types_of(name: str) -> dict[str, str]:
+    format, kind = FORMATS[name]
+    codes = "*fp8e4nv" if format.code == "e4m3" else "*u8" if format.layout in ("rows", "high_first") else "*i32"
+    types = {"x": "*bf16", "codes": codes, "scales": "*fp32", "y": "*bf16", "parts": "*fp32", "counters": "*i32"}
+    types |= {"taken": {"zeros": "*u8"}, "added": {"zeros": "*bf16"}}.get(kind, {})
+    types |= {"scales": "*u8", "nested": "*fp32"} if kind == "nested" else {}
+    numbers = ("M", "N", "K", "blocks", "scales_n", "scales_k", "zeros_n", "zeros_k", "splits")
+    return types | dict.fromkeys(numbers, "i32")
