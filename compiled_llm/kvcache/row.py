@@ -80,6 +80,11 @@ class Row:
         return NO_ENTRY if self.states is None else self.states.of(self.length)
 
     @property
+    def least(self) -> int:
+        """How many tokens it has for certain, while ``length`` may be an upper bound."""
+        return self.length - self.speculation.most if self.speculation.unread else self.length
+
+    @property
     def limit(self) -> int:
         """Tokens that the row's pages, taken and promised, can hold."""
         return self._pool.tokens_in(self.held)

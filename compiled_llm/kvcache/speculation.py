@@ -6,7 +6,9 @@ from typing import Protocol
 
 
 class SpeculativeStep(Protocol):
-    """A step of which the device decides how many tokens of each row it accepts."""
+    """A step of which the device decides how many tokens of each row it accepts, at least one."""
+
+    new_tokens: int  # by which it has grown each row
 
     def sync(self) -> None:
         """Let its rows shrink by the tokens that it has rejected, waiting for the step."""
@@ -23,6 +25,11 @@ class Speculation:
 
     unread: tuple[SpeculativeStep, ...] = ()
     rejected = 0
+
+    @property
+    def most(self) -> int:
+        """The most tokens by which the row may still shrink."""
+        return sum([step.new_tokens - 1 for step in self.unread])
 
     def grow(self, step: SpeculativeStep) -> None:
         """Note that a step has grown the row by tokens that it may reject."""

@@ -159,7 +159,7 @@ def naive(tokenizer: Any, tokens: list[int], stops: list[str], keeps: bool, unse
 def request_of(tokens: list[int]) -> Request:
     request = Request(prompt=np.array([1]), sampling=None, max_tokens=END, stop_token_ids=frozenset({END}))
     for token in tokens:
-        request.add(token)
+        request.add_run([token])
     return request
 
 
@@ -168,7 +168,7 @@ def searched(form: TextFormat, tokens: list[int]) -> tuple[str, int, Any]:
     request, shown = request_of([]), ""
     text = AnswerText(request, form)
     for token in tokens:
-        request.add(token)
+        request.add_run([token])
         text.read()
         assert text.text[: text.shown].startswith(shown)
         shown = text.text[: text.shown]

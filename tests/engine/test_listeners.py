@@ -78,7 +78,7 @@ def test_who_waits_for_an_end_is_not_woken_for_each_token(model: PreTrainedModel
 @pytest.mark.parametrize("in_event_loop", [False, True])
 def test_tokens_that_come_with_the_end_while_a_stream_reads_are_given(in_event_loop: bool) -> None:
     request = Request(prompt=np.array([5]), sampling=None, max_tokens=2, stop_token_ids=frozenset())
-    request.add(7)
+    request.add_run([7])
     handle = RequestHandle([request], cancel=lambda _: None)
     (answer,) = handle.answers
     read = answer.tokens_behind
@@ -86,7 +86,7 @@ def test_tokens_that_come_with_the_end_while_a_stream_reads_are_given(in_event_l
     def reading(count: int) -> list[int]:
         found = read(count)
         if not request.done:
-            request.add(8)
+            request.add_run([8])
             request.finish_reason = "length"
             tell([handle.listeners])
         return found

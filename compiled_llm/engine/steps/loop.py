@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -31,6 +31,7 @@ from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from compiled_llm.execution.state.staging import Readback
+from compiled_llm.features import needed
 from compiled_llm.kvcache.prefix_tree import PrefixTree
 from compiled_llm.kvcache.row import Row
 
@@ -49,6 +50,7 @@ class _Launched(NamedTuple):
     arriving: list[UnreadOutput]
     late: LateSampling | None
     mixed: bool
+    accepted: Any = None  # which of several tokens a row count, if its rows feed in some that were guessed
 
     @property
     def arrived(self) -> bool:
@@ -70,6 +72,7 @@ class _Prepared(NamedTuple):
     apart: list[Chunk]
     taps: list[PlanTap]
     constrained: Constrained | None
+    new_tokens: int = 1  # that each row of ``batch.decode`` feeds in
 
 
 class LoopSettings(NamedTuple):
@@ -82,6 +85,8 @@ class LoopSettings(NamedTuple):
     watch_model: bool = True
     mixed: Mixed = "auto"
     admission: AdmissionName | Admission = "auto"
+    speculation: Any = None  # its ``SpeculativeConfig``
+    max_model_len: int | None = None
 
 
 class Loop:
@@ -101,7 +106,10 @@ class Loop:
         prefixes: PrefixTree | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         mixed: Mixed = "auto",
+        drafts: Any = None,
     ) -> None:
+        """``drafts`` are ``EngineDrafts``, if tokens are guessed."""
+        self.drafts = drafts
         self._token_budget = token_budget
         self.model_runner = model_runner
         self.scheduler = scheduler
@@ -123,8 +131,15 @@ class Loop:
         packs_rows = settings.mixed == "auto" and model_runner.mixing_may_pay
         token_budget = TokenBudget(chunks, most, settings.mixed is True, packs_rows)
         slots, admission = model_runner.state.slots.room_for, policy_of(settings.admission)
-        scheduler = Scheduler(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots, admission)
-        return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode, settings.mixed)
+        drafts = new_tokens = positions = None
+        if settings.speculation is not None:
+            drafts = needed("drafts", "engine").drafts_of(model_runner, settings)
+            new_tokens, positions = drafts.new_tokens, drafts.max_positions
+        scheduler = Scheduler(
+            *(model_runner.pool, settings.max_num_seqs, token_budget.tokens, prefixes, slots, admission),
+            *(new_tokens, positions),
+        )
+        return cls(model_runner, scheduler, token_budget, prefixes, settings.logprobs_mode, settings.mixed, drafts)
 
     @property
     def idle(self) -> bool:
@@ -183,7 +198,7 @@ class Loop:
         arriving = self.model_runner.thread.call_briefly(run, prepared.batch, self._persistent.discard_after_failure)
         if arriving is None:
             return False
-        self._launched.append(self._unread(prepared, [readback for _, readback in arriving], timer))
+        self._note_launched(prepared, [readback for _, readback in arriving], timer)
         return True
 
     @property
@@ -193,7 +208,7 @@ class Loop:
         if not (len(self._launched) == 1 and self.scheduler.has_room_for_more):
             return 0.0
         (step,) = self._launched
-        if step.late is not None or not all(chunk.is_last for chunk in step.plan.extend):
+        if step.late is not None or step.accepted is not None or not all(chunk.is_last for chunk in step.plan.extend):
             return 0.0
         return self._late_launch.due(self._token_budget.expected(step.plan))
 
@@ -254,6 +269,8 @@ class Loop:
             before = self.model_runner.events.preparing.seconds
             timer.start()
         prepared = self._prepared_for(plan)
+        if prepared.new_tokens > 1:
+            self.drafts.enter(plan.decode)
         # If all tokens are sampled late, there is nothing to read yet.
         all_late = prepared.constrained is not None and len(prepared.constrained.members) == len(prepared.sampled)
         launched = self._run(prepared)
@@ -262,7 +279,7 @@ class Loop:
             timer.stop()
             if self.model_runner.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
-        self._launched.append(self._unread(prepared, readbacks, timer))
+        self._note_launched(prepared, readbacks, timer)
         as_long_again = 2 * time.perf_counter() - began
         self.model_runner.run_capture_slices(lambda: self._is_due(as_long_again))
 
@@ -272,16 +289,18 @@ class Loop:
         return not waits and time.perf_counter() >= since
 
     def _timer_of(self, plan: StepPlan) -> DeviceTimer | None:
+        if plan.new_tokens > 1:  # it says nothing of other steps
+            return None
         due = self._token_budget.wants_time_of(plan)
         self.timing = self._token_budget.timing
         return DeviceTimer(self.model_runner.device) if due else None
 
-    @staticmethod
-    def _unread(prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None = None) -> _Launched:
-        plan, sampled, batch, _, taps, constrained = prepared
+    def _note_launched(self, prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None) -> None:
+        plan, sampled, batch, _, taps, constrained, new_tokens = prepared
         late = None if constrained is None else LateSampling(constrained, taps)
         arriving = [each for tap in taps for each in tap.taken()]
-        return _Launched(plan, sampled, readbacks, timer, arriving, late, batch.mixed)
+        accepted = self.drafts.launched(plan.decode, readbacks[0], new_tokens) if new_tokens > 1 else None
+        self._launched.append(_Launched(plan, sampled, readbacks, timer, arriving, late, batch.mixed, accepted))
 
     def _run(self, prepared: _Prepared) -> Iterator[Tensor]:
         """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
@@ -301,9 +320,11 @@ class Loop:
             apart = [chunk for chunk in plan.extend if chunk.apart]
             mixed = self._mixes(rows, extend)
             taps = [own for tap in self._taps if (own := tap.of_plan(plan)) is not None]
-            batch = Batch(rows, extend, mixed=mixed, taps=taps)
+            new_tokens = 1 if mixed else plan.new_tokens
+            drafting = [self.drafts.tap(new_tokens)] if new_tokens > 1 else []
+            batch = Batch(rows, extend, mixed=mixed, taps=[*taps, *drafting])
             constrained = Constrained.among(plan.sampled)
-            self._prepared = _Prepared(plan, plan.sampled, batch, apart, taps, constrained)
+            self._prepared = _Prepared(plan, plan.sampled, batch, apart, taps, constrained, new_tokens)
         return self._prepared
 
     def _mixes(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
@@ -350,6 +371,9 @@ class Loop:
     def _read(self, step: _Launched) -> list[Request]:
         tokens = list(itertools.chain.from_iterable(readback.result() for readback in step.readbacks))
         tokens = tokens or [NOT_A_TOKEN] * len(step.sampled)
+        runs = None if step.accepted is None else self.drafts.read(step.accepted)
+        if runs is not None:
+            tokens = [*(run[0] for run in runs), *tokens[len(runs) * step.accepted.new_tokens :]]
         late = [] if step.late is None else step.late.read(tokens)
         failed: dict[Request, RequestError] = {} if step.late is None else dict(step.late.failed)
         arrived = [*step.arriving, *late]
@@ -360,7 +384,12 @@ class Loop:
             self._token_budget.ran(len(step.plan.decode), prompts, step.timer.seconds, step.mixed)
         for request, error in failed.items():
             self.scheduler.end(request, "error", error)
-        changed = self.scheduler.read(step.sampled, tokens, time.monotonic())
+        if runs is None:
+            changed = self.scheduler.read(step.sampled, tokens, time.monotonic())
+        else:
+            more = itertools.chain((run[1:] for run in runs), itertools.repeat([]))
+            whole = [[token, *later] for token, later in zip(tokens, more, strict=False)]
+            changed = self.scheduler.read_runs(step.sampled, whole, time.monotonic())
         if failed:
             changed = [*changed, *failed]
         if arrived:

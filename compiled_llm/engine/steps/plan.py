@@ -27,8 +27,9 @@ class Chunk(NamedTuple):
 class StepPlan(NamedTuple):
     """One step; no request is in it twice."""
 
-    decode: list[Request]  # requests that go on by a token
+    decode: list[Request]  # requests that go on
     extend: list[Chunk]  # chunks of others' prompts; those that run apart come last
+    new_tokens: int = 1  # pages are promised for so many of each of ``decode``, all but one of which may be rejected
 
     @property
     def requests(self) -> list[Request]:

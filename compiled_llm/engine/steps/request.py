@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.token_log import Column, TokenLog
 from compiled_llm.kvcache.row import Row
@@ -80,10 +80,17 @@ class Request:
             column.read(self._tokens)
         return self._tokens
 
-    def add(self, token: int) -> None:
-        """Have one more token, by itself; the loop alone calls it."""
+    def add_run(self, run: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Have more tokens, up to its end; return how many these are, and why it ends, if it does."""
+        # The loop alone calls it. With ``NOT_A_TOKEN``, which no other follows, it fails.
         tokens, self._column = self.tokens, None
-        tokens.append(token)
+        for count, token in enumerate(run):
+            if token == NOT_A_TOKEN:
+                return count, "error"
+            tokens.append(token)
+            if token in self.stop_token_ids or len(tokens) == self.max_tokens:
+                return count + 1, "stop" if token in self.stop_token_ids else "length"
+        return len(run), None
 
     def follow(self, log: TokenLog, place: int) -> None:
         """Have the tokens at a place of the steps that a log takes from now on; the loop alone calls it."""
@@ -125,8 +132,8 @@ class Request:
 
     @property
     def fed(self) -> bool:
-        """Whether its row has all the tokens that it ever will, and the last token follows from them."""
-        return self.row is not None and self.row.length == self.stored
+        """Whether its row has all the tokens that it ever will for certain, and the last token follows from them."""
+        return self.row is not None and self.row.least >= self.stored
 
     def cut_after(self, start: int, end: int) -> int:
         """Return where a chunk from ``start`` to ``end`` has to end: at the first checkpoint in between."""

@@ -70,12 +70,17 @@ class Scheduler:
         prefixes: PrefixTree | None = None,
         slots: Callable[[int, int], bool] = lambda new, keeping: True,
         admission: Admission | None = None,
+        new_tokens: Callable[[Sequence[Request]], int] | None = None,
+        max_positions: int | None = None,
     ) -> None:
         """Begin without requests."""
         # ``budget`` says how many tokens of prompts to run next to these decoding rows, at least 1; ``slots``, whether
         # ``new`` rows may begin together, of which ``keeping`` retain their slots. Without a policy, whatever fits
-        # begins.
+        # begins. ``new_tokens`` says how many tokens each of these rows feeds in, all but the first one of them
+        # guesses, which are given back if they turn out wrong; None for one each. No row has ``max_positions`` more.
         self._slots = slots
+        self._new_tokens, self._max_positions = new_tokens, max_positions
+        self._due = 1  # by how many tokens rows that decode may grow in the next step
         self._beginning: list[bool] = []  # in the plan that is made, and whether they keep their slots
         self._pool = pool
         self._max_num_seqs = max_num_seqs
@@ -175,10 +180,11 @@ class Scheduler:
         """Return what to run next; empty if nothing can run."""
         self.step += 1
         self.short_since, self.lacks_states = None, ""
-        if self._same and not self._has_room():
+        goes_on = self._same and not self._has_room()
+        if goes_on and (self._new_tokens is None or self._wanted(self._plan.decode) == self._plan.new_tokens):
             return self._plan
         before, self._beginning = self.preemptions, []
-        decode = self._decoding_within_pages()
+        decode, new_tokens = self._decoding_within_pages()
         room = self._budget(self, decode)
         extend: list[Chunk] = []
         for request in self.running:
@@ -187,7 +193,7 @@ class Scheduler:
         while room > 0 and self.preemptions == before and (admitted := self._admit()) is not None:
             room = self._add_chunk(extend, admitted, room)
         extend.sort(key=lambda chunk: chunk.apart)
-        self._plan, self._same = StepPlan(decode, extend), 0
+        self._plan, self._same = StepPlan(decode, extend, new_tokens), 0
         return self._plan
 
     def _has_room(self) -> bool:
@@ -200,18 +206,36 @@ class Scheduler:
             return False
         return True
 
-    def _decoding_within_pages(self) -> list[Request]:
-        """Return the requests that go on by a token, once there are pages for all of them."""
+    def _wanted(self, decode: Sequence[Request]) -> int:
+        """Return how many tokens each of these requests should feed in."""
+        return 1 if self._new_tokens is None or not decode else self._new_tokens(decode)
+
+    def _decoding_within_pages(self) -> tuple[list[Request], int]:
+        """Return the requests that go on, and by how many tokens, once there are pages for all of them."""
         while True:
-            decode = [request for request in self.running if request.prefilled and not _only_waits(request)]
-            rows = [request.running_row for request in decode]
-            short = [row for row in rows if not row.room and row.limit == row.length]
-            if all(self._reserved(row, row.length + 1) for row in short):
-                if short:
-                    self._look_ahead(decode)
-                return decode
-            if not self._regain_promised():
+            decode = [request for request in self.running if request.prefilled and not request.fed]
+            self._due = self._wanted(decode)
+            if self._have_pages(decode, self._due):
+                return decode, self._due
+            if self._due > 1:  # guesses take no pages from others
+                self._due = 1
+                self._regain_promised()
+                if self._have_pages(decode, 1):
+                    return decode, 1
+            if not (_sync(decode) or self._regain_promised()):
                 self.preempt()
+
+    def _have_pages(self, decode: Sequence[Request], new_tokens: int) -> bool:
+        """Promise pages for so many more tokens of each request; return whether there are pages, and positions."""
+        rows, most = [request.running_row for request in decode], self._max_positions
+        if most is not None and not all(row.length + new_tokens <= most for row in rows):
+            return False
+        short = [row for row in rows if row.room < new_tokens and row.limit < row.length + new_tokens]
+        if not all(self._reserved(row, row.length + new_tokens) for row in short):
+            return False
+        if short:
+            self._look_ahead(decode)
+        return True
 
     def _look_ahead(self, decode: Sequence[Request]) -> None:
         """Promise pages that rows enter soon, to all at once: until then the plan need not be made again."""
@@ -227,7 +251,7 @@ class Scheduler:
         before = self._pool.available
         for request in self.running:
             if request.prefilled:
-                request.running_row.give_promises_back(request.running_row.length + 1)
+                request.running_row.give_promises_back(request.running_row.length + self._due)
         self._same = 0
         return self._pool.available > before
 
@@ -440,7 +464,7 @@ class Scheduler:
             if request.constraint is None:  # the others' last tokens are sampled later, by rows with slots
                 self._retire(request)
         if not (plan.extend or ended):
-            self._same = min(map(_steps_alike, plan.decode))
+            self._same = max(0, min(map(_steps_alike, plan.decode)) // plan.new_tokens)
         return ended
 
     def read(self, requests: list[Request], tokens: list[int], now: float) -> list[Request]:
@@ -450,39 +474,43 @@ class Scheduler:
         """
         if requests is self._sampled:  # once more, none has ended, and a plan never holds up to a request's last step
             if self._log is None:
-                self._log = _log_of(requests)
+                self._log = TokenLog({request.stop_token_ids for request in requests})
+                for place, request in enumerate(requests):
+                    request.follow(self._log, place)
             if self._log.take(tokens):
                 self.new_tokens += len(tokens)
                 self.latencies.read(requests, now)
                 return requests
-        return self._read_each(requests, tokens, now)
+        return self.read_runs(requests, [(token,) for token in tokens], now)
 
-    def _read_each(self, requests: list[Request], tokens: Sequence[int], now: float) -> list[Request]:
+    def read_runs(self, requests: list[Request], runs: Sequence[Sequence[int]], now: float) -> list[Request]:
+        """Take the tokens of a step that has sampled several for some requests, at least one each; else as ``read``."""
+        # What comes after the end of a request is dropped.
         got: list[Request] = []
         failed: list[Request] = []
         ended: list[tuple[Request, FinishReason]] = []
-        for request, token in zip(requests, tokens, strict=True):
+        for request, run in zip(requests, runs, strict=True):
             if request.finish_reason is not None:
                 continue
-            if token == NOT_A_TOKEN:
+            if request.max_tokens == 0 and run[0] != NOT_A_TOKEN:  # it was only computed
+                ended.append((request, "length"))
+                continue
+            count, reason = request.add_run(run)
+            self.new_tokens += count
+            if count:
+                got.append(request)
+            if reason == "error":
                 failed.append(request)
-                continue
-            if request.max_tokens == 0:  # it was only computed
-                ended.append((request, "length"))
-                continue
-            request.add(token)
-            got.append(request)
-            if token in request.stop_token_ids:
-                ended.append((request, "stop"))
-            elif len(request.tokens) == request.max_tokens:
-                ended.append((request, "length"))
-        self.new_tokens += len(got)
+            elif reason is not None:
+                ended.append((request, reason))
         self.latencies.read(got, now)
         self._sampled, self._log = requests if len(got) == len(requests) else None, None
         for request, reason in ended:
             self.end(request, reason)
         for request in failed:
             self._fail(request)
+        if len(got) == len(requests) and not (ended or failed):
+            return requests
         return got + [request for request, _ in ended if not request.max_tokens] + failed
 
     def _fail(self, request: Request) -> None:
@@ -529,14 +557,6 @@ class Scheduler:
         return states.hand_over(len(ids)) if saves >= prefixes.least_saving else NO_ENTRY
 
 
-def _log_of(requests: Sequence[Request]) -> TokenLog:
-    """Return a log of the next steps of requests, which have their tokens from there."""
-    log = TokenLog({request.stop_token_ids for request in requests})
-    for place, request in enumerate(requests):
-        request.follow(log, place)
-    return log
-
-
 def _alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     """Return how many tokens two texts have in common at their beginning."""
     both = min(len(one), len(other))
@@ -562,9 +582,12 @@ def _steps_alike(request: Request) -> int:
     return min(row.limit, request.stored - 1) - row.length
 
 
-def _only_waits(request: Request) -> bool:
-    """Return whether only a request's last token is left, which is sampled late."""
-    return request.constraint is not None and request.fed
+def _sync(requests: Sequence[Request]) -> bool:
+    """Have the lengths of requests' rows exact, waiting for steps that have not been read; False if all were."""
+    unread = [request.running_row for request in requests if request.running_row.speculation.unread]
+    for row in unread:
+        row.speculation.sync()
+    return bool(unread)
 
 
 def _dispensable(request: Request) -> tuple[int, bool, int, int]:
