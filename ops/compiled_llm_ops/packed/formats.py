@@ -41,7 +41,8 @@ class PackedFormat(NamedTuple):
 
     Attributes:
         code: what a code is: ``int4`` and ``int8`` two's complement; ``uint4`` and ``uint8`` unsigned, from which 8 or
-            128 is taken, or zeros of integers; ``e4m3``; ``nf4`` an entry of a table.
+            128 is taken, or zeros of integers; ``e4m3``, whose codes that are not numbers kernels on CUDA may take for
+            480; ``nf4`` an entry of a table.
         layout: where codes lie. ``rows``: ``[N, K]`` or, with 4 bits, ``[N, K / 2]`` bytes, the first of two inputs in
             the low half. ``high_first``: the same with the first in the high half. ``words_by_input``: ``[K / 8, N]``
             int32, the first of 8 inputs in the lowest bits (of 4 with 8 bits), as GPTQ has them. ``words_by_output``:

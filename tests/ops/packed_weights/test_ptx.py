@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
-import struct
 from collections.abc import Callable
 
 import pytest
@@ -15,16 +16,19 @@ from compiled_llm_ops.packed.kernels import ptx
 WORD = 0xFFFFFFFF
 
 
-def number(half: int) -> float:
-    """The bfloat16 of 16 bits."""
-    return float(struct.unpack("<f", struct.pack("<I", half << 16))[0])
+DTYPES = [torch.bfloat16, torch.float16]
 
 
-def bits(value: float) -> int:
-    """16 bits of a number that bfloat16 has."""
-    whole = int(struct.unpack("<I", struct.pack("<f", value))[0])
-    assert whole & 0xFFFF == 0, f"{value} is rounded"
-    return whole >> 16
+def number(half: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """The number of 16 bits."""
+    return float(torch.tensor(half, dtype=torch.int32).to(torch.uint16).view(dtype))
+
+
+def bits(value: float, dtype: torch.dtype = torch.bfloat16) -> int:
+    """16 bits of a number that the type has."""
+    rounded = torch.tensor(value, dtype=torch.float64).to(dtype)
+    assert float(rounded) == value, f"{value} is rounded"
+    return int(rounded.view(torch.uint16))
 
 
 def prmt(a: int, b: int, selector: int) -> int:
@@ -44,17 +48,23 @@ def lop3(a: int, b: int, c: int, table: int) -> int:
     return out
 
 
-def minus(a: int, b: int) -> int:
-    """The differences of two pairs of bfloat16."""
-    parts = [number(a >> shift & 0xFFFF) - number(b >> shift & 0xFFFF) for shift in (0, 16)]
-    return bits(parts[0]) | bits(parts[1]) << 16
+def of_pairs(operation: Callable[[float, float], float], dtype: torch.dtype) -> Callable[[int, int], int]:
+    """An operation on two pairs of numbers, none of which may be rounded."""
+
+    def both(a: int, b: int) -> int:
+        low, high = (operation(number(a >> by & 0xFFFF, dtype), number(b >> by & 0xFFFF, dtype)) for by in (0, 16))
+        return bits(low, dtype) | bits(high, dtype) << 16
+
+    return both
 
 
 INSTRUCTIONS: dict[str, Callable[..., int]] = {
     "mov.b32": lambda a: a,
     "prmt.b32": prmt,
     "lop3.b32": lop3,
-    "sub.rn.bf16x2": minus,
+    "sub.rn.bf16x2": of_pairs(operator.sub, torch.bfloat16),
+    "sub.rn.f16x2": of_pairs(operator.sub, torch.float16),
+    "mul.rn.bf16x2": of_pairs(operator.mul, torch.bfloat16),
     "shr.u32": lambda a, by: a >> by,
     "shl.b32": lambda a, by: a << by & WORD,
     "and.b32": lambda a, b: a & b,
@@ -75,42 +85,46 @@ def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
     return registers
 
 
-def numbers(registers: dict[str, int], *names: str) -> list[float]:
-    return [number(registers[name] >> shift & 0xFFFF) for name in names for shift in (0, 16)]
+def numbers(registers: dict[str, int], dtype: torch.dtype, *names: str) -> list[float]:
+    return [number(registers[name] >> shift & 0xFFFF, dtype) for name in names for shift in (0, 16)]
 
 
 MEANING: dict[str, Callable[[int], float]] = {
     "uint4": lambda code: code - 8,
     "int4": lambda code: code - 16 * (code > 7),
-    "nf4": lambda code: float(torch.tensor(NF4[code]).bfloat16()),
     "uint8": lambda code: code - 128,
     "int8": lambda code: code - 256 * (code > 127),
+    "e4m3": lambda code: float(torch.tensor(code).to(torch.uint8).view(torch.float8_e4m3fn)),
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("code", ["uint4", "int4", "nf4"])
-def test_halves_of_bytes(code: str) -> None:
-    text, mean = ptx.nf4_halves() if code == "nf4" else ptx.int4_halves(code), MEANING[code]
+def test_halves_of_bytes(code: str, dtype: torch.dtype) -> None:
+    text = ptx.text_for(code, "rows", dtype)
+    values = torch.tensor(NF4).to(dtype).tolist() if code == "nf4" else list(map(MEANING[code], range(16)))
     for byte in range(256):
-        for place in range(4):
-            others = [(byte * 7 + 31 * i) % 256 for i in range(4)]
-            others[place] = byte
-            found = run(text, {"$4": int.from_bytes(bytes(others), "little")})
-            assert numbers(found, "$0", "$1") == [mean(one & 15) for one in others]
-            assert numbers(found, "$2", "$3") == [mean(one >> 4) for one in others]
+        own = [byte, (byte + 85) % 256, 255 - byte, byte * 7 % 256]
+        found = run(text, {"$4": int.from_bytes(bytes(own), "little")})
+        assert numbers(found, dtype, "$0", "$1") == [values[one & 15] for one in own]
+        assert numbers(found, dtype, "$2", "$3") == [values[one >> 4] for one in own]
 
 
-@pytest.mark.parametrize("code", ["uint8", "int8"])
-def test_bytes(code: str) -> None:
+@pytest.mark.parametrize(("code", "dtype"), [*itertools.product(["uint8", "int8"], DTYPES), ("e4m3", torch.bfloat16)])
+def test_bytes(code: str, dtype: torch.dtype) -> None:
+    text = ptx.text_for(code, "rows", dtype)
     for byte in range(256):
         own = [byte, (byte + 85) % 256, 255 - byte, byte ^ 128]
-        found = run(ptx.int8_numbers(code), {"$2": int.from_bytes(bytes(own), "little")})
-        assert numbers(found, "$0", "$1") == [MEANING[code](one) for one in own]
+        if code == "e4m3":  # without those that are not numbers
+            own = [one - (one & 127 == 127) for one in own]
+        found = run(text, {"$2": int.from_bytes(bytes(own), "little")})
+        assert numbers(found, dtype, "$0", "$1") == list(map(MEANING[code], own))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("code", ["uint4", "int4"])
-def test_planes_of_words(code: str, seed: int) -> None:
+def test_planes_of_words(code: str, dtype: torch.dtype, seed: int) -> None:
     for words in torch.randint(2**32, (64, 2)).tolist():
-        found = run(ptx.int4_planes(code), {"$8": words[0], "$9": words[1]})
+        found = run(ptx.text_for(code, "tiles", dtype), {"$8": words[0], "$9": words[1]})
         for plane in range(8):
-            assert numbers(found, f"${plane}") == [MEANING[code](word >> 4 * plane & 15) for word in words]
+            assert numbers(found, dtype, f"${plane}") == [MEANING[code](word >> 4 * plane & 15) for word in words]

@@ -36,10 +36,16 @@ def number_of(code, CODE: tl.constexpr):
 @triton.jit
 def halves_of(codes, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
     """Return the numbers of even and of odd inputs for bytes of two codes each."""
+    # The types must stand in the calls, here and below: they take no value that is known when a kernel is compiled.
     if ASM != "":
-        low, high = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+        if tl.float16 == DTYPE:
+            low, high = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
     else:
         both = codes.to(tl.int32)
         low, high = number_of(both & 15, CODE).to(DTYPE), number_of(both >> 4, CODE).to(DTYPE)
@@ -49,10 +55,13 @@ def halves_of(codes, CODE: tl.constexpr, HIGH_FIRST: tl.constexpr, ASM: tl.const
 @triton.jit
 def numbers_of(codes, CODE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr):
     """Return the numbers of bytes of one code each."""
-    if CODE == "e4m3":
+    if ASM != "":
+        if tl.float16 == DTYPE:
+            numbers = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        else:
+            numbers = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif CODE == "e4m3":
         numbers = codes.to(DTYPE)
-    elif ASM != "":
-        numbers = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         numbers = number_of(codes.to(tl.int32), CODE).to(DTYPE)
     return numbers
@@ -63,12 +72,20 @@ def planes_of(words, CODE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr)
     """Return the numbers of words of eight codes each, those of the lowest bits first."""
     planes = ()
     if ASM != "":
-        planes = tl.inline_asm_elementwise(
-            ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
+        if tl.float16 == DTYPE:
+            planes = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16,
+                       tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            planes = tl.inline_asm_elementwise(
+                ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [words],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                       tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True, pack=2,
+            )  # fmt: skip
     else:
         for plane in tl.static_range(8):
             planes += (number_of((words >> (4 * plane)) & 15, CODE).to(DTYPE),)

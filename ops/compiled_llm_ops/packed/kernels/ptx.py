@@ -1,15 +1,16 @@
 """Codes of 4 and 8 bits become bfloat16 or float16 by their bits, several at a time, in PTX.
 
-Each text takes elements of a register or two, and gives those of the same places: a tensor's order in registers is
-Triton's own. Triton's interpreter has no PTX, and other types none either: they go without (``""``).
+Each text takes elements of a register or two, and gives the numbers of the same elements: a tensor's order in registers
+is Triton's own. Triton's interpreter has no PTX: there it is empty, as it is for what Triton converts well by itself.
 """
 
-# 128 + c is 0x4300 | c in bfloat16, and 1024 + c is 0x6400 | c in float16: what is above 128 or 1024 is taken away.
+# 128 + c is 0x4300 | c in bfloat16, and 1024 + c is 0x6400 | c in float16: what is too much is taken away.
 
 from __future__ import annotations
 
 import os
 import struct
+from typing import NamedTuple
 
 import torch
 
@@ -19,40 +20,55 @@ _HALVES = ("0x4140", "0x4342")
 """Selectors of ``prmt`` that put bytes 0 and 1, or 2 and 3, into the low bytes of two halves."""
 
 
+class _Number(NamedTuple):
+    """How numbers of a type are made from codes."""
+
+    one: int  # its bits for the number to which a code is added by its own bits
+    minus: str  # the instruction that subtracts two pairs
+
+
+_NUMBERS = {
+    torch.bfloat16: _Number(0x4300, "sub.rn.bf16x2"),
+    torch.float16: _Number(0x6400, "sub.rn.f16x2"),
+}
+
+
 def text_for(code: str, layout: str, dtype: torch.dtype) -> str:
     """Return the PTX that unpacks such codes; empty if there is none."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or dtype is not torch.bfloat16:
+    if os.environ.get("TRITON_INTERPRET") == "1" or dtype not in _NUMBERS:
         return ""
-    if layout in ("rows", "high_first"):
-        if code == "nf4":
-            return nf4_halves()
-        if code in ("int4", "uint4"):
-            return int4_halves(code)
-        return int8_numbers(code) if code in ("int8", "uint8") else ""
-    return int4_planes(code) if code in ("int4", "uint4") else ""
+    if layout not in ("rows", "high_first"):
+        return int4_planes(code, dtype) if code in ("int4", "uint4") else ""
+    if code in ("int4", "uint4"):
+        return int4_halves(code, dtype)
+    if code == "nf4":
+        return nf4_halves(dtype)
+    if code == "e4m3":
+        return e4m3_numbers() if dtype is torch.bfloat16 else ""
+    return int8_numbers(code, dtype)
 
 
-def int4_halves(code: str) -> str:
+def int4_halves(code: str, dtype: torch.dtype) -> str:
     """Four bytes become four low codes ($0, $1) and four high ones ($2, $3), 8 less each."""
-    bits = _bits_of_int4(code)
+    bits, centre = _bits_of_int4(code, dtype)
     return "\n".join(
         [
             "{ .reg .b32 a, b, m;",
-            "mov.b32 m, 0x43084308;",
+            f"mov.b32 m, {centre};",
             f"prmt.b32 a, $4, 0, {_HALVES[0]}; prmt.b32 b, $4, 0, {_HALVES[1]};",
             f"lop3.b32 $0, a, 0x000F000F, {bits}, 0x6A; lop3.b32 $1, b, 0x000F000F, {bits}, 0x6A;",
             "shr.u32 a, a, 4; shr.u32 b, b, 4;",
             f"lop3.b32 $2, a, 0x000F000F, {bits}, 0x6A; lop3.b32 $3, b, 0x000F000F, {bits}, 0x6A;",
-            *(f"sub.rn.bf16x2 ${i}, ${i}, m;" for i in range(4)),
+            *(f"{_NUMBERS[dtype].minus} ${i}, ${i}, m;" for i in range(4)),
             "}",
         ]
     )
 
 
-def int4_planes(code: str) -> str:
+def int4_planes(code: str, dtype: torch.dtype) -> str:
     """Two words ($8, $9) become eight planes of two codes, the lowest bits first, 8 less each."""
-    bits = _bits_of_int4(code)
-    lines = ["{ .reg .b32 a, b, s, m;", "mov.b32 m, 0x43084308;"]
+    bits, centre = _bits_of_int4(code, dtype)
+    lines = ["{ .reg .b32 a, b, s, m;", f"mov.b32 m, {centre};"]
     lines += ["prmt.b32 a, $8, $9, 0x5410; prmt.b32 b, $8, $9, 0x7632;"]
     for half, register in enumerate("ab"):
         for plane in range(4):
@@ -60,39 +76,65 @@ def int4_planes(code: str) -> str:
                 f"shr.u32 s, {register}, {4 * plane};",
                 f"lop3.b32 ${4 * half + plane}, s, 0x000F000F, {bits}, 0x6A;",
             ]
-    lines += [f"sub.rn.bf16x2 ${i}, ${i}, m;" for i in range(8)]
+    lines += [f"{_NUMBERS[dtype].minus} ${i}, ${i}, m;" for i in range(8)]
     return "\n".join([*lines, "}"])
 
 
-def _bits_of_int4(code: str) -> str:
-    """Return the bits of 128 in two halves, with the sign of two's complement turned round."""
-    return "0x43004300" if code == "uint4" else "0x43084308"
+def _bits_of_int4(code: str, dtype: torch.dtype) -> tuple[str, str]:
+    """Return what codes are joined with, which turns the sign of two's complement round, and what is then too much."""
+    one = _NUMBERS[dtype].one
+    return _twice(one if code == "uint4" else one | 8), _twice(one | 8)
 
 
-def int8_numbers(code: str) -> str:
+def _twice(half: int) -> str:
+    return f"0x{half << 16 | half:08X}"
+
+
+def int8_numbers(code: str, dtype: torch.dtype) -> str:
     """Four bytes become four numbers ($0, $1), unsigned ones 128 less."""
-    # The lowest 7 bits above 128, minus 128, or minus 256 if the number is negative.
-    sign = "0x43004300" if code == "int8" else "0x43804380"
+    number = _NUMBERS[dtype]
     lines = ["{ .reg .b32 a, b, t, u;"]
     lines += [f"prmt.b32 a, $2, 0, {_HALVES[0]}; prmt.b32 b, $2, 0, {_HALVES[1]};"]
+    if dtype is torch.float16:
+        lines += [f"mov.b32 u, {_twice(number.one | 128)};"]
+    for half, register in enumerate("ab"):
+        if dtype is torch.float16:
+            joined = _twice(number.one | (128 if code == "int8" else 0))
+            lines += [f"lop3.b32 t, {register}, 0x00FF00FF, {joined}, 0x6A;"]
+        else:
+            # The lowest 7 bits above 128, minus 128, or minus 256 if the number is negative
+            sign = _twice(number.one | (0 if code == "int8" else 128))
+            lines += [
+                f"lop3.b32 t, {register}, 0x007F007F, {_twice(number.one)}, 0xEA;",
+                f"lop3.b32 u, {register}, 0x00800080, {sign}, 0x6A;",
+            ]
+        lines += [f"{number.minus} ${half}, t, u;"]
+    return "\n".join([*lines, "}"])
+
+
+def e4m3_numbers() -> str:
+    """Four bytes become four numbers of bfloat16 ($0, $1); codes that are not numbers become 480."""
+    # Exponent and fraction go where bfloat16 has them, whose exponents are 120 larger. The conversion that the
+    # processor has goes by way of float16, and takes longer than it takes to read a weight.
+    lines = ["{ .reg .b32 a, b, t, m;", "mov.b32 m, 0x7B807B80;"]
+    lines += ["prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;"]
     for half, register in enumerate("ab"):
         lines += [
-            f"lop3.b32 t, {register}, 0x007F007F, 0x43004300, 0xEA;",
-            f"lop3.b32 u, {register}, 0x00800080, {sign}, 0x6A;",
-            f"sub.rn.bf16x2 ${half}, t, u;",
+            f"shr.u32 t, {register}, 4; and.b32 t, t, 0x07F007F0;",
+            f"lop3.b32 t, {register}, 0x80008000, t, 0xEA;",
+            f"mul.rn.bf16x2 ${half}, t, m;",
         ]
     return "\n".join([*lines, "}"])
 
 
-def nf4_halves() -> str:
+def nf4_halves(dtype: torch.dtype) -> str:
     """Four bytes become entries of NF4's table: four of the low codes ($0, $1) and four of the high ones ($2, $3)."""
     # ``prmt`` looks four codes up at a time, among eight bytes by three bits of each code. The fourth bit chooses
     # between the lower and the upper half of the table: moved to the sign of a byte, it becomes a mask.
-    bits = [struct.pack("<f", value) for value in torch.tensor(NF4).bfloat16().tolist()]
-    tables = {name: [entry[byte] for entry in bits] for name, byte in (("l", 2), ("h", 3))}
+    entries = [_bytes_of(value, dtype) for value in NF4]
     words = {
-        f"{name}{i}": int.from_bytes(bytes(table[4 * i : 4 * i + 4]), "little")
-        for name, table in tables.items()
+        f"{name}{i}": int.from_bytes(bytes(entry[byte] for entry in entries[4 * i : 4 * i + 4]), "little")
+        for byte, name in enumerate("lh")
         for i in range(4)
     }
     lines = ["{ .reg .b32 x, s, m, l, h, t;", f".reg .b32 {', '.join(words)};"]
@@ -108,3 +150,9 @@ def nf4_halves() -> str:
             ]
         lines += [f"prmt.b32 ${half}, l, h, 0x6240; prmt.b32 ${2 + half}, l, h, 0x7351;"]
     return "\n".join([*lines, "}"])
+
+
+def _bytes_of(value: float, dtype: torch.dtype) -> bytes:
+    """Return the two bytes of a number, the low one first."""
+    rounded = float(torch.tensor(value).to(dtype))
+    return struct.pack("<e", rounded) if dtype is torch.float16 else struct.pack("<f", rounded)[2:]
