@@ -98,15 +98,16 @@ STOOD_IN_FOR = (
 _SERVED_CLASSES = frozenset(
     {
         *("GenerationMixin", "PreTrainedModel", "Module"),
-        *("Gemma3ForConditionalGeneration", "Phi3ForCausalLM", "PhimoeForCausalLM"),
+        *("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+        *("Phi3ForCausalLM", "PhimoeForCausalLM"),
         *("BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM"),
         *("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"),
     }
 )
 """Classes of transformers and torch whose methods of these names our loops do the work of."""
-# Gemma 3 gives the types of tokens to the prompt alone. Phi-3 and PhiMoE begin again without a cache where they switch
-# to longrope, which ``wrap`` refuses. Bamba, Falcon-H1 and Nemotron-H ask for the last logits, which is what our loops
-# compute. Models without attention leave the mask out after the prompt.
+# Gemma 3 and 4 give the types of tokens to the prompt alone. Phi-3 and PhiMoE begin again without a cache where they
+# switch to longrope, which ``wrap`` refuses. Bamba, Falcon-H1 and Nemotron-H ask for the last logits, which is what our
+# loops compute. Models without attention leave the mask out after the prompt.
 
 
 @functools.cache
@@ -308,12 +309,18 @@ def keeps_nothing(layer: Any) -> bool:
     return nothing is not None and isinstance(layer, nothing)
 
 
-def keeps_all(config: PretrainedConfig, attending: Sequence[bool]) -> bool:
-    """Return whether HuggingFace's caches keep something of each layer that is ``attending``."""
-    # They do not keep of a layer what it takes from an earlier one.
+def keeps_all(config: PretrainedConfig, filling: Sequence[bool]) -> bool:
+    """Return whether HuggingFace's caches keep something of each layer that is ``filling`` them."""
     layers = DynamicCache(config=config).layers
-    both = zip(layers, attending, strict=False)
-    return len(layers) >= len(attending) and not any(attends and keeps_nothing(layer) for layer, attends in both)
+    numbers = [number for number, fills in enumerate(filling) if fills]
+    return all(number < len(layers) and not keeps_nothing(layers[number]) for number in numbers)
+
+
+def columns_in(cache: Cache) -> int | None:
+    """Return how many columns a cache holds; None if no layer of it counts them, as recurrent ones do not."""
+    if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return None
+    return int(cache.get_seq_length())
 
 
 def keeps_state(layer: Any) -> bool:

@@ -248,20 +248,25 @@ class GenerateLoop:
         return self._thread.call(self._extend, extensions, keep, embeddings)
 
     def fill(
-        self, stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]], positions: Sequence[int]
+        self,
+        stored: NDArray[np.bool_],
+        keys_and_values: Sequence[tuple[Tensor, Tensor] | None],
+        positions: Sequence[int],
+        states: Sequence[Tensor] = (),
     ) -> None:
-        """Grow all rows by keys and values that were computed elsewhere, as ``RunnerState.write`` takes them.
+        """Grow all rows by what was computed elsewhere, as ``RunnerState.write`` takes it.
 
         Args:
             stored: ``[B, C]``, which columns each row takes.
-            states: keys and values of each layer, ``[B, K, C', D]``.
+            keys_and_values: of each layer, ``[B, K, C', D]``; None of one that keeps none.
             positions: the rotary position of each row's next token.
+            states: the rows' states afterwards, ``[B, ...]``, if rows have some.
 
         Raises:
             OutOfPagesError: the pages are not free; nothing has changed.
         """
         self._persistent.invalidate()
-        self._thread.call(self.model_runner.fill, self.rows, stored, states, self.promise)
+        self._thread.call(self.model_runner.fill, self.rows, stored, keys_and_values, states, self.promise)
         for row, position in zip(self.rows, positions, strict=True):
             row.position = position
 

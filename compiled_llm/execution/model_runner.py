@@ -292,14 +292,15 @@ class ModelRunner:
         self,
         rows: Sequence[Row],
         stored: NDArray[np.bool_],
-        states: Sequence[tuple[Tensor, Tensor]],
+        keys_and_values: Sequence[tuple[Tensor, Tensor] | None],
+        states: Sequence[Tensor],
         promise: Promise | None = None,
     ) -> None:
-        """Grow rows, and write keys and values into them by ``RunnerState.write``; OutOfPagesError as ``run``."""
+        """Grow rows, and write what was computed elsewhere by ``RunnerState.write``; OutOfPagesError as ``run``."""
         self.graph_manager.check_pages()
         sync_lengths(rows)
         with grown(rows, stored.sum(axis=1).tolist(), promise, self.state.copy_pages):
-            self.state.write(rows, stored, states)
+            self.state.write(rows, stored, keys_and_values, states)
 
     def sample(
         self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, taps: Sequence[Tap] = ()

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from compiled_llm.compat.huggingface import mask_width
+from compiled_llm.compat.huggingface import columns_in, mask_width
 from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.hidden_columns import differing_window
-from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import READABLE, readable
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, made
@@ -62,8 +62,13 @@ class CacheChoice:
         if self.users is None:
             return self.max_columns
         if self.config.max_new_tokens is None:
-            return self.max_columns + int(self.users.get_seq_length())
+            return self.max_columns + self._known
         return max(self.max_columns, self._width + whole_limit(self.config.max_new_tokens) - 1)
+
+    @property
+    def _known(self) -> int:
+        """How many columns the user's cache of HuggingFace's holds; 0 if there is none, or it does not count them."""
+        return 0 if self.users is None else columns_in(self.users) or 0
 
     @property
     def _width(self) -> int:
@@ -82,8 +87,7 @@ class CacheChoice:
     @cached_property
     def prefill(self) -> Reason | None:
         """Why HuggingFace's own forward computes the prompt, or None."""
-        known = int(self.users.get_seq_length()) if self.users is not None else 0 if self.returned else None
-        return prefill_reason(self.others, self.inputs, known)
+        return prefill_reason(self.others, self.inputs, self._known if self.returned else None)
 
     @property
     def stands_in(self) -> bool:
@@ -115,16 +119,21 @@ class CacheChoice:
             return Reason("cache_implementation") if self.is_static else Reason("past_key_values", "static cache")
         if self.prefill is not None and (self.config.use_cache is False or self._cannot_follow()):
             return self._why_original(self.prefill)
-        return self._too_much() if self.stands_in or self.is_static else None
+        made = not isinstance(self.given, PagedCache)
+        return self._too_much() if made and (self.stands_in or self.is_static) else None
 
-    def stand_in(self) -> StandIn:
+    def stand_in(self) -> PagedCache:
         """Return pages that stand in for HuggingFace's prepared cache; OutOfPagesError if too few are free."""
         # HuggingFace's own would forget what the windows of layers have left, and rows may be cropped later.
-        indexed = any(layer.kind.own_cache_layers for layer in self.runtime.facts.layers)
-        own = DynamicCache(config=self.model.config) if indexed else DynamicCache()
+        of_its_own = any(layer.kind.own_cache_layers or layer.states for layer in self.runtime.facts.layers)
+        own = DynamicCache(config=self.model.config) if of_its_own else DynamicCache()
+        if isinstance(self.given, PagedCache):
+            assert self.prefill is not None
+            self.given.prefill = PendingPrompt(self.prefill, self.given.copied_into(own))
+            return self.given
         original = self.inputs[self.runtime.facts.generate_argument] if self.returned else own
         cache = made(StandIn(self.runtime.model_runner(), original, self.returned, self.prefill))
-        if known := int(original.get_seq_length()):
+        if known := columns_in(original):
             mask = self.inputs.get("attention_mask")
             shown = np.ones((self.rows, known), bool) if mask is None else copies().of(mask).numpy()[:, :known] != 0
             cache.read(shown, shown.sum(axis=1).tolist())
@@ -146,8 +155,7 @@ class CacheChoice:
             return False
         if not readable(cache, layers, state, self.rows, self.max_row_tokens):
             return False
-        known = int(cache.get_seq_length())
-        return known == 0 or self._width > known
+        return self._known == 0 or self._width > self._known
 
     def _hides_in_window(self) -> bool:
         """Whether hidden tokens lie between others in a sliding window; for a ``PagedCache``, ``Call`` checks that."""
@@ -160,9 +168,14 @@ class CacheChoice:
 
     def _cannot_follow(self) -> bool:
         call = current_call.get()
-        if isinstance(self.given, PagedCache) or call is None or call.custom:
+        if call is None or call.custom or (isinstance(self.given, PagedCache) and not self._goes_on_with_images):
             return True
         return prefill_obstacle(self.model, self.config, self.inputs)
+
+    @property
+    def _goes_on_with_images(self) -> bool:
+        """Whether the text after what pages hold has images, each row's own."""
+        return bool(self.others) and self._appends and (not self.given.seen or self.rows == len(self.given.stored))
 
     def _why_original(self, prefill: Reason) -> Reason:
         if self.others:

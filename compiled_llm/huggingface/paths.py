@@ -151,7 +151,7 @@ def _alone(call: PagedCall, max_new: int, needed: int) -> Iterator[None]:
     # The cache gives its pages back at the end, unless it goes to the user. The loop may store ``max_new`` tokens of
     # each row, and take ``needed`` pages. ValueError if it does not fit the model, the batch size or the pages.
     model_runner, cache, pool = call.model_runner, call.cache, call.model_runner.pool
-    fresh = not cache.seen or isinstance(cache, StandIn)
+    fresh = not cache.seen or (isinstance(cache, StandIn) and cache.original is not None)
     rows = min(len(call.input_ids), model_runner.max_batch_size)
 
     def fits() -> bool:

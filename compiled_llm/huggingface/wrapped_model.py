@@ -200,6 +200,7 @@ class WrappedModel:
             return None
         elif isinstance(cache, PagedCache):
             check_belongs(self.compiled, cache)
+            cache.end_prefill()  # of an earlier call, which has not come to it
         result = super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )

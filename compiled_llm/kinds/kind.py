@@ -284,6 +284,12 @@ class Layer(NamedTuple):
     logits_soft_cap: float  # cap on the logits; 0.0 for none
     kind: LayerKind  # tells what is kept, and how it attends
     states: tuple[StateSpec, ...] = ()  # what rows keep of it besides pages
+    keys_of: int | None = None  # the earlier layer whose keys and values it attends over; None if it has its own
+
+    @property
+    def fills_caches(self) -> bool:
+        """Whether HuggingFace's caches keep keys and values of it."""
+        return self.kind.attends and self.keys_of is None
 
     def visible(self, positions: int) -> int:
         """Return how many of ``positions`` tokens the last one sees, itself included."""

@@ -126,6 +126,17 @@ def add_states(cache: Cache, layers: Sequence[Layer], states: Sequence[Tensor]) 
         module.add_states(cache, layers, states)
 
 
+def read_states(cache: Cache, layers: Sequence[Layer]) -> list[Tensor]:
+    """Return the layers' states ``[B, ...]`` that their own forward has left in HuggingFace's cache."""
+    modules = [module for module in STATES if any(layer.states for layer in layers)]
+    return [states for module in modules for states in module.read_states(cache, layers)]
+
+
+def holds_states(layer: Any, like: Layer, rows: int) -> bool | None:
+    """Whether a layer of HuggingFace's cache holds states of ``rows`` as ``like``, or is empty; None if it does not."""
+    return next((module.holds_states(layer, like, rows) for module in STATES), None)
+
+
 def state_ops() -> Sequence[Sequence[torch._ops.OpOverload]]:
     """Return the ops that read and write states: a layer calls one of the first that its model's graph has any of."""
     return [ops for module in STATES for ops in module.OPS]

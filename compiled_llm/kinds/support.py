@@ -32,7 +32,7 @@ Cell = Works | No
 FEATURES = (
     *("kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "backend", "page_size"),
     *("window", "soft_cap", "captured_prefills", "drafts", "several_tokens"),
-    *("left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache"),
+    *("left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache", "stepped_cache"),
 )
 """Columns: options of `wrap` and `Engine`, then what layers, steps and caches have or do."""
 
@@ -66,7 +66,7 @@ def _all(cell: Cell, *features: str) -> dict[str, Cell]:
 _PLAIN = {
     **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size", "crop"),
     **_all(YES, "captured_prefills", "drafts", "several_tokens", "left_padding", "prefix_cache"),
-    **_all(YES, "dynamic_cache", "static_cache"),
+    **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
     **_all(ASKED, "backend", "window", "soft_cap"),
 }
 FULL = Support("full attention", "attention layer {number} reads all keys", _PLAIN)
@@ -79,7 +79,7 @@ UNEVEN = Support(
         "kv_dtype": No("and such pages need one size"),
         "batch_invariant": _NO_KERNEL,
         **_all(YES, "cascade", "mixed", "check_pages", "variants", "page_size", "crop", "captured_prefills", "drafts"),
-        **_all(YES, "several_tokens", "left_padding", "prefix_cache", "dynamic_cache", "static_cache"),
+        **_all(YES, "several_tokens", "left_padding", "prefix_cache", "dynamic_cache", "static_cache", "stepped_cache"),
         **_all(ASKED, "backend", "window", "soft_cap"),
     },
 )
@@ -92,6 +92,7 @@ LATENT = Support(
         "variants": No("which variants do not read", "leave it out"),
         **_all(YES, "batch_invariant", "mixed", "check_pages", "page_size", "captured_prefills", "drafts"),
         **_all(YES, "several_tokens", "crop", "left_padding", "prefix_cache", "dynamic_cache", "static_cache"),
+        "stepped_cache": YES,
         "backend": ASKED,
     },
 )
@@ -118,6 +119,7 @@ BLOCKS = Support(
         ),
         "several_tokens": No("for the newest token alone", "feed them one by one"),
         **_all(YES, "kv_dtype", "cascade", "check_pages", "drafts", "prefix_cache", "crop", "dynamic_cache"),
+        "stepped_cache": YES,
         **_all(ASKED, "window", "soft_cap"),
         "captured_prefills": UNCAPTURED,
         **_all(ORIGINAL, "left_padding", "static_cache"),
@@ -131,6 +133,7 @@ VARIANT = Support(
         "soft_cap": No("which has no cap beside its own function", "write the cap into that"),
         **_all(YES, "kv_dtype", "mixed", "check_pages", "variants", "page_size", "captured_prefills", "drafts"),
         **_all(YES, "several_tokens", "left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache"),
+        "stepped_cache": YES,
         **_all(ASKED, "backend", "window"),
     },
 )
@@ -145,13 +148,18 @@ RECURRENT = Support(
         ),
         **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size"),
         **_all(YES, "captured_prefills", "backend", "window", "soft_cap", "left_padding", "prefix_cache"),
-        **_all(ORIGINAL, "drafts", "dynamic_cache", "static_cache"),
+        **_all(YES, "dynamic_cache", "static_cache"),
+        **_all(ORIGINAL, "drafts", "stepped_cache"),
     },
 )
 NO_ATTENTION = Support(
     "recurrent layers alone",
     "the model has no attention",
-    {**RECURRENT.cells, **_all(No("which that is for"), "kv_dtype", "cascade", "variants")},
+    {
+        **RECURRENT.cells,
+        **_all(No("which that is for"), "kv_dtype", "cascade", "variants"),
+        **_all(ORIGINAL, "dynamic_cache", "static_cache"),
+    },
 )
 BY_NAME = {"blocks": BLOCKS, "chosen": CHOSEN_LATENTS, "latent": LATENT, "variant": VARIANT, "uneven": UNEVEN}
 """Rows by the names of kinds, the first of which says why something does not work."""

@@ -176,9 +176,14 @@ class ModelFacts:
 
     @cached_property
     def fills_caches(self) -> bool:
-        """Whether HuggingFace's caches hold what pages do, so that one can stand in for the other."""
-        attending = [layer.kind.attends for layer in self.layers]
-        return not runs_original(self.kinds, "dynamic_cache") and keeps_all(self.model.config, attending)
+        """Whether HuggingFace's caches hold all that pages do, so that one can stand in for the other."""
+        return keeps_all(self.model.config, [layer.fills_caches for layer in self.layers])
+
+    @cached_property
+    def shares_caches(self) -> bool:
+        """Whether new tokens of a user's ``DynamicCache`` can stay in pages until somebody looks at its layers."""
+        own = all(layer.keys_of is None for layer in self.layers)
+        return own and self.fills_caches and not runs_original(self.kinds, "stepped_cache")
 
     def autocast_matters(self) -> bool:
         """Return whether the ``torch.autocast`` that this thread is in changes what the model computes."""

@@ -35,7 +35,7 @@ from compiled_llm.model.places import line_of_model, stack_of
 from compiled_llm.model.restore import attributes_restored, data_restored, restored
 
 # Sent to attention functions by some families and without effect on what the packed, paged form computes.
-_HARMLESS = frozenset({"position_ids", "is_causal"})
+_HARMLESS = frozenset({"position_ids", "is_causal", "logits_to_keep"})
 _TOKENS = 4  # how many a trial forward runs on
 
 

@@ -5,13 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 import compiled_llm
-from support.huggingface.vision import FAMILIES, IMAGE, SEEING, START, make, types_of_text, with_images
+from support.huggingface.vision import (
+    FAMILIES,
+    IMAGE,
+    REFUSED,
+    START,
+    make,
+    one_image,
+    types_of_text,
+    with_images,
+)
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
 
 pytestmark = pytest.mark.core
+
+SEEING = [family for family in FAMILIES if family not in REFUSED]
 
 
 def pair(family: str, seed: int, mode: str = "eager") -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -31,7 +43,7 @@ def inputs(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.drawn(most=4)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SEEING)
 def test_text_alone_is_the_fast_loops(family, inputs, seed):
     plain, wrapped = pair(family, seed)
     typed = {**inputs, **types_of_text(family, inputs["input_ids"])}
@@ -64,11 +76,49 @@ def test_images_are_computed_by_huggingfaces_forward_and_tokens_by_ours(family, 
     assert not torch.equal(greedy(plain, with_images(family, seed + 1), 10), expected)
     for _ in range(2):
         torch.testing.assert_close(greedy(wrapped, inputs, 10), expected)
+    sampled = wrapped.generate(**inputs, max_new_tokens=10, do_sample=True, top_k=1)
+    torch.testing.assert_close(sampled, expected)
     torch.testing.assert_close(greedy(wrapped, inputs, 8, num_beams=2), greedy(plain, inputs, 8, num_beams=2))
     stats = wrapped.compiled.stats()
-    assert stats.generate_calls == {"fast loop": 2, "compiled forward": 1}
-    assert stats.slow_paths == {"prefill": 3}
+    assert stats.generate_calls == {"fast loop": 3, "compiled forward": 1}
+    assert stats.slow_paths == {"prefill": 4}
     assert_account_is_empty(wrapped)
+
+
+@pytest.mark.drawn(most=3)
+@pytest.mark.parametrize("family", SEEING)
+def test_a_kept_cache_goes_on_with_another_image_and_then_with_text(family, seed):
+    """HuggingFace's forward computes the new image over copies of what the pages hold."""
+    plain, wrapped = pair(family, seed)
+    torch.testing.assert_close(three_turns(wrapped, family, seed), three_turns(plain, family, seed))
+    stats = wrapped.compiled.stats()
+    assert stats.generate_calls == {"fast loop": 3}
+    assert stats.slow_paths == {"prefill": 2}
+
+
+def test_an_image_that_huggingfaces_forward_refuses_leaves_the_cache_as_it_was(seed):
+    plain, wrapped = pair("Llava", seed)
+    first = one_image("Llava", seed)
+    kept = greedy(wrapped, first, 6, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="do not match"):
+        greedy(wrapped, {**next_turn(first, kept, torch.tensor([[7, 7]])), "pixel_values": first["pixel_values"]}, 6)
+    before = greedy(plain, first, 6, return_dict_in_generate=True)
+    answers = [
+        greedy(model, next_turn(first, turn, torch.tensor([[7, 7]])), 6)
+        for model, turn in ((wrapped, kept), (plain, before))
+    ]
+    torch.testing.assert_close(*answers)
+
+
+def three_turns(model: PreTrainedModel, family: str, seed: int) -> list[Tensor]:
+    """Answers to an image, to another one and to text, over one cache."""
+    first, second = one_image(family, seed), one_image(family, seed + 1)
+    turn = greedy(model, first, 6, return_dict_in_generate=True)
+    given = {**second, **next_turn(first, turn, second["input_ids"])}
+    for name in [name for name in second if name.endswith("type_ids")]:  # they mark what the cache does not hold yet
+        given[name] = pad(second[name], (given["input_ids"].shape[1] - second[name].shape[1], 0))
+    later = greedy(model, given, 8, return_dict_in_generate=True)
+    return [later.sequences, greedy(model, next_turn(given, later, torch.tensor([[7, 8]])), 5)]
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "Qwen2VL"])

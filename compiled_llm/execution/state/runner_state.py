@@ -226,13 +226,20 @@ class RunnerState:
         for tap in self.taps:
             tap.copied(source, target)
 
-    def write(self, rows: Sequence[Row], stored: NDArray[np.bool_], states: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Write keys and values that were computed elsewhere to the ends of rows, already grown by them.
+    def write(
+        self,
+        rows: Sequence[Row],
+        stored: NDArray[np.bool_],
+        keys_and_values: Sequence[tuple[Tensor, Tensor] | None],
+        states: Sequence[Tensor] = (),
+    ) -> None:
+        """Write what was computed elsewhere to the ends of rows, already grown by it.
 
         Args:
             stored: ``[B, C]``, which columns each row takes.
-            states: keys and values of each layer, ``[B, K, C', D]``, whose last column is the last of ``stored``; zeros
-                are written for columns that a layer lacks.
+            keys_and_values: of each layer, ``[B, K, C', D]``, whose last column is the last of ``stored``; zeros are
+                written for columns that a layer lacks. None of a layer that keeps none.
+            states: the rows' states after the last column, ``[B, ...]``, in the order of ``ModelFacts.states``.
         """
         batch_indices, columns = np.nonzero(stored)
         counts = stored.sum(axis=1).tolist()
@@ -241,10 +248,22 @@ class RunnerState:
         numbers = [np.array(row.pages, dtype=np.int64)[own // size] for row, own in zip(rows, at, strict=True)]
         entries = [np.concatenate(numbers), np.concatenate(at) % size, batch_indices, columns]
         places = TokenPlaces(stored.shape[1], *self.staging.to_device(entries))
-        for spec, memory, (keys, values) in zip(self.specs, self.pages, states, strict=True):
-            spec.write(memory, places, keys, values)
+        for spec, memory, both in zip(self.specs, self.pages, keys_and_values, strict=True):
+            if both is not None:
+                spec.write(memory, places, *both)
+        self._write_states(rows, counts, states)
         for tap in self.taps:
             tap.imported(rows, self.slots.places(rows), counts)
+
+    def _write_states(self, rows: Sequence[Row], counts: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Write states into the entries that rows have entered by ``counts`` tokens; without any, they keep theirs."""
+        grown = [number for number, count in enumerate(counts) if count]
+        if not (self.states and grown):
+            return
+        entries = [np.array(own, dtype=np.int64) for own in (grown, [rows[number].entry for number in grown])]
+        given, at = self.staging.to_device(entries)
+        for memory, own in zip(self.states, states, strict=True):
+            memory[at] = own[given].to(memory.dtype)
 
     def read_states(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return copies of rows' states, ``[B, ...]``; the rows hold tokens."""

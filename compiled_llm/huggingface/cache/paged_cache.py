@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from compiled_llm.compat.huggingface import add_index_keys
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.unpaged import KeysAndValues
+from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.cache_columns import (
     RowUpdate,
@@ -40,12 +41,22 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.model.inputs import check_range
 
 
+class PendingPrompt(NamedTuple):
+    """A prompt that HuggingFace's own forward computes before our steps."""
+
+    reason: Reason
+    over: Cache  # a cache of HuggingFace's, with what the pages hold
+
+
 class PagedCache(Cache):
     """The rows of one ``generate`` call, or of one conversation; dropping it gives their pages back.
 
     Attributes:
         stored: ``[B, C]`` bool on the host: True for each token of a row that lies in pages; masked ones do not.
+        prefill: what the present call of ``generate`` begins with; None if it begins with our steps, or is past that.
     """
+
+    prefill: PendingPrompt | None = None
 
     def __init__(self, model_runner: ModelRunner, computed: KeysAndValues | None = None) -> None:
         """Be empty, or hold what was ``computed``, which enters pages once something needs it there."""
@@ -140,16 +151,24 @@ class PagedCache(Cache):
 
     def handed_over(self, config: PretrainedConfig) -> Cache:
         """Return HuggingFace's cache with the same tokens, and give all pages back."""
-        theirs = DynamicCache(config=config.get_text_config(decoder=True))
-        for index, (keys, values, _) in enumerate(self):
-            if keys is not None and values is not None and keys.numel():
-                theirs.update(keys, values, index)
+        theirs = self.copied_into(DynamicCache(config=config.get_text_config(decoder=True)))
+        self.close()
+        return theirs
+
+    def copied_into(self, theirs: Cache) -> Cache:
+        """Return a cache of HuggingFace's, empty before, with copies of what the rows hold; zeros in masked columns."""
+        for index, layer in enumerate(self.model_runner.state.facts.layers):
+            if self.seen and layer.fills_caches:
+                theirs.update(*self.copied(index), index)
         for index, keys in self.index_keys():
             add_index_keys(theirs, keys, index)
         if self.seen:
             add_states(theirs, self.model_runner.state.facts.layers, self.generate_loop.states())
-        self.close()
         return theirs
+
+    def end_prefill(self) -> None:
+        """Forget the prompt that HuggingFace's forward had to compute: it has, and pages hold it, or it has failed."""
+        self.prefill = None
 
     @deferred()
     def close(self) -> None:

@@ -20,13 +20,14 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from compiled_llm.compat.huggingface import index_keys
+from compiled_llm.compat.huggingface import index_keys, keeps_state
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.layer_in_pages import CLASSES, move_out, pages_of
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.kinds.kind import Layer, places_beside
+from compiled_llm.kinds.registry import holds_states, read_states
 
 READABLE = (DynamicCache, StaticCache)
 _READABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -48,15 +49,16 @@ def read_into(cache: PagedCache, original: Cache, shown: NDArray[np.bool_], posi
     while len(generate_loop.rows) < len(shown):
         generate_loop.add_row(0)
     new = shown[:, cache.seen :]
-    layers = cast("list[CacheLayerMixin]", original.layers)
-    states = [_states(layer, shown.shape[1]) for layer in layers]
-    beside = places_beside(generate_loop.model_runner.state.facts.layers)
-    states += [_index_keys(layers[index], shown.shape[1]) for index in beside]
-    generate_loop.fill(new, states, positions)
+    theirs, layers = cast("list[Any]", original.layers), generate_loop.model_runner.state.facts.layers
+    owners = [number if layer.keys_of is None else layer.keys_of for number, layer in enumerate(layers)]
+    both = zip(owners, layers, strict=True)
+    keys = [_keys_and_values(theirs[own], shown.shape[1]) if layer.kind.attends else None for own, layer in both]
+    keys += [_index_keys(theirs[number], shown.shape[1]) for number in places_beside(layers)]
+    generate_loop.fill(new, keys, positions, read_states(original, layers))
     cache.stored = np.concatenate([cache.stored.reshape(len(shown), -1), new], axis=1)
 
 
-def _states(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tensor]:
+def _keys_and_values(layer: CacheLayerMixin, columns: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values, ``[B, K, C', D]``, of the last of ``columns``."""
     assert layer.keys is not None
     assert layer.values is not None
@@ -77,20 +79,39 @@ def readable(cache: Cache, layers: Sequence[Layer], state: RunnerState, rows: in
     if cache.offloading:
         return False
     if not cache.layers:
-        return cache.layer_class_to_replicate is DynamicLayer and not any(like.kind.own_cache_layers for like in layers)
-    if len(cache.layers) != len(layers) or not all(map(_is_readable, cache.layers, layers)):
+        of_its_own = any(like.kind.own_cache_layers or like.states for like in layers)
+        return cache.layer_class_to_replicate is DynamicLayer and not of_its_own
+    kept = [(number, like) for number, like in enumerate(layers) if like.fills_caches or like.states]
+    if kept[-1][0] >= len(cache.layers) or not any(like.fills_caches for _, like in kept):  # nothing counts columns
         return False
-    theirs = cast("list[CacheLayerMixin]", cache.layers)
-    filled = [layer.keys for layer in theirs if layer.keys is not None and layer.keys.numel()]
-    return (
-        len(filled) in (0, len(layers))
-        and all(_keeps(layer, like, most) for layer, like in zip(theirs, layers, strict=True))
-        and all(_fits(keys, like, state, rows) for keys, like in zip(filled, layers, strict=False))
-    )
+    both = [(cast("CacheLayerMixin", cache.layers[number]), like) for number, like in kept]
+    filled = {_is_filled(layer, like, state, rows, most) for layer, like in both}
+    return len(filled) == 1 and None not in filled
+
+
+def _is_filled(layer: CacheLayerMixin, like: Layer, state: RunnerState, rows: int, most: int) -> bool | None:
+    """Whether a layer of a cache holds what ours keeps of rows, or is empty; None if it cannot be read."""
+    if bool(like.states) != keeps_state(layer):
+        return None
+    found = {holds_states(layer, like, rows)} if like.states else set()
+    if like.fills_caches:
+        found.add(_holds_keys(layer, like, state, rows, most))
+    return found.pop() if len(found) == 1 else None
+
+
+def _holds_keys(layer: CacheLayerMixin, like: Layer, state: RunnerState, rows: int, most: int) -> bool | None:
+    """Whether it holds keys as ours, or is empty; None if it cannot be read."""
+    if not (_is_readable(layer, like) and _keeps(layer, like, most)):
+        return None
+    if layer.keys is None or not layer.keys.numel():
+        return False
+    return True if _fits(layer.keys, like, state, rows) else None
 
 
 def _is_readable(layer: Any, like: Layer) -> bool:
     """Whether a layer of a cache is of a known type, and holds all that ours keeps."""
+    if like.states:  # transformers has a type of both for each of these
+        return isinstance(layer, _READABLE_LAYERS)
     return like.kind.is_whole_in(layer) if like.kind.own_cache_layers else type(layer) in _READABLE_LAYERS
 
 

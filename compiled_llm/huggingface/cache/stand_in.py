@@ -15,18 +15,20 @@ from compiled_llm.compat.huggingface import add_index_keys
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import read_into
+from compiled_llm.kinds.registry import add_states
 
 
 class StandIn(PagedCache):
     """A cache in pages in place of one of HuggingFace's."""
 
-    def __init__(self, model_runner: ModelRunner, original: Cache, returned: bool, prefill: Reason | None) -> None:
+    def __init__(self, model_runner: ModelRunner, original: Cache, returned: bool, reason: Reason | None) -> None:
+        """``reason``: why HuggingFace's own forward runs over it first; None if it does not."""
         super().__init__(model_runner)
         self.original: Cache | None = original  # HuggingFace's cache; None once it is no longer needed
         self.returned = returned  # whether the user gets it
-        self.prefill = prefill  # why HuggingFace's own forward runs over it first; None if it does not, or has done so
+        self.prefill = None if reason is None else PendingPrompt(reason, original)
 
     @deferred()
     def read(self, shown: NDArray[np.bool_], positions: Sequence[int]) -> None:
@@ -34,11 +36,8 @@ class StandIn(PagedCache):
         assert self.original is not None
         read_into(self, self.original, shown, positions)
 
-    @deferred()
-    def end_prefill(self, shown: NDArray[np.bool_], positions: Sequence[int]) -> None:
-        """Read the columns that HuggingFace's own forward has computed; arguments and errors as ``read``."""
-        self.read(shown, positions)
-        self.prefill = None
+    def end_prefill(self) -> None:
+        super().end_prefill()
         if not self.returned:
             self.original = None
 
@@ -50,11 +49,13 @@ class StandIn(PagedCache):
         """Append to the original the tokens stored since it was read, and give all pages back; return it."""
         original = self.original
         assert original is not None
-        known = int(original.get_seq_length())
-        for index in range(len(self.layers) if known < self.seen else 0):
-            keys, values = self.copied(index)
-            original.update(keys[:, :, known:], values[:, :, known:], index)
-        for index, keys in self.index_keys() if known < self.seen else ():
-            add_index_keys(original, keys[:, known:], index)
+        known, layers = int(original.get_seq_length()), self.model_runner.state.facts.layers
+        if known < self.seen:
+            for index in [number for number, layer in enumerate(layers) if layer.fills_caches]:
+                keys, values = self.copied(index)
+                original.update(keys[:, :, known:], values[:, :, known:], index)
+            for index, keys in self.index_keys():
+                add_index_keys(original, keys[:, known:], index)
+            add_states(original, layers, self.generate_loop.states())
         self.close()
         return original

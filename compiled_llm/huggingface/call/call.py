@@ -95,7 +95,7 @@ class PagedCall(LoopArguments):
     @property
     def waits(self) -> Reason | None:
         """Why HuggingFace's own forward has to compute the prompts, or None."""
-        return self.cache.prefill if isinstance(self.cache, StandIn) else None
+        return None if self.cache.prefill is None else self.cache.prefill.reason
 
     @property
     def prefilled_apart(self) -> bool:

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from compiled_llm.compat.cache_names import output_field
+from compiled_llm.compat.huggingface import columns_in
 from compiled_llm.compat.torch.dynamo import dynamo_watches
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
@@ -27,9 +28,8 @@ from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.hidden_columns import SeesOthersError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
 from compiled_llm.huggingface.cache.more_outputs import more_outputs
-from compiled_llm.huggingface.cache.paged_cache import PagedCache
+from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
-from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
 from compiled_llm.huggingface.call.other_inputs import one_a_token
 from compiled_llm.huggingface.forward.forward_obstacles import (
@@ -61,8 +61,8 @@ def run_forward(original: Any, self: Any, args: tuple[Any, ...], kwargs: dict[st
     if current_call.get() is not None:
         runtime.calls.moves += 1
     cache = arguments.get(runtime.facts.cache_argument)
-    if isinstance(cache, StandIn) and cache.prefill is not None:
-        return _run_prefill(original, self, arguments, cache)
+    if isinstance(cache, PagedCache) and cache.prefill is not None and current_call.get() is not None:
+        return _run_prefill(original, self, arguments, cache, cache.prefill)
     if isinstance(cache, DynamicCache) and isinstance(mask := arguments.get("attention_mask"), Tensor):
         arguments["attention_mask"] = mask.cpu()  # once: it is read several times
     with _in_progress(runtime):
@@ -97,21 +97,25 @@ def _in_progress(runtime: CompiledModel) -> AbstractContextManager[None]:
     return nullcontext() if current_call.get() is not None else runtime.calls.begun()
 
 
-def _run_prefill(original: Any, self: Any, arguments: Mapping[str, Any], cache: StandIn) -> Any:
-    """Run HuggingFace's own forward over the original of a cache, and read in the tokens that it leaves there."""
-    assert cache.original is not None
+def _run_prefill(
+    original: Any, self: Any, arguments: Mapping[str, Any], cache: PagedCache, prefill: PendingPrompt
+) -> Any:
+    """Run HuggingFace's own forward over a cache of its own, and read in the tokens that it leaves there."""
     with self.compiled.facts.attention.original():
-        output = original(self, **{**arguments, self.compiled.facts.cache_argument: cache.original})
-    rows, columns = tokens_in(arguments)[0], int(cache.original.get_seq_length())
-    mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
-    last = None if position_ids is None else one_a_token(position_ids[..., -1:], self.config)
+        output = original(self, **{**arguments, self.compiled.facts.cache_argument: prefill.over})
+    rows, tokens = tokens_in(arguments)
+    columns = columns_in(prefill.over)
+    columns = cache.seen + tokens if columns is None else columns
+    mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids", torch.tensor([[columns - 1]]))
+    last = one_a_token(position_ids[..., -1:], self.config)
     if last is None or not (
         mask is None or mask.shape == (rows, columns)
     ):  # an override of the user's gives other shapes
-        took(self.compiled, "original", cache.prefill)
+        took(self.compiled, "original", prefill.reason)
         return output
     shown = np.ones((rows, columns), dtype=bool) if mask is None else copies().of(mask).numpy() != 0
-    cache.end_prefill(shown, (on_host(last.expand(rows, 1))[:, 0] + 1).tolist())
+    read_into(cache, prefill.over, shown, (on_host(last.expand(rows, 1))[:, 0] + 1).tolist())
+    cache.end_prefill()
     output[output_field(type(output))] = cache
     return output
 

@@ -17,7 +17,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from compiled_llm.compat.cache_names import cache_argument, generate_argument
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
-from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import current_call
 from compiled_llm.huggingface.call.other_inputs import are_whole, one_a_token, without_what_says_nothing
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS
@@ -94,12 +93,12 @@ def _obstacles(
     if arguments.get("output_hidden_states") and compiled.facts.stacks_hidden_states:
         yield Reason("output_hidden_states")
     known = _known_inputs(original, argument)
-    if isinstance(cache, StandIn) and current_call.get() is not None:  # which has computed the prompt
+    if paged and current_call.get() is not None:  # the prompt has been computed
         known |= OF_PREFILLS
     others = {name: value for name, value in arguments.items() if name not in known and value is not False}
     if others and (telling := without_what_says_nothing(model, others)):
         yield Reason("model_inputs", ", ".join(sorted(telling)))
-    if cache is not None and not paged and not (type(cache) is DynamicCache and compiled.facts.fills_caches):
+    if cache is not None and not paged and not (type(cache) is DynamicCache and compiled.facts.shares_caches):
         yield Reason("past_key_values", type(cache).__name__)
     if not (mask is None or _covers_text(mask, arguments, cache)):
         yield Reason("attention_mask_shape")

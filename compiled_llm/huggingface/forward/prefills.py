@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ OF_PREFILLS = frozenset(
         *("mm_encoder_outputs", "mm_token_type_ids", "token_type_ids", "num_local_patches", "second_per_grid_ts"),
         *("pixel_values", "pixel_values_images", "pixel_values_videos", "high_res_pixel_values"),
         *("pixel_mask", "pixel_attention_mask", "image_sizes", "image_sizes_videos"),
-        *("image_grid_thw", "video_grid_thw"),
+        *("image_grid_thw", "video_grid_thw", "spatial_shapes", "batch_num_images"),
+        *("image_position_ids", "video_position_ids"),
     }
 )
 """Inputs of images and videos that a vision-language model reads while it computes a prompt, and not afterwards."""
@@ -47,4 +49,6 @@ def prefill_obstacle(model: PreTrainedModel, config: GenerationConfig, inputs: M
     positions = inputs.get("position_ids")
     if config.use_cache is False or config.prefill_chunk_size is not None or "inputs_embeds" in inputs:
         return True
-    return positions is None or one_a_token(copies().of(positions)[..., -1:], model.config) is None
+    if positions is None:
+        return "position_ids" in inspect.signature(type(model).forward).parameters
+    return one_a_token(copies().of(positions)[..., -1:], model.config) is None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -295,6 +296,30 @@ def add_states(cache: Cache, layers: Sequence[Layer], states: Sequence[Tensor]) 
         else:
             heads_of_one = own.shape[2] == 1  # Mamba 1, whose states have no dimension for it
             given.update_recurrent_state(own.squeeze(2) if heads_of_one else own, layer, state_idx=number)
+
+
+def read_states(cache: Cache, layers: Sequence[Layer]) -> list[Tensor]:
+    """Return the layers' states ``[B, ...]`` that their own forward has left in HuggingFace's cache."""
+    given: Any = cache
+    specs = [spec for layer in layers for spec in layer.states]
+    found = []
+    for ((layer, number), part), spec in zip(_places(layers), specs, strict=True):
+        kept = given.layers[layer]
+        states: Tensor = (kept.conv_states if part == "conv" else kept.recurrent_states)[number]
+        found.append(states.reshape(len(states), *spec.shape))  # Mamba 1 has no dimension for heads of one number
+    return found
+
+
+def holds_states(layer: Any, like: Layer, rows: int) -> bool | None:
+    """Whether a layer of HuggingFace's cache holds states of ``rows`` as ``like``, or is empty; None if it does not."""
+    given = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
+    if layer.record_past or any(spec.key[0] >= len(layer.conv_states) for spec in like.states):
+        return None
+    kept = [(given[part][number], spec) for spec in like.states for number, part in [spec.key]]
+    if all(states is None for states, _ in kept):
+        return False
+    fits = all(own is not None and own.numel() == rows * math.prod(spec.shape) for own, spec in kept)
+    return True if fits else None
 
 
 def _activated(states: Tensor, activation: str | None) -> Tensor:

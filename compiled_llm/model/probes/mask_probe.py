@@ -32,8 +32,7 @@ def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Laye
     found = _windows(model, len(layers), [number for number, layer in enumerate(layers) if layer.kind.attends])
     positions = max_positions_of(model)
     windowed = [_seeing(layer, window, positions) for layer, window in zip(layers, found, strict=True)]
-    _check_cache(model, windowed)
-    return [*compared(model, partial(_try, model), windowed)]
+    return [*compared(model, partial(_try, model), _as_cached(model, windowed))]
 
 
 _UNMASKED = -1  # in place of a window: HuggingFace makes no mask for the layer
@@ -153,11 +152,12 @@ class _Shared:
     """A finder of the layers that attend over keys and values which an earlier layer has computed."""
 
     def __init__(self) -> None:
-        self._handed: list[tuple[Tensor, Tensor]] = []
-        self.layers: set[int] = set()
+        self._handed: list[tuple[Tensor, Tensor, int]] = []
+        self.layers: dict[int, int] = {}
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> set[int]:
+    def of(cls, model: PreTrainedModel) -> dict[int, int]:
+        """Return these layers, each with the earlier one."""
         observer = cls()
         with observed(model, observer):
             trial_forward(model, fake=True)
@@ -166,18 +166,26 @@ class _Shared:
     def mask(self, arguments: dict[str, Any]) -> None: ...
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        if any(key is keys and value is values for keys, values in self._handed):
-            self.layers.add(int(module.layer_idx))  # type: ignore[arg-type]
-        self._handed.append((key, value))
+        number: int = module.layer_idx  # type: ignore[assignment]
+        owners = (owner for keys, values, owner in self._handed if key is keys and value is values)
+        if (owner := next(owners, None)) is not None:
+            self.layers[number] = owner
+        self._handed.append((key, value, number))
         return attended_like(query, value)
 
 
-def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
-    """Raise UnsupportedModelError if HuggingFace's cache holds or drops other keys and values than the layers see."""
+def _as_cached(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers with the earlier ones that HuggingFace's cache keeps keys and values of in their place.
+
+    Raises:
+        UnsupportedModelError: the cache holds or drops other keys and values than the layers see.
+    """
     name, positions = type(model).__name__, max_positions_of(model)
     kept = DynamicCache(config=model.config).layers
-    empty = {index for index, cached in enumerate(kept) if layers[index].kind.attends and keeps_nothing(cached)}
-    shared = _Shared.of(model) if empty else set()
+    # Before transformers 5.23 the last layers are not in the cache, if they keep nothing.
+    absent = [index >= len(kept) or keeps_nothing(kept[index]) for index in range(len(layers))]
+    empty = {index for index, layer in enumerate(layers) if layer.kind.attends and absent[index]}
+    shared = _Shared.of(model) if empty else {}
     for index, (layer, cached) in enumerate(zip(layers, kept, strict=False)):
         if keeps_nothing(cached) and index in shared:
             continue
@@ -192,3 +200,6 @@ def _check_cache(model: PreTrainedModel, layers: Sequence[Layer]) -> None:
                 f"{name}: HuggingFace's cache keeps {window} tokens of attention layer {index}, whose mask shows more; "
                 "pages keep them all, so it stays usable unwrapped"
             )
+    return [
+        layer._replace(keys_of=shared.get(index)) if index in empty else layer for index, layer in enumerate(layers)
+    ]

@@ -55,7 +55,9 @@ def test_a_conversation_beams_and_drafts_run_over_pages(family: str, inputs: dic
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_cache_of_huggingfaces_is_filled_by_its_own_forward(kind: str, inputs: dict[str, Tensor]) -> None:
+def test_a_cache_of_huggingfaces_is_read_and_filled_without_what_layers_share(
+    kind: str, inputs: dict[str, Tensor]
+) -> None:
     models = pair("Gemma4")
 
     def answers(model: PreTrainedModel) -> list[Tensor]:
@@ -69,8 +71,8 @@ def test_a_cache_of_huggingfaces_is_filled_by_its_own_forward(kind: str, inputs:
     theirs, ours = map(answers, models)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     stats = models[1].compiled.stats()
-    assert stats.slow_paths == {"past_key_values": 1, "forward: past_key_values": 2, "cache_implementation": 1}
-    assert stats.generate_calls == {"original": 2}
+    assert stats.slow_paths["forward: past_key_values"] == 2
+    assert stats.generate_calls == {"fast loop": 2}
     assert_account_is_empty(models[1])
 
 
@@ -78,7 +80,7 @@ def test_a_layer_whose_cache_is_empty_and_that_shares_nothing_is_refused(monkeyp
     model = make("Gemma4", FAMILIES["Gemma4"], 0)
     if len(DynamicCache(config=model.config).layers) < model.config.num_hidden_layers:
         pytest.skip("before transformers 5.23 caches have no such layers")
-    assert _Shared.of(model) == {2, 3}
-    monkeypatch.setattr(_Shared, "of", lambda model: set())
+    assert _Shared.of(model) == {2: 0, 3: 1}
+    monkeypatch.setattr(_Shared, "of", lambda model: {})
     with pytest.raises(UnsupportedModelError, match="attention layer 2 keeps a DummyLayer"):
         compiled_llm.wrap(model, mode="eager")

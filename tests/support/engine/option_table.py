@@ -156,8 +156,9 @@ FEATURE_NAMES = {option: f"`{said}`" for option, said in SAID.items()} | {
     "left_padding": "`model(...)` of left-padded rows without `position_ids`",
     "prefix_cache": "the prefix cache",
     "crop": "`crop` of a kept cache",
-    "dynamic_cache": "a `DynamicCache`",
-    "static_cache": "a `StaticCache`",
+    "dynamic_cache": "`generate` over a `DynamicCache`",
+    "static_cache": "`generate` over a `StaticCache`",
+    "stepped_cache": "`model(...)` over a `DynamicCache`",
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from support.huggingface import families, recurrent_families, vision
+from support.huggingface import families, recurrent_families
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 BETWEEN = re.compile(
@@ -110,17 +110,29 @@ RECURRENT = {
 """Families with recurrent layers, and what these are."""
 WITH_IMAGES = {
     "AyaVision": Example("Aya Vision", "CohereLabs/aya-vision-8b"),
+    "Cohere2Vision": Example("Command A Vision", "CohereLabs/command-a-vision-07-2025"),
     "Gemma3": Example("Gemma 3", "google/gemma-3-4b-it"),
+    "Gemma4": Example("Gemma 4", "google/gemma-4-E2B-it", _SHARED),
+    "Glm46V": Example("GLM-4.6V", "zai-org/GLM-4.6V-Flash"),
     "Glm4v": Example("GLM-4.1V", "zai-org/GLM-4.1V-9B-Thinking"),
+    "GlmOcr": Example("GLM-OCR", "zai-org/GLM-OCR"),
+    "GotOcr2": Example("GOT-OCR 2.0", "stepfun-ai/GOT-OCR-2.0-hf"),
     "Idefics3": Example("Idefics3", "HuggingFaceM4/Idefics3-8B-Llama3"),
     "InternVL": Example("InternVL3", "OpenGVLab/InternVL3-1B-hf"),
     "Kimi_K25": Example("Kimi-K2.5, Kimi-K2.6", "moonshotai/Kimi-K2.6"),
     "Llava": Example("LLaVA", "llava-hf/llava-1.5-7b-hf"),
+    "Lfm2Vl": Example("LFM2-VL", "LiquidAI/LFM2-VL-1.6B", "short convolutions"),
+    "LlavaNext": Example("LLaVA-NeXT", "llava-hf/llava-v1.6-mistral-7b-hf"),
     "LlavaOnevision": Example("LLaVA-OneVision", "llava-hf/llava-onevision-qwen2-0.5b-ov-hf"),
     "Mistral3": Example("Mistral Small 3.1", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
     "Qwen2VL": Example("Qwen2-VL", "Qwen/Qwen2-VL-2B-Instruct"),
     "Qwen2_5_VL": Example("Qwen2.5-VL", "Qwen/Qwen2.5-VL-3B-Instruct"),
     "Qwen3VL": Example("Qwen3-VL", "Qwen/Qwen3-VL-4B-Instruct"),
+    "Qwen3VLMoe": Example("Qwen3-VL-MoE", "Qwen/Qwen3-VL-30B-A3B-Instruct", "experts"),
+    "Qwen3_5": Example("Qwen3.5", "Qwen/Qwen3.5-27B", "gated delta nets"),
+    "Qwen3_5Moe": Example("Qwen3.5-MoE", "Qwen/Qwen3.5-35B-A3B", "gated delta nets, experts"),
+    "SmolVLM": Example("SmolVLM", "HuggingFaceTB/SmolVLM2-2.2B-Instruct"),
+    "VipLlava": Example("ViP-LLaVA", "llava-hf/vip-llava-7b-hf"),
 }
 _BYPASS = "attention does not go through transformers' interface"
 _DROPS = "`forward` does not hand keyword arguments to attention"
@@ -185,8 +197,8 @@ def recurrent_models() -> Iterator[str]:
 
 def models_that_see() -> Iterator[str]:
     for family, example in WITH_IMAGES.items():
-        said = "text, images" if family in vision.SEEING else "text"
-        yield line(example, f"{family}ForConditionalGeneration", said)
+        remark = f"; {example.remark}" if example.remark else ""
+        yield line(example, f"{family}ForConditionalGeneration", f"text, images{remark}")
 
 
 def refused_models() -> Iterator[str]:
