@@ -134,7 +134,7 @@ def _drafted(inputs: DecodeInputs, tables: SamplingTables) -> tuple[Tensor, Tens
 
 def _sample(logits: Tensor, fed: Tensor, positions: Tensor, slots: Tensor, tables: SamplingTables) -> Tensor:
     """Sample the token after each of ``fed`` ``[B, q]`` in one launch: ``[B, q]`` int64, counted nowhere yet."""
-    rows = slots[:, None].expand_as(fed).flatten()
+    rows = slots[:, None].expand_as(fed).flatten().contiguous()  # of one row, it is a view
     given = tables.arguments(logits, tables.seed[rows], rows, positions.flatten(), before=_before(fed))
     return sample_tokens(*given).view_as(fed)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compiled_llm.compilation import drafts
 from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED, NOT_DRAFTED, Drafter, NgramDrafter
+from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.sampling.bias import BARRED, Bias, packed
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, SamplingTables
 from support.compilation.drafted_rows import (
@@ -39,6 +40,7 @@ START = 999
 """Position of the first token that rows feed in: settings have biases whose steps begin and end there."""
 
 STEPS = 24
+OF_ROWS = "slots", "positions", "lengths", "starts"
 LOOKING_BACK = [
     Sampling(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0),
     Sampling(temperature=0.8, frequency_penalty=2.0, repetition_penalty=1.5, seen=np.arange(0, 100, 7)),
@@ -207,6 +209,33 @@ def test_rows_whose_sampling_is_deferred_count_one(seed: int) -> None:
     assert torch.equal(tokens[2], case.answers[2, :4])
     at = rows.inputs.slots.tolist().index(deferred)
     assert rows.inputs.lengths[at] == len(case.prompts[deferred]) + 1
+
+
+# ---- compiled
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_number_of_tokens_has_a_program_that_is_one_graph(count: int, seed: int) -> None:
+    case = case_of(3, seed)
+    model = tiny_model(3, mode="compile")
+    programs, rows = model.compiled.model_runner().graph_manager.programs, None
+    for new in (2, 4, 2):
+        rows = Rows(parts_of(model), 3, case.prompts[:count], SETTINGS[:count], START)
+        if count == 1:
+            rows.inputs = rows.inputs._replace(**{name: getattr(rows.inputs, name)[:1] for name in OF_ROWS})
+
+        def compiled(parted: Any, forward: Any, inputs: Any, tables: Any, pages: Any, specs: Any) -> Any:
+            return programs.prepared(Arguments(parted, inputs, tables, pages, specs))()
+
+        answers = [rows.drafted(ngrams_of(rows), new, compiled) for _ in range(3)]
+        sampled = [[token for step in answers for token in step[row].tolist() if token >= 0] for row in range(count)]
+        for row, own in enumerate(sampled):
+            assert own == case.answers[row, : len(own)].tolist()
+            assert len(own) >= 3
+    found = {name: graphs for name, graphs in programs.graph_counts().items() if "drafts" in name}
+    size = "batch 1" if count == 1 else "larger batches"
+    assert found == {f"decode, {size}, {new} tokens with drafts": 1 for new in (2, 4)}
 
 
 # ---- planted faults: these tests see them

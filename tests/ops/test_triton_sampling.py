@@ -65,9 +65,14 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
     build_sampling(262_145, torch.float32, torch.device("cuda"))
     launches._wait_for_builds()
     assert built == ["_summarise_for_sampling", "_examine_rows", "_sample_rows"]
+    build_sampling(262_145, torch.float32, torch.device("cuda"), before=True)
+    launches._wait_for_builds()
+    assert built[3:] == built[:3]
     for rows in (1, 3):
-        kernels.build(arguments(torch.randn(rows, 262_145), some_seeds(rows), [Sampling()] * rows), NOT_A_TOKEN)
-    assert len(built) == 3
+        given = arguments(torch.randn(rows, 262_145), some_seeds(rows), [Sampling()] * rows)
+        for before in (None, *(torch.zeros(rows, width, dtype=torch.int64) for width in (1, 3, 7))):
+            kernels.build(given._replace(before=before), NOT_A_TOKEN)
+    assert len(built) == 6
 
 
 @pytest.mark.whole
@@ -89,7 +94,7 @@ def test_kernels_compile_without_a_gpu(dtype: str, tiles: int) -> None:
     }
     padded = {"padded_tiles": tiles}
     before: tuple[dict[str, Any], dict[str, str]]
-    for before in (({"before": None}, {}), ({}, {"before": "*i64"})):
+    for before in (({"before": None}, {}), ({}, {"before": "*i64"}))[: 1 + (tiles == 4096)]:
         for kernel, constants in (
             (kernels._summarise_for_sampling, {}),
             (kernels._examine_rows, {**padded, "padded_spans": max(1, tiles // 32)}),
@@ -262,6 +267,22 @@ def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(samp
         for table, then in zip((given.counts, given.recent), before, strict=True):
             assert torch.equal(table[there], then[there])
             assert not torch.equal(table, then)
+
+
+@interpreted
+@pytest.mark.parametrize("width", [1, 3, 7])
+def test_tokens_that_tables_lack_are_seen_as_on_the_cpu_and_nothing_is_counted(width: int, seed: int) -> None:
+    settings = [own for own in SETTINGS if own.adjustments] + [Sampling(temperature=0.0), COUNTING]
+    logits, seeds = torch.randn(len(settings), 777), some_seeds(len(settings))
+    before = torch.randint(0, 12, (len(settings), width)) - (torch.rand(len(settings), width) < 0.2) * 12
+    given, same = (arguments(logits, seeds, settings)._replace(before=before.clamp(min=-1)) for _ in range(2))
+    tables = given.counts.clone(), given.recent.clone()
+    given.counts[:, 3] += 32760
+    same.counts[:, 3] += 32760
+    assert launch(*given).tolist() == sample_tokens(*same).tolist()
+    given.counts[:, 3] -= 32760
+    assert torch.equal(given.counts, tables[0])
+    assert torch.equal(given.recent, tables[1])
 
 
 @interpreted

@@ -74,7 +74,7 @@ FEATURES = {
     "drafts": Feature(
         "draft|ngram",
         ("compiled_llm/compilation/drafts.py", "ops/compiled_llm_ops/drafts"),
-        ("compilation/test_drafted_step.py",),
+        ("compilation/test_drafted_step.py", "ops/drafts"),
         line='compiled_llm/features.py: "drafts": ',
         exports="ops/compiled_llm_ops/__init__.py: drafts|NOT_ACCEPTED|NOT_DRAFTED|write_texts",
     ),

@@ -31,22 +31,25 @@ _builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
 _builds: list[Future[None]] = []  # that a launch has not waited for yet
 
 
-def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device, before: bool = False) -> None:
     """Begin to build the kernels that ``sample_tokens`` launches on a CUDA device; the first launch waits for them.
 
     Triton takes 10 s for them unless it has them in its cache, most of it without the GIL: on a thread, so that models
-    are traced and compiled meanwhile. On a CPU there is nothing to build.
+    are traced and compiled meanwhile. Calls with tokens ``before`` have kernels of their own. On a CPU there is nothing
+    to build.
     """
     if device.type == "cuda":
-        _builds.append(_builder.submit(_build, vocabulary, dtype, device))
+        _builds.append(_builder.submit(_build, vocabulary, dtype, device, before))
 
 
-def _build(vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+def _build(vocabulary: int, dtype: torch.dtype, device: torch.device, before: bool) -> None:
     from compiled_llm_ops.sampling.kernels import sampling as triton_sampling
 
     logits = torch.empty(1, vocabulary, dtype=torch.float32 if dtype == torch.float64 else dtype, device="meta")
     of_one = _shapes(1, 1, vocabulary).items()
     others: dict[str, Any] = {name: torch.empty(shape, dtype=own, device="meta") for name, (shape, own) in of_one}
+    if before:
+        others["before"] = torch.empty(1, 1, dtype=torch.int64, device="meta")
     with torch.cuda.device(device):
         triton_sampling.build(SampleTokens(logits, **others), NOT_A_TOKEN)
 

@@ -45,10 +45,11 @@ def parts_of(model: Any) -> Parts:
     return Parts(state.facts.in_programs, state.facts.forward, state.memories, state.specs, runner.graph_manager.paged)
 
 
-def tiny_model(page_size: int, rows: int = 8, **options: Any) -> Any:
+def tiny_model(page_size: int, rows: int = 8, device: str = "cpu", **options: Any) -> Any:
     own = {"mode": "eager", "progress": False, "max_batch_size": rows, **options}
     tokens = (rows + 2) * -(-LENGTH // page_size) * page_size
-    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), page_size=page_size, kv_memory=f"{tokens} tokens", **own)
+    model = tiny_qwen3(eos_token_id=None).to(device)
+    return compiled_llm.wrap(model, page_size=page_size, kv_memory=f"{tokens} tokens", **own)
 
 
 class Rows:
@@ -58,23 +59,17 @@ class Rows:
         self, parts: Parts, page_size: int, prompts: Sequence[Sequence[int]], settings: Sequence[Sampling], start: int
     ) -> None:
         """Store the prompts but for their last tokens, which the rows feed in first; ``start`` is their position."""
-        self.parts, self.prompts = parts, prompts
-        self.tables = tables_of(settings, VOCABULARY)
+        self.parts, self.prompts, device = parts, prompts, parts.model.device
+        self.tables = tables_of(settings, VOCABULARY, str(device))
         entries, count, each = len(settings) + 1, len(prompts), -(-LENGTH // page_size)
         pages = torch.arange(1, count * each + 1, dtype=torch.int32).view(count, each)
         pages = torch.cat([pages.flip(1), torch.zeros(1, each, dtype=torch.int32)])  # the null page is padding's
-        self.texts = torch.full((entries, LENGTH), 77, dtype=torch.int32)  # what nobody may read
-        self.limits = torch.tensor([7] * count + [0], dtype=torch.int32)
+        self.texts = torch.full((entries, LENGTH), 77, dtype=torch.int32, device=device)  # what nobody may read
+        self.limits = torch.tensor([7] * count + [0], dtype=torch.int32, device=device)
         slots = torch.tensor([*reversed(range(count)), entries - 1])  # in another order, and one row of padding
         lengths = torch.tensor([len(prompts[slot]) if slot < count else 1 for slot in slots], dtype=torch.int32)
-        self.inputs = DecodeInputs(
-            slots,
-            torch.full_like(slots, start),
-            lengths,
-            (slots * each).int(),
-            pages.flatten(),
-            own_decode_ops(),
-        )
+        columns = (slots, torch.full_like(slots, start), lengths, (slots * each).int(), pages.flatten())
+        self.inputs = DecodeInputs(*(column.to(device) for column in columns), own_decode_ops())
         for slot, prompt in enumerate(prompts):
             self.texts[slot, : len(prompt) - 1] = torch.tensor(prompt[:-1])
             self.tables.next_token[slot] = prompt[-1]
@@ -82,16 +77,16 @@ class Rows:
 
     def _store(self, slot: int, tokens: Sequence[int], start: int) -> None:
         row = self.inputs.slots.tolist().index(slot)
-        new = len(tokens)
+        new, device = len(tokens), self.texts.device
         alone = self.inputs._replace(
             slots=self.inputs.slots[row : row + 1],
-            positions=torch.tensor([start - new]),
-            lengths=torch.tensor([new], dtype=torch.int32),
+            positions=torch.tensor([start - new], device=device),
+            lengths=torch.tensor([new], dtype=torch.int32, device=device),
             starts=self.inputs.starts[row : row + 1],
         )
         model, forward, pages, specs, paged = self.parts
         with torch.no_grad(), paged():
-            forward_of_rows(model, forward, alone, torch.tensor([tokens]), pages, specs)
+            forward_of_rows(model, forward, alone, torch.tensor([tokens], device=device), pages, specs)
 
     def step(self) -> Tensor:
         """Run a plain step: `[X]` int64, the token of each slot."""
@@ -109,9 +104,9 @@ class Rows:
         model, forward, pages, specs, paged = self.parts
         with torch.no_grad(), paged():
             outputs = step(model, forward, inputs, self.tables, pages, specs)
-        tokens = torch.empty(len(inputs.slots), new, dtype=torch.int64)
+        tokens = torch.empty_like(outputs.tokens).view(-1, new)
         tokens[inputs.slots] = outputs.tokens.view(-1, new)
-        return tokens
+        return tokens.cpu()
 
 
 # ---- drafters, but for that which looks texts up
@@ -127,7 +122,7 @@ class Known(NamedTuple):
     counted: Callable[[Tensor, Tensor, int], Tensor]  # of slots and lengths ``[B]`` and k: ``[B]`` int32
 
     def propose(self, slots: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        at = (lengths.long() - self.prompts[slots])[:, None] + torch.arange(k)
+        at = (lengths.long() - self.prompts[slots])[:, None] + torch.arange(k, device=slots.device)
         right = self.answers[slots[:, None], at.clamp(0, self.answers.shape[1] - 1)]
         tokens = (right + self.wrong_by(slots[:, None], at)) % VOCABULARY
         return tokens, self.counted(slots, lengths, k).int()
