@@ -176,6 +176,9 @@ class WrapConfig:
             bytes a token. With ``"log"`` wrong tags are counted, and the first is logged: a row has read another row's
             page, or a slot that was never written. With ``"raise"`` ``generate`` raises ``WrongPageError``, and in
             an engine the requests that are running end with it.
+        packed: whose kernels multiply weights of 4 or 8 bits that another library has made. ``"auto"`` takes ours where
+            we can read the weight as it lies in memory, and leaves the rest to the library; True refuses a model with a
+            layer that would be left to it, False leaves all to it. ``stats().weights`` says which are whose.
         fuse_projections: compute linear layers that read one input (queries, keys and values; gate and up) as one
             matmul. Their weights become views of one storage each, and stay the same parameters. By default on CUDA
             only. Nothing is fused with ``mode="eager"``.
@@ -209,6 +212,7 @@ class WrapConfig:
     kv_scales: KVScales | None = None
     variants: Mapping[str, Sequence[int] | Literal["all"]] | None = None
     check_pages: CheckPages = "off"
+    packed: bool | Literal["auto"] = "auto"
     fuse_projections: bool | None = None
     workspace_bytes: int | None = None
     graph_memory: int | str | None = None
@@ -236,6 +240,10 @@ class WrapConfig:
             raise ValueError(f'cascade={self.cascade!r}: must be True, False or "auto"')
         if self.cascade is True:
             check_has("cascade", "cascade=True")
+        if self.packed != "auto" and not isinstance(self.packed, bool):
+            raise ValueError(f'packed={self.packed!r}: must be True, False or "auto"')
+        if self.packed is True:
+            check_has("packed", "packed=True")
         if self.check_pages not in get_args(CheckPages):
             raise ValueError(
                 f"check_pages={self.check_pages!r}: choose one of {', '.join(map(repr, get_args(CheckPages)))}"

@@ -13,6 +13,7 @@ FEATURES = {
     "variants": ["compiled_llm.kinds.variant"],
     "fp8_e4m3": ["compiled_llm.kinds.fp8"],
     "recurrent layers": ["compiled_llm.kinds.recurrent"],
+    "packed": ["compiled_llm.model.packed.part"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
     "check_pages": ["compiled_llm.execution.taps.page_check"],
     "drafts": ["compiled_llm.compilation.drafts"],

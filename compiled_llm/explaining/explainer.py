@@ -37,6 +37,7 @@ from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers
 from compiled_llm.model.places import blame, stack_of
 from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.restore import restored
+from compiled_llm.model.stand_ins import StandIns, stand_ins_for
 from compiled_llm.model.weights.foreign_weights import changes_in_first_call, check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder
 
@@ -101,7 +102,8 @@ def explain(
     notes = [] if dumped is None else dumped.notes
     if timings and not timed:
         notes = [*notes, "Nothing was timed: that takes programs that are one graph each."]
-    report = Report.of(model, findings.sorted(), traces, history, timed, notes)
+    packed_weights = {} if facts is None else facts.packed_weights
+    report = Report.of(model, findings.sorted(), traces, history, timed, notes, packed_weights)
     if dumped is not None:
         dumped.finish(report)
     return report
@@ -115,6 +117,8 @@ class _Subject:
         self._runtime = runtime
         self.config = WrapConfig() if runtime is None else runtime.config
         self.refusal = ""
+        self._stand_ins: StandIns | None = None
+        self._tried = model
 
     def facts(self, findings: Findings) -> ModelFacts | None:
         """Return the facts of the model; None, and a finding, if it cannot run over pages."""
@@ -123,7 +127,10 @@ class _Subject:
         try:
             check_model(self.model)
             check_placement(self.model, self.config)
-            check_weights(self.model, self.config)
+            self._stand_ins = stand_ins_for(self.model, self.config.packed)
+            if self._stand_ins is not None:
+                self._tried = self._stand_ins.standing_in(self.model)
+            check_weights(self._tried, self.config)
         except (ValueError, RuntimeError) as error:
             findings.add(general("refused", str(error), "Change what the message names; then explain again."))
             return None
@@ -132,14 +139,14 @@ class _Subject:
     def _probed(self, findings: Findings) -> ModelFacts | None:
         """Watch the layers as ``wrap`` does, and on real tensors if forward cannot run on fake ones."""
         cause: Exception | None = None
-        for fake in (False,) if changes_in_first_call(self.model) else (True, False):
+        for fake in (False,) if changes_in_first_call(self._tried) else (True, False):
             try:
                 # No fake tensor may stay.
-                with restored(self.model), self._paged(), LinearRecorder() as recorder:
-                    layers = probe_layers(self.model, BATCH_ARGUMENT, fake)
-                layers = check_patterns(self.model, layers)
+                with restored(self._tried), self._paged(), LinearRecorder() as recorder:
+                    layers = probe_layers(self._tried, BATCH_ARGUMENT, fake)
+                layers = check_patterns(self._tried, layers)
                 groups = recorder.groups(self.model)
-                return ModelFacts.of(self.model, type(self.model), layers, groups)
+                return ModelFacts.of(self.model, type(self.model), layers, groups, stand_ins=self._stand_ins)
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.cause
                 if cause is None:

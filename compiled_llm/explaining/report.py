@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -42,8 +43,8 @@ class Report:
 
     Attributes:
         data: all of it as dicts, lists, strings and numbers: ``model``, ``name``, ``parameters``, ``dtype``,
-            ``device``, ``machine``, ``versions``, ``date``, ``findings``, ``programs``, ``timings``, ``history``,
-            ``notes``.
+            ``device``, ``machine``, ``versions``, ``date``, ``packed_weights``, ``findings``, ``programs``,
+            ``timings``, ``history``, ``notes``.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -58,11 +59,14 @@ class Report:
         history: dict[str, Any] | None = None,
         timings: Sequence[Timing] = (),
         notes: Sequence[str] = (),
+        packed_weights: Mapping[str, int] = MappingProxyType({}),
     ) -> Report:
         """Collect findings, traces and timings of programs, and a wrapped model's counters (``history``)."""
+        # ``packed_weights`` are as ``Stats.weights``.
         return cls(
             {
                 **subject_of(model),
+                "packed_weights": dict(packed_weights),
                 "findings": [finding.data() for finding in findings],
                 "programs": {trace.name: _program(trace) for trace in traces},
                 "timings": [timing.data() for timing in timings],

@@ -39,6 +39,7 @@ def head_rows(data: dict[str, Any]) -> dict[str, str]:
     own = others.pop("compiled_llm")
     return {
         "weights": f"{_rounded(data['parameters'])} parameters, {data['dtype']}",
+        **({"packed weights": _counted(data["packed_weights"])} if data["packed_weights"] else {}),
         **({"from": data["name"]} if data["name"] else {}),
         "device": f"{data['device']}: {data['machine']}",
         "compiled_llm": own,
@@ -50,6 +51,10 @@ def head_rows(data: dict[str, Any]) -> dict[str, str]:
 def title_of(data: dict[str, Any]) -> str:
     named = f" ({Path(*Path(data['name']).parts[-2:])})" if data["name"] else ""
     return f"{data['model']}{named} on {data['device']}"
+
+
+def _counted(packed_weights: dict[str, int]) -> str:
+    return ", ".join(f"{count} {words}" for words, count in packed_weights.items())
 
 
 def _machine(device: torch.device) -> str:

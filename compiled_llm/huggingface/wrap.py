@@ -24,6 +24,7 @@ from compiled_llm.model.layers.experts import experts_of
 from compiled_llm.model.places import leading_to_explain
 from compiled_llm.model.probes.layers_of import layers_of
 from compiled_llm.model.probes.position_probe import default_positions
+from compiled_llm.model.stand_ins import stand_ins_for
 from compiled_llm.model.weights.foreign_weights import check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder
 from compiled_llm.model.weights.invariance import check_invariance
@@ -71,21 +72,24 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     checked = check_model(model)
     check_placement(checked, config)
     check_attention(checked, config)
-    check_weights(checked, config)
+    stand_ins = stand_ins_for(checked, config.packed)
+    tried = checked if stand_ins is None else stand_ins.standing_in(checked)
+    check_weights(tried, config)
     if config.uses_trees_on(checked.device.type):
         prepare_cudagraph_trees()
     with leading_to_explain():
         recorder = LinearRecorder()
-        layers = layers_of(checked, config.layer_functions, recorder)
+        layers = layers_of(tried, config.layer_functions, recorder)
     config = on_fastest_backend(config, layers, checked)
     check_layers(checked, layers, config)
     if config.batch_invariant:
-        check_invariance(checked, recorder, has_experts=bool(experts_of(checked)))
+        check_invariance(checked, recorder, bool(experts_of(checked)), packed=stand_ins is not None)
     base = type(checked)
-    groups, positions = recorder.groups(checked), default_positions(checked)
+    groups, positions = recorder.groups(checked), default_positions(tried)
     let_layers_pack(checked)
     try:
-        runtime = CompiledModel(ModelFacts.of(checked, base, layers, groups, positions), config)
+        facts = ModelFacts.of(checked, base, layers, groups, positions, stand_ins=stand_ins)
+        runtime = CompiledModel(facts, config)
     except BaseException:  # artifacts may be of another model
         as_they_were(checked)
         raise

@@ -40,6 +40,7 @@ from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop,
 from compiled_llm.kinds.registry import let_layers_pack
 from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
+from compiled_llm.model.stand_ins import stand_ins_for
 
 
 class WrappedModel:
@@ -294,7 +295,8 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             state, learnt, config = payload
             base.__setstate__(self, state)
             let_layers_pack(self)
-            self.compiled = CompiledModel(ModelFacts.of(self, base, *learnt), config)
+            facts = ModelFacts.of(self, base, *learnt, stand_ins=stand_ins_for(self, config.packed))
+            self.compiled = CompiledModel(facts, config)
             note_inner_calls(self)
 
         members = {

@@ -27,6 +27,7 @@ from compiled_llm.model.probes.layers_of import as_if_unwrapped, layers_of
 from compiled_llm.model.probes.position_probe import DefaultPositions, default_positions
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.sizes import MaxPositions
+from compiled_llm.model.stand_ins import Change, StandIns
 from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
@@ -52,6 +53,7 @@ class ModelFacts:
     version: ModelVersion
     default_positions: DefaultPositions = "columns"
     hooks: TracedHooks = field(default_factory=TracedHooks)
+    stand_ins: StandIns | None = None
     refused: UnsupportedModelError | None = None
     _probed: int = 0
     _positions: MaxPositions = field(default_factory=MaxPositions)
@@ -65,6 +67,7 @@ class ModelFacts:
         fused_groups: Sequence[FusedGroup] = (),
         default_positions: DefaultPositions = "columns",
         hold: bool = True,
+        stand_ins: StandIns | None = None,
     ) -> ModelFacts:
         """Return what was learnt of a model; unless it is known to ``hold``, the probes run again before it is used."""
         switch = AttentionSwitch(model)
@@ -79,6 +82,7 @@ class ModelFacts:
             version,
             default_positions,
             hooks,
+            stand_ins,
             _probed=version.probed if hold else 0,
         )
 
@@ -97,8 +101,9 @@ class ModelFacts:
         probed, model = self.version.probed, self.model
         try:
             with self.attention.original(), as_if_unwrapped(model, self.model_class) as unwrapped:
-                layers = tuple(layers_of(unwrapped, functions))
-                positions = default_positions(unwrapped)
+                tried = self.with_stand_ins(unwrapped)
+                layers = tuple(layers_of(tried, functions))
+                positions = default_positions(tried)
         except UnsupportedModelError as error:
             return replace(self, refused=error, _probed=probed)
         kept = self.layers if layers == self.layers else layers
@@ -172,7 +177,8 @@ class ModelFacts:
         if (layers := self.version.list_of_layers()) is None:
             return True
         with self.attention.original():
-            return hands_cache_back(self.model_class.forward, self.model, self.cache_argument, layers[0].split("."))
+            model, path = self.with_stand_ins(self.model), layers[0].split(".")
+            return hands_cache_back(self.model_class.forward, model, self.cache_argument, path)
 
     @cached_property
     def fills_caches(self) -> bool:
@@ -188,7 +194,7 @@ class ModelFacts:
     def autocast_matters(self) -> bool:
         """Return whether the ``torch.autocast`` that this thread is in changes what the model computes."""
         with self.attention.original():
-            return self._autocast.matters(self.model_class.forward, self.model)
+            return self._autocast.matters(self.model_class.forward, self.with_stand_ins(self.model))
 
     @cached_property
     def _autocast(self) -> AutocastProbe:
@@ -206,10 +212,23 @@ class ModelFacts:
     def in_programs(self) -> PreTrainedModel:
         """The model as programs run it: hooks on embeddings that do nothing to tokens are not on a copy of these."""
         # Dynamo cannot trace them, and their coming and going would compile programs again.
-        model = self.model
+        model = self.with_stand_ins(self.model)
         for path in self.version.hooked_embeddings():
             model = with_another(model, path, _without_hooks)
         return model
+
+    def with_stand_ins(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the model, or a copy in which modules of ours stand for some of its own."""
+        return model if self.stand_ins is None else self.stand_ins.standing_in(model)
+
+    @property
+    def packed_weights(self) -> dict[str, int]:
+        """Count linear layers with packed weights by format, and by whose kernels multiply them in programs."""
+        return {} if self.stand_ins is None else dict(self.stand_ins.counted)
+
+    def refresh_stand_ins(self) -> Change:
+        """Let modules that stand for the model's follow it; return what has to be made anew because of it."""
+        return None if self.stand_ins is None else self.stand_ins.refresh(self.model, self.version.values)
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:

@@ -63,6 +63,14 @@ FEATURES = {
         line='compiled_llm/features.py: "recurrent layers": ',
         exports="ops/compiled_llm_ops/__init__.py: causal_conv1d|gated_delta_rule|selective_scan",
     ),
+    "packed weights": Feature(
+        "PackedWeight|packed_linear|packed_weights|model.packed",
+        ("compiled_llm/model/packed", "ops/compiled_llm_ops/packed"),
+        ("huggingface/packed", "model/packed", "ops/test_packed_linear.py"),
+        line='compiled_llm/features.py: "packed": ',
+        exports="ops/compiled_llm_ops/__init__.py: packed_linear|Packed(Format|Weight)",
+        asks="wrapped(packed=True)",
+    ),
     "cascade": Feature(
         "cascade",
         ("compiled_llm/execution/cascade", "ops/compiled_llm_ops/attention/cascade"),

@@ -18,10 +18,11 @@ from compiled_llm.compat.torch.inductor import cpp_compilers
 from compiled_llm.config import WrapConfig
 from compiled_llm.kinds.registry import meanings_of
 from compiled_llm.model.sizes import max_positions_of
+from compiled_llm.model.stand_ins import packed_formats
 
 OPTIONS = (
     *("mode", "backend", "page_size", "prefill_tokens", "cascade", "batch_invariant", "kv_dtype"),
-    *("checks_pages", "fuse_projections", "workspace_bytes"),
+    *("checks_pages", "packed", "fuse_projections", "workspace_bytes"),
 )
 """The options of ``wrap`` that code depends on; of ``max_batch_size`` it is the room for rows that counts."""
 
@@ -46,6 +47,7 @@ def made_for(model: PreTrainedModel, model_class: type[PreTrainedModel], config:
         "model": _name_of(model_class),
         "dtype": str(model.dtype),
         "weights": _fingerprint(model),
+        "packed weights": packed_formats(model, config.packed),
         **{f"config.{name}": value for name, value in _config_of(model).items()},
         **{f"option {name}": getattr(config, name) for name in OPTIONS},
         "attention kernels": _kernels(kind, config),

@@ -134,13 +134,12 @@ class _Layers:
     # ``number`` is ``ModelVersion.layers``, as long as these are the model's layers, unchanged but for their tensors.
     # ``like`` has for each layer the number of the first that equals it, its own if there is none before it.
 
-    def __init__(self, version: ModelVersion, count: int) -> None:
-        """Find the list of ``count`` layers; NoOutlineError if there is none."""
+    def __init__(self, model: nn.Module, version: ModelVersion, count: int) -> None:
+        """Find the list of ``count`` layers in a model, or in what stands for it; NoOutlineError if there is none."""
         self.number, named = version.layers, version.list_of_layers()
         if named is None or len(named[1]) != count:
             raise NoOutlineError(f"no list of {count} layers was found")
-        name, layers = named
-        self._path, self._all = name.split("."), [*layers]
+        self._path, self._all = named[0].split("."), [*model.get_submodule(named[0]).children()]
         self._tensors = [tensors_of(layer) for layer in self._all]
         self._marked: list[nn.Module] = []
         self.like: list[int] = []
@@ -211,7 +210,7 @@ def _compared_layers(
     model = arguments["model"]
     if version.obstacles().hooked:
         raise NoOutlineError("hooks may do anything")
-    layers = _Layers(version, len(own))
+    layers = _Layers(model, version, len(own))
     descriptions = [(layers.describe(number), *map(layout, tensors)) for number, tensors in enumerate(own)]
     with fake_tensors() as fakes:
         tensors = [layers.tensors(number, own) for number in range(len(own))]

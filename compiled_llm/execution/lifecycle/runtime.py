@@ -111,6 +111,7 @@ class Runtime:
             slow_paths=counters.slow_paths,
             passed_over=dict(counters.passed_over),
             experts=dict(self.facts.attention.experts),
+            weights=self.facts.packed_weights,
         )
         if model_runner is None:
             return calls

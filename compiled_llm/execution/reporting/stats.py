@@ -47,6 +47,9 @@ class Stats:
             ``generate`` it was there, by where it is and whose.
         experts: how many layers have experts that our ops compute, as ``compiled_llm``, and how many have others, which
             HuggingFace's implementation computes, by the reason; empty for a model without.
+        weights: how many linear layers have weights of 4 or 8 bits that another library has made, by their format and
+            by whose kernels multiply them in our programs, with the reason if that is not ours; empty for a model
+            without.
         steps: prefills and decode steps launched by our loops, the fast one and the processed one.
         cascade_steps: decode steps that read pages which rows share once.
         kv_saturated: with ``kv_dtype``, how many numbers of keys and values were too large for their scales, and were
@@ -95,6 +98,7 @@ class Stats:
     slow_paths: dict[str, int] = field(default_factory=dict)
     passed_over: dict[str, int] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
+    weights: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     cascade_steps: int = 0
     kv_saturated: int = 0
@@ -145,6 +149,8 @@ class Stats:
             yield "passed over", "; ".join(f"{name} ({count} calls)" for name, count in self.passed_over.items())
         if self.experts:
             yield "experts", _named(self.experts)
+        if self.weights:
+            yield "packed weights", _named(self.weights)
         if self.pages is not None:
             if self._on_cuda:
                 yield "attention", self.backend

@@ -117,8 +117,11 @@ class GraphManager:
                 self.forget_graphs()
             self._lay_weights_out()
             self._tensors = self._version.tensors
-        in_place = self.programs.refresh_adapters(self._state.facts.model, self.cuda_graphs.replay)
-        if self.cuda_graphs.ours and not in_place:
+        if (changed := self._state.facts.refresh_stand_ins()) == "code":
+            self.events.started_again()
+            self._start_again()
+        in_place = self.programs.refresh_adapters(self._state.facts.in_programs, self.cuda_graphs.replay)
+        if self.cuda_graphs.ours and not (in_place and changed is None):
             self.forget_graphs()
         self.checked_for = expected
 
@@ -146,6 +149,8 @@ class GraphManager:
     def _let_tensors_go(self) -> None:
         self._version.let_go()
         self.programs.drop_tensors()
+        if (stand_ins := self._state.facts.stand_ins) is not None:
+            stand_ins.drop()
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""

@@ -14,6 +14,7 @@ from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
 from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.model.version.module_state import names_read
 from compiled_llm.model.version.module_tree import same
+from compiled_llm.model.version.tensors import tensors_in_dataclass, tensors_inside
 
 Part = dict[Any, Any] | Collection[Any] | Callable[[], Any]
 """A part of a value through which others are read: its entries, or what a call returns."""
@@ -78,7 +79,9 @@ class Contents:
             if isinstance(value, Tensor):
                 seen[id(value)] = value
                 tensors.append(value)
+                left += tensors_inside(value)
                 continue
+            left += tensors_in_dataclass(value)
             for part in parts_of(value):
                 seen[id(value)] = value
                 left += self._remember(part)

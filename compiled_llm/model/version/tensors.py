@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
+from compiled_llm.compat.torch.tensors import wrapped_in
 from compiled_llm.model.version.module_tree import same
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class Tensors:
@@ -20,6 +24,12 @@ class Tensors:
             tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors
         ]
         self._loose = [(vars(module), name) for module in modules for name in _attributes_with_tensors(module)]
+        self._made_of_others = [
+            (tensors, name)
+            for tensors in self._registered
+            for name, tensor in tensors.items()
+            if tensor is not None and type(tensor) not in _PLAIN
+        ]
         self._known = self._now()
         self._existing = [tensor for tensor in self._known if tensor is not None]
         self._addresses = self._addresses_now()
@@ -33,10 +43,21 @@ class Tensors:
         return [
             *registered,
             *(found for attributes, name in self._loose for found in _tensors_in(attributes.get(name))),
+            *(found for tensors, name in self._made_of_others for found in tensors_inside(tensors.get(name))),
         ]
 
     def _addresses_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._existing))
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Yield a module's own parameters and buffers, the tensors inside these, and those in its dataclasses."""
+    for tensor in chain(module._parameters.values(), module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+            yield from tensors_inside(tensor)
+    for value in vars(module).values():
+        yield from tensors_in_dataclass(value)
 
 
 def _attributes_with_tensors(module: nn.Module) -> list[str]:
@@ -45,8 +66,38 @@ def _attributes_with_tensors(module: nn.Module) -> list[str]:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield an attribute if it is a tensor, or the tensors in it if it is a list, tuple or dict."""
-    entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-    for entry in entries:  # type: ignore[attr-defined]
+    """Yield an attribute if it is a tensor, or the tensors in it if it is a list, tuple, dict or dataclass."""
+    for entry in _entries_of(value):
         if isinstance(entry, Tensor):
             yield entry
+
+
+def _entries_of(value: Any) -> Iterable[Any]:
+    if type(value) in (list, tuple):
+        return value  # type: ignore[no-any-return]
+    return value.values() if type(value) is dict else (value, *tensors_in_dataclass(value))
+
+
+def tensors_in_dataclass(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in the fields of a dataclass, in which modules of bitsandbytes keep scales."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from (entry for entry in vars(value).values() if isinstance(entry, Tensor))
+
+
+def tensors_inside(tensor: Tensor | None) -> Iterator[Tensor]:
+    """Yield the tensors that a weight of another library is made of, or that it has beside its numbers."""
+    if tensor is None or type(tensor) in _PLAIN:
+        return
+    if (wrapped := wrapped_in(tensor)) is not None:
+        for inner in wrapped[0].values():
+            yield inner
+            yield from tensors_inside(inner)
+        return
+    attributes = [*vars(tensor).values()]
+    if (state := getattr(tensor, "quant_state", None)) is not None:  # of bitsandbytes: scales, and those of these
+        attributes += (*vars(state).values(), *vars(getattr(state, "state2", None) or _Nothing).values())
+    yield from (value for value in attributes if isinstance(value, Tensor) and value is not tensor)
+
+
+class _Nothing:
+    """An object without tensors."""

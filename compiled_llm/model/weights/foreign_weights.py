@@ -18,6 +18,8 @@ from compiled_llm.kinds.refusals import UnsupportedModelError
 
 def check_weights(model: PreTrainedModel, config: WrapConfig) -> None:
     """Check that foreign weights can be tried, compiled, and compute row by row, or raise UnsupportedModelError."""
+    if (unpacks := _unpacks_all(model)) is not None:
+        raise UnsupportedModelError(unpacks)
     for name, module in model.named_modules():
         if (refusal := _writes(name, module) or _mixes(name, module) or _packs(name, module, config)) is not None:
             raise UnsupportedModelError(refusal)
@@ -26,6 +28,17 @@ def check_weights(model: PreTrainedModel, config: WrapConfig) -> None:
 def changes_in_first_call(model: PreTrainedModel) -> bool:
     """Whether the first call converts weights (bitsandbytes' four bits on a CPU), and so must have real tensors."""
     return model.device.type == "cpu" and any(hasattr(weight, "quant_state") for weight in model.parameters())
+
+
+def _unpacks_all(model: PreTrainedModel) -> str | None:
+    """Say why a call would unpack a model of compressed-tensors as a whole."""
+    if getattr(model, "ct_decompress_hook", None) is None:
+        return None
+    return (
+        f"wrap: {type(model).__name__} has a hook of compressed-tensors, by which its first call unpacks all weights; "
+        "load the model with quantization_config=CompressedTensorsConfig(dequantize=True); or, to leave them packed, "
+        "take the hook away with model.ct_decompress_hook.remove() and del model.ct_decompress_hook"
+    )
 
 
 def _writes(name: str, module: nn.Module) -> str | None:

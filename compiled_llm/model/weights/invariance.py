@@ -12,12 +12,12 @@ from compiled_llm.model.weights.fused_weights import LinearRecorder
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-def check_invariance(model: PreTrainedModel, recorder: LinearRecorder, has_experts: bool) -> None:
+def check_invariance(model: PreTrainedModel, recorder: LinearRecorder, has_experts: bool, packed: bool) -> None:
     """Raise UnsupportedModelError if the model multiplies otherwise than by linear layers with plain weights."""
-    # ``recorder`` has seen a forward, but not the ops of experts if the model ``has_experts``. Quantised weights
-    # multiply by kernels of other libraries, and mixtures of experts by products of many matrices: the bits of both
-    # depend on the batch.
-    quantised = getattr(model.config, "quantization_config", None) is not None
+    # ``recorder`` has seen a forward, but not the ops of experts if the model ``has_experts``, nor those of weights
+    # that are ``packed``. The bits of quantised weights' kernels, and of products of many matrices, as mixtures of
+    # experts have them, depend on the batch.
+    quantised = packed or getattr(model.config, "quantization_config", None) is not None
     foreign = [name for name, weight in model.named_parameters() if type(weight.data) not in _PLAIN]
     foreign += [name for name, module in model.named_modules() if type(module).__module__.startswith("torch.ao.")]
     if quantised or foreign:

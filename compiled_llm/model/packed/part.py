@@ -1,0 +1,244 @@
+"""Reads the packed weights of a model, and makes what stands for their modules in programs."""
+
+# The user's modules stay as they are. A program is given shallow copies of the modules around them, in which a layer
+# that was read is one of ours. Copies are made again whenever the model has changed; modules of ours stay the same and
+# take other tensors, since the outline of a model that was traced holds them.
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compiled_llm.compat.torch.tensors import version_of
+from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.model.packed.readers import (
+    bitsandbytes,
+    compressed_tensors,
+    gptqmodel,
+    others,
+    torchao,
+    transformers,
+)
+from compiled_llm.model.packed.reading import Found, ReadWeight, Stays
+from compiled_llm.model.packed.stand_in_linear import StandInLinear
+from compiled_llm.model.shallow_copies import shallow_copy
+from compiled_llm.model.stand_ins import Change
+from compiled_llm.model.version.module_tree import same
+from compiled_llm.model.version.tensors import tensors_of
+from compiled_llm_ops.packed.formats import check_weight
+from compiled_llm_ops.packed.linear import why_no_kernel
+
+logger = logging.getLogger("compiled_llm.weights")
+
+_READERS = (transformers, torchao, bitsandbytes, compressed_tensors, gptqmodel, others)
+"""In turn, until one knows a module."""
+
+
+class PackedStandIns:
+    """The modules that stand in programs for linear layers with packed weights."""
+
+    def __init__(self, model: PreTrainedModel, required: bool) -> None:
+        """Read a model; errors as of ``stand_ins``."""
+        self._required = required
+        self._readings = _Readings()
+        self._modules: dict[nn.Module, StandInLinear] = {}
+        self._children: dict[str, nn.Module] = {}  # those of the model that have such layers, copied
+        self._values: int | None = None  # of the model when it was last refreshed
+        self._dropped = False
+        self.counted: Mapping[str, int] = {}
+        self.copied = 0
+        self._take_in(model)
+
+    def standing_in(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a copy of a model in which they stand; made again: it keeps the model alive."""
+        if self._dropped:
+            self._take_in(model)
+        if not self._children:
+            return model
+        copied: PreTrainedModel = shallow_copy(model, _modules={**model._modules, **self._children})
+        return copied
+
+    def refresh(self, model: PreTrainedModel, values: int) -> Change:
+        """Read the model again if it has other ``values``; say what has to be made anew because of it."""
+        if values == self._values:
+            return None
+        before, addresses = [*self._modules.values()], self._addresses()
+        self._take_in(model)
+        self._values = values
+        if not same(before, [*self._modules.values()]):
+            return "code"
+        return None if addresses == self._addresses() else "tensors"
+
+    def drop(self) -> None:
+        """Drop all tensors, until the next refresh."""
+        self._values, self._dropped = None, True
+        self._readings.forget()
+        for module in self._modules.values():
+            module.drop()
+
+    def _addresses(self) -> list[list[int]]:
+        return [module.addresses() for module in self._modules.values()]
+
+    def _take_in(self, model: PreTrainedModel) -> None:
+        found, self._dropped = self._readings.of(model), False
+        if self._required:
+            _check_all_read(found)
+        read = {module: said for module, (_, said) in found.items() if isinstance(said, ReadWeight)}
+        self._modules = {module: self._standing_for(module, said) for module, said in read.items()}
+        copies = _Copies(self._modules)
+        children = ((name, child, copies.of(child)) for name, child in model.named_children())
+        self._children = {name: copied for name, child, copied in children if copied is not child}
+        counted, self.copied = _counted(said for _, said in found.values()), sum(said.copied for said in read.values())
+        if counted != self.counted:
+            self.counted = counted
+            _log(model, counted)
+
+    def _standing_for(self, module: nn.Module, read: ReadWeight) -> StandInLinear:
+        known = self._modules.get(module)
+        if known is None or not known.fits(read):
+            return StandInLinear(module, read)
+        known.take(read)
+        return known
+
+
+class _Readings:
+    """What readers have said of modules, for as long as these have the same tensors."""
+
+    # Tables that were made of the library's stay where they are then, and CUDA graphs that read them.
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Module, tuple[list[tuple[int, int]], Found]] = {}
+
+    def forget(self) -> None:
+        self._known = {}
+
+    def of(self, model: PreTrainedModel) -> dict[nn.Module, tuple[str, ReadWeight | Stays]]:
+        """Return what they say of each module, with its name; UnsupportedModelError if a scale is not finite."""
+        before, self._known = self._known, {}
+        found, new = dict[nn.Module, tuple[str, ReadWeight | Stays]](), list[tuple[str, Tensor]]()
+        with torch.inference_mode(False), torch.no_grad():
+            for name, module in model.named_modules():
+                tensors, (known, said) = _state(module), before.get(module, (None, None))
+                if known != tensors:
+                    said = _read(module, model.dtype)
+                    new += [(name, table) for table in _tables(said)]
+                self._known[module] = tensors, said
+                if said is not None:
+                    found[module] = name, said
+            try:
+                _check_finite(model, new)
+            except UnsupportedModelError:
+                self._known = before
+                raise
+        return found
+
+
+class _Copies:
+    """A maker of shallow copies of modules around those that others stand for."""
+
+    def __init__(self, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
+        self._known: dict[nn.Module, nn.Module] = dict(stand_ins)
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """Return a copy, or the module itself if nothing in it changes; of one in two places, one."""
+        if module not in self._known:
+            self._known[module] = module  # for those that hold themselves
+            self._known[module] = self._copied(module)
+        return self._known[module]
+
+    def _copied(self, module: nn.Module) -> nn.Module:
+        children = {name: None if child is None else self.of(child) for name, child in module._modules.items()}
+        if same([*children.values()], [*module._modules.values()]):
+            return module
+        copied: nn.Module = shallow_copy(module, _modules=children)
+        return copied
+
+
+def stand_ins(model: PreTrainedModel, required: bool) -> PackedStandIns | None:
+    """Return what stands in programs for a model's modules; None if it has no packed weights.
+
+    Raises:
+        UnsupportedModelError: a scale is not finite; or all are ``required`` to be read, and one is not.
+    """
+    made = PackedStandIns(model, required)
+    return made if made.counted else None
+
+
+def formats_of(model: PreTrainedModel) -> dict[str, int]:
+    """Count the weights that are read, by format: compiled code is of no use to others."""
+    found = _Readings().of(model).values()
+    return dict(Counter(str(said.weight.format) for _, said in found if isinstance(said, ReadWeight)))
+
+
+def _state(module: nn.Module) -> list[tuple[int, int]]:
+    """Return what a write to a module's tensors changes, and another place of theirs."""
+    return [
+        (Tensor.data_ptr(tensor), 0 if tensor.is_inference() else version_of(tensor)) for tensor in tensors_of(module)
+    ]
+
+
+def _read(module: nn.Module, dtype: torch.dtype) -> Found:
+    """Return what the first reader says that knows a module; one that it cannot make out stays with its library."""
+    try:
+        said: Found = next(filter(None, (reader.read(module) for reader in _READERS)), None)
+        if isinstance(said, ReadWeight):
+            check_weight("wrap", said.weight)
+    except (AttributeError, TypeError, ValueError) as error:  # the library may be another version
+        return Stays(torch.typename(module), f"it is not as its reader knows it: {error}")
+    if not isinstance(said, ReadWeight):
+        return said
+    if "forward" in vars(module) and not hasattr(module, "quantization_scheme"):
+        return Stays(str(said.weight.format), "its forward was replaced")
+    lacks = why_no_kernel(said.weight, dtype, said.weight.codes.device)
+    return said if lacks is None else Stays(str(said.weight.format), lacks)
+
+
+def _check_all_read(found: Mapping[nn.Module, tuple[str, ReadWeight | Stays]]) -> None:
+    for module, (name, said) in found.items():
+        if isinstance(said, Stays):
+            raise UnsupportedModelError(
+                f"wrap: packed=True: {name}, a {torch.typename(module)}, is left to its library: {said.format}, "
+                f"{said.reason}; wrap with packed='auto', which leaves it there"
+            )
+
+
+def _check_finite(model: PreTrainedModel, tables: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise UnsupportedModelError if a named table has numbers that are not finite: so would be all products."""
+    if not tables:
+        return
+    finite = torch.stack([table.isfinite().all() for _, table in tables]).tolist()
+    if not all(finite):
+        raise UnsupportedModelError(
+            f"wrap: {tables[finite.index(False)][0]} of {type(model).__name__} has a scale that is not finite; load "
+            "the model again, or wrap with packed=False, which leaves it to its library"
+        )
+
+
+def _tables(said: Found) -> Iterator[Tensor]:
+    """Yield the tables of numbers that codes are multiplied by."""
+    weight = said.weight if isinstance(said, ReadWeight) else None
+    for table in (weight.scales, weight.zeros, weight.nested) if weight is not None else ():
+        if table is not None and table.is_floating_point():
+            yield table
+
+
+def _counted(all_said: Iterator[ReadWeight | Stays]) -> dict[str, int]:
+    """Count modules by format, and by whose kernels run, as ``Stats.weights`` has them."""
+    return dict(Counter(_in_words(said) for said in all_said))
+
+
+def _in_words(said: ReadWeight | Stays) -> str:
+    if isinstance(said, ReadWeight):
+        return f"{said.weight.format}: compiled_llm"
+    return f"{said.format}: its library ({said.reason})"
+
+
+def _log(model: PreTrainedModel, counted: Mapping[str, int]) -> None:
+    said = ", ".join(f"{count} x {words}" for words, count in counted.items())
+    level = logging.WARNING if any(": its library" in words for words in counted) else logging.INFO
+    logger.log(level, "compiled_llm: who multiplies the packed weights of %s: %s", type(model).__name__, said)

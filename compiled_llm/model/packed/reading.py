@@ -1,0 +1,55 @@
+"""What a reader of other libraries' weights finds in a module."""
+
+# Shapes: N outputs, K inputs, G groups of inputs with a scale of their own.
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from compiled_llm_ops.packed.formats import PackedWeight
+
+
+class ReadWeight(NamedTuple):
+    """A weight that our op multiplies by."""
+
+    weight: PackedWeight
+    bias: Tensor | None
+    copied: int = 0  # bytes of tables that were made of the library's, which has others
+
+
+class Stays(NamedTuple):
+    """A weight that the library's module goes on multiplying by."""
+
+    format: str
+    reason: str
+
+
+Found: TypeAlias = ReadWeight | Stays | None
+"""What a reader says of a module; None if it is no module of its library, or has no weight of fewer bits."""
+
+
+def is_a(value: object, *names: str) -> bool:
+    """Whether the class of an object, or one that it derives from, has one of these names."""
+    return any(kind.__name__ in names for kind in type(value).__mro__)
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """Return a module's bias as programs read it."""
+    bias: Tensor | None = getattr(module, "bias", None)
+    return None if bias is None else bias.detach()
+
+
+def numbers_in(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Return the unsigned numbers in words ``[..., W]`` of 32 bits, ``[..., W * 32 / bits]`` uint8."""
+    # ``order`` says which number each place stands for, the lowest bits first; in turn if it is None.
+    places = range(32 // bits) if order is None else [order.index(number) for number in range(len(order))]
+    numbers = [words >> bits * place & (1 << bits) - 1 for place in places]
+    return torch.stack(numbers, -1).flatten(-2).to(torch.uint8)
+
+
+def inputs_of_a_scale(inputs: int, groups: int) -> int:
+    """Return how many inputs share one of so many scales; 0 if all do."""
+    return 0 if groups == 1 else -(-inputs // groups)

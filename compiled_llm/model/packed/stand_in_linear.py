@@ -1,0 +1,70 @@
+"""The module that stands in programs for a linear layer of another library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from compiled_llm.model.packed.reading import ReadWeight
+from compiled_llm_ops import packed_linear
+
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+)
+_TENSORS = ("codes", "scales", "zeros", "nested", "bias")
+
+
+class StandInLinear(nn.Module):
+    """A linear layer that multiplies by our op; its buffers are the library's tensors, or views of them."""
+
+    # What the op takes besides is one tuple of plain values, by which layers are compared.
+
+    def __init__(self, module: nn.Module, read: ReadWeight) -> None:
+        """Stand for a module, whose hooks it has."""
+        super().__init__()
+        vars(self).update({name: vars(module)[name] for name in _HOOKS})
+        self.training = module.training
+        self.out_features, self.in_features = read.weight.shape
+        self._how, self._kinds = _how(read), _kinds(read)
+        for name in _TENSORS:
+            self.register_buffer(name, None)
+        self.take(read)
+
+    def fits(self, read: ReadWeight) -> bool:
+        """Whether programs that have it may go on with another reading of its module."""
+        return (_how(read), _kinds(read)) == (self._how, self._kinds)
+
+    def take(self, read: ReadWeight) -> None:
+        """Multiply by what was read from now on."""
+        self._buffers.update(zip(_TENSORS, _tensors(read), strict=True))
+
+    def addresses(self) -> list[int]:
+        """Return where its tensors are."""
+        return [0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()]
+
+    def drop(self) -> None:
+        """Drop its tensors until it takes others."""
+        self._buffers.update(dict.fromkeys(_TENSORS))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input @ weight.T + bias``, ``[..., N]``, of the input's dtype."""
+        own: Any = self
+        bias = None if own.bias is None else own.bias.to(input.dtype)
+        return packed_linear(input, own.codes, own.scales, own.zeros, own.nested, bias, *self._how)
+
+
+def _tensors(read: ReadWeight) -> list[Tensor | None]:
+    weight = read.weight
+    return [weight.codes, weight.scales, weight.zeros, weight.nested, read.bias]
+
+
+def _kinds(read: ReadWeight) -> tuple[Any, ...]:
+    """Return the types of what was read; None for what there is not."""
+    return tuple(None if tensor is None else tensor.dtype for tensor in _tensors(read))
+
+
+def _how(read: ReadWeight) -> tuple[Any, ...]:
+    """Return what the op takes besides tensors, in its order: outputs and the format."""
+    return (read.weight.shape[0], *read.weight.format)

@@ -1,0 +1,46 @@
+"""Modules that programs run in the place of some of a model's: its own stay what they are for everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol, TypeAlias
+
+from transformers import PreTrainedModel
+
+from compiled_llm.features import feature
+
+Change: TypeAlias = Literal["code", "tensors"] | None
+"""What is others now: the modules, or where their tensors are; None if nothing is."""
+
+
+class StandIns(Protocol):
+    """The modules that stand for some of one model's."""
+
+    counted: Mapping[str, int]  # modules by what they are in words, those that nothing stands for, too
+    copied: int  # bytes that were made for them
+
+    def standing_in(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a copy of the model in which they stand, made again: a kept one would keep the model alive."""
+        ...
+
+    def refresh(self, model: PreTrainedModel, values: int) -> Change:
+        """Make them of the model as it is now, unless its ``ModelVersion.values`` are those of the last time."""
+        ...
+
+    def drop(self) -> None:
+        """Drop their tensors, until they are next asked for."""
+        ...
+
+
+def stand_ins_for(model: PreTrainedModel, packed: bool | Literal["auto"]) -> StandIns | None:
+    """Return those of a model, by the option ``packed`` of ``wrap``; None if it needs none, errors as of the part."""
+    part = None if packed is False else feature("packed", "model")
+    made: StandIns | None = None if part is None else part.stand_ins(model, packed is True)
+    return made
+
+
+def packed_formats(model: PreTrainedModel, packed: bool | Literal["auto"]) -> dict[str, int]:
+    """Return how many weights are packed in which format, of those that programs have stand-ins for."""
+    part = None if packed is False else feature("packed", "model")
+    counted: dict[str, int] = {} if part is None else part.formats_of(model)
+    return counted

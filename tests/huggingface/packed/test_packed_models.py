@@ -1,0 +1,364 @@
+"""Models whose linear layers another library has packed: programs multiply by our op, all else sees these layers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import compiled_llm
+from support.huggingface.pairs import OPTIONS
+from support.packed_layers import (
+    PACK,
+    Float8Tensor,
+    Linear4bit,
+    MatmulLtState,
+    ao_float8,
+    ao_int8,
+    bnb_int8,
+    bnb_nf4,
+    ct_packed,
+    fp8_blocks,
+    gptq,
+    packed_model,
+    unpacked_model,
+    values_of,
+)
+from support.parity import greedy, mixed_prompts
+from support.tiny_models import tiny_llama
+
+PROMPTS = mixed_prompts([5, 3], 128, seed=0)
+LAYERS = 14
+"""Linear layers inside the two layers of a tiny model."""
+
+
+def model() -> PreTrainedModel:
+    return tiny_llama(eos_token_id=None)
+
+
+def packed(pack: Callable[[nn.Linear], nn.Module] = gptq) -> Any:
+    return packed_model(model(), pack)
+
+
+def wrapped(own: Any, **options: Any) -> Any:
+    return compiled_llm.wrap(own, **{**OPTIONS, **options})
+
+
+def answer(own: Any) -> Any:
+    return greedy(own, PROMPTS, 8)
+
+
+def weights_of(own: Any) -> dict[str, int]:
+    found: dict[str, int] = own.compiled.stats().weights
+    return found
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_tokens_are_those_of_the_model_unpacked(name: str) -> None:
+    format, pack = PACK[name]
+    own = packed(pack)
+    expected = answer(unpacked_model(own))
+    wrapped(own, packed=True)
+    assert torch.equal(answer(own), expected)
+    assert weights_of(own) == {f"{format}: compiled_llm": LAYERS}
+    assert own.compiled.stats().generate_calls == {"fast loop": 1}
+
+
+COMPILED = [
+    pytest.param(name, marks=() if name in ("transformers, blocks", "torchao, int4") else pytest.mark.whole)
+    for name in PACK
+]
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_programs_give_the_same_tokens(name: str) -> None:
+    own = packed(PACK[name][1])
+    expected = answer(unpacked_model(own))
+    wrapped(own, mode="compile")
+    assert torch.equal(answer(own), expected)
+    assert torch.equal(answer(own), expected)
+    assert own.compiled.stats().recompiles == 0
+
+
+def test_packed_false_leaves_all_to_the_library() -> None:
+    own = packed(bnb_nf4)
+    called = noted(own)
+    wrapped(own, packed=False)
+    answer(own)
+    assert called
+    assert weights_of(own) == {}
+
+
+def noted(own: Any) -> list[nn.Module]:
+    """Return a list that gets the library's modules as they are called."""
+    called: list[nn.Module] = []
+    for module in own.modules():
+        if hasattr(module, "stands_for"):
+            original = type(module).forward
+            module.__class__ = type(
+                type(module).__name__,
+                (type(module),),
+                {"forward": lambda self, input, original=original: (called.append(self), original(self, input))[1]},
+            )
+    return called
+
+
+# ---- the user's model
+
+
+def test_the_model_is_what_it_was_for_everybody_else() -> None:
+    own = packed()
+    called = noted(own)
+    modules, state = dict(own.named_modules()), {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    attributes = {name: dict(vars(module)) for name, module in modules.items()}
+    wrapped(own)
+    answer(own)
+    assert not called
+    assert {name: module for name, module in own.named_modules()} == modules  # noqa: C416
+    for name, module in modules.items():
+        if name:
+            assert all(vars(module)[key] is value for key, value in attributes[name].items())
+    assert own.state_dict().keys() == state.keys()
+    assert all(torch.equal(own.state_dict()[name], tensor) for name, tensor in state.items())
+    own.model(PROMPTS["input_ids"])  # HuggingFace's way
+    assert len(called) == LAYERS
+    compiled_llm.unwrap(own)
+    assert type(own) is type(model())
+    answer(own)
+    assert len(called) > LAYERS
+
+
+def test_a_copy_of_a_wrapped_model_has_stand_ins_of_its_own() -> None:
+    own = wrapped(packed())
+    expected = answer(own)
+    copied = copy.deepcopy(own)
+    with torch.no_grad():
+        own.model.layers[0].mlp.up_proj.scales.mul_(-1)
+    assert torch.equal(answer(copied), expected)
+    assert weights_of(copied) == weights_of(own)
+    assert not torch.equal(answer(own), expected)
+
+
+def test_a_model_that_is_saved_is_the_library_s(tmp_path: Path) -> None:
+    own = packed(fp8_blocks)
+    own.save_pretrained(tmp_path / "before")
+    wrapped(own)
+    answer(own)
+    own.save_pretrained(tmp_path / "after")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("before", "after")]
+    assert files[0] == files[1]
+
+
+def test_hooks_of_packed_layers_are_called() -> None:
+    own = wrapped(packed())
+    seen = list[torch.Size]()
+
+    def look(module: nn.Module, args: object, output: torch.Tensor, step: object) -> None:
+        seen.append(output.shape)
+
+    handle = compiled_llm.traced_hook(own.model.layers[1].mlp.down_proj, look)
+    answer(own)
+    assert seen[0][-1] == own.config.hidden_size
+    handle.remove()
+
+
+# ---- writes, and other weights
+
+
+def scaled(module: Any) -> None:
+    with torch.no_grad():
+        module.weight_scale.mul_(-1)
+    module.stands_for.neg_()
+
+
+def in_dataclass(module: Any) -> None:
+    assert isinstance(module.state, MatmulLtState)
+    own = module.state.SCB if module.state.SCB is not None else module.weight.SCB
+    own.neg_()
+    module.stands_for.neg_()
+
+
+def in_state(module: Any) -> None:
+    assert isinstance(module, Linear4bit)
+    module.weight.quant_state.state2.absmax.neg_()
+    module.weight.quant_state.offset.neg_()
+    module.stands_for.neg_()
+
+
+def other_state(module: Any) -> None:
+    module.weight.quant_state.absmax = -module.weight.quant_state.absmax
+    module.stands_for.neg_()
+
+
+def inside(module: Any) -> None:
+    module.weight.scale.neg_()
+    module.weight.values.neg_()
+
+
+def another_inside(module: Any) -> None:
+    module.weight.scale = -module.weight.scale
+    module.weight.values = -module.weight.values
+
+
+def another_weight(module: Any) -> None:
+    weight = module.weight
+    other = Float8Tensor(-weight.values, qdata=weight.qdata, scale=-weight.scale, act_quant_kwargs=None)
+    module.weight = nn.Parameter(other, requires_grad=False)
+
+
+def data(module: Any) -> None:
+    module.scales.data = -module.scales
+    module.stands_for.neg_()
+
+
+WRITES: dict[str, tuple[Callable[[nn.Linear], nn.Module], Callable[[Any], None]]] = {
+    "into a parameter": (ct_packed, scaled),
+    "into a dataclass of the module": (bnb_int8, in_dataclass),
+    "into the scales of scales": (lambda linear: bnb_nf4(linear, nested=True), in_state),
+    "another tensor in a weight's state": (bnb_nf4, other_state),
+    "into a tensor inside a weight": (ao_float8, inside),
+    "another tensor inside a weight": (ao_int8, another_inside),
+    "another weight": (ao_float8, another_weight),
+    "other memory": (gptq, data),
+}
+
+
+def modes(name: str) -> list[Any]:
+    return [(name, "eager"), pytest.param(name, "compile", marks=() if name in ALWAYS else pytest.mark.whole)]
+
+
+ALWAYS = ("into a tensor inside a weight", "another tensor in a weight's state")
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize(("name", "mode"), [case for name in WRITES for case in modes(name)])
+def test_writes_into_packed_weights_are_noticed(name: str, mode: str) -> None:
+    pack, write = WRITES[name]
+    own = wrapped(packed(pack), mode=mode)
+    before = answer(own)
+    write(own.model.layers[0].mlp.up_proj)
+    write(own.model.layers[1].self_attn.v_proj)
+    expected = answer(unpacked_model(compiled_llm.unwrap(copy.deepcopy(own))))
+    assert not torch.equal(before, expected)
+    assert torch.equal(answer(own), expected)
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_a_layer_that_can_no_longer_be_read_is_its_library_s_again(mode: str) -> None:
+    own = wrapped(packed(bnb_nf4), mode=mode)
+    before = answer(own)
+    for layer in own.model.layers:
+        state = layer.mlp.gate_proj.weight.quant_state
+        state.packing_format_for_cpu, state.absmax = True, state.absmax.clone()
+    assert torch.equal(answer(own), before)
+    assert weights_of(own) == {
+        "nf4-g64: compiled_llm": LAYERS - 2,
+        "nf4: its library (a call has packed it anew for this processor)": 2,
+    }
+
+
+def test_a_plain_layer_in_the_place_of_a_packed_one() -> None:
+    own = wrapped(packed())
+    answer(own)
+    mlp = own.model.layers[0].mlp
+    values = values_of(mlp.down_proj)
+    mlp.down_proj = nn.Linear(values.shape[1], values.shape[0], bias=False)
+    mlp.down_proj.weight.data = -values
+    expected = answer(unpacked_model(compiled_llm.unwrap(copy.deepcopy(own))))
+    assert torch.equal(answer(own), expected)
+    assert weights_of(own) == {"int4-g32: compiled_llm": LAYERS - 1}
+
+
+# ---- refused
+
+
+def test_packed_true_refuses_a_layer_without_reader_by_its_name() -> None:
+    own = packed(bnb_nf4)
+    own.model.layers[1].mlp.up_proj.weight.quant_state.quant_type = "fp4"
+    expected = answer(own)
+    with pytest.raises(compiled_llm.UnsupportedModelError, match=r"1\.mlp\.up_proj, a .*Linear4bit, .*: fp4, has"):
+        wrapped(own, packed=True)
+    assert torch.equal(answer(own), expected)
+    wrapped(own)
+    assert torch.equal(answer(own), expected)
+    assert weights_of(own)["fp4: its library (has no reader)"] == 1
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_scales_that_are_not_finite_are_refused(number: float) -> None:
+    own = packed(fp8_blocks)
+    scales = own.model.layers[1].mlp.up_proj.weight_scale_inv
+    before = scales[0, 1].item()
+    scales.data[0, 1] = number
+    with pytest.raises(compiled_llm.UnsupportedModelError, match=r"layers\.1\.mlp\.up_proj of Llama.* not finite"):
+        wrapped(own)
+    scales.data[0, 1] = before
+    expected = answer(unpacked_model(own))
+    assert torch.equal(answer(wrapped(own)), expected)
+    with torch.no_grad():
+        scales[0, 1] = number
+    with pytest.raises(compiled_llm.UnsupportedModelError, match="not finite"):
+        answer(own)
+    with torch.no_grad():
+        scales[0, 1] = before
+    assert torch.equal(answer(own), expected)
+
+
+def test_outliers_of_eight_bits_are_refused_as_before() -> None:
+    own = packed(bnb_int8)
+    own.model.layers[0].mlp.up_proj.state.threshold = 6.0
+    with pytest.raises(compiled_llm.UnsupportedModelError, match="looks for outliers above llm_int8_threshold=6"):
+        wrapped(own)
+
+
+def test_batch_invariance_is_refused() -> None:
+    with pytest.raises(compiled_llm.UnsupportedModelError, match=r"batch_invariant=True: .* is quantised"):
+        wrapped(packed(), mode="compile", batch_invariant=True)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_an_impossible_option_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="packed="):
+        wrapped(model(), packed=value)
+
+
+# ---- what is said
+
+
+def test_one_line_says_whose_kernels_multiply(caplog: pytest.LogCaptureFixture) -> None:
+    own = packed(bnb_nf4)
+    own.model.layers[1].mlp.up_proj.weight.quant_state.quant_type = "fp4"
+    with caplog.at_level(logging.INFO, "compiled_llm.weights"):
+        wrapped(own)
+        answer(own)
+        answer(own)
+    (record,) = [record for record in caplog.records if record.name == "compiled_llm.weights"]
+    assert "13 x nf4-g64: compiled_llm, 1 x fp4: its library (has no reader)" in record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert "packed weights" in str(own.compiled.stats())
+
+
+def test_a_plain_model_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "compiled_llm.weights"):
+        own = wrapped(model(), packed=True)
+    assert own.compiled.facts.stand_ins is None
+    assert weights_of(own) == {}
+    assert not caplog.records
+
+
+def test_explain_takes_a_packed_model_and_says_what_it_has() -> None:
+    own = packed(fp8_blocks)
+    report = compiled_llm.explain(own)
+    assert report.clean, report
+    assert report.data["programs"]["prefill"]["calls"]["compiled_llm.packed_linear.default"] == LAYERS
+    assert report.data["packed_weights"] == {"fp8-block32: compiled_llm": LAYERS}
+    assert f"{LAYERS} fp8-block32: compiled_llm" in str(report)
