@@ -6,6 +6,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+
+def _modules(*parts: str) -> list[str]:
+    return [f"compiled_llm.{part}" for part in parts]
+
+
 FEATURES = {
     # Kinds of layers take the place of what those before them have found, or lie over it.
     "latents": ["compiled_llm.kinds.latent"],
@@ -16,7 +21,7 @@ FEATURES = {
     "packed": ["compiled_llm.model.packed.part"],
     "cascade": ["compiled_llm.execution.cascade.cascade"],
     "check_pages": ["compiled_llm.execution.taps.page_check"],
-    "drafts": ["compiled_llm.compilation.drafts"],
+    "drafts": _modules("compilation.drafts", "execution.drafts.part", "huggingface.drafts"),
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],
     "structured_outputs": ["compiled_llm.engine.grammars.part"],

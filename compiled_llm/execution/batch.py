@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
@@ -63,6 +64,10 @@ class Tap:
     """A watcher of steps, called in the model's executor; nothing that it overrides may wait for the device."""
 
     wants: tuple[str, ...] = ()  # outputs of the model that steps give it besides logits, by HuggingFace's names
+    new_tokens = 1  # of each row that decodes, if the step is to feed in more than the one in its slot
+
+    def entering(self, rows: Sequence[Row]) -> None:
+        """Hear of rows with slots before a decode step of them that is made anew; one that is repeated says nothing."""
 
     def launched(self, spans: Sequence[TokenSpan], emitted: Emitted, later: int = 0) -> None:
         """Copy what a launch has emitted: ``[T, ...]`` each, until the next launch."""
@@ -100,7 +105,9 @@ class Batch(NamedTuple):
     @property
     def new_tokens(self) -> int:
         """The tokens that each row of ``decode`` feeds in, q."""
-        return 1 if self.tokens is None or self.tokens.dim() == 1 else self.tokens.shape[1]
+        if self.tokens is None:
+            return max([tap.new_tokens for tap in self.taps], default=1)
+        return 1 if self.tokens.dim() == 1 else self.tokens.shape[1]
 
 
 class StepOutput(NamedTuple):
@@ -108,6 +115,7 @@ class StepOutput(NamedTuple):
 
     rows: Sequence[Row]  # the rows that a token was sampled for: those of ``decode``, then those of ``extend`` that end
     logits: Tensor | None  # ``[N, V]`` in the model's dtype; None if the step was two launches, whose logits lie apart
-    tokens: Tensor  # ``[N]`` int64, the next tokens
+    tokens: Tensor  # ``[N]`` int64, the next tokens; q of each row of ``accepted``, and as many logits
     # ``[N, V]``, the logits that they were sampled from, if the host has replaced some; else None
     processed: Tensor | None = None
+    accepted: AcceptedTokens | None = None  # of ``decode``, if the device decides how many of its tokens count

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap
+from compiled_llm.execution.decode.decode_step import Arriving
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.decode.verification import Verification
@@ -133,6 +134,23 @@ class GenerateLoop:
             self.steps += 1
             self._unread.steps.append(arriving)
         return self._unread.read() if len(self._unread.steps) > 1 else {}
+
+    def launch(self, batch: Batch) -> Arriving:
+        """Launch a decode step of some of the rows, and return these, and their tokens on the way to the host.
+
+        Read the tokens once the next step has been launched. Rows of grammars and logits processors cannot take part.
+
+        Raises:
+            RuntimeError: rows have no next tokens.
+            OutOfPagesError: as ``step``.
+        """
+        last, arriving = self._persistent.step, None
+        if last is not None:
+            arriving = self._thread.call_briefly(last.run, batch, self._persistent.discard_after_failure)
+        if arriving is None:
+            arriving = self._thread.call(self._launch_batch, batch)
+        self.steps += 1
+        return arriving[0]
 
     def release(self, row: Row) -> None:
         """Take a row out and give its pages back.
@@ -377,6 +395,12 @@ class GenerateLoop:
         self.steps += 1
         self._unread.launched(step, unsampled=len(late.rows) if late.unsampled else 0)
         self.model_runner.run_capture_slices()
+
+    def _launch_batch(self, batch: Batch) -> list[Arriving]:
+        step = self.model_runner.run(batch, self._persistent)
+        arriving = step.accepted or self.model_runner.readbacks.start(step.tokens)
+        self.model_runner.run_capture_slices()
+        return [(step.rows, arriving)]
 
     def _run(self, forced: Tensor | None) -> StepOutput:
         if not self._pending:

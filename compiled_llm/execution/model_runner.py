@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
@@ -153,6 +153,7 @@ class ModelRunner:
         self.steps = Steps(self.state, self.graph_manager, self._planner, dispatcher, self.decode_buffers)
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, self.steps)
         self.unpaged = Unpaged(self.state, self.graph_manager)
+        self.parts: dict[str, Any] = {}  # what features have allocated on the device, with its ``nbytes``, by name
         self._values: int | None = None  # of the model that computed ``prefixes``; None before the first check
 
     # ---- run
@@ -184,14 +185,16 @@ class ModelRunner:
         if batch.extend:
             return self._extend(batch, persistent)
         step = persistent.step
-        one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made
+        one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made; or guesses
         if one_each and step is not None and step.is_valid_for(batch):
             return step.launch(batch, persistent.discard_after_failure)
         return self._decode(batch, persistent)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
-        rows, new = batch.decode, 1 if batch.tokens is None else batch.new_tokens
+        rows, new = batch.decode, batch.new_tokens if batch.taps or batch.tokens is not None else 1
         self.state.slots.ensure(rows)
+        for tap in batch.taps:
+            tap.entering(rows)
         if batch.tokens is None:
             _check_next(rows)
         counts = [new] * len(rows)
@@ -215,7 +218,7 @@ class ModelRunner:
                 tap.launched(spans, outputs.emitted)
         output = persistent.commit(rows, launch, period)
         if batch.taps or persistent.deferred.deferring:
-            persistent.deferred.add(output, batch.taps)
+            persistent.deferred.add(output, batch.taps, new if output.accepted is not None else 1)
         return output
 
     def can_mix(self, decode: Sequence[Row], extend: Sequence[Extension]) -> bool:
@@ -267,7 +270,8 @@ class ModelRunner:
             persistent.deferred.add(extended, batch.taps)
         if decoded is None or sampled is None:
             return extended
-        return StepOutput([*decoded.rows, *extended.rows], None, torch.cat([sampled, tokens]))
+        rows = [*decoded.rows, *extended.rows]
+        return StepOutput(rows, None, torch.cat([sampled, tokens]), accepted=decoded.accepted)
 
     def extend(
         self,
@@ -400,6 +404,7 @@ class ModelRunner:
         self.steps.sampling_graphs.release()
         self.state.release()
         self._planner.release()
+        self.parts.clear()
 
     def run_capture_slices(self, ended: Callable[[], bool] = lambda: True) -> None:
         """Run a time slice of pending captures, after a launch, and further ones until their time has ``ended``."""
@@ -444,6 +449,7 @@ class ModelRunner:
             "graphs": self.graph_manager.cuda_graphs.nbytes,
             **({} if scores is None else {"scores": scores.limit}),
             **({} if not self.state.states else {"states": self.state.state_bytes}),
+            **{name: part.nbytes for name, part in self.parts.items()},
         }
 
 

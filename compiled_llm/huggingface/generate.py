@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from compiled_llm.compat.cache_names import output_field
 from compiled_llm.compat.huggingface import pad_token
 from compiled_llm.compat.known_functions import reads_tokens_alone
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.threads.interrupts import allowed
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.processors.grammar import grammar_of, masks_from
@@ -52,13 +53,33 @@ _HARMLESS = (
 )
 
 
+class TokenSource(Protocol):
+    """What takes the place of steps where rows may get several tokens in one."""
+
+    def next(self) -> dict[Row, int]:
+        """Return the next token of each row that goes on; none if some wait for theirs."""
+        ...
+
+    def leave(self, row: Row) -> None:
+        """Let a row that has ended take no part in further steps."""
+        ...
+
+
+Drafting = Callable[[PagedCall, Sequence[NDArray[np.int64]], int], TokenSource]
+"""Makes the rounds of a call whose prompts wait, by the tokens that answers have, and how many more they may get."""
+
+
 def fast_loop(
-    call: PagedCall, settings: Sequence[Sampling | None], sequences: Sequences | None = None
+    call: PagedCall,
+    settings: Sequence[Sampling | None],
+    sequences: Sequences | None = None,
+    drafting: Drafting | None = None,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate with tokens sampled inside the graph; the caller holds the loop lock.
 
     They are read one step late if the device runs in parallel with the host. Without ``settings`` the most likely ones
-    are taken. ``sequences`` have the tokens that an engine has generated before the call left it.
+    are taken. ``sequences`` have the tokens that an engine has generated before the call left it. With ``drafting``,
+    steps feed in guesses, and give several tokens.
 
     Returns:
         ``[B, T + G]`` int64 on the device of ``input_ids``; in HuggingFace's output class, with the cache, where
@@ -84,6 +105,7 @@ def fast_loop(
                 generate_loop.resume(row, np.concatenate([tokens, answer]), left, going_on)
         else:
             generate_loop.begin(call.logits, settings)
+        rounds = None if drafting is None else drafting(call, sequences.answers(), left)
         ends: dict[Row, int] = {}
         watched = sequences.may_change_model
         # Outputs of later steps are to be those of HuggingFace's pads, and a state does not go back by several tokens.
@@ -92,13 +114,19 @@ def fast_loop(
             if watched:
                 check_hooks(call)
                 generate_loop.model_runner.expect_changes()
-            fed = _padded(sequences, ends, generate_loop.steps) if ends and pads else {}
-            sampled = generate_loop.step(None, fed) if generate_loop.steps < left else generate_loop.drain()
-            if not sampled and not (generate_loop.asynchronous and generate_loop.prepared):
-                sampled = generate_loop.drain()  # the first tokens do not wait for decode to be compiled
+            if rounds is not None:
+                sampled = rounds.next()
+            else:
+                fed = _padded(sequences, ends, generate_loop.steps) if ends and pads else {}
+                sampled = generate_loop.step(None, fed) if generate_loop.steps < left else generate_loop.drain()
+                if not sampled and not (generate_loop.asynchronous and generate_loop.prepared):
+                    sampled = generate_loop.drain()  # the first tokens do not wait for decode to be compiled
             if not sampled:
                 continue
             ended = append_tokens(call, sequences, [sampled.get(row, 0) for row in rows])
+            if rounds is not None:
+                for index in ended:
+                    rounds.leave(rows[index])
             if ended and call.returns_cache:
                 ends.update({rows[index]: sequences.generated for index in ended})
             elif ended:
@@ -163,20 +191,21 @@ def _padded(sequences: Sequences, ends: dict[Row, int], step: int) -> dict[Row, 
 
 def trim_cache(call: PagedCall, rows: list[Row], ends: dict[Row, int], sequences: Sequences) -> None:
     """Leave the cache as HuggingFace leaves it: all columns but the last, pads after a row's end included."""
-    # The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own. ``ends`` are the
-    # numbers of tokens when they ended, without rows that have gone on with pads.
+    # The loop ran a step ahead of the tokens it read, and ended rows went on with tokens of their own, or took part in
+    # no further step. ``ends`` are the numbers of tokens when they ended, without rows that have gone on with pads.
     stored = sequences.generated - 1
-    late: list[tuple[Row, int]] = []
-    for row, length in zip(rows, call.lengths, strict=True):
-        generated = min(stored, ends.get(row, stored))
+    late: list[tuple[Row, NDArray[np.int64]]] = []
+    sync_lengths(rows)
+    for row, length, answer in zip(rows, call.lengths, sequences.answers(), strict=True):
+        generated = min(stored, ends.get(row, stored), row.length - length)
         row.rewind(length + generated)
         if generated < stored:
-            late.append((row, stored - generated))
+            late.append((row, answer[generated:stored]))
     if late:
         call.cache.generate_loop.extend(
             [row for row, _ in late],
-            [np.full(count, sequences.pad_token, dtype=np.int64) for _, count in late],
-            [row.position + np.arange(count) for row, count in late],
+            [tokens for _, tokens in late],
+            [row.position + np.arange(len(tokens)) for row, tokens in late],
         )
 
 

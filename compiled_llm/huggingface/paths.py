@@ -16,12 +16,13 @@ from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.limits import check_fits
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import allowed, deferred
+from compiled_llm.features import feature
 from compiled_llm.huggingface.batch.joining import engine_to_join, run_in_engine
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.cache_choice import CacheChoice
 from compiled_llm.huggingface.call.call import LoopArguments, PagedCall
 from compiled_llm.huggingface.call.current_call import took
-from compiled_llm.huggingface.generate import fast_loop
+from compiled_llm.huggingface.generate import Drafting, fast_loop
 from compiled_llm.huggingface.inspection.model_obstacles import forward_reasons
 from compiled_llm.huggingface.processed_loop import processed_loop
 from compiled_llm.huggingface.processors.guidance import with_twins
@@ -81,11 +82,21 @@ def _overridden(choice: CacheChoice) -> Reason | None:
     return Reason("overrides", ", ".join(names)) if names else None
 
 
-def run_our_loop(call: PagedCall) -> Any:
+def run_drafted_loop(call: PagedCall) -> Any:
+    """Run the fast loop with the drafts that a call asks for; None if HuggingFace's loop is to run."""
+    drafts = feature("drafts", "huggingface")
+    drafting = None if drafts is None else drafts.drafting_of(call)
+    sampling = None if drafting is None else _sampling_in_graph(call)
+    return None if sampling is None else run_our_loop(drafts.as_sampled(call), sampling, drafting)
+
+
+def run_our_loop(
+    call: PagedCall, sampling: Sequence[Sampling | None] | None = None, drafting: Drafting | None = None
+) -> Any:
     """Run the fast loop, or the processed loop if a processor has to see each step."""
-    sampling = sequences = None  # a call that has left an engine goes on with its seeds and tokens
+    sequences = None  # a call that has left an engine goes on with its seeds and tokens
     engine_thread = engine_to_join(call)
-    if engine_thread is not None and (sampling := _sampling_in_graph(call)) is not None:
+    if engine_thread is not None and (sampling := sampling or _sampling_in_graph(call)) is not None:
         sequences = run_in_engine(engine_thread, call, sampling)
         if sequences.done:
             took(call.runtime, "engine")
@@ -102,7 +113,7 @@ def run_our_loop(call: PagedCall) -> Any:
         if sampling is not None:
             check_room(call)
             took(call.runtime, "fast loop", waits)
-            return _with_original(call, fast_loop(call, sampling, sequences))
+            return _with_original(call, fast_loop(call, sampling, sequences, drafting))
         names = sorted({type(processor).__name__ for processor in processors})
         took(call.runtime, "processed loop", waits or Reason("processors", ", ".join(names)))
         return _with_original(call, processed_loop(call, twins))

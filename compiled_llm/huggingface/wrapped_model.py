@@ -36,7 +36,7 @@ from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run, passed_over
 from compiled_llm.huggingface.inspection.overrides import forget_restored_forward, own_forward
 from compiled_llm.huggingface.inspection.signatures import MethodSignature
-from compiled_llm.huggingface.paths import original_path, run_huggingfaces_loop, run_our_loop
+from compiled_llm.huggingface.paths import original_path, run_drafted_loop, run_huggingfaces_loop, run_our_loop
 from compiled_llm.kinds.registry import let_layers_pack
 from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
@@ -254,6 +254,10 @@ class WrappedModel:
         kwargs["inputs_tensor"] = inputs_tensor
         arguments = LoopArguments(input_ids, logits_processor, stopping_criteria, generation_config, kwargs)
         call = PagedCall.of(arguments, self.compiled, copies())
+        if call is not None and not (kwargs.get("synced_gpus") or obstacle(cast(PreTrainedModel, self), call)):
+            result = run_drafted_loop(call)
+            if result is not None:
+                return result
         return run_huggingfaces_loop(
             super()._assisted_decoding,  # type: ignore[misc]
             arguments,

@@ -85,6 +85,11 @@ class Row:
         return self.length - self.speculation.most if self.speculation.unread else self.length
 
     @property
+    def least_position(self) -> int:
+        """``position``, if of each step that is unread one token counts."""
+        return self.position - self.speculation.most if self.speculation.unread else self.position
+
+    @property
     def limit(self) -> int:
         """Tokens that the row's pages, taken and promised, can hold."""
         return self._pool.tokens_in(self.held)
@@ -246,10 +251,14 @@ class Row:
         return first, pages[first:]
 
     def reject(self, step: SpeculativeStep, tokens: int) -> None:
-        """Forget tokens that a step has rejected; the pages for them are ahead again, where the slot lists them."""
+        """Forget tokens that a step has rejected."""
         tokens = self.speculation.shrink(step, tokens)
         self.length -= tokens
         self.position -= tokens
+        self.leave_pages()
+
+    def leave_pages(self) -> None:
+        """Let pages behind its last token be ahead again: they were entered for tokens that a step has rejected."""
         keep = self._pool.pages_for(self.length)
         self.ahead = self.pages[keep:] + self.ahead
         del self.pages[keep:]
@@ -365,3 +374,20 @@ class Row:
         self.pages, self.ahead, self._reserved, self.length, self.position = [], [], 0, 0, 0
         self.watch.changed(0)
         self._pool.give_back(pages, reserved)
+
+
+def reject(step: SpeculativeStep, rows: Sequence[Row], counts: Sequence[int]) -> None:
+    """Let rows that a step has grown forget all but so many of its tokens each; those freed meanwhile have none."""
+    # As ``Row.reject``, without a call for each row: there may be hundreds.
+    new = step.new_tokens
+    for row, count in zip(rows, counts, strict=True):
+        speculation = row.speculation
+        if step not in speculation.unread:
+            continue
+        speculation.unread = tuple([own for own in speculation.unread if own is not step])
+        if count < new:
+            speculation.rejected += new - count
+            row.length -= new - count
+            row.position -= new - count
+            if row.length <= (len(row.pages) - 1) * row._pool.page_size:
+                row.leave_pages()

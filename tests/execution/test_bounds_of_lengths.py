@@ -14,6 +14,7 @@ import compiled_llm
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops.reference.backend import Reference
 from support.execution.alone import Alone
@@ -113,8 +114,8 @@ def test_what_counts_is_what_as_many_steps_give(
         for twin in batch.twins:
             twin.feed([twin.next])
         assert_logits(batch.loop, *batch.twins)
-    batch.assert_exact()
     assert result.read() == expected
+    batch.assert_exact()
     assert batch.model.compiled.stats().recompiles == 0
     batch.close()
 
@@ -186,6 +187,7 @@ def test_what_needs_exact_lengths_waits_for_them(act: Callable[[Batch], None], s
         for twin in batch.twins:
             twin.feed([7])
         assert_logits(batch.loop, *batch.twins)
+        sync_lengths(batch.loop.rows)  # a step of other rows, or of one token, does not
         batch.assert_exact()
         if act is go_away and len(batch.twins) == 1:
             break
@@ -257,14 +259,19 @@ def test_a_rule_that_fails_leaves_rows_that_go_on(accept: Any, error: type[Excep
 
 
 def test_a_step_that_fails_is_undone_alone_when_earlier_tokens_are_rejected_meanwhile(seed: int, monkeypatch) -> None:
-    """A step of one token is written anew, for exact lengths."""
+    """What places the rows reads how many tokens count."""
     batch = Batch(wrapped(), [3, 4], seed)
     batch.loop.step(torch.tensor([7, 7]))  # its step is prepared
     tokens = torch.ones(2, 3, dtype=torch.int64)
     batch.loop.verify(tokens, lambda sampled: torch.tensor([1, 2])).read()
     batch.loop.verify(tokens, lambda sampled: torch.tensor([2, 1]))
     buffers = batch.model.compiled.model_runner().decode_buffers
-    monkeypatch.setattr(type(buffers), "place", lambda self, *_: fails(tokens))
+
+    def place(self: Any, rows: list[Row], *_: Any, **__: Any) -> None:
+        sync_lengths(rows)
+        raise KeyError
+
+    monkeypatch.setattr(type(buffers), "place", place)
     with pytest.raises(KeyError):
         batch.loop.step(torch.tensor([7, 7]))
     assert [(row.length, row.position) for row in batch.loop.rows] == [(7, 7), (8, 8)]

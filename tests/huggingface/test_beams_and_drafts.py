@@ -168,7 +168,6 @@ LOOPS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "beams returned": (ONE, {"num_beams": 4, "num_return_sequences": 4}),
     "embedded beams": (TWO, {"num_beams": 3, "inputs_embeds": True}),
     "sampled beams": (TWO, {"num_beams": 2, "do_sample": True}),
-    "prompt lookup": (ONE, {"prompt_lookup_num_tokens": 5}),
     "draft model": (ONE, {"assistant_model": True}),
     "positions": (TWO, {"position_ids": 2 * torch.arange(9)[None].expand(2, -1)}),
     "copies": (TWO, {"do_sample": True, "num_return_sequences": 3}),
@@ -340,6 +339,7 @@ def compiled() -> Iterator[PreTrainedModel]:
         model.compiled.warmup([1, 2, 4, 8])
         with torch.no_grad():
             model(**mixed_prompts([2, 6], 128, 0), use_cache=False)  # has a program that is compiled on demand
+            greedy(model, mixed_prompts([6], 128, 0), 12, prompt_lookup_num_tokens=4)  # likewise
     yield model
     compiled_llm.unwrap(model)
 

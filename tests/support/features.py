@@ -10,7 +10,7 @@ from typing import NamedTuple
 from support.imports import CHECKOUT, PACKAGES
 
 MOST_FILES = 3
-"""Files of a feature in a package, if they are not one folder."""
+"""Files of a feature in a package, if they are not one folder in each room."""
 
 
 class Feature(NamedTuple):
@@ -81,8 +81,20 @@ FEATURES = {
     ),
     "drafts": Feature(
         "draft|ngram",
-        ("compiled_llm/compilation/drafts.py", "ops/compiled_llm_ops/drafts"),
-        ("compilation/test_drafted_step.py", "ops/drafts"),
+        (
+            *(
+                "compiled_llm/compilation/drafts.py",
+                "compiled_llm/execution/drafts",
+                "compiled_llm/huggingface/drafts.py",
+            ),
+            "ops/compiled_llm_ops/drafts",
+        ),
+        (
+            "compilation/test_drafted_step.py",
+            "execution/test_drafts.py",
+            "huggingface/test_prompt_lookup.py",
+            "ops/drafts",
+        ),
         line='compiled_llm/features.py: "drafts": ',
         exports="ops/compiled_llm_ops/__init__.py: drafts|NOT_ACCEPTED|NOT_DRAFTED|write_texts",
     ),
@@ -170,9 +182,10 @@ def naming(feature: Feature, folder: Path) -> list[str]:
 
 
 def is_part(feature: Feature) -> bool:
-    """Whether a feature is, in each package, a folder or at most three files."""
+    """Whether a feature is, in each package, at most three files, or in each room one file or folder."""
     by_package = [[file for file in feature.files if file.startswith("ops/") is ops] for ops in (False, True)]
     return all(
-        len(files) <= 1 or (len(files) <= MOST_FILES and all(file.endswith(".py") for file in files))
+        len(files) == len({file.split("/")[1] for file in files})
+        or (len(files) <= MOST_FILES and all(file.endswith(".py") for file in files))
         for files in by_package
     ) and all((CHECKOUT / file).exists() for file in feature.files)

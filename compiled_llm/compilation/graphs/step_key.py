@@ -8,6 +8,9 @@ Phase = Literal["decode", "prefill", "scoring", "sampling"]
 """A decode step; a prefill; one that gives all tokens' logits and samples none; or a sampling made later."""
 STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")  # those that run the model
 
+ACCEPTED = "accepted"
+"""How a want begins that is no output of the model: of each row's new tokens the device decides how many count."""
+
 
 class StepKey(NamedTuple):
     """A phase and a padded size; steps of one key can be replays of one CUDA graph."""
@@ -53,6 +56,11 @@ class StepKey(NamedTuple):
     def shares(self) -> bool:
         """Whether it is a decode step that reads pages which rows share once."""
         return self.phase == "decode" and self.schedule > 0
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the step feeds in guesses, of which the device decides how many count."""
+        return any(want.startswith(ACCEPTED) for want in self.wants)
 
     def __str__(self) -> str:
         wants = "".join(f", {want}" for want in self.wants)

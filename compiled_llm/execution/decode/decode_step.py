@@ -6,31 +6,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Batch, StepOutput, Tap, TokenSpan, last_tokens
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.state.runner_state import RunnerState
-from compiled_llm.execution.state.staging import Readback, Readbacks
+from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
+
+Arriving: TypeAlias = tuple[Sequence[Row], Any]
+"""Rows, and their tokens on the way to the host: a ``Readback``, or ``AcceptedTokens`` of a step that accepts some."""
+
+_NOTHING: tuple[tuple[str, ...], int] = (), 1
+"""What batches without taps ask for: no more outputs, and one new token a row."""
 
 
 class DecodeStep:
     """The next steps of rows that sit in the decode buffers."""
 
-    # ``output`` is of its last run, after the last new token of each row.
+    # ``output`` is of its last run, after the last new token of each row; all of them if it accepts tokens.
 
     def __init__(
         self,
         rows: list[Row],
         launch: Launch,
-        limit: int,
+        room: int,
         feed: Callable[[Tensor], None],
         state: RunnerState,
         period: object,
@@ -38,11 +47,11 @@ class DecodeStep:
         readbacks: Readbacks,
     ) -> None:
         """Note a step that has just run, of rows grown by the tokens that they have fed in, and what runs it again."""
-        # It can run ``limit`` times until a row lacks a page number or a position, within ``period``.
+        # Rows can grow by ``room`` tokens until one lacks a page number or a position, within ``period``.
         self.rows, self.repeats, self._page_size = rows, 0, state.config.page_size
         # The rows that enter a page when ``repeats``, modulo the page size, is the key; found in the first repeat.
         self._entering: dict[int, list[Row]] | None = None
-        self._launch, self._limit = launch, limit if launch.repeats else 0
+        self._launch, self._room = launch, float(room if launch.repeats else 0)
         self._feed, self._arena = feed, state.arena
         self._validity, self._period = state.validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
@@ -50,8 +59,12 @@ class DecodeStep:
         self._spans: list[TokenSpan] = []  # for taps, of the first run that one watches
         self._read_at = 0  # its ``repeats``
         count, new = len(rows), launch.new_tokens
-        self._last = slice(new - 1, count * new, new) if new > 1 else slice(count) if count < launch.key.rows else None
-        self.output = self._last_of_rows(launch.outputs)
+        self._new, self._asked, self._accepts = new, (launch.key.wants, new), launch.accepts
+        every = slice(count * new) if count < launch.key.rows else None
+        self._kept = every if new == 1 or self._accepts else slice(new - 1, count * new, new)
+        self.output = self._of_rows(launch.outputs)
+        if self._accepts:
+            self._accept()
 
     @property
     def key(self) -> StepKey:
@@ -62,24 +75,26 @@ class DecodeStep:
         """Those of its last run, of T tokens; a CUDA graph always writes the same tensors."""
         return self._launch.outputs
 
-    def _last_of_rows(self, outputs: StepOutputs) -> StepOutput:
+    def _of_rows(self, outputs: StepOutputs) -> StepOutput:
         logits, tokens, _ = outputs
-        if self._last is not None:
-            logits, tokens = logits[self._last], tokens[self._last]
+        if self._kept is not None:
+            logits, tokens = logits[self._kept], tokens[self._kept]
         return StepOutput(self.rows, logits, tokens)
 
     def end(self) -> None:
         """Let the next step be made anew, from the rows that sit in the decode buffers; it keeps no model alive."""
-        self._limit = 0
+        self._room = -math.inf  # whatever is given back
         self._launch.release()
 
-    def run(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> list[tuple[Sequence[Row], Readback]] | None:
+    def run(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> list[Arriving] | None:
         """Run it again; return rows and their tokens, none if all are sampled later, or None if nothing was run."""
         # In the executor, briefly: its program alone may take long. ``failed`` is called with its rows if it fails,
         # or is interrupted: the decode buffers may have advanced.
         if not (self._launch.alone and self.is_valid_for(batch)):
             return None
         output = self.launch(batch, failed)
+        if output.accepted is not None:
+            return [(output.rows, output.accepted)]
         late = self._deferred_sampling.unsampled and len(self._deferred_sampling.rows) == len(batch.decode)
         return [] if late else [(output.rows, self._readbacks.start(output.tokens))]
 
@@ -87,14 +102,14 @@ class DecodeStep:
         """Whether the next step of a batch's rows is this one; asked in the executor."""
         return (
             self._period is self._validity.period
-            and self._limit > 0
+            and self._room >= self._new
             and self.rows == batch.decode
-            and self._launch.key.wants == (batch.wants if batch.taps else ())
+            and self._asked == ((batch.wants, batch.new_tokens) if batch.taps else _NOTHING)
             and not self._deferred_sampling.unsampled
         )
 
     def launch(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> StepOutput:
-        """Launch it, in the executor, for rows that feed in one token each; captures may go on afterwards."""
+        """Launch it, in the executor, for rows that feed in one token each, or guesses; captures may go on then."""
         launch = self._launch
         try:
             if batch.tokens is not None:
@@ -103,16 +118,16 @@ class DecodeStep:
                 self._arena.flush()
             outputs = launch()
             if not launch.replays:
-                self.output = self._last_of_rows(outputs)
+                self.output = self._of_rows(outputs)
             with deferred():
-                self._advance()
+                self._advance_bounds() if self._accepts else self._advance()
             if batch.taps:
                 self._show(batch.taps)
         except BaseException:
             failed(self.rows)
             raise
         if self._defers or batch.taps:
-            self._deferred_sampling.add(self.output, batch.taps)
+            self._deferred_sampling.add(self.output, batch.taps, self._new if self._accepts else 1)
         return self.output
 
     def _advance(self) -> None:
@@ -127,7 +142,29 @@ class DecodeStep:
             row.position += 1
             row.length += 1
         self.repeats += 1
-        self._limit -= 1
+        self._room -= 1
+
+    def _advance_bounds(self) -> None:
+        """Count as many tokens in each row as may count; all have the pages for them listed."""
+        self._accept()
+        new, size = self._new, self._page_size
+        for row in self.rows:
+            row.position += new
+            row.length += new
+            while row.length > len(row.pages) * size:
+                row.enter_page()
+        self.repeats += new
+        self._room -= new
+
+    def _accept(self) -> None:
+        """Have the tokens of the last run on their way to the host, and the rows know that their lengths are bounds."""
+        rows, logits, tokens, *_ = self.output
+        accepted = AcceptedTokens(rows, self._new, self._readbacks.start(tokens), self._give_back)
+        self.output = StepOutput(rows, logits, tokens, accepted=accepted)
+
+    def _give_back(self, tokens: int) -> None:
+        """Note that each row has shrunk by so many tokens at least."""
+        self._room += tokens
 
     def _show(self, taps: Sequence[Tap]) -> None:
         if not self._spans:

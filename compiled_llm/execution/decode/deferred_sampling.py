@@ -92,8 +92,9 @@ class DeferredSampling:
 
     # ---- add
 
-    def add(self, step: StepOutput, taps: Sequence[Tap]) -> StepOutput:
+    def add(self, step: StepOutput, taps: Sequence[Tap], each: int = 1) -> StepOutput:
         """Keep the logits of rows that are sampled later, show the others to the taps, and return the step."""
+        # The step has ``each`` logits of every row, the first of which are those of the row's next token.
         if not self.deferring:
             return _shown(step, taps)
         division = self._division(step.rows)
@@ -102,9 +103,12 @@ class DeferredSampling:
         assert step.logits is not None, "a step of one launch"
         if division.places is not None and taps:
             plain = division.places[1]
-            logits, tokens = step.logits.index_select(0, plain), step.tokens.index_select(0, plain)
+            logits, tokens = (
+                own.unflatten(0, (-1, each)).index_select(0, plain).flatten(0, 1) for own in (step.logits, step.tokens)
+            )
             _shown(StepOutput(division.plain, logits, tokens), taps)
-        self.unsampled.append(_Unsampled(division.deferred, self._copy(step.logits, division), taps))
+        firsts = step.logits[::each] if each > 1 else step.logits
+        self.unsampled.append(_Unsampled(division.deferred, self._copy(firsts, division), taps))
         for row in division.deferred:
             row.has_next = False
         return step
@@ -182,7 +186,8 @@ class DeferredSampling:
         slots = self._state.slots
         if masks is not None:
             self._write_masks(*masks)
-        at = np.array([row.position for row in rows], dtype=np.int64)
+        # Rows that are sampled late feed in no guesses: of each step one token counts.
+        at = np.array([row.least_position for row in rows], dtype=np.int64)
         there, positions = self._state.staging.to_device([slots.of(rows, len(rows)), at])
         copies = [part.logits for part in self.unsampled]
         logits = kept if kept is not None else copies[0] if len(copies) == 1 else torch.cat(copies)

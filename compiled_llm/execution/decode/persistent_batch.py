@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -19,10 +19,14 @@ from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.staging import Readbacks
+from compiled_llm.execution.steps.decode_buffers import MovedRow
 from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.execution.steps.steps import Steps
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
+
+_Place: TypeAlias = tuple[int | None, int, int]
+"""Slot, length, and position from the length on."""
 
 
 class PersistentBatch:
@@ -43,8 +47,8 @@ class PersistentBatch:
         self.bucket = 0
         self._wanted: StepKey | None = None
         self.step: DecodeStep | None = None
-        self._placed: list[tuple[int | None, int, int]] = []  # where each row was when it was written, by ``_places``
-        self._advanced = 0  # by how many tokens, until ``step`` ran first
+        self._placed: list[_Place] = []  # where each row of ``step`` was when the buffers were written
+        self._advanced = 0  # by how many tokens since, until ``step`` ran first
         self._logits: Tensor | None = None  # of the last launch, if that was no decode step in the buffers
         self.deferred = DeferredSampling(state, steps)
         self._shared_pages = None if state.sharing is None else state.sharing.of_loop()
@@ -78,20 +82,28 @@ class PersistentBatch:
         for tap in self._state.taps:
             tap.placed(rows, self._slots.numbers(rows), [new] * len(rows))
             tap.stored(rows)
-        if self.step is not None and self._has(self.step, rows, launch):
+        if self.step is not None:
             self._advanced += self.step.repeats
+        if self.step is not None and self._has(self.step, rows, launch):
             entered = buffers.follows_pages and self._enters_page(rows, new)
             regrouped = self._runs != self._placed_runs
             if copied or listed or entered or regrouped:
                 cause: UploadCause = "page_copied" if copied else "new_page"
                 buffers.place(rows, key, cause, self._runs if regrouped else None, stay=True)
         else:
+            moved: list[MovedRow] = []
             if self.step is not None:
+                moved = self._moved(self.step, rows, new)
                 self.invalidate()
             cause = "rows_changed" if buffers.claim(self) else "call_moved_in"
-            sync_lengths(rows)
-            self._placed, self._advanced = _places(rows, 0), 0
-            buffers.place(rows, key, cause, self._runs)
+            if moved:
+                staying = {row.to for row in moved}
+                sync_lengths([row for at, row in enumerate(rows) if at not in staying])
+            else:
+                sync_lengths(rows)
+                self._advanced = 0
+            self._placed = [self._place(row, new) for row in rows]
+            buffers.place(rows, key, cause, self._runs, moved=moved)
         self._placed_runs = self._runs
 
     def _has(self, step: DecodeStep, rows: Sequence[Row], launch: Launch) -> bool:
@@ -99,7 +111,26 @@ class PersistentBatch:
         # The buffers have gone back by the tokens that do not count, whether or not the host knows how many those are.
         if step.key != launch.key or step.rows != rows:
             return False
-        return self._placed == _places(rows, self._advanced + step.repeats)
+        return self._placed == [self._place(row, launch.new_tokens) for row in rows]
+
+    def _moved(self, step: DecodeStep, rows: Sequence[Row], new_tokens: int) -> list[MovedRow]:
+        """Return which rows stay in the buffers, after ``step``; none if the host knows all lengths anyway."""
+        # Then to write them takes less.
+        if not any(row.speculation.unread for row in rows):
+            return []
+        places = zip(step.rows, self._placed, strict=True)
+        before = {row: (at, place) for at, (row, place) in enumerate(places)}
+        more = new_tokens - step.key.new_tokens_per_row
+        return [
+            MovedRow(before[row][0], at, more)
+            for at, row in enumerate(rows)
+            if row in before and before[row][1] == self._place(row, new_tokens)
+        ]
+
+    def _place(self, row: Row, new_tokens: int) -> _Place:
+        """Return a row's place as it was when the buffers were written; it has just grown by ``new_tokens``."""
+        length = row.length + row.speculation.rejected
+        return row.slot, length - new_tokens - self._advanced, row.position - row.length + new_tokens
 
     def _enters_page(self, rows: Sequence[Row], new_tokens: int) -> bool:
         """Whether a row has just entered a page; padding, which has one page, may have with several new tokens."""
@@ -194,8 +225,3 @@ class PersistentBatch:
         self.deferred.forget()
         self.invalidate()
         self._logits, self.bucket, self._wanted = None, 0, None
-
-
-def _places(rows: Sequence[Row], advanced: int) -> list[tuple[int | None, int, int]]:
-    """Return slot and length of each row, as they were ``advanced`` tokens ago, and its position from its length on."""
-    return [(row.slot, row.length + row.speculation.rejected - advanced, row.position - row.length) for row in rows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +37,14 @@ class BatchOwner(Protocol):
         """Other rows are in the buffers from now on."""
 
 
+class MovedRow(NamedTuple):
+    """A row that goes on from where the device has left it, of which the host may not know the length."""
+
+    at: int  # its batch index
+    to: int  # and from now on
+    more: int  # by how many tokens more than in the last step it grows in the next, less if negative
+
+
 class DecodeBuffers:
     """The buffers of one model for the largest batch, and their views for each bucket; one loop has them at a time."""
 
@@ -56,6 +64,8 @@ class DecodeBuffers:
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._sharing: Any = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
+        # what steps draft with that feed in guesses, by their ``StepKey.wants``
+        self.drafts: dict[tuple[str, ...], Callable[[StepKey], Any]] = {}
         self.follows_tokens, self.follows_pages = planner.follows_tokens, planner.decodes
 
     def claim(self, owner: BatchOwner | None) -> bool:
@@ -81,11 +91,14 @@ class DecodeBuffers:
         cause: UploadCause,
         runs: Sequence[Any] | None = (),
         stay: bool = False,
+        moved: Sequence[MovedRow] = (),
     ) -> None:
         """Put rows, grown by the tokens that they are about to feed in, in the decode buffers; the rest is padding."""
         # ``runs`` are pages that they share, of a step that reads these once; None for those of the step before. If
-        # they ``stay``, the rows are there, and advanced; what has changed is their pages.
-        self._write(rows, step, len(rows) if stay else 0)
+        # they ``stay``, the rows are there, and advanced; what has changed is their pages. Some may have ``moved``.
+        self._write(rows, step, len(rows) if stay else 0, moved)
+        if moved:
+            self._move(moved)
         if self._planned is not None:
             self._planned.lay_out(rows, step)
         elif self._sharing is not None and runs is not None and step.shares:
@@ -93,8 +106,16 @@ class DecodeBuffers:
         self._graph_manager.events.uploads[cause] += 1
         logger.debug("decode bucket %d: %d rows written: %s", step.rows, len(rows), cause)
 
-    def _write(self, rows: Sequence[Row], step: StepKey, first: int) -> None:
+    def _move(self, rows: Sequence[MovedRow]) -> None:
+        """Move positions and lengths on the device, before anything is written there."""
+        at, to, more = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+        old, new, added = self._state.staging.to_device([at, to, more])
+        for column, grown in ((self._whole.positions, 0), (self._whole.lengths, added.int())):
+            column.index_copy_(0, new, column.index_select(0, old) + grown)
+
+    def _write(self, rows: Sequence[Row], step: StepKey, first: int, moved: Sequence[MovedRow] = ()) -> None:
         """Write rows and padding from the ``first`` batch index on: each step makes padding longer."""
+        # Of rows that have moved it does not know positions and lengths.
         slots, padding, written = self._state.slots, [0] * (step.rows - len(rows)), np.arange(first, step.rows)
         if not len(written):
             return
@@ -102,8 +123,9 @@ class DecodeBuffers:
         positions = np.array([row.position for row in rows] + padding, dtype=np.int64)
         lengths = np.array([row.length for row in rows] + [new for _ in padding], dtype=np.int32)
         write("decode_slot", written, numbers[first:])
-        write("decode_position", written, positions[first:])
-        write("decode_length", written, lengths[first:])
+        known = np.setdiff1d(written, [row.to for row in moved]) if moved else written
+        write("decode_position", known, positions[known])
+        write("decode_length", known, lengths[known])
         write("decode_start", written, (numbers[first:] * slots.pages_each).astype(np.int32))
 
     def feed(self, rows: int, step: StepKey, tokens: Tensor) -> None:
@@ -153,13 +175,16 @@ class DecodeBuffers:
         if step not in self._views:
             columns = {name: getattr(self._whole, name)[: step.rows] for name in _OF_ROWS}
             mark_columns([*columns.values()], step.rows)
-            self._views[step] = self._whole._replace(**columns, fed=self._fed_of(step), wants=step.wants)
+            view = self._whole._replace(**columns, fed=self._fed_of(step), wants=step.wants)
+            if step.accepts:  # which is no output of the model's
+                view = view._replace(wants=(), drafts=self.drafts[step.wants](step))
+            self._views[step] = view
         return self._views[step]
 
     def _fed_of(self, step: StepKey) -> Tensor | None:
         """Return the place of a step's known tokens, ``[B, q]``; None if each row has one token, that in its slot."""
         new = step.new_tokens_per_row
-        if new == 1:
+        if new == 1 or step.accepts:
             return None
         if new not in self._fed:
             whole = self._whole.slots

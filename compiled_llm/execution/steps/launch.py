@@ -68,6 +68,7 @@ class Launch:
     Attributes:
         key: the step that runs, of B rows, in place of ``wanted``.
         entry: of which it replays the CUDA graph; None if its program runs.
+        accepts: whether rows feed in guesses, of which the device decides how many count.
         captures_now: whether a graph of it is captured at once, since others have to make room for it.
         replays: whether it replays a CUDA graph, so that to launch it takes no time.
         repeats: whether it can be launched again as it is; a missing graph would not be captured then.
@@ -96,7 +97,8 @@ class Launch:
         # ``shares`` says whether pages that rows share are read once.
         self.wanted, self.key, self.replays, self.alone = wanted, key, entry is not None, alone
         self.new_tokens = key.tokens // key.rows
-        self.repeats = self.new_tokens == 1 and capture is None
+        self.accepts = bool(key.wants) and key.accepts
+        self.repeats = capture is None and (self.new_tokens == 1 or self.accepts)
         self.entry, self.captures_now, self._program = entry, captures_now, program
         self._used, self._cascaded = events.used, events.cascaded if shares else None
         self._missed, self._taps, self._capture = missed, taps, capture

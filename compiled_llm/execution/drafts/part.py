@@ -1,0 +1,100 @@
+"""What the steps of a loop draft with: one object a loop, over texts that all loops of a model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm.compilation.drafts import NEW_TOKENS, Drafter, DraftInputs, NgramDrafter
+from compiled_llm.compilation.graphs.step_key import ACCEPTED, StepKey
+from compiled_llm.execution.batch import Tap
+from compiled_llm.execution.drafts.texts import Texts
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.kvcache.row import Row
+
+MOST_DRAFTS = NEW_TOKENS[-1] - 1
+
+
+class DraftSettings(NamedTuple):
+    """How many drafts a row may have, and how many of its last tokens are looked up."""
+
+    num_speculative_tokens: int  # 1 to ``MOST_DRAFTS``
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+
+
+class Drafts:
+    """The drafts of one loop.
+
+    Attributes:
+        name: of the drafter, in reports and errors.
+        most: how many drafts of a row may count in one step.
+    """
+
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        settings: DraftSettings,
+        text_of: Callable[[Row], NDArray[np.int64]],
+        drafter: Callable[[Texts], Drafter] | None = None,
+        name: str = "",
+    ) -> None:
+        """Draft by n-grams, or with another ``drafter`` of this ``name``, which is the same object each time.
+
+        Args:
+            text_of: returns the tokens of a row that the host knows, ``[T]`` int64, from the first that its pages hold;
+                ``UNKNOWN`` stands for those that are embeddings.
+
+        Raises:
+            ValueError: there is too little memory for the texts.
+        """
+        texts = model_runner.parts.get("drafts")
+        if texts is None:
+            texts = model_runner.parts["drafts"] = Texts(model_runner.state)
+        self.texts, self.most, self._text_of = texts, settings.num_speculative_tokens, text_of
+        self._numbers = (settings.num_speculative_tokens, settings.prompt_lookup_max, settings.prompt_lookup_min)
+        self.name = name or "ngram"
+        wants = (f"{ACCEPTED} of {self.name}",)
+        known = model_runner.decode_buffers.drafts
+        if wants not in known:
+            made = NgramDrafter(texts.tokens, texts.longest, texts.shortest) if drafter is None else drafter(texts)
+            known[wants] = lambda step: DraftInputs(made, texts.tokens, texts.limits, step.new_tokens_per_row)
+        self._taps = {new: _Tap(self, wants, new) for new in NEW_TOKENS}
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many tokens a row may feed in: one, which is a plain step, or with drafts."""
+        return [1, *(new for new in NEW_TOKENS if new == NEW_TOKENS[0] or new // 2 <= self.most)]
+
+    def tap(self, new_tokens: int) -> Tap:
+        """Return the tap that has a step of so many tokens a row draft, always the same one."""
+        return self._taps[new_tokens]
+
+    def key(self, step: StepKey) -> StepKey:
+        """Return the key of a step of so many rows and tokens, with drafts."""
+        return step._replace(wants=self._taps[step.new_tokens_per_row].wants)
+
+    def enter(self, rows: Sequence[Row]) -> None:
+        """Have the texts of rows there that are about to draft."""
+        self.texts.enter(rows, self._text_of, self._numbers)
+
+    def check(self, first_tokens: Sequence[int]) -> None:
+        """Raise RuntimeError if the drafter was wrong about how many tokens it has proposed, by what was read."""
+        if min(first_tokens) < -1:
+            raise RuntimeError(f"drafts: {self.name} has given numbers of drafts that are below 0 or above its limit")
+
+
+class _Tap(Tap):
+    """Has steps draft."""
+
+    def __init__(self, drafts: Drafts, wants: tuple[str, ...], new_tokens: int) -> None:
+        self._drafts, self.wants, self.new_tokens = drafts, wants, new_tokens
+
+    def entering(self, rows: Sequence[Row]) -> None:
+        self._drafts.enter(rows)
+
+
+PART: Any = Drafts

@@ -1,0 +1,156 @@
+"""Rounds of one loop: steps with drafts and without, whose tokens come out one for each row at a time, as steps' do."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm.compilation.drafts import Drafter
+from compiled_llm.execution.accepted import AcceptedTokens
+from compiled_llm.execution.batch import Batch
+from compiled_llm.execution.decode.decode_step import Arriving
+from compiled_llm.execution.drafts.part import Drafts, DraftSettings
+from compiled_llm.execution.drafts.rule import Rule
+from compiled_llm.execution.drafts.texts import Texts
+from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.kvcache.errors import OutOfPagesError
+from compiled_llm.kvcache.row import Row
+
+
+class _Answer:
+    """A row's tokens that the host knows, and those of them that nobody has taken yet."""
+
+    def __init__(self, stored: NDArray[np.int64], left: int) -> None:
+        self._text = np.concatenate([stored, np.zeros(left + 1, dtype=np.int64)])
+        self._length, self.left = len(stored), left  # ``left``: how many more it may get
+        self.waiting: deque[int] = deque()
+
+    @property
+    def text(self) -> NDArray[np.int64]:
+        return self._text[: self._length]
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add tokens, as far as it may get more."""
+        tokens = tokens[: self.left]
+        self._text[self._length : self._length + len(tokens)] = tokens
+        self._length, self.left = self._length + len(tokens), self.left - len(tokens)
+        self.waiting.extend(tokens)
+
+
+class Rounds:
+    """The rounds of rows whose prompts wait in a loop, or whose logits do."""
+
+    # Rows get different numbers of tokens in a round. One that is ahead waits with them; it runs on meanwhile.
+
+    def __init__(
+        self,
+        loop: GenerateLoop,
+        settings: DraftSettings,
+        texts: Sequence[NDArray[np.int64]],
+        left: int,
+        rule: Rule | None = None,
+        drafter: Callable[[Texts], Drafter] | None = None,
+        name: str = "",
+    ) -> None:
+        """Let each row of the loop get ``left`` more tokens; the pages for them are promised.
+
+        Args:
+            texts: the tokens that each row's pages hold once its prompt is computed.
+
+        Raises:
+            ValueError: there is too little memory for the texts.
+        """
+        self._loop, self._runner = loop, loop.model_runner
+        self._answers = {row: _Answer(text, left) for row, text in zip(loop.rows, texts, strict=True)}
+        self._drafts = Drafts(self._runner, settings, lambda row: self._answers[row].text, drafter, name)
+        self._drafts.texts.forget(loop.rows)
+        self._rule = rule or Rule(self._drafts.sizes)
+        self._running = list(loop.rows)
+        self._unread: deque[Arriving] = deque()
+        self._prefilled = False
+        self._batches: dict[int, Batch] = {}
+        for row in loop.rows:
+            self._promise_more(row)
+
+    def _promise_more(self, row: Row) -> None:
+        """Promise pages for drafts beyond a row's end, if there are any: else it ends with steps of one token."""
+        # At its last token but one, a step of which the host knows nothing yet may run, and the next one is launched.
+        try:
+            row.reserve(min(row.limit + 2 * self._drafts.sizes[-1], self._runner.max_positions))
+        except OutOfPagesError:
+            return
+
+    def leave(self, row: Row) -> None:
+        """Let a row take no part in further rounds."""
+        if row in self._running:
+            self._running = [other for other in self._running if other is not row]
+        self._answers[row].left = 0
+        self._answers[row].waiting.clear()
+
+    def next(self) -> dict[Row, int]:
+        """Launch what is to be launched, and return the next token of each row that goes on; none if some wait."""
+        waiting = self._waiting()
+        if waiting is None:
+            self._round()
+            waiting = self._waiting()
+        return {} if waiting is None else {row: own.popleft() for row, own in waiting.items()}
+
+    def _waiting(self) -> dict[Row, deque[int]] | None:
+        """Return the tokens of rows that have some, None if one that goes on has none."""
+        answers = self._answers.items()
+        if any(answer.left and not answer.waiting for _, answer in answers):
+            return None
+        return {row: answer.waiting for row, answer in answers if answer.waiting}
+
+    def _round(self) -> None:
+        """Launch a step, if there is one to launch, and read the oldest but one; at the end the oldest."""
+        if not self._prefilled:
+            self._loop.step()
+            self._prefilled = True
+            self._read_prefill()
+            return
+        rows = self._unfinished()
+        if rows and (new := self._size(rows)):
+            self._unread.append(self._loop.launch(self._batch(rows, new)))
+            if len(self._unread) > 1:
+                self._read()
+        else:
+            self._read()
+
+    def _read_prefill(self) -> None:
+        for row, token in self._loop.drain().items():
+            self._answers[row].append([token])
+
+    def _unfinished(self) -> list[Row]:
+        """Return the rows that may need more tokens than launched steps surely give."""
+        launched = len(self._unread)
+        rows = [row for row in self._running if self._answers[row].left > launched]
+        return self._running if len(rows) == len(self._running) else rows
+
+    def _size(self, rows: Sequence[Row]) -> int:
+        """Return how many tokens each row feeds in next; 0 if that has to be read first."""
+        positions = self._runner.max_positions
+        most = min([min(row.limit, positions) - row.length for row in rows])
+        new = self._rule.size(rows)
+        return new if new <= most else int(most > 0)
+
+    def _batch(self, rows: list[Row], new: int) -> Batch:
+        known = self._batches.get(new)
+        if known is None or known.decode is not rows:
+            taps = (self._drafts.tap(new),) if new > 1 else ()
+            known = self._batches[new] = Batch(decode=rows, promise=self._loop.promise, taps=taps)
+        return known
+
+    def _read(self) -> None:
+        rows, arriving = self._unread.popleft()
+        if isinstance(arriving, AcceptedTokens):
+            runs = arriving.result()
+            self._drafts.check([run[0] for run in runs])
+            self._rule.note(rows, arriving.offered, [len(run) - 1 for run in runs])
+        else:
+            runs = [[token] for token in arriving.result()]
+        for row, run in zip(rows, runs, strict=True):
+            self._answers[row].append(run)

@@ -1,0 +1,85 @@
+"""The tokens of running rows on the device, by slot, in which drafters look."""
+
+# Shapes: X slots, L tokens of the longest text.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.kvcache.row import Row
+
+UNKNOWN = -1
+"""Stands for a token of which only the embedding is known."""
+
+
+class Texts:
+    """The texts of one model's rows at a fixed address.
+
+    Attributes:
+        tokens: ``[X, L]`` int32.
+        limits: ``[X]`` int32, how many drafts of each slot's row may count.
+        longest: ``[X]`` int32, how many of its last tokens are looked up at most, and at least ``shortest``.
+    """
+
+    # A step that drafts writes what it feeds in. Others write nothing: what is missing is uploaded before the next one
+    # that drafts. Which slots hold which text is known by the rows' numbers, since rows come and go between.
+
+    def __init__(self, state: RunnerState) -> None:
+        """Allocate; ValueError says how many bytes are missing."""
+        self._staging, slots = state.staging, state.slots
+        self._deferring, self._padding = slots.deferring, slots.padding
+        longest = min(state.max_positions, state.pool.tokens_in(state.pool.total))
+        shape, device = (slots.padding + 1, longest), state.device
+        try:
+            with torch.inference_mode(False):
+                self.tokens = mark_static(torch.full(shape, UNKNOWN, dtype=torch.int32, device=device))
+                columns = (torch.zeros(shape[0], dtype=torch.int32, device=device) for _ in range(3))
+                self.limits, self.longest, self.shortest = map(mark_static, columns)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"drafts: the texts of {shape[0]} rows of up to {longest} tokens take {4 * shape[0] * longest} bytes, "
+                "and the device has fewer left; wrap with a smaller max_batch_size or kv_memory"
+            ) from error
+        self._numbers = np.zeros((3, shape[0]), dtype=np.int32)  # what the three columns have
+        self._there: dict[
+            int, tuple[int, int]
+        ] = {}  # of each slot, the row's number, and how many tokens were uploaded
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + 3 * self.limits.nbytes
+
+    def enter(
+        self, rows: Sequence[Row], text_of: Callable[[Row], NDArray[np.int64]], numbers: tuple[int, int, int]
+    ) -> None:
+        """Upload what is missing of the texts of rows that have slots, as far as the host knows them."""
+        # ``numbers`` are for the three columns; a row whose tokens are sampled late has no drafts.
+        pairs: list[tuple[NDArray[Any], Tensor]] = []
+        columns = self._numbers.copy()
+        for row in rows:
+            slot, text = cast(int, row.slot), text_of(row)
+            owner, there = self._there.get(slot, (0, 0))
+            first = min(there, len(text)) if owner == row.number else 0
+            if first < len(text):
+                pairs.append((text[first:].astype(np.int32), self.tokens[slot, first : len(text)]))
+            self._there[slot] = row.number, len(text)
+            columns[:, slot] = numbers
+            columns[0, slot] *= slot not in self._deferring
+        if not np.array_equal(columns, self._numbers):
+            self._numbers = columns
+            pairs += zip(columns, (self.limits, self.longest, self.shortest), strict=True)
+        if pairs:
+            self._staging.upload(pairs)
+
+    def forget(self, rows: Sequence[Row]) -> None:
+        """Upload the whole texts of rows again: they do not go on from what is there."""
+        numbers = {row.number for row in rows}
+        self._there = {slot: entry for slot, entry in self._there.items() if entry[0] not in numbers}

@@ -1,0 +1,177 @@
+"""Steps that draft give the tokens that steps without drafts give, whoever drafts, and however many count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import compiled_llm
+from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.execution.drafts.rounds import Rounds
+from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.kvcache.speculation import Speculation
+from support.execution.drafters import KINDS, Kind, Turning, drafted_answers, drafting, plain_answers
+from support.execution.schedule import prompt_of
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.noting import note_calls, note_decode_steps
+from support.parity import assert_account_is_empty
+from support.tiny_models import WINDOWS, tiny_qwen3
+
+OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
+GREEDY: list[Sampling | None] = [None] * 3
+DRAWN = [
+    Sampling(temperature=0.8, top_p=0.9, seed=5),
+    Sampling(temperature=1.2, top_k=20, seed=6),
+    Sampling(temperature=0.7, repetition_penalty=1.3, seed=7),
+]
+
+
+def wrapped(mode: str = "eager", overrides: dict[str, Any] | None = None, **options: Any) -> Any:
+    overrides = {"eos_token_id": None, "num_hidden_layers": 2, **(overrides or {})}
+    return compiled_llm.wrap(tiny_qwen3(**overrides), **{**OPTIONS, "mode": mode, **options})
+
+
+def prompts_of(seed: int, lengths: tuple[int, ...] = (3, 8, 13)) -> list[list[int]]:
+    """Prompts whose first tokens differ."""
+    rng = np.random.default_rng(seed)
+    return [[10 + number, *prompt_of(length, rng)] for number, length in enumerate(lengths)]
+
+
+def assert_same(model: Any, seed: int, settings: Any, kind: Kind | None, new: int = 40, **how: Any) -> GenerateLoop:
+    prompts = prompts_of(seed)
+    expected = plain_answers(model, prompts, new, settings)
+    loop, rounds = drafting(model, prompts, new, settings, kind, expected, **how)
+    assert drafted_answers(loop, rounds, new) == expected
+    assert_account_is_empty(model)
+    return loop
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("settings", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_drafts_change_no_token(kind: Kind | None, settings: Any, seed: int) -> None:
+    assert_same(wrapped(), seed, settings, kind)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_change_no_token_of_captured_steps(kind: Kind, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are read a step late."""
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
+    model = wrapped()
+    for settings in (DRAWN, GREEDY):
+        assert_same(model, seed, settings, kind, name=str(settings is DRAWN))
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_another_number_of_tokens_each_step(
+    kind: Kind, asynchronous: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain steps come between, which write no text; nothing is read for it."""
+    monkeypatch.setattr(GenerateLoop, "asynchronous", asynchronous)
+    assert_same(wrapped(), seed, DRAWN, kind, rule=Turning([8, 1, 2, 4, 1, 1, 2]))
+
+
+@pytest.mark.drawn(most=2)
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [({}, {"page_size": 1}), ({}, {"page_size": 3}), (WINDOWS, {}), ({}, {"check_pages": "raise"})],
+    ids=["pages of 1", "pages of 3", "windows", "checked"],
+)
+def test_whatever_the_pages_are(overrides: Any, options: Any, seed: int) -> None:
+    model = wrapped(overrides=overrides, **options)
+    for kind in ("right now and then", None):
+        assert_same(model, seed, DRAWN, kind)
+
+
+@pytest.mark.parametrize("new", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_short_answers(new: int, kind: Kind, seed: int) -> None:
+    assert_same(wrapped(), seed, GREEDY, kind, new=new)
+
+
+def test_a_pool_of_exactly_the_promised_pages_is_enough(seed: int) -> None:
+    """Rows end with steps of one token then: no page is there for drafts."""
+    prompts, new = prompts_of(seed), 40
+    pages = sum(-(-(len(prompt) + new - 1) // 4) for prompt in prompts)
+    for kind in KINDS:
+        model = wrapped(kv_memory=f"{4 * pages} tokens")
+        assert_same(model, seed, DRAWN, kind)
+
+
+def test_the_last_position_of_the_model_is_used(seed: int) -> None:
+    model = wrapped(overrides={"max_position_embeddings": 54})
+    for kind in KINDS:
+        assert_same(model, seed, DRAWN, kind, new=41)
+
+
+def test_right_drafts_take_few_steps_and_wrong_ones_as_many_as_tokens(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = wrapped(), prompts_of(seed)
+    expected = plain_answers(model, prompts, 40, GREEDY)
+    steps: dict[Kind, int] = {}
+    for kind in KINDS:
+        loop, rounds = drafting(model, prompts, 40, GREEDY, kind, expected)
+        with monkeypatch.context() as patch:
+            ran = note_decode_steps(patch)
+            drafted_answers(loop, rounds, 40)
+        steps[kind] = len(ran) - (kind == KINDS[0])  # one was prepared
+    assert steps["right"] == 5
+    assert steps["wrong"] == 39
+    assert steps["right"] < min(steps[KINDS[2]], steps[KINDS[3]]) <= max(steps[KINDS[2]], steps[KINDS[3]]) < 39
+
+
+def test_rows_that_leave_move_the_others_without_a_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that stay go on from lengths that the host has not read."""
+    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
+    model, prompts = wrapped(), prompts_of(seed)
+    expected = plain_answers(model, prompts, 60, DRAWN)
+    for number in range(2):  # what has to be compiled first is
+        rule = Turning([4, 8, 1, 4])
+        loop, rounds = drafting(model, prompts, 60, DRAWN, "right now and then", expected, rule=rule)
+        waits = note_calls(monkeypatch, Speculation, "sync", lambda own: own.unread) if number else []
+        assert leaving(loop, rounds) == [own[:size] for own, size in zip(expected, (10, 60, 23), strict=True)]
+        assert not any(waits), "it was read when its turn came"
+        loop.close()
+    assert_account_is_empty(model)
+
+
+def leaving(loop: GenerateLoop, rounds: Rounds) -> list[list[int]]:
+    """Return the tokens of three rows, of which two are released when they have 10 and 23."""
+    rows, answers = list(loop.rows), list[list[int]]([[], [], []])
+    for number in range(60):
+        while not (sampled := rounds.next()):
+            pass
+        for row, token in sampled.items():
+            answers[rows.index(row)].append(token)
+        if number in (9, 22):
+            rounds.leave(rows[number // 10])
+            loop.release(rows[number // 10])
+    return answers
+
+
+def test_a_drafter_that_gives_wrong_numbers_ends_the_call_with_its_name(seed: int) -> None:
+    model, prompts = wrapped(), prompts_of(seed)
+    loop, rounds = drafting(model, prompts, 20, GREEDY, "right", [[0] * 20] * 3, name="that lies")
+    view = model.compiled.model_runner().decode_buffers.drafts
+    (wants,) = view
+    made = view[wants]
+
+    class Lying:
+        def propose(self, slots: torch.Tensor, lengths: torch.Tensor, k: int) -> Any:
+            return torch.zeros(len(slots), k, dtype=torch.int64), torch.full_like(lengths, k + 1)
+
+    view[wants] = lambda step: made(step)._replace(drafter=Lying())
+    with pytest.raises(RuntimeError, match="right that lies"):
+        drafted_answers(loop, rounds, 20)
+    loop.close()
+    view[wants] = made
+    assert_account_is_empty(model)
+    assert_same(model, seed, DRAWN, "right")

@@ -1,0 +1,185 @@
+"""``generate(prompt_lookup_num_tokens=...)`` in the fast loop gives what ``generate`` gives, for any number of rows."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import compiled_llm
+from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm_ops.reference.backend import Reference
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
+from support.tiny_models import tiny_qwen3
+
+LENGTHS = [[7], [5, 9], [3, 8, 4], [6, 2, 9, 5, 7, 3, 8, 4]]
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    return tiny_qwen3(eos_token_id=None)
+
+
+def wrapped(**options: Any) -> PreTrainedModel:
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**FEW_PAGES, "mode": "eager", **options})
+
+
+def repeating(lengths: list[int], seed: int) -> dict[str, Tensor]:
+    """Prompts that repeat themselves, some padded on the left."""
+    inputs = mixed_prompts(lengths, 128, seed)
+    for row in inputs["input_ids"]:
+        row[-4:-2] = row[-2:]
+    return {name: torch.cat([own, own], dim=1) for name, own in inputs.items()}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("lengths", LENGTHS, ids=map(len, LENGTHS))
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_greedy_tokens_are_those_of_generate(
+    lengths: list[int], asynchronous: bool, plain: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asynchronous:
+        let_a_cpu_capture(monkeypatch)
+        monkeypatch.setattr(GenerateLoop, "asynchronous", True)
+    model, inputs = wrapped(), repeating(lengths, seed)
+    for _ in range(2):
+        torch.testing.assert_close(greedy(model, inputs, 30, prompt_lookup_num_tokens=5), greedy(plain, inputs, 30))
+    assert model.compiled.stats().generate_calls == {"fast loop": 2}
+    assert_account_is_empty(model)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "top_p": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 0},
+    "top_k": {"do_sample": True, "temperature": 1.5, "top_k": 9},
+    "min_p": {"do_sample": True, "min_p": 0.05},
+    "penalty": {"repetition_penalty": 1.4},
+    "bias": {"sequence_bias": [[[5], 3.0], [[6, 7], 20.0]]},
+    "bad words": {"bad_words_ids": [[9], [4, 5], [6, 6, 6]]},
+    "minimum": {"min_new_tokens": 20, "eos_token_id": [5, 6, 7, 8]},
+    "ends": {"eos_token_id": list(range(3, 20)), "pad_token_id": 0},
+}
+
+
+@pytest.mark.drawn(most=4)
+@pytest.mark.parametrize("lengths", [[7], [5, 9, 4]], ids=[1, 3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_seed_gives_the_tokens_that_it_gives_without_drafts(name: str, lengths: list[int], seed: int) -> None:
+    """Whatever the settings are, those that look back at tokens included."""
+    model, inputs = wrapped(), repeating(lengths, seed)
+    options = {"max_new_tokens": 30, "do_sample": False, **SETTINGS[name]}
+    results = []
+    for more in ({}, {"prompt_lookup_num_tokens": 7}, {"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 1}):
+        torch.manual_seed(seed)
+        results.append(model.generate(**inputs, **options, **more))
+        torch.testing.assert_close(results[0], results[-1])
+    assert model.compiled.stats().generate_calls == {"fast loop": 3}
+    assert_account_is_empty(model)
+
+
+class Noting(BaseStreamer):
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.given.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_and_criteria_see_each_token_as_without_drafts(plain: Any, seed: int) -> None:
+    model, inputs = wrapped(), repeating([6], seed)
+    seen: dict[int, tuple[list[list[int]], list[int]]] = {}
+    for number in (None, 6):
+        streamer, lengths = Noting(), []
+
+        def note(ids: Tensor, scores: Any, lengths: list[int] = lengths) -> Tensor:
+            lengths.append(ids.shape[1])
+            return torch.full((len(ids),), ids.shape[1] >= 30)
+
+        more = {"streamer": streamer, "stopping_criteria": [note]}
+        greedy(model, inputs, 40, prompt_lookup_num_tokens=number, **more)
+        seen[number or 0] = streamer.given, lengths
+        assert streamer.ended
+    assert seen[0] == seen[6]
+    assert seen[6][1] == list(range(13, 31))
+    assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("lengths", [[6], [5, 8, 3]], ids=[1, 3])
+def test_a_kept_cache_is_huggingfaces_and_goes_on(lengths: list[int], plain: Any, seed: int) -> None:
+    """Rows of other lengths, some of which end early: pads are stored after them."""
+    model, words = wrapped(), torch.full((len(lengths), 3), 7)
+    ends = greedy(plain, repeating(lengths, seed), 20)[:, -12]
+    options = {"return_dict_in_generate": True, "eos_token_id": ends.tolist(), "pad_token_id": 0}
+    given = [repeating(lengths, seed)] * 2
+    for turn in range(3):
+        lookup = {"prompt_lookup_num_tokens": 5} if turn != 1 else {}
+        theirs = greedy(plain, given[0], 20 - turn, **options)
+        ours = greedy(model, given[1], 20 - turn, **options, **lookup)
+        torch.testing.assert_close(ours.sequences, theirs.sequences)
+        for (keys, values, _), (their_keys, their_values, *_) in zip(
+            ours.past_key_values, theirs.past_key_values, strict=True
+        ):
+            stored = keys.any(dim=-1) | ~their_keys.any(dim=-1)
+            assert stored.float().mean() > 0.8
+            torch.testing.assert_close(keys[stored], their_keys[stored], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(values[stored], their_values[stored], rtol=1e-3, atol=1e-4)
+        given = [next_turn(given[0], own, words) for own in (theirs, ours)]
+    assert model.compiled.stats().generate_calls == {"fast loop": 3}
+
+
+def test_embeddings_are_not_searched_and_their_answers_are(plain: Any, seed: int) -> None:
+    model, inputs = wrapped(), repeating([6, 9], seed)
+    embeddings = plain.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    options = {"inputs_embeds": embeddings, **inputs}
+    torch.testing.assert_close(greedy(model, options, 25, prompt_lookup_num_tokens=4), greedy(plain, options, 25))
+
+
+@pytest.mark.parametrize(
+    "more", [{"output_scores": True, "return_dict_in_generate": True}, {"typical_p": 0.9, "do_sample": True}]
+)
+def test_what_steps_with_drafts_cannot_do_is_huggingfaces_loop(more: dict[str, Any], seed: int) -> None:
+    model, inputs = wrapped(), repeating([6], seed)
+    model.generate(**inputs, **{"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3, **more})
+    assert model.compiled.stats().generate_calls == {"compiled forward": 1}
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True, "mode": "compile"}], ids=["planned", "invariant"])
+def test_planned_steps_and_batch_invariant_ones_leave_drafts_to_huggingface(
+    options: dict[str, Any], plain: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not options:
+        monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    model, inputs = wrapped(**options), repeating([6], seed)
+    torch.testing.assert_close(greedy(model, inputs, 12, prompt_lookup_num_tokens=3), greedy(plain, inputs, 12))
+    assert model.compiled.stats().generate_calls == {"compiled forward": 1}
+
+
+def test_more_than_seven_are_cut_to_seven_which_is_said_once(
+    plain: Any, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, inputs = wrapped(), repeating([6], seed)
+    with caplog.at_level(logging.WARNING, "compiled_llm"):
+        for _ in range(2):
+            torch.testing.assert_close(
+                greedy(model, inputs, 20, prompt_lookup_num_tokens=12), greedy(plain, inputs, 20)
+            )
+    assert len([record for record in caplog.records if "prompt_lookup_num_tokens=12" in record.getMessage()]) == 1
+
+
+def test_a_number_that_is_impossible_is_huggingfaces_error(seed: int) -> None:
+    model, inputs = wrapped(), repeating([6], seed)
+    with pytest.raises(ValueError, match="num_output_tokens"):
+        greedy(model, inputs, 5, prompt_lookup_num_tokens=0)
+    assert_account_is_empty(model)
