@@ -1,6 +1,6 @@
 """Batch-invariant kernels: `kernels/attention/invariant_tiling.py` and `kernels/linear/invariant_tiling.py`.
 
-The rule of attention may not look at the batch, so a candidate has to be good for all of a head's cases.
+Candidates of attention with equally many keys in a tile have equal bits, and may be chosen by the batch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_decode_tiling, invariant_tiling
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
 from compiled_llm_ops.kernels.linear.invariant_tiling import (
     TILES,
@@ -57,23 +57,24 @@ def linear_timer(m: int, n: int, k: int) -> Callable[[InvariantLinearTiling], fl
     return lambda tiling: captured(lambda number: launch(tiling, number))
 
 
-def invariant_attention_cases(_: Machine, quick: bool) -> Iterator[Case]:
+def invariant_attention_cases(machine: Machine, quick: bool) -> Iterator[Case]:
     """Rows of one token each, and a prompt."""
-    chosen = invariant_tiling(HEAD_DIM)
     shapes = [(1, 2048), (32, 600), (256, 600)] if quick else [(1, 160), (1, 4096), (8, 2048), (32, 600), (256, 600)]
     for gqa in (2, 4) if quick else (1, 2, 4, 8):
         for rows, length in shapes:
             name = f"B={rows}, G={gqa}, {length} keys"
+            chosen = invariant_decode_tiling(HEAD_DIM, gqa, rows * KV_HEADS, machine.processors)
             prepare = lambda given=([1] * rows, [length] * rows, gqa): attention_timer(*given)  # noqa: E731
             yield case_of("invariant-attention", name, attention_tilings(quick), chosen, prepare)
+        chosen = invariant_tiling(HEAD_DIM)
         prepare = lambda gqa=gqa: attention_timer([512] * 8, [1024] * 8, gqa)  # noqa: E731
         yield case_of("invariant-attention", f"8 x 512 tokens, G={gqa}", attention_tilings(quick), chosen, prepare)
 
 
 def attention_tilings(quick: bool) -> list[PackedTiling]:
-    few = ((16, 64, 128), (64, 128), (2, 3), (4, 8))
+    few = ((16, 64, 128), (64, 128), (2, 3), (2, 4, 8))
     sizes = few if quick else ((16, 32, 64, 128), (32, 64, 128), (2, 3, 4), (2, 4, 8))
-    tilings = (PackedTiling(*given, fuses=False) for given in itertools.product(*sizes))
+    tilings = (PackedTiling(*given, fuses=False, ordered=True) for given in itertools.product(*sizes))
     return [
         tiling for tiling in tilings if tiling.keys * tiling.stages <= 256 and 4 <= tiling.queries // tiling.warps <= 16
     ]

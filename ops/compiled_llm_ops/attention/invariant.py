@@ -85,10 +85,11 @@ def _cpu(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]
 
 @kernel_of_both(invariant_attention, "CUDA")
 def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None]:
-    from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+    from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_decode_tiling, invariant_tiling
     from compiled_llm_ops.kernels.attention.packed import PackedQueries, attend
     from compiled_llm_ops.kernels.attention.rope_append import rope_append
-    from compiled_llm_ops.kernels.pdl import has_pdl
+    from compiled_llm_ops.kernels.linear.invariant_tiling import linear_device_of
+    from compiled_llm_ops.kernels.pdl import has_pdl, is_hopper
 
     _check(args)
     check_even_heads("invariant_attention", args.pages)
@@ -107,5 +108,11 @@ def _cuda(args: DecodeAttention, wants_lse: bool) -> tuple[Tensor, Tensor | None
             query, args.pages, None, args.starts, args.lengths, args.indices, args.scale, args.window_left,
             args.logits_soft_cap, args.key_scale, args.value_scale,
         )  # fmt: skip
-        attend(queries, out, lse, invariant_tiling(args.pages.shape[-1]), pdl=pdl)
+        (_, _, kv_heads, _, stored), rows = args.pages.shape, len(args.lengths)
+        tiling = invariant_tiling(stored)
+        if is_hopper(device) and args.pages.element_size() == query.element_size() == 2:
+            row_queries = args.new_tokens * query.shape[1] // kv_heads
+            processors = linear_device_of(device).processors
+            tiling = invariant_decode_tiling(stored, row_queries, rows * kv_heads, processors)
+        attend(queries, out, lse, tiling, pdl=pdl)
     return out, lse

@@ -51,6 +51,21 @@ def test_a_row_decodes_with_the_same_bits_among_up_to_256(seed):
 
 
 @seeded
+@by_dtype
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 2), (128, 8), (64, 4)])
+def test_small_tiles_of_attention_have_the_bits_of_large_ones(head_dim, group, dtype, seed):
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 3000) for _ in range(64)]
+    rows = InvariantRows(lengths, dtype=dtype, head_dim=head_dim, group=group, page_size=16, kv_heads=8, device="cuda")
+    spans = [Span(row, length - 1, length) for row, length in enumerate(lengths)]
+    alone = [rows.decode([span])[0] for span in spans]
+    for (out, lse), (own_out, own_lse) in zip(rows.decode(spans), alone, strict=True):
+        assert torch.equal(out, own_out)
+        assert torch.equal(lse, own_lse)
+
+
+@seeded
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
 @pytest.mark.parametrize(("outputs", "inputs"), WEIGHTS)
 def test_rows_are_multiplied_with_the_same_bits_in_any_batch(outputs, inputs, dtype, seed):

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
 from compiled_llm_ops.contracts import DecodeAttention, PagedAttention
-from compiled_llm_ops.kernels.attention.invariant_tiling import invariant_tiling
+from compiled_llm_ops.kernels.attention.invariant_tiling import ONE_TOKEN, invariant_decode_tiling, invariant_tiling
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
 from compiled_llm_ops.kernels.linear.invariant_tiling import TILES, LinearDevice, invariant_linear_tiling
 from support.ops.compiling import compiled, resources_of
@@ -28,7 +29,7 @@ HALF = {"dtype": torch.half, "head_dim": 64, "page_size": 16}
 
 H200, ANOTHER = LinearDevice(228 * 1024, 132, hopper=True), LinearDevice(164 * 1024, 108, hopper=False)
 
-SMALL = PackedTiling(16, 64, 3, 4, fuses=False)
+SMALL = PackedTiling(16, 64, 3, 4, fuses=False, ordered=True)
 """So small that rows have several tiles."""
 
 
@@ -163,14 +164,19 @@ def test_rows_are_added(inputs, seed):
     assert torch.equal(sum_rows(values[4:5].clone()), sums[4:5])
 
 
+def _reductions(code: str) -> str:
+    """What reductions over threads do, in Triton's code for a GPU."""
+    return "".join(re.findall(r'"tt\.reduce".*?tt\.reduce\.return', code, re.DOTALL))
+
+
 @pytest.mark.drawn
 @not_interpreted
-@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 256], ids=lambda rows: f"{rows} rows of a token")
 @pytest.mark.parametrize(("head_dim", "gqa"), [(64, 3), (128, 2), (256, 8)])
-def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decodes, tmp_path):
+def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, rows, tmp_path):
     from compiled_llm_ops.kernels.attention import packed as module
 
-    tiling = invariant_tiling(head_dim)
+    decodes, tiling = rows > 0, invariant_decode_tiling(head_dim, gqa, 8 * rows, H200.processors)
     tables = ("starts", "lengths", "indices") if decodes else ("qo_indptr", "starts", "last_page_len", "indices")
     types = dict.fromkeys(("query", "pages", "out"), "*bf16") | dict.fromkeys(tables, "*i32")
     types |= dict.fromkeys(("row_stride", "head_stride", "rows", "window_left"), "i32") | {
@@ -180,13 +186,25 @@ def test_the_attention_compiles_for_hopper_without_spilling(head_dim, gqa, decod
     constants = {
         "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": 8, "HEAD": head_dim, "DIM": head_dim, "PAGE": 16,
         "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": True, "CAPPED": False, "NEW": int(decodes),
-        "PDL": decodes,
+        "PDL": decodes, "ORDERED": tiling.ordered,
     }  # fmt: skip
     kernel = compiled(
         module._packed_attention, constants, types, tiling.warps, ("pages", "out"), enable_fp_fusion=False
     )
-    assert "wgmma" in kernel.asm["ptx"]
+    assert ("wgmma" in kernel.asm["ptx"]) == (tiling != ONE_TOKEN)
+    assert "arith.addf" not in _reductions(kernel.asm["ttgir"]), "tensor cores add, whose order no tiling changes"
     assert "STACK:0" in resources_of(kernel.asm["cubin"], tmp_path / "kernel.cubin")
+
+
+def test_tiles_are_small_where_rows_of_one_token_fill_the_device():
+    """The order of the sums is that of the keys of a tile, so all have as many."""
+    for head_dim in (64, 128):
+        large = invariant_tiling(head_dim)
+        assert invariant_decode_tiling(head_dim, 2, 8 * 256, 132) == ONE_TOKEN
+        assert invariant_decode_tiling(head_dim, 32, 8 * 256, 132) == large
+        assert invariant_decode_tiling(head_dim, 2, 8 * 16, 132) == large
+        assert (large.keys, large.fuses, large.ordered) == (ONE_TOKEN.keys, ONE_TOKEN.fuses, ONE_TOKEN.ordered)
+    assert invariant_decode_tiling(256, 2, 8 * 256, 132) == invariant_tiling(256)
 
 
 @not_interpreted

@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "FalconH1": {**MAMBA_2, "num_hidden_layers": 1, "mamba_d_ssm": 256},
     "GraniteMoeHybrid": {**MAMBA_2, "layer_types": ["mamba", "attention"], "hidden_size": 128},
     "Lfm2": CONV,
+    "Lfm3": {**CONV, "num_attention_heads": 32, "num_key_value_heads": 16},  # it has a gate of a number for each head
     "Mamba2": {"num_hidden_layers": 1, "hidden_size": 128, "state_size": 32, "num_heads": 32, "head_dim": 8},
     "OlmoHybrid": DELTA,
     "Qwen3_5": DELTA,

@@ -4,7 +4,7 @@
 # has a tile of queries of one row and kv head, and reads the row's keys in tiles that begin at fixed positions, in
 # ascending order, each time in the same way. Tiles of which a query sees nothing change nothing for it, whatever other
 # queries see of them. So a query's bits depend on its own row's tokens and on the tiling alone: with one tiling for all
-# batches, they are the same in each.
+# batches, or tilings of equally many keys in which tensor cores add all that is added, they are the same in each.
 # Shapes: B rows, T packed tokens, H query heads, K kv heads, G query heads of one kv head, D head dimension, D' the
 # same as stored, P pages, S page size, Q queries of a tile.
 
@@ -84,6 +84,7 @@ def with_block(
     row, token, head_ids, tensors, sizes, cap, values_offset,
     DIM: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, TRANSFORMED: tl.constexpr, LOGITS: tl.constexpr, VISIBLE: tl.constexpr, SUMMED: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of values, those of weights and the largest logits with those of a block of keys."""
     # Unless MASKED, all queries see all of its keys. Both ways round alike: a sum of the same blocks has the same bits.
@@ -123,7 +124,13 @@ def with_block(
         weights = tl.exp2(logits - base[:, None])
         fade = tl.exp2(largest - base)
         sums = add_values(faded(sums, fade), weights.to(q.dtype), values_ptr, slot, mask, DIM)
-        return sums, total * fade + tl.sum(weights, 1), larger
+        if ORDERED:
+            # Tensor cores add in the order of keys; which threads add weights, and when, follows from the tiling.
+            ones = tl.full([KEYS, 32], 1.0, q.dtype)
+            total = tl.dot(weights.to(q.dtype), ones, total * fade[:, None], input_precision="ieee")
+        else:
+            total = total * fade + tl.sum(weights, 1)
+        return sums, total, larger
 
 
 # One kernel for all batches: neither strides nor addresses that come with a batch make another one of it.
@@ -137,7 +144,7 @@ def _packed_attention(
     QUERIES: tl.constexpr, GQA: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     NEW: tl.constexpr, TRANSFORMED: tl.constexpr = None, LOGITS: tl.constexpr = None, VISIBLE: tl.constexpr = None,
-    SUMMED: tl.constexpr = None, PDL: tl.constexpr = False,
+    SUMMED: tl.constexpr = None, PDL: tl.constexpr = False, ORDERED: tl.constexpr = False,
 ):  # fmt: skip
     """Attend with one tile of queries of one row and kv head. Later ones see more keys, so they begin first."""
     if PDL:
@@ -182,7 +189,7 @@ def _packed_attention(
             scale *= tl.load(key_scale + head)
         q, factor = as_multiplied(q, scale, pages)
         largest = tl.full([QUERIES], -float("inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
+        total = tl.zeros([QUERIES, 32] if ORDERED else [QUERIES], tl.float32)
         sums, values_ptr = no_values(QUERIES, DIM, pages), head_pages + values_offset
         # Blocks that a window or the diagonal cuts are masked; in between, all queries see all keys. Blocks stay in
         # order, whichever they are: that depends on what else is in the tile.
@@ -194,21 +201,23 @@ def _packed_attention(
                 sums, total, largest = with_block(
                     sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own,
                     nearest, row, token, head_ids, tensors, sizes, cap, values_offset,
-                    DIM, PAGE, KEYS, True, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED,
+                    DIM, PAGE, KEYS, True, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED, ORDERED,
                 )  # fmt: skip
         cut = tl.maximum((first_own + 1) // KEYS, whole)
         for block in tl.range(whole, cut, num_stages=STAGES):
             sums, total, largest = with_block(
                 sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own, nearest,
                 row, token, head_ids, tensors, sizes, cap, values_offset,
-                DIM, PAGE, KEYS, False, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED,
+                DIM, PAGE, KEYS, False, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED, ORDERED,
             )  # fmt: skip
         for block in tl.range(cut, end, num_stages=STAGES):
             sums, total, largest = with_block(
                 sums, total, largest, block, q, factor, head_pages, values_ptr, own_indices, first, last, own, nearest,
                 row, token, head_ids, tensors, sizes, cap, values_offset,
-                DIM, PAGE, KEYS, True, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED,
+                DIM, PAGE, KEYS, True, WINDOWED, CAPPED, TRANSFORMED, LOGITS, VISIBLE, SUMMED, ORDERED,
             )  # fmt: skip
+        if ORDERED:
+            total = tl.max(total, 1)  # all 32 are the same
         if TRANSFORMED:
             total = tl.where(total == 0.0, 1.0, total)  # no key was seen, or none is counted
         values = summed(sums) / total[:, None]
@@ -257,7 +266,7 @@ def attend(
     constants: dict[str, Any] = {
         "QUERIES": tiling.queries, "GQA": gqa, "KV_HEADS": kv_heads, "HEAD": head_dim, "DIM": stored, "PAGE": page_size,
         "KEYS": tiling.keys, "STAGES": tiling.stages, "WINDOWED": args.window_left >= 0, "CAPPED": cap > 0, "NEW": new,
-        "num_warps": tiling.warps, "enable_fp_fusion": tiling.fuses,
+        "num_warps": tiling.warps, "enable_fp_fusion": tiling.fuses, "ORDERED": tiling.ordered,
         **({} if transform is None else transform.constants), **({"PDL": True, "launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     _packed_attention[(tiles * kv_heads,)](
