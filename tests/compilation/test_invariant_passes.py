@@ -112,7 +112,20 @@ def test_linear_layers_become_the_op(seed: int) -> None:
         out = torch.compile(layers, backend=backend)(rows)
         torch.testing.assert_close(out, layers(rows))
     (graph,) = seen
-    assert [node.target for node in graph.nodes if node.op == "call_function"] == [LINEAR] * 3
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    assert [node.target for node in calls] == [LINEAR] * 3
+    assert [node.args[3] for node in calls] == [True] * 3, "weights may be asked for early"
+
+
+def test_weights_that_the_graph_computes_are_not_asked_for_early() -> None:
+    graph = fx.Graph()
+    rows, weight = map(graph.placeholder, ("rows", "weight"))
+    part = graph.call_function(torch.ops.aten.as_strided.default, (weight, [4, 8], [8, 1]))
+    for own in (weight, part, graph.call_method("t", (part,)), graph.call_function(torch.mul, (weight, 2))):
+        graph.call_function(nn.functional.linear, (rows, own))
+    graph.call_function(nn.functional.linear, (rows, graph.call_method("mul", (weight, 2))))
+    InvariantProducts()(graph)
+    assert [node.args[3] for node in graph.nodes if node.target is LINEAR] == [True, True, True, False, False]
 
 
 @torch.no_grad()

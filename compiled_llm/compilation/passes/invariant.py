@@ -18,6 +18,7 @@ _aten = torch.ops.aten
 _LINEAR = torch.ops.compiled_llm.invariant_linear.default
 _BMM = torch.ops.compiled_llm.invariant_bmm.default
 _SUM = torch.ops.compiled_llm.invariant_sum.default
+_AS_STRIDED = _aten.as_strided.default
 
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution"})
 _MATMULS |= {"_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm"}
@@ -58,9 +59,16 @@ def _in_order(node: fx.Node, *names: str) -> list[Any]:
     return [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in enumerate(names)]
 
 
+def _is_given(weight: Any) -> bool:
+    """Whether no kernel of the graph writes a weight, which may be asked for before earlier ones have ended."""
+    while isinstance(weight, fx.Node) and (weight.target is _AS_STRIDED or weight.op == "call_method"):
+        weight = weight.args[0] if weight.target in (_AS_STRIDED, "t") else None
+    return isinstance(weight, fx.Node) and weight.op in ("placeholder", "get_attr")
+
+
 def _replace(graph: fx.Graph, node: fx.Node, rows: Any, weight: Any, bias: Any) -> None:
     with graph.inserting_before(node):
-        product = graph.call_function(_LINEAR, (rows, weight, bias, True))
+        product = graph.call_function(_LINEAR, (rows, weight, bias, _is_given(weight)))
     product.meta.update(node.meta)
     node.replace_all_uses_with(product)
     graph.erase_node(node)

@@ -16,7 +16,7 @@ from compiled_llm_ops.contracts import DecodeAttention, PagedAttention
 from compiled_llm_ops.kernels.attention.invariant_tiling import ONE_TOKEN, invariant_decode_tiling, invariant_tiling
 from compiled_llm_ops.kernels.attention.packed_tiling import PackedTiling
 from compiled_llm_ops.kernels.linear.invariant_tiling import TILES, LinearDevice, invariant_linear_tiling
-from support.ops.compiling import compiled, resources_of
+from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.fp8_pages import KINDS, Fp8Batch
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.invariant_rows import InvariantRows, Span
@@ -221,5 +221,7 @@ def test_the_matmul_compiles_for_hopper_without_spilling(number, tmp_path):
         "input_stride": 1, "DESCRIBED": True, "SWAPPED": tiling.swapped, "PDL": True,
     }  # fmt: skip
     kernel = compiled(module._invariant_linear, constants, types, tiling.warps, aligned=("y", "N", "K"))
+    steps = in_order(kernel.asm["ptx"])
+    assert steps[: steps.index("griddepcontrol.wait")] == ["cp.async.bulk"], "weights are asked for before the wait"
     assert "wgmma" in kernel.asm["ptx"]
     assert "STACK:0" in resources_of(kernel.asm["cubin"], tmp_path / "kernel.cubin")

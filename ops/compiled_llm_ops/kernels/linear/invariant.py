@@ -22,6 +22,7 @@ from compiled_llm_ops.kernels.linear.invariant_tiling import (
     SUMMED,
     InvariantLinearTiling,
 )
+from compiled_llm_ops.kernels.linear.skinny import after_waiting
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -34,8 +35,9 @@ def _invariant_linear(
 ):  # fmt: skip
     """Multiply ROWS rows with OUTPUTS rows of the weight, over all inputs in ascending order."""
     # If they are DESCRIBED, ``x`` and ``w`` are descriptors, which read zeros outside; else addresses. If SWAPPED,
-    # which they are then, the product is ``[OUTPUTS, ROWS]``.
-    if PDL:
+    # which they are then, the product is ``[OUTPUTS, ROWS]``. The first block of weights that descriptors read is on
+    # its way before the kernel waits.
+    if PDL and not DESCRIBED:
         gdc_wait()
         gdc_launch_dependents()
     row_tiles, output_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, OUTPUTS)
@@ -47,12 +49,14 @@ def _invariant_linear(
     if SWAPPED:
         total = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for k in tl.range(0, K, INPUTS, num_stages=STAGES):
-            rows, weight = x.load([row_tile * ROWS, k]), w.load([output_tile * OUTPUTS, k])
+            weight = w.load([output_tile * OUTPUTS, k])
+            rows = x.load([row_tile * ROWS, after_waiting(k) if PDL else k])
             total = tl.dot(weight, rows.T, total, input_precision="ieee")
     elif DESCRIBED:
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for k in tl.range(0, K, INPUTS, num_stages=STAGES):
-            rows, weight = x.load([row_tile * ROWS, k]), w.load([output_tile * OUTPUTS, k])
+            weight = w.load([output_tile * OUTPUTS, k])
+            rows = x.load([row_tile * ROWS, after_waiting(k) if PDL else k])
             total = tl.dot(rows, weight.T, total, input_precision="ieee")
     else:
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
