@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,33 +15,52 @@ from transformers import PreTrainedModel
 import compiled_llm
 from support.execution.twins import OPTIONS, on_device, rms, twins_of
 from support.gpu import needs_cuda
-from support.huggingface.vision import IMAGE, make, with_images
+from support.huggingface.vision import FAMILIES as KNOWN, IMAGE, REFUSED, make, with_images
 from support.parity import assert_account_is_empty, greedy
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 FAMILIES = ["Gemma3", "Qwen3VL", "Llava"]
+CAPTURED = [*FAMILIES, "Qwen3_5", "Lfm2Vl"]
+OTHERS = [family for family in KNOWN if family not in FAMILIES and family not in REFUSED]
+HEADS: dict[str, dict[str, int]] = {
+    "": {"head_dim": 64},
+    "Gemma4": {"head_dim": 64, "global_head_dim": 64},
+    "Gemma4Unified": {"head_dim": 64, "global_head_dim": 64},
+    "Kimi_K25": {},
+}
+"""Sizes that kernels for GPUs have."""
 NEW = 40
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+
+
+def in_dtype(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Inputs whose pixels are of a dtype."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
 def of_an_answer(model: PreTrainedModel, given: dict[str, Tensor], sequences: Tensor) -> Tensor:
     """`[NEW, B, V]`: HuggingFace's logits of an answer, by one forward over images and the whole text."""
     types = {name: pad(given[name], (0, NEW)) for name in given if name.endswith("token_type_ids")}
-    pixels = {name: given[name] for name in given if name.startswith(("pixel", "image"))}
+    images = {name: given[name] for name in given if name not in ("input_ids", "attention_mask", *types)}
+    pixels = in_dtype(images, model.dtype)
     mask = pad(given["attention_mask"], (0, NEW), value=1)
     with torch.no_grad():
         logits = model(input_ids=sequences, attention_mask=mask, use_cache=False, **types, **pixels).logits
     return logits[:, -NEW - 1 : -1].transpose(0, 1).float()
 
 
-@pytest.mark.parametrize("mode", ["cuda-graphs", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [*product(CAPTURED, ["cuda-graphs"]), *product(FAMILIES + OTHERS, ["eager"])],
+)
 def test_answers_to_images_have_logits_as_exact_as_huggingfaces(family: str, mode: str, seed: int) -> None:
     """Prompts with one image, none and two, at once and again, and with one row."""
-    twins = twins_of(make(family, seed, head_dim=64, eos_token_id=None).to("cuda", torch.bfloat16), mode=mode)
+    twins = twins_of(
+        make(family, seed, eos_token_id=None, **HEADS.get(family, HEADS[""])).to("cuda", torch.bfloat16), mode=mode
+    )
     for given in (with_images(family, seed), with_images(family, seed + 1), with_images(family, seed)):
-        given = on_device(given)
+        given = in_dtype(on_device(given), torch.bfloat16)
         out = greedy(twins.wrapped, given, NEW, suppress_tokens=list(range(IMAGE, 128)), **ASKED)
         exact, plain = (of_an_answer(model, given, out.sequences) for model in (twins.exact, twins.plain))
         ours, theirs = (

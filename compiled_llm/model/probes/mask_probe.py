@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Laye
     return [*compared(model, partial(_try, model), _as_cached(model, windowed))]
 
 
+_TOKENS = 4  # of a text whose masks are asked for
 _UNMASKED = -1  # in place of a window: HuggingFace makes no mask for the layer
 
 
@@ -47,8 +48,7 @@ def _seeing(layer: Layer, window: int | None, positions: int) -> Layer:
 
 def _windows(model: PreTrainedModel, layers: int, attending: Sequence[int]) -> list[int | None]:
     """Return how many tokens each layer's mask shows, ``_UNMASKED`` if it has none; some layers are ``attending``."""
-    functions = _First.masks_of(model)
-    patterns = [_pattern(function, model) for function in functions]
+    patterns = _patterns(model)
     if not patterns:
         return [_UNMASKED] * layers
     handed: list[int | None] = [0] * layers
@@ -66,9 +66,28 @@ def _windows(model: PreTrainedModel, layers: int, attending: Sequence[int]) -> l
     return windows
 
 
-def _pattern(function: MaskFunction, model: PreTrainedModel) -> int | PatternError | None:
+def _patterns(model: PreTrainedModel) -> list[int | PatternError | None]:
+    """Return the window of each mask, None if it shows all tokens before, or where it is neither."""
+    positions = max_positions_of(model)
+    functions = _First.masks_of(model)
+    if any(map(_reads_tokens, functions)):
+        # Such masks know the tokens of their text alone, and on a GPU to ask them about others is the device's end.
+        window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or 0
+        positions = min(positions, 2 * window + _TOKENS)
+        functions = _First.masks_of(model, positions)
+    return [_pattern(function, model, positions) for function in functions]
+
+
+def _reads_tokens(function: Any) -> bool:
+    """Whether a mask function reads a tensor by position, such as which image a token is of."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    inside = [part for kept in cells for part in (kept if isinstance(kept, (tuple, list)) else (kept,))]
+    return any(isinstance(part, Tensor) or (isinstance(part, FunctionType) and _reads_tokens(part)) for part in inside)
+
+
+def _pattern(function: MaskFunction, model: PreTrainedModel, positions: int) -> int | PatternError | None:
     try:
-        return window_of(function, max_positions_of(model), model.device)
+        return window_of(function, positions, model.device)
     except PatternError as error:
         return error
     except Exception as error:  # it looks at what the forward was given
@@ -86,10 +105,12 @@ class _First:
         self.functions: list[MaskFunction] = []
 
     @classmethod
-    def masks_of(cls, model: PreTrainedModel) -> list[MaskFunction]:
-        observer = cls()
+    def masks_of(cls, model: PreTrainedModel, tokens: int = _TOKENS) -> list[MaskFunction]:
+        """Return the masks of a text of so many tokens."""
+        observer, device = cls(), model.device
+        ids = torch.zeros((1, tokens), dtype=torch.long, device=device)
         with observed(model, observer), suppress(_Reached):
-            trial_forward(model, fake=False)
+            trial_forward(model, False, input_ids=ids, position_ids=torch.arange(tokens, device=device)[None])
         return observer.functions
 
     def mask(self, arguments: dict[str, Any]) -> None:

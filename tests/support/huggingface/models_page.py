@@ -113,6 +113,7 @@ WITH_IMAGES = {
     "Cohere2Vision": Example("Command A Vision", "CohereLabs/command-a-vision-07-2025"),
     "Gemma3": Example("Gemma 3", "google/gemma-3-4b-it"),
     "Gemma4": Example("Gemma 4", "google/gemma-4-E2B-it", _SHARED),
+    "Gemma4Unified": Example("Gemma 4 unified", "google/gemma-4-12B-it"),
     "Glm46V": Example("GLM-4.6V", "zai-org/GLM-4.6V-Flash"),
     "Glm4v": Example("GLM-4.1V", "zai-org/GLM-4.1V-9B-Thinking"),
     "GlmOcr": Example("GLM-OCR", "zai-org/GLM-OCR"),

@@ -245,7 +245,7 @@ TOKENS_OF_AN_IMAGE = {
 """Where they are not four."""
 BY_ROW = ("Idefics3", "SmolVLM")
 """Those whose processors give as many images to each row, black ones where it has fewer."""
-REFUSED = ("Gemma4Unified", "PaliGemma")
+REFUSED = ("PaliGemma",)
 """Those whose prompts see both ways."""
 
 
