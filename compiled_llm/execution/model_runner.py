@@ -122,7 +122,10 @@ class ModelRunner:
                 weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
         self.max_positions = max_positions_of(model)
         weights_of_layer, self._matrix_bytes = weights_of_a_layer(model, len(facts.layers)), matrix_bytes(model)
-        shapes = CapturedShapes(config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens)
+        query_width = sum(layer.query_heads * layer.head_dim for layer in facts.layers) // len(facts.layers)
+        shapes = CapturedShapes(
+            config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens, query_width
+        )
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
         taps = [feature("check_pages", "execution").TAP] if config.checks_pages else []
         self.state = RunnerState(facts, config, self.max_positions, room.pages, states, taps)

@@ -270,18 +270,22 @@ def test_prefills_that_take_the_device_longer_than_the_host_are_not_captured():
 def test_prefills_beyond_the_largest_shape_are_cut_as_long_as_the_host_is_the_slower_one() -> None:
     def shapes(hidden: int, intermediate: int, queries: int, max_tokens: int = 8192) -> CapturedShapes:
         weights = hidden * (2 * queries + 2 * 1024 + 3 * intermediate)
-        return CapturedShapes(64, weights, max_row_tokens=40_960, max_tokens=max_tokens)
+        return CapturedShapes(64, weights, 40_960, max_tokens, query_width=queries)
 
-    small = shapes(1024, 3072, 2048)  # Qwen3-0.6B: 8,192 tokens take 15 ms there, 15 to 29 here
-    assert [small.cut(tokens) for tokens in (100, 4096, 4097, 8192, 9000)] == [None, None, 4096, 4096, None]
+    def cut(of: CapturedShapes, rows: int, tokens: int) -> int | None:
+        return of.cut(rows * tokens, rows * tokens * tokens // 2)
+
+    small = shapes(1024, 3072, 2048)  # Qwen3-0.6B: 8,192 tokens take 15 ms there, 24 here; of one row 36 there
+    assert [cut(small, *each) for each in ((1, 100), (32, 128), (33, 128), (64, 128))] == [None, None, 4096, 4096]
+    assert [cut(small, *each) for each in ((48, 160), (16, 512), (4, 2048), (1, 8192))] == [4096, 4096, 4096, None]
     for larger in (shapes(2048, 6144, 2048), shapes(4096, 12288, 4096)):  # 1.7B and 8B
-        assert not any(larger.cut(tokens) for tokens in (1280, 1281, 4096, 4097, 8192))
-    assert shapes(1024, 3072, 2048, max_tokens=2048).cut(2048) is None
+        assert not any(cut(larger, rows, 128) for rows in (10, 11, 32, 33, 64))
+    assert cut(shapes(1024, 3072, 2048, max_tokens=2048), 16, 128) is None
 
 
 def test_a_layer_too_large_for_any_shape_has_none() -> None:
     shapes = CapturedShapes(512, weights=855_000_000, max_row_tokens=40_960, max_tokens=8192)  # 70B
-    assert (shapes.anchors(), shapes.of(512), shapes.largest, shapes.cut(8192)) == ([], [], None, None)
+    assert (shapes.anchors(), shapes.of(512), shapes.largest, shapes.cut(8192, 8192)) == ([], [], None, None)
 
 
 # of these rows' tokens, those in each launch; one token more than the largest shape has, rows that fill it, and others

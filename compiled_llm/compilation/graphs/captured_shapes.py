@@ -16,6 +16,9 @@ CAPTURED_TOKENS = (
 # Weights of a layer times tokens: from this product on, an H200 takes at least twice as long to compute the layer as
 # the host takes to launch its kernels.
 _DEVICE_BOUND = 2**38
+# Up to this product, with pairs of a query and a key, an H200 waits for the host: launches that took it 15 ms took the
+# host 24 to 26.
+_HOST_BOUND = 5 * 2**35
 _SOME_ROWS = 32
 """Shapes of so many rows have fewer tokens than those of as many rows as there may be."""
 
@@ -36,13 +39,16 @@ class CapturedShapes:
     # The device takes longer over more tokens than the host takes to launch them. Nor are more tokens captured than the
     # rows can have.
 
-    def __init__(self, max_rows: int, weights: int, max_row_tokens: int, max_tokens: int) -> None:
-        """Find the shapes for numbers of rows, of weights in a layer's matrices, and of tokens in a row and a chunk."""
+    def __init__(self, max_rows: int, weights: int, max_row_tokens: int, max_tokens: int, query_width: int = 0) -> None:
+        """Find the shapes for numbers of rows, of weights in a layer's matrices, and of tokens in a row and a chunk.
+
+        ``query_width`` is the size of a layer's queries, of all heads together.
+        """
         most = max(2, max_rows)  # a symbolic size is at least 2
         worth = [tokens for tokens in CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
-        # tokens that the device computes in the time that the host takes to launch a prefill, and in half of it
-        self._host_bound = _DEVICE_BOUND // (2 * max(1, weights))  # what is packed counts as no weights
-        self.spare = self._host_bound // 2
+        self._weights, self._query_width = weights, query_width
+        # tokens that the device computes in half the time that the host takes to launch a prefill
+        self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
         self._by_rows: dict[int, list[StepKey]] = {}
         for rows in sorted({2, min(8, most), most}):
             needed = max(rows, min(max_tokens, min(rows, max_rows) * max_row_tokens))
@@ -78,12 +84,19 @@ class CapturedShapes:
         shapes = [*self._by_rows.values()][-1]
         return shapes[-1] if shapes else None
 
-    def cut(self, tokens: int) -> int | None:
-        """Return how many tokens launches have at most if a prefill of more than the shapes hold is faster cut."""
+    def cut(self, tokens: int, pairs: int) -> int | None:
+        """Return how many tokens launches have at most if a prefill of more than the shapes hold is faster cut.
+
+        ``pairs`` are its pairs of a query and a key.
+        """
         # None if it is not: the device computes so many before the host has launched them, one kernel after the other.
         # What each launch costs in addition, a reading of the weights, is little beside so many tokens.
         largest = self.largest
-        return largest.tokens if largest is not None and largest.tokens < tokens <= self._host_bound else None
+        if largest is None or tokens <= largest.tokens:
+            return None
+        # A pair is a multiplication for its score and one for its value, where a weight is one.
+        computed = tokens * self._weights + 2 * pairs * self._query_width
+        return largest.tokens if computed <= _HOST_BOUND else None
 
     def smallest(self, tokens: int, rows: int) -> StepKey | None:
         """Return the smallest shape that holds a prefill of ``tokens`` tokens, or None if all are too small."""

@@ -192,7 +192,10 @@ class Prefill:
             extensions = [_with_states(extension) for extension in extensions]
         # What no CUDA graph gives is not cut; and more logits than rows would be there twice while they are joined.
         may_replay = embeddings is None and not wants and len(keep) <= len(extensions)
-        most = self._most_at_once(token_count(extensions)) if may_replay else self._state.config.prefill_tokens
+        most = self._state.config.prefill_tokens
+        if may_replay:
+            queries = [len(extension.ids) for extension in extensions]
+            most = self._most_at_once(queries, [extension.row.length for extension in extensions])
         start, parts = 0, []
         for chunk in chunks(extensions, most, self._page_size, self._holds, self._state.spare_states):
             end = start + token_count(chunk)
@@ -213,12 +216,15 @@ class Prefill:
             return parts[0]
         return StepOutputs(torch.cat([part.logits for part in parts]), torch.cat([part.tokens for part in parts]), {})
 
-    def _most_at_once(self, tokens: int) -> int:
-        """Return how many of ``tokens`` a launch has at most; less than it may have where captured ones are faster."""
-        # This follows from the tokens alone, whatever is captured so far: a call that is repeated is cut as before.
-        most = self._state.config.prefill_tokens
-        cut = self._shapes.cut(min(tokens, most)) if self._cuts else None
-        return most if cut is None or self._graph_manager.programs.full() else cut
+    def _most_at_once(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
+        """Return how many tokens of rows a launch has at most; less than it may have where captured ones are faster."""
+        # This follows from the rows alone, whatever is captured so far: a call that is repeated is cut as before.
+        most, tokens = self._state.config.prefill_tokens, sum(queries)
+        if not self._cuts or self._graph_manager.programs.full():
+            return most
+        pairs = sum([new * length - new * (new - 1) // 2 for new, length in zip(queries, lengths, strict=True)])
+        at_once = min(tokens, most)
+        return self._shapes.cut(at_once, pairs * at_once // tokens) or most
 
     def _placed(self, extensions: Sequence[Extension]) -> list[Extension]:
         """Let taps write what the launches read of these rows."""
@@ -386,7 +392,7 @@ class Prefill:
 
     def is_one_launch(self, queries: Sequence[int], lengths: Sequence[int]) -> bool:
         """Return whether rows of ``queries`` ``[B]`` new of ``lengths`` ``[B]`` tokens run in one launch."""
-        if sum(queries) > self._most_at_once(sum(queries)):
+        if sum(queries) > self._most_at_once(queries, lengths):
             return False
         pages = sum(-(-length // self._page_size) for length in lengths)
         if self._holds is not None and not self._holds(sum(queries), pages, len(queries)):
