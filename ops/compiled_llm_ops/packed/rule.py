@@ -1,25 +1,35 @@
 """Which kernel multiplies rows with a packed weight on CUDA, and how it is cut up."""
 
+# The constants were fitted to times of the products of a layer of Qwen3-8B, [6144 x 4096], [24576 x 4096] and
+# [4096 x 12288], in bfloat16 with weights from memory, at M 1 to 1,024 on an H200.
 # Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import TypeAlias
 
 import torch
 
-from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedWeight
-from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs, takes_few_rows
+from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedFormat, PackedWeight
+from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs, takes_few_rows, way_of
 
-MAX_ROWS = 256  # rows up to which codes are unpacked in registers; from there on once, for cuBLAS
+MAX_ROWS = {4: 192, 8: 256}
+"""Rows up to which codes become numbers in registers, by their bits; more have the weight unpacked once, for cuBLAS."""
 
-FEWEST_ROUNDED = 16
+FEWEST_ROUNDED = 9
 """Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so."""
 
-FEW_ROWS = 2  # rows that are multiplied without tensor cores, if codes have 8 bits
+TILES = {8: (64, 4, 4), 16: (128, 3, 4), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 3, 8)}
+"""Outputs of a tile, blocks on their way and warps, by the rows of a tile."""
 
-WAVES = 2  # programs for each multiprocessor up to which tiles are split along the inputs
+WAVES = {8: 3.0, 16: 3.0, 32: 3.0, 64: 2.0, 128: 1.0}
+"""Programs for each multiprocessor up to which a tile's inputs are split, by the rows of a tile."""
+
 FEWEST_STEPS = 4  # blocks of inputs that a program multiplies at least
+MAX_SPLITS = 8
+
+MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most
 
 
 class Library(Enum):
@@ -29,24 +39,31 @@ class Library(Enum):
     ROUNDED = "rounded"  # rows are rounded to e4m3, then cuBLAS multiplies by blocks
 
 
-def choose(
-    m: int, weight: PackedWeight, dtype: torch.dtype, processors: int
-) -> PackedLinearTiling | FewRowsTiling | Library:
+Choice: TypeAlias = PackedLinearTiling | FewRowsTiling | Library
+
+
+def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) -> Choice:
     """Return the way to multiply M rows; ``processors`` is 0 on devices that the kernels were not made for."""
-    format, n, k = weight.format, *weight.shape
+    format = weight.format
     if not processors or dtype is torch.float32:
         return Library.UNPACKED
-    if m <= FEW_ROWS and takes_few_rows(format):
-        return FewRowsTiling(4, 1024, min(4, -(-k // 1024)), 4)
+    if m == 1 and format.code == "e4m3" and takes_few_rows(format):
+        return FewRowsTiling(outputs=8, inputs=1024, prefetched=2, warps=4)
     if m >= FEWEST_ROUNDED and dtype is torch.bfloat16 and can_be_rounded(weight):
         return Library.ROUNDED
-    inputs = block_inputs(format, 128)
-    if m > MAX_ROWS or not inputs:
+    inputs = block_inputs(format, MAX_BLOCK)
+    if m > MAX_ROWS[format.bits] or not inputs or way_of(format, inputs) == "gathered":
         return Library.UNPACKED
-    rows = min(64, max(8, 1 << (m - 1).bit_length()))
-    programs = -(-m // rows) * -(-n // 64)
-    splits = min(WAVES * processors // programs, -(-k // inputs) // FEWEST_STEPS, 8)
-    return PackedLinearTiling(rows, 64, inputs, 4, max(1, splits), 4)
+    return tiling_for(m, format, *weight.shape, processors)
+
+
+def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
+    """Return how a product on tensor cores is cut up."""
+    rows = min(max(TILES), max(min(TILES), 1 << (m - 1).bit_length()))
+    (outputs, stages, warps), inputs = TILES[rows], block_inputs(format, MAX_BLOCK)
+    tiles = -(-m // rows) * -(-n // outputs)
+    splits = min(int(WAVES[rows] * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
+    return PackedLinearTiling(rows, outputs, inputs, stages, max(1, splits), warps)
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

@@ -13,7 +13,7 @@ from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels.few_rows import multiply_few
 from compiled_llm_ops.packed.kernels.tiles import multiply as multiply_tiles
 from compiled_llm_ops.packed.kernels.unpacking import round_rows, unpack_into
-from compiled_llm_ops.packed.rule import Library, choose
+from compiled_llm_ops.packed.rule import MAX_BLOCK, Library, choose
 from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs
 from compiled_llm_ops.packed.unpack import unpack
 
@@ -34,7 +34,7 @@ def multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bo
 
 def unpacked(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return the values ``[N, K]``, by one kernel if Triton has it for the device."""
-    inputs = block_inputs(weight.format, 128)
+    inputs = block_inputs(weight.format, MAX_BLOCK)
     needed = UNPACKING_CAPABILITY.get(weight.format.code, (8, 0))
     if not inputs or torch.cuda.get_device_capability(weight.codes.device) < needed:
         return unpack(weight, dtype)
