@@ -226,6 +226,16 @@ class ModelFacts:
         """Count linear layers with packed weights by format, and by whose kernels multiply them in programs."""
         return {} if self.stand_ins is None else dict(self.stand_ins.counted)
 
+    @property
+    def tables_of_weights(self) -> dict[str, int]:
+        """The bytes of what was made of packed weights' scales and zeros, under its name; nothing if nothing was."""
+        return {"tables": self.stand_ins.copied} if self.stand_ins is not None and self.stand_ins.copied else {}
+
+    def drop_stand_ins(self) -> None:
+        """Let modules that stand for the model's drop its tensors, until they are next asked for."""
+        if self.stand_ins is not None:
+            self.stand_ins.drop()
+
     def refresh_stand_ins(self) -> Change:
         """Let modules that stand for the model's follow it; return what has to be made anew because of it."""
         return None if self.stand_ins is None else self.stand_ins.refresh(self.model, self.version.values)

@@ -107,6 +107,21 @@ def test_shapes_have_as_many_parameters_as_the_models_that_they_are_named_for(
     assert model.num_parameters() / 1e9 == pytest.approx(SIZES[name], abs=0.01)
 
 
+def test_quantised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    path = tmp_path / "figures.json"
+    quick = "--model tiny --layers 1 --device cpu --dtype float32 --mode eager --rows 1,2 --new 2 --json"
+    monkeypatch.setattr(sys, "argv", ["quantised.py", *quick.split(), str(path)])
+    importlib.import_module("quantised").main()
+    found = json.loads(path.read_text())
+    assert {name: list(one["weights"].values()) for name, one in found.items()} == {
+        "bfloat16": [],
+        **{name: [7] for name in ("int4-g128", "nf4", "fp8-block", "int8")},
+    }
+    assert all(list(one["ms"]) == ["1", "2"] for one in found.values())
+    assert "nf4-g64: compiled_llm" in capsys.readouterr().out
+
+
 def test_vllm_is_asked_for_the_same_work(tool: Any, tmp_path: Path) -> None:
     python, log = fake_vllm(tmp_path)
     quick = ("--batches", "2", "--prompts", "8", "--new", "64", "--runs", "2", "--decoding", "both")

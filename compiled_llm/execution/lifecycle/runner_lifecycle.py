@@ -209,6 +209,7 @@ class ModelRunnerLifecycle:
         if moves and self._weights is None:
             with self._moving_weights("moving weights to host memory"):
                 self._weights = HostWeights(self._facts.model, device)
+            self._facts.drop_stand_ins()
         if moves or graphs or (self.present is not None and not self.present.state.kv_memory.keeps_addresses):
             self._release()
         elif self.present is not None:

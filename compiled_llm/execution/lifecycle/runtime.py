@@ -140,7 +140,7 @@ class Runtime:
             states=None if model_runner.pool.states is None else model_runner.pool.states.account(),
             peak_pages=model_runner.pool.peak_used,
             page_size=self.config.page_size,
-            memory=model_runner.memory(),
+            memory=model_runner.memory() | self.facts.tables_of_weights,
             cuda_graph_table=self.cuda_graphs.as_dicts(),
         )
 

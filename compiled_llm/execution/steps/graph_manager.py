@@ -149,8 +149,7 @@ class GraphManager:
     def _let_tensors_go(self) -> None:
         self._version.let_go()
         self.programs.drop_tensors()
-        if (stand_ins := self._state.facts.stand_ins) is not None:
-            stand_ins.drop()
+        self._state.facts.drop_stand_ins()
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""

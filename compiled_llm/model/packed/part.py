@@ -31,7 +31,7 @@ from compiled_llm.model.stand_ins import Change
 from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops.packed.formats import check_weight
-from compiled_llm_ops.packed.linear import why_no_kernel
+from compiled_llm_ops.packed.linear import scratch_bytes, why_no_kernel
 
 logger = logging.getLogger("compiled_llm.weights")
 
@@ -51,7 +51,7 @@ class PackedStandIns:
         self._values: int | None = None  # of the model when it was last refreshed
         self._dropped = False
         self.counted: Mapping[str, int] = {}
-        self.copied = 0
+        self.copied = self.scratch = 0
         self._take_in(model)
 
     def standing_in(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -94,6 +94,7 @@ class PackedStandIns:
         children = ((name, child, copies.of(child)) for name, child in model.named_children())
         self._children = {name: copied for name, child, copied in children if copied is not child}
         counted, self.copied = _counted(said for _, said in found.values()), sum(said.copied for said in read.values())
+        self.scratch = max((scratch_bytes(said.weight, model.dtype) for said in read.values()), default=0)
         if counted != self.counted:
             self.counted = counted
             _log(model, counted)
@@ -163,10 +164,14 @@ def stand_ins(model: PreTrainedModel, required: bool) -> PackedStandIns | None:
     """Return what stands in programs for a model's modules; None if it has no packed weights.
 
     Raises:
-        UnsupportedModelError: a scale is not finite; or all are ``required`` to be read, and one is not.
+        UnsupportedModelError: a scale is not finite; there is too little memory to unpack a layer; or all are
+            ``required`` to be read, and one is not.
     """
     made = PackedStandIns(model, required)
-    return made if made.counted else None
+    if not made.counted:
+        return None
+    _check_room(model, made.scratch)
+    return made
 
 
 def formats_of(model: PreTrainedModel) -> dict[str, int]:
@@ -205,6 +210,23 @@ def _check_all_read(found: Mapping[nn.Module, tuple[str, ReadWeight | Stays]]) -
                 f"wrap: packed=True: {name}, a {torch.typename(module)}, is left to its library: {said.format}, "
                 f"{said.reason}; wrap with packed='auto', which leaves it there"
             )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how many bytes of a device's memory are free, or kept by PyTorch for whoever asks; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _check_room(model: PreTrainedModel, scratch: int) -> None:
+    """Raise UnsupportedModelError if the largest layer cannot be unpacked, as products of many rows need it."""
+    free = free_bytes(model.device)
+    if free is not None and free < scratch:
+        raise UnsupportedModelError(
+            f"wrap: the largest packed weight of {type(model).__name__} takes {scratch} bytes to unpack, and {free} "
+            "are free; free some, or wrap with packed=False, which leaves it to its library"
+        )
 
 
 def _check_finite(model: PreTrainedModel, tables: Sequence[tuple[str, Tensor]]) -> None:

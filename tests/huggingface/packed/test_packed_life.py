@@ -1,0 +1,129 @@
+"""The life of a model with packed weights: adapters, engines, sleep, artifacts, new weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import compiled_llm
+from compiled_llm import Engine, SamplingParams
+from compiled_llm.compilation.artifacts.made_for import made_for
+from compiled_llm.config import WrapConfig
+from compiled_llm.model.packed import part
+from support.huggingface.pairs import OPTIONS
+from support.packed_layers import ao_int8, fp8_blocks, gptq, packed_model, unpacked_model
+from support.parity import greedy, mixed_prompts
+from support.tiny_models import tiny_llama
+
+PROMPTS = mixed_prompts([5, 3], 128, seed=0)
+
+
+def packed(pack: Any = fp8_blocks) -> Any:
+    return packed_model(tiny_llama(eos_token_id=None), pack)
+
+
+def answer(own: Any) -> Any:
+    return greedy(own, PROMPTS, 8)
+
+
+def adapted(own: Any, *names: str) -> Any:
+    """A model with LoRA on layers that are packed, of a class that PEFT knows, and random adapters."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    made = peft.get_peft_model(own, config, adapter_name=names[0])
+    for name in names[1:]:
+        made.add_adapter(name, config)
+    return made.eval()
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_adapters_of_peft_act_on_top(mode: str) -> None:
+    own = packed()
+    model = adapted(own, "one", "two")
+    plain = adapted(unpacked_model(packed()), "one", "two")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:  # PEFT has rounded them to the type of the weight
+            plain.get_parameter(name).data = parameter.detach().clone()
+    compiled_llm.wrap(own, **{**OPTIONS, "mode": mode}, packed=True)
+    tokens = []
+    for name in ("one", "two", "one"):
+        for each in (model, plain):
+            each.set_adapter(name)
+        tokens.append(answer(model))
+        assert torch.equal(tokens[-1], answer(plain)), name
+    assert not torch.equal(tokens[0], tokens[1])
+    assert own.compiled.stats().weights == {"fp8-block32: compiled_llm": 14}
+
+
+def test_an_engine_serves_packed_weights_and_sleeps() -> None:
+    own = packed(gptq)
+    ids = [5, 17, 40, 8]
+    expected = unpacked_model(own).generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0)
+    compiled_llm.wrap(own, **OPTIONS)
+    with Engine(own, tokenizer=None) as engine, Engine(own, tokenizer=None) as second:
+        for _ in range(2):
+            for one in (engine, second):
+                assert (
+                    one.submit(ids, SamplingParams(temperature=0, max_tokens=6)).result().token_ids
+                    == expected[0, 4:].tolist()
+                )
+            engine.sleep(weights=True)
+            engine.wake()
+    assert own.compiled.stats().weights == {"int4-g32: compiled_llm": 14}
+
+
+def test_packed_weights_are_let_go_when_the_model_s_memory_is_given_back() -> None:
+    """As `sleep(weights=True)` does on CUDA: what still held them would keep their memory on the device."""
+    own = compiled_llm.wrap(packed(gptq), **OPTIONS)
+    tokens = answer(own)
+    with Engine(own, tokenizer=None) as engine:
+        engine.sleep(graphs=True)
+        stand_ins: Any = own.compiled.facts.stand_ins
+        assert all(tensor is None for module in stand_ins._modules.values() for tensor in module._buffers.values())
+        engine.wake()
+    assert torch.equal(answer(own), tokens)
+
+
+def test_too_little_memory_to_unpack_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 4 * 64 * 128
+    own = packed(gptq)
+    monkeypatch.setattr(part, "free_bytes", lambda device: largest - 1)
+    with pytest.raises(compiled_llm.UnsupportedModelError, match=f"{largest} bytes.* and {largest - 1} are free"):
+        compiled_llm.wrap(own, **OPTIONS)
+    monkeypatch.setattr(part, "free_bytes", lambda device: largest)
+    answer(compiled_llm.wrap(own, **OPTIONS))
+
+
+def test_tables_that_are_made_of_zeros_are_counted() -> None:
+    own = compiled_llm.wrap(packed(gptq), **OPTIONS)
+    answer(own)
+    zeros = sum(8 * layer.qzeros.numel() for layer in own.modules() if hasattr(layer, "qzeros"))
+    assert own.compiled.stats().memory["tables"] == zeros
+
+
+def test_artifacts_are_made_for_a_format() -> None:
+    def needs(model: Any, **options: Any) -> Any:
+        return made_for(model, type(model), WrapConfig(**options))
+
+    own = packed()
+    assert needs(own)["packed weights"] == {"fp8-block32": 14}
+    assert needs(own, packed=False)["packed weights"] == {}
+    assert needs(own, packed=False)["option packed"] is False
+    assert needs(packed(gptq))["packed weights"] == {"int4-g32": 14}
+    json.dumps(needs(own))
+
+
+def test_new_weights_of_another_form_are_refused(tmp_path: Path) -> None:
+    own = packed(ao_int8)
+    compiled_llm.wrap(own, **OPTIONS)
+    tiny_llama().save_pretrained(tmp_path)
+    with Engine(own, tokenizer=None) as engine, pytest.raises(ValueError, match="the model is quantised"):
+        engine.update_weights(tmp_path)
+    assert isinstance(own.model.layers[0].mlp.up_proj, nn.Linear)

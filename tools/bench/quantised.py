@@ -1,0 +1,126 @@
+"""Decode with weights of 4 and 8 bits, beside the same model in 16 bits: tokens a second of `generate`.
+
+python tools/bench/quantised.py --model qwen3-8b --formats int4-g128,nf4,fp8-block,int8 --rows 1,2,4,8,16,32,64,128,256
+python tools/bench/quantised.py --model tiny --device cpu --dtype float32 --rows 1,2 --new 4      # anywhere
+python tools/bench/quantised.py --load FOLDER --rows 1,8    # a quantised model: our kernels, its library's, HuggingFace
+
+Weights are random, and packed as libraries do; with `--load` they are those of a model, and its library is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from quantised_models import FORMATS, random_model
+from transformers import AutoModelForCausalLM
+
+import compiled_llm
+
+PROMPT = 32
+RUNS = 3
+
+
+def main() -> None:
+    options = _options()
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype, rows = getattr(torch, options.dtype), [int(count) for count in options.rows.split(",")]
+    found: dict[str, dict[str, Any]] = {}
+    for name in _contenders(options):
+        found[name] = _measured(name, options, dtype, device, rows)
+        _print(name, found, rows)
+        if options.json:
+            Path(options.json).write_text(json.dumps(found, indent=1))
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _contenders(options: argparse.Namespace) -> list[str]:
+    return ["ours", "library", "huggingface"] if options.load else ["bfloat16", *options.formats.split(",")]
+
+
+def _measured(
+    name: str, options: argparse.Namespace, dtype: torch.dtype, device: torch.device, rows: list[int]
+) -> dict[str, Any]:
+    """Return milliseconds of a decode step by rows, of the middle run, and what the model takes."""
+    start = time.perf_counter()
+    if options.load:
+        model = AutoModelForCausalLM.from_pretrained(options.load, dtype=dtype, device_map=device).eval()
+    else:
+        model = random_model(options.model, name, options.layers, dtype, device)
+    loaded = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    if name != "huggingface":
+        tokens = max(rows) * (PROMPT + options.new + 64)
+        packed = False if name == "library" else "auto"
+        compiled_llm.wrap(
+            model, max_batch_size=max(rows), kv_memory=f"{tokens} tokens", packed=packed, mode=options.mode
+        )
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    model.generate(**_prompt(model, rows[0], device), max_new_tokens=2, do_sample=False)
+    ready = time.perf_counter() - start
+    print(
+        f"{name}: ready after {ready:.0f} s, {loaded / 2**20:,.0f} MiB loaded, {peak / 2**20:,.0f} at most", flush=True
+    )
+    steps = {count: _step(model, count, options.new, device) for count in rows}
+    weights = model.compiled.stats().weights if name != "huggingface" else {}
+    return {"ms": steps, "loaded": loaded, "peak": peak, "weights": weights, "ready_s": ready}
+
+
+def _step(model: Any, rows: int, new: int, device: torch.device) -> float:
+    """Return milliseconds of a step: what tokens after the second take."""
+    took = []
+    inputs = _prompt(model, rows, device)
+    for run in range(RUNS + 1):
+        short, long = (_seconds(model, inputs, count, device) for count in (2, 2 + new))
+        if run:
+            took.append((long - short) / new * 1e3)
+    return statistics.median(took)
+
+
+def _seconds(model: Any, inputs: dict[str, torch.Tensor], new: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _prompt(model: Any, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, model.config.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
+    return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+
+
+def _print(name: str, found: dict[str, dict[str, Any]], rows: list[int]) -> None:
+    first, own = next(iter(found.values()))["ms"], found[name]["ms"]
+    figures = (f"{count}: {own[count]:.3f} ms ({first[count] / own[count]:.2f}x)" for count in rows)
+    print(f"{name} {found[name]['weights']}\n  rows {'; '.join(figures)}", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-8b", help="a shape of shapes.py")
+    parser.add_argument("--load", help="a quantised model in place of random weights: a folder or hub id")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
+    parser.add_argument("--layers", type=int, help="how many of the shape's layers; all by default")
+    parser.add_argument("--new", type=int, default=64, help="steps that are timed in a run")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device")
+    parser.add_argument("--mode", default="cuda-graphs")
+    parser.add_argument("--json", help="a file for all figures")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Models with random weights of 4 and 8 bits, laid out as libraries do, without these libraries."""
+
+# Classes have the libraries' names, by which our readers know them, and no products of their own. Codes are drawn on
+# the device, so that a model of 8B is made in seconds; what they stand for is about as large as trained weights are.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from models import SHAPES, build
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+from compiled_llm_ops.packed.formats import NF4
+
+_DEVIATION = 0.02  # of what weights stand for
+_BLOCK, _GROUP, _NF4_BLOCK = 128, 128, 64
+
+
+class Int4Linear(nn.Linear):
+    """As compressed-tensors leaves a layer of ``pack-quantized``."""
+
+
+class Int8Linear(nn.Linear):
+    """As compressed-tensors leaves a layer of ``int-quantized``, with weights alone."""
+
+
+class Linear4bit(nn.Linear):
+    """As that of bitsandbytes."""
+
+
+class Params4bit(nn.Parameter):
+    """As that of bitsandbytes."""
+
+    quant_state: Any = None
+
+
+@dataclass(eq=False)
+class QuantState:
+    """As that of bitsandbytes, with scales in float32."""
+
+    absmax: Tensor
+    code: Tensor
+    shape: tuple[int, int]
+    blocksize: int = _NF4_BLOCK
+    quant_type: str = "nf4"
+    nested: bool = False
+
+
+def _words(outputs: int, inputs: int, device: torch.device) -> Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, (outputs, inputs), device=device, dtype=torch.int32)
+
+
+def _compressed(layer: nn.Linear, bits: int, strategy: str, **tensors: Tensor) -> nn.Module:
+    del layer._parameters["weight"]
+    for name, tensor in tensors.items():
+        layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    weights = SimpleNamespace(num_bits=bits, type="int", symmetric=True, strategy=strategy, actorder=None)
+    scheme: Any = SimpleNamespace(weights=weights, input_activations=None, output_activations=None)
+    layer.quantization_scheme = scheme
+    return layer
+
+
+def _int4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    group = min(_GROUP, inputs)
+    scales = torch.full((outputs, inputs // group), _DEVIATION / 4.6, dtype=dtype, device=device)
+    with torch.device("meta"):
+        layer = Int4Linear(inputs, outputs, bias=False)
+    shape = torch.tensor([outputs, inputs])
+    packed = _words(outputs, inputs // 8, device)
+    return _compressed(layer, 4, "group", weight_packed=packed, weight_scale=scales, weight_shape=shape)
+
+
+def _int8(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    scales = torch.full((outputs, 1), _DEVIATION / 74, dtype=dtype, device=device)
+    codes = _words(outputs, inputs // 4, device).view(torch.int8)
+    with torch.device("meta"):
+        layer = Int8Linear(inputs, outputs, bias=False)
+    return _compressed(layer, 8, "channel", weight=codes, weight_scale=scales)
+
+
+def _fp8(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    with torch.device("meta"):
+        layer: Any = FP8Linear(inputs, outputs, block_size=(_BLOCK, _BLOCK))
+    layer.bias = None
+    codes = (torch.randn(outputs, inputs, dtype=dtype, device=device) * 32).to(torch.float8_e4m3fn)
+    scales = torch.full((-(-outputs // _BLOCK), -(-inputs // _BLOCK)), _DEVIATION / 32, device=device)
+    layer.weight = nn.Parameter(codes, requires_grad=False)
+    layer.weight_scale_inv = nn.Parameter(scales, requires_grad=False)
+    return cast(nn.Module, layer)
+
+
+def _nf4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    with torch.device("meta"):
+        layer: Any = Linear4bit(inputs, outputs, bias=False)
+    codes = _words(outputs, inputs // 8, device).view(torch.uint8).view(-1, 1)
+    layer.weight = Params4bit(codes, requires_grad=False)
+    absmax = torch.full((outputs * inputs // _NF4_BLOCK,), _DEVIATION / 0.58, device=device)
+    layer.weight.quant_state = QuantState(absmax, torch.tensor(NF4, device=device), (outputs, inputs))
+    return cast(nn.Module, layer)
+
+
+FORMATS: dict[str, Callable[[int, int, torch.dtype, torch.device], nn.Module]] = {
+    "int4-g128": _int4,
+    "nf4": _nf4,
+    "fp8-block": _fp8,
+    "int8": _int8,
+}
+
+
+def random_model(name: str, format: str, layers: int | None, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a model of a known shape, or of some of its layers, with weights of a format; ``"bfloat16"`` is plain."""
+    if layers is None and format == "bfloat16":
+        return build(name, dtype, device)
+    torch.manual_seed(0)
+    config = SHAPES[name].config()
+    if layers is not None:
+        config.num_hidden_layers = layers
+        config.layer_types = config.layer_types[:layers]
+    with torch.device("meta"):
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype)).eval()
+    for path, module in [*model.named_modules()]:
+        if type(module) is nn.Linear and "layers" in path and format in FORMATS:
+            owner, _, leaf = path.rpartition(".")
+            made = FORMATS[format](module.out_features, module.in_features, dtype, device)
+            setattr(model.get_submodule(owner), leaf, made)
+    _fill(model, device)
+    return model
+
+
+def _fill(model: PreTrainedModel, device: torch.device) -> None:
+    """Draw all parameters that have no memory yet, and make rotary embeddings anew."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                drawn = torch.ones_like(parameter, device=device)
+                if drawn.dim() > 1:
+                    drawn.normal_(std=_DEVIATION)
+                module._parameters[name] = nn.Parameter(drawn, requires_grad=False)
+    inner: Any = model.base_model
+    inner.rotary_emb = type(inner.rotary_emb)(config=model.config).to(device)
+    model.tie_weights()
