@@ -90,7 +90,7 @@ FEATURES = {
             "ops/compiled_llm_ops/drafts",
         ),
         (
-            "compilation/test_drafted_step.py",
+            "compilation/drafts",
             "execution/test_drafts.py",
             "huggingface/test_prompt_lookup.py",
             "ops/drafts",

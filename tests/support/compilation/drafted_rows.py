@@ -5,9 +5,10 @@ Shapes: B rows, k drafts, q = k + 1 new tokens of each row, X slots, N pages of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import compiled_llm
 from compiled_llm.compilation.drafts import Drafter, DraftInputs, drafted_step
-from compiled_llm.compilation.inputs import DecodeInputs
+from compiled_llm.compilation.inputs import DecodeInputs, StepTap
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.compilation.steps import decode_step, forward_of_rows
 from compiled_llm_ops.protocol import own_decode_ops
@@ -45,10 +46,16 @@ def parts_of(model: Any) -> Parts:
     return Parts(state.facts.in_programs, state.facts.forward, state.memories, state.specs, runner.graph_manager.paged)
 
 
-def tiny_model(page_size: int, rows: int = 8, device: str = "cpu", **options: Any) -> Any:
+def tiny_model(
+    page_size: int,
+    rows: int = 8,
+    device: str = "cpu",
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
     own = {"mode": "eager", "progress": False, "max_batch_size": rows, **options}
     tokens = (rows + 2) * -(-LENGTH // page_size) * page_size
-    model = tiny_qwen3(eos_token_id=None).to(device)
+    model = tiny_qwen3(eos_token_id=None, **overrides).to(device)
     return compiled_llm.wrap(model, page_size=page_size, kv_memory=f"{tokens} tokens", **own)
 
 
@@ -56,7 +63,13 @@ class Rows:
     """Rows with their prompts in pages, and buffers and tables of their own."""
 
     def __init__(
-        self, parts: Parts, page_size: int, prompts: Sequence[Sequence[int]], settings: Sequence[Sampling], start: int
+        self,
+        parts: Parts,
+        page_size: int,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[Sampling],
+        start: int,
+        taps: tuple[StepTap, ...] = (),
     ) -> None:
         """Store the prompts but for their last tokens, which the rows feed in first; ``start`` is their position."""
         self.parts, self.prompts, device = parts, prompts, parts.model.device
@@ -69,7 +82,7 @@ class Rows:
         slots = torch.tensor([*reversed(range(count)), entries - 1])  # in another order, and one row of padding
         lengths = torch.tensor([len(prompts[slot]) if slot < count else 1 for slot in slots], dtype=torch.int32)
         columns = (slots, torch.full_like(slots, start), lengths, (slots * each).int(), pages.flatten())
-        self.inputs = DecodeInputs(*(column.to(device) for column in columns), own_decode_ops())
+        self.inputs = DecodeInputs(*(column.to(device) for column in columns), own_decode_ops(), taps=taps)
         for slot, prompt in enumerate(prompts):
             self.texts[slot, : len(prompt) - 1] = torch.tensor(prompt[:-1])
             self.tables.next_token[slot] = prompt[-1]

@@ -5,133 +5,34 @@ Each setting of sampling has a row of one batch. The model, pages, tables and op
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from compiled_llm.compilation import drafts
-from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED, NOT_DRAFTED, Drafter, NgramDrafter
+from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED, NOT_DRAFTED
 from compiled_llm.compilation.programs import Arguments
-from compiled_llm.compilation.sampling.bias import BARRED, Bias, packed
-from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling, SamplingTables
-from support.compilation.drafted_rows import (
-    VOCABULARY,
-    Known,
-    Parts,
-    Rows,
-    all_of,
-    always,
-    at_position,
-    never,
-    parts_of,
-    prompts_of,
-    some_of,
-    sometimes,
-    tiny_model,
-)
-from support.ops.sampling_cases import BRANCHES, CHOSEN, EDITED
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTables
+from compiled_llm_ops.contracts.page_checks import CHAIN_KNOWN, CHAIN_ORIGIN, CHAIN_SKIPPED
+from support.compilation.drafted_cases import DRAFTERS, SETTINGS, START, STEPS, case_of, check, ngrams_of
+from support.compilation.drafted_rows import Known, Rows, always, never, parts_of, some_of, sometimes, tiny_model
 
-START = 999
-"""Position of the first token that rows feed in: settings have biases whose steps begin and end there."""
-
-STEPS = 24
 OF_ROWS = "slots", "positions", "lengths", "starts"
-LOOKING_BACK = [
-    Sampling(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0),
-    Sampling(temperature=0.8, frequency_penalty=2.0, repetition_penalty=1.5, seen=np.arange(0, 100, 7)),
-    Sampling(temperature=0.0, biases=packed(Bias((5 * u + 3) % VOCABULARY, 30.0, after=(u,)) for u in range(128))),
-    Sampling(
-        temperature=0.9,
-        biases=packed(Bias((3 * u + 5) % VOCABULARY, 9.0, after=(u, v)) for u in range(128) for v in (7, 9)),
-        tail=np.array([7, 9, 2]),
-    ),
-    Sampling(temperature=0.0, biases=packed(Bias(token, BARRED, 0, 6) for token in range(0, 128, 2))),
-]
-"""What the drafts before a token change: penalties, and biases that follow others."""
-
-SETTINGS = [
-    at_position(own, 1000 + number, START + 1) for number, own in enumerate([*BRANCHES, *EDITED, *LOOKING_BACK])
-]
 
 
-class Case(NamedTuple):
-    """A model, and what rows of each setting sample in plain steps."""
-
-    page_size: int
-    prompts: list[list[int]]
-    answers: Tensor  # ``[X, STEPS]`` int64
-    after: Rows  # as the steps have left them
-
-    def rows(self) -> Rows:
-        return rows_of(self.page_size, self.prompts)
-
-    def known(self, wrong_by: Any = never, counted: Any = all_of) -> Known:
-        lengths = torch.tensor([*map(len, self.prompts), 1])
-        return Known(self.answers, lengths, wrong_by, counted)
-
-
-@cache
-def parts(page_size: int) -> Parts:
-    return parts_of(tiny_model(page_size, rows=len(SETTINGS)))
-
-
-def rows_of(page_size: int, prompts: list[list[int]]) -> Rows:
-    return Rows(parts(page_size), page_size, prompts, SETTINGS, START)
-
-
-@cache
-def case_of(page_size: int, seed: int) -> Case:
-    prompts = prompts_of(len(SETTINGS), seed, int(CHOSEN[-1]))
-    rows = rows_of(page_size, prompts)
-    answers = torch.stack([rows.step() for _ in range(STEPS)], dim=1)
-    return Case(page_size, prompts, answers, rows)
-
-
-def drafted_answers(rows: Rows, drafter: Drafter, new: Callable[[int], int], step: Any = drafts.drafted_step) -> Tensor:
-    """`[X, STEPS]` int64, what rows sample in as many steps of ``new`` tokens as that takes."""
-    answers: list[list[int]] = [[] for _ in rows.limits]
-    number, padding = 0, len(answers) - 1
-    while min(len(own) for own in answers[:padding]) < STEPS:
-        stopped = torch.tensor([len(own) >= STEPS for own in answers[:padding]] + [True])
-        rows.limits[stopped] = 0  # they do not outgrow their pages
-        for own, tokens in zip(answers, rows.drafted(drafter, new(number), step).tolist(), strict=True):
-            own += [token for token in tokens if token > NOT_ACCEPTED]
-        assert len(answers[padding]) == number + 1, "padding grows by one token"
-        number += 1
-    return torch.tensor([own[:STEPS] for own in answers[:padding]])
-
-
-def check(case: Case, drafter: Callable[[Rows], Drafter], new: Callable[[int], int]) -> None:
-    rows = case.rows()
-    answers = drafted_answers(rows, drafter(rows), new)
-    wrong = (answers != case.answers[:-1]).any(dim=1).nonzero()[:, 0].tolist()
-    assert not wrong, f"rows {wrong} get other tokens"
-
-
-DRAFTERS: dict[str, Callable[[Case], Callable[[Rows], Drafter]]] = {
-    "right": lambda case: lambda rows: case.known(),
-    "wrong": lambda case: lambda rows: case.known(always),
-    "mixed": lambda case: lambda rows: case.known(sometimes, some_of),
-    "ngrams": lambda case: lambda rows: ngrams_of(rows),
-}
-
-
-def ngrams_of(rows: Rows) -> Drafter:
-    longest = torch.arange(len(rows.limits), dtype=torch.int32) % 4 + 1
-    return NgramDrafter(rows.texts, longest, torch.ones_like(longest))
-
-
+@pytest.mark.drawn(most=5)
 @pytest.mark.parametrize("page_size", [1, 3])
 @pytest.mark.parametrize("new", NEW_TOKENS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_tokens_are_those_of_plain_steps(drafter: str, new: int, page_size: int, seed: int) -> None:
     case = case_of(page_size, seed)
     check(case, DRAFTERS[drafter](case), lambda step: new)
+
+
+def test_layers_may_see_windows(seed: int) -> None:
+    check(case := case_of(3, seed, windows=True), DRAFTERS["mixed"](case), lambda step: 4)
 
 
 def test_steps_may_have_other_numbers_of_tokens(seed: int) -> None:
@@ -211,6 +112,25 @@ def test_rows_whose_sampling_is_deferred_count_one(seed: int) -> None:
     assert rows.inputs.lengths[at] == len(case.prompts[deferred]) + 1
 
 
+# ---- watched
+
+
+@pytest.mark.parametrize("goes_back", [True, False], ids=["", "a tap that is not told is wrong"])
+def test_taps_hear_of_what_does_not_count(goes_back: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tags of pages are checked: a row that forgets wrong drafts goes on after its own tokens."""
+    case = case_of(3, seed)
+    model = tiny_model(3, rows=len(SETTINGS), check_pages="log")
+    tags = model.compiled.model_runner().state.taps[0].inputs
+    tags.chains[:] = CHAIN_KNOWN + CHAIN_ORIGIN
+    tags.chains[len(SETTINGS)] = CHAIN_SKIPPED  # padding
+    if not goes_back:
+        monkeypatch.setattr(type(tags), "went_back", lambda *_: None)
+    rows = Rows(parts_of(model), 3, case.prompts, SETTINGS, START, (tags,))
+    for new in (4, 2, 8):
+        rows.drafted(case.known(sometimes, some_of), new)
+    assert (int(tags.faults[0]) == 0) is goes_back
+
+
 # ---- compiled
 
 
@@ -219,7 +139,7 @@ def test_rows_whose_sampling_is_deferred_count_one(seed: int) -> None:
 def test_each_number_of_tokens_has_a_program_that_is_one_graph(count: int, seed: int) -> None:
     case = case_of(3, seed)
     model = tiny_model(3, mode="compile")
-    programs, rows = model.compiled.model_runner().graph_manager.programs, None
+    programs = model.compiled.model_runner().graph_manager.programs
     for new in (2, 4, 2):
         rows = Rows(parts_of(model), 3, case.prompts[:count], SETTINGS[:count], START)
         if count == 1:
