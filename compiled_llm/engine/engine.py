@@ -43,7 +43,7 @@ from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.answer_text import TextFormat
 from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import RequestOutput
-from compiled_llm.requests.prompts import with_params
+from compiled_llm.requests.prompts import shows_images, with_params
 from compiled_llm.requests.sampling_params import SamplingParams
 
 
@@ -60,6 +60,7 @@ class Engine:
         model: PreTrainedModel,
         *,
         tokenizer: Any = None,
+        processor: Any = None,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
         max_step_ms: MaxStep | ChunkPolicy = "auto",
@@ -77,7 +78,8 @@ class Engine:
 
         Args:
             model: wrapped by ``compiled_llm.wrap``.
-            tokenizer: for prompts of text and messages, and for the text of answers.
+            tokenizer: for prompts of text and messages, and for the text of answers; the processor's if None.
+            processor: the model's, for prompts with pictures (``AutoProcessor.from_pretrained``).
             max_num_seqs: how many requests run at once, at most, as in vLLM; ``max_batch_size`` of ``wrap`` bounds
                 ``generate`` alone.
             max_model_len: how many tokens a request may have, prompt and answer together, as in vLLM; None for as many
@@ -114,6 +116,7 @@ class Engine:
             ValueError: a number is impossible, there is no such mode, or no step could be ``mixed``.
         """
         self._runtime = _wrapped(model)
+        tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
         check_options(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
@@ -136,7 +139,7 @@ class Engine:
         self._model = model
         self._max_num_seqs = max_num_seqs
         self._max_model_len = max_model_len
-        self._tokenizer = tokenizer
+        self._tokenizer, self._processor = tokenizer, processor
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
@@ -263,6 +266,11 @@ class Engine:
         samplings: dict[int, RequestSampling] | None = None,
         **waiting: Any,
     ) -> RequestHandle:
+        images = None
+        if shows_images(prompt):
+            if enter is not None:
+                raise ValueError("hidden_states, emitted: there are none of a prompt with pictures; leave them out")
+            images = needed("images", "engine").images_of(prompt, self._processor, params, model_runner)
         requests = requests_for(
             prompt,
             params,
@@ -273,6 +281,7 @@ class Engine:
             max_model_len=self._max_model_len,
             enter=enter,
             samplings=samplings,
+            images=images,
             **waiting,
         )
         if params.structured_outputs is not None:

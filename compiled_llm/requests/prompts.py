@@ -9,11 +9,13 @@ from typing import Any, TypeGuard
 from compiled_llm.requests.sampling_params import SamplingParams
 
 _IN_DICTIONARIES = frozenset({"prompt", "prompt_token_ids", "prompt_embeds"})
+_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+"""What a processor returns for text alone."""
 _WAYS_OUT = {
     "prompt_embeds": "give token ids, or call model.generate(inputs_embeds=...)",
     "cache_salt": "give it to submit(..., cache_salt=...)",
 }
-_TEXT_ALONE = "the engine serves text alone, and model.generate takes what the model's processor returns"
+_WAY_OUT = "leave it out; for pictures, call Engine.submit in the model's process"
 
 
 def with_params(
@@ -37,6 +39,20 @@ def _is_one(prompts: Any) -> bool:
     return isinstance(prompts[0], (Real, Mapping))
 
 
+def shows_images(prompt: Any) -> bool:
+    """Whether a prompt has pictures, or other parts than text: messages, a dictionary, or what a processor returned."""
+    if isinstance(prompt, Mapping):
+        return bool(prompt.get("multi_modal_data")) or ("input_ids" in prompt and not _OF_TEXT.issuperset(prompt))
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping) and _has_parts(prompt)
+
+
+def _has_parts(messages: Iterable[Any]) -> bool:
+    """Whether a message has a part that is no text."""
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, (list, tuple)) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)
+
+
 def is_dictionary(prompt: object) -> TypeGuard[Mapping[str, Any]]:
     """Whether a prompt is one of vLLM's dictionaries, and not a message of a chat."""
     return isinstance(prompt, Mapping) and not _IN_DICTIONARIES.isdisjoint(prompt)
@@ -49,7 +65,7 @@ def content_of(prompt: Mapping[str, Any]) -> Any:
     given = {name: value for name, value in prompt.items() if value is not None}
     for name in given:
         if name not in ("prompt", "prompt_token_ids"):
-            raise ValueError(f"prompt: {name!r} is not served; {_WAYS_OUT.get(name, _TEXT_ALONE)}")
+            raise ValueError(f"prompt: {name!r} is not served; {_WAYS_OUT.get(name, _WAY_OUT)}")
     if (ids := given.get("prompt_token_ids")) is not None:
         if not _are_ids(ids):
             raise ValueError(f"prompt: 'prompt_token_ids' has to be the token ids of one prompt; got {ids!r:.80}")

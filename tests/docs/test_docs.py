@@ -26,6 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compiled_llm
 from support.characters import character_tokenizer
 from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
+from support.huggingface.processors import qwen_processor
+from support.huggingface.vision import make
 from support.server.engine_processes import engine_in_thread, operating
 from support.server.running_servers import running_server
 from support.tiny_gguf import write_gguf
@@ -75,6 +77,11 @@ def namespace(
     if GGUF.name in page.read_text():
         (tmp_path / GGUF).parent.mkdir()
         write_gguf(tmp_path / GGUF, tiny_llama(eos_token_id=None))
+    if "AutoProcessor" in page.read_text():
+        monkeypatch.setattr(
+            "transformers.AutoModelForImageTextToText.from_pretrained", lambda *_, **__: make("Qwen3VL")
+        )
+        monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda _: qwen_processor())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     wrap = compiled_llm.wrap
     # No page waits for artifacts to be compiled: tests/compilation/test_artifacts.py does.

@@ -44,8 +44,8 @@ def engine(engine: Engine) -> Iterator[Engine]:
         (torch.randn(1, 3, 64, dtype=torch.bfloat16), "embeddings are not served; give token ids"),
         (np.ones((3, 64), dtype=np.float32), "embeddings are not served; give token ids"),
         (BatchEncoding({"input_ids": [5, 6]}), r"a BatchEncoding; give token ids \(\[\"input_ids\"\] of it\)"),
-        ({"prompt": "x", "multi_modal_data": {"image": None}}, "'multi_modal_data' is not served; the engine serves"),
-        ({"prompt_token_ids": [5], "mm_processor_kwargs": {}}, "'mm_processor_kwargs' is not served; the engine"),
+        ({"prompt": "x", "multi_modal_data": {"image": None}}, "it has a picture, and Qwen3ForCausalLM reads text"),
+        ({"prompt_token_ids": [5], "mm_processor_kwargs": {}}, "'mm_processor_kwargs' is not served; leave it out"),
         (
             {"prompt_token_ids": [5], "cache_salt": "a"},
             r"'cache_salt' is not served; give it to submit\(\.\.\., cache_",
@@ -61,7 +61,7 @@ def engine(engine: Engine) -> Iterator[Engine]:
         (5, "an int; give token ids, text or the messages of a chat"),
         (["a", "b"], "several texts; engine.generate takes several prompts"),
         ("text", "text needs a tokenizer"),
-        (IMAGE, "a message has a part of type 'image'; the engine serves text alone"),
+        (IMAGE, "it has a picture, and Qwen3ForCausalLM reads text alone"),
     ],
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
@@ -74,7 +74,7 @@ def test_prompts(engine, prompt, said):
 
 
 def test_a_message_with_an_image_is_refused_whatever_the_tokenizer_would_do(model, one_thread):
-    with Engine(model, tokenizer=Numbers()) as engine, pytest.raises(ValueError, match="part of type 'image'"):
+    with Engine(model, tokenizer=Numbers()) as engine, pytest.raises(ValueError, match="reads text alone"):
         engine.submit(IMAGE)
 
 

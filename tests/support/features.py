@@ -126,6 +126,13 @@ FEATURES = {
         'compiled_llm/features.py: "logprobs": ',
         asks="Engine(model()).submit([5], SamplingParams(logprobs=1))",
     ),
+    "images": Feature(
+        "images",
+        ("compiled_llm/engine/images",),
+        ("images",),
+        'compiled_llm/features.py: "images": ',
+        asks="Engine(model()).submit([{'role': 'user', 'content': [{'type': 'image', 'image': 'a.png'}]}])",
+    ),
     "structured outputs": Feature(
         "structured_output|grammar",
         ("compiled_llm/engine/grammars",),  # `generate` follows grammars of xgrammar's processor without it

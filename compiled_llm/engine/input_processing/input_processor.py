@@ -66,6 +66,7 @@ def requests_for(
     salt: Hashable = None,
     enter: Callable[[Request], None] | None = None,
     samplings: dict[int, RequestSampling] | None = None,
+    images: Any = None,
 ) -> list[Request]:
     """Return the answers that a prompt asks for.
 
@@ -76,6 +77,7 @@ def requests_for(
         salt: requests with equal ones may read each other's cached pages.
         enter: lets a request have what is emitted of its tokens; None if nothing is wanted.
         samplings: of other requests of the call, by the identity of their settings: rows then share arrays.
+        images: the prompt's ``RequestImages``, if it has pictures.
 
     Raises:
         ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to
@@ -84,7 +86,8 @@ def requests_for(
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
     _check_waiting(priority, timeout, salt)
-    ids, now = token_ids(prompt, tokenizer, model.vocabulary), time.monotonic()
+    given = prompt if images is None else images.ids
+    ids, now = token_ids(given, tokenizer, model.vocabulary), time.monotonic()
     most = _max_new(len(ids), params.max_tokens, model_runner, max_model_len or model_runner.max_positions)
     if params.min_tokens > most:
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
@@ -106,7 +109,7 @@ def requests_for(
             constraint = Constraint(processors, form)
             sampling = constraint.applied_to(sampling)
         request = Request(
-            prompt=ids,
+            prompt=ids if images is None else images.keys,
             sampling=sampling,
             max_tokens=most,
             stop_token_ids=ends,
@@ -119,6 +122,7 @@ def requests_for(
             index=index,
             prefix_owner=requests[0] if requests and enter is None else None,
             submitted=now,
+            images=images,
         )
         for lets_have in filter(None, (enter, scores)):
             lets_have(request)

@@ -13,6 +13,7 @@ from compiled_llm.requests.prompts import content_of, is_dictionary
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | NDArray[np.int64] | torch.Tensor
 """Text, token ids, the messages of a chat, or one of vLLM's dictionaries, ``{"prompt": text}`` or of token ids."""
+# Those with pictures are of the same types; ``engine/images`` reads them.
 
 
 def token_ids(prompt: Prompt, tokenizer: Any, vocabulary: int) -> NDArray[np.int64]:
@@ -43,7 +44,6 @@ def _ids(prompt: Prompt, tokenizer: Any) -> Any:
     listed = _one_sequence(prompt)
     if not (len(listed) > 0 and isinstance(listed[0], Mapping)):
         return listed
-    _check_is_text(listed)
     chat = _with_tokenizer(tokenizer, "messages need").apply_chat_template
     return chat(listed, add_generation_prompt=True, return_dict=True)["input_ids"]
 
@@ -60,18 +60,6 @@ def _one_sequence(prompt: Any) -> Sequence[Any]:
         kinds = "texts" if isinstance(prompt[0], str) else "sequences"
         raise ValueError(f"prompt: got several {kinds}; engine.generate takes several prompts, submit one")
     return prompt
-
-
-def _check_is_text(messages: Sequence[Any]) -> None:
-    """Check that no message has an image or the like: tokenizers may drop it, or write a token in its place."""
-    for message in messages:
-        parts = message.get("content") if isinstance(message, Mapping) else None
-        for part in parts if isinstance(parts, Sequence) and not isinstance(parts, str) else ():
-            if isinstance(part, Mapping) and part.get("type", "text") != "text":
-                raise ValueError(
-                    f"prompt: a message has a part of type {part['type']!r}; the engine serves text alone, and "
-                    "model.generate takes what the model's processor returns"
-                )
 
 
 def _with_tokenizer(tokenizer: Any, what: str) -> Any:

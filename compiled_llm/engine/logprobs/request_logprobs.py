@@ -34,6 +34,8 @@ class RequestLogprobs:
     # its prompt's, None for none at all. ``scored`` and ``prompt_scored``, from ``first`` on, have those of each token;
     # those of one may be there before it.
 
+    timed = True  # chunks of its prompt take as long as others
+
     def __init__(self, request: Request, params: SamplingParams) -> None:
         self.request = request
         self.most, self.prompt_most = params.logprobs, None if request.index else params.prompt_logprobs

@@ -43,7 +43,7 @@ class LogprobsTap(EngineTap):
         wanting = [
             request for request in plan.sampled if request.scores is not None and request.scores.most is not None
         ]
-        if not (wanting or any(chunk.apart for chunk in plan.extend)):
+        if not (wanting or any(isinstance(chunk.apart, RequestLogprobs) for chunk in plan.extend)):
             return None
         return Watch(self.model_runner, wanting, self.logprobs_mode == "processed_logprobs")
 

@@ -291,7 +291,7 @@ class Loop:
     def _timer_of(self, plan: StepPlan) -> DeviceTimer | None:
         if plan.new_tokens > 1:  # it says nothing of other steps
             return None
-        due = self._token_budget.wants_time_of(plan)
+        due = self._token_budget.wants_time_of(plan) and all(chunk.timed for chunk in plan.extend)
         self.timing = self._token_budget.timing
         return DeviceTimer(self.model_runner.device) if due else None
 
@@ -309,15 +309,14 @@ class Loop:
             self.mixed_steps += batch.mixed
             yield self.model_runner.run(batch, self._persistent).tokens
         for chunk in prepared.apart:
-            assert chunk.request.scores is not None, "it runs apart for them"
-            yield chunk.request.scores.run(self.model_runner, self._persistent, chunk.extension, prepared.taps)
+            yield chunk.apart.run(self.model_runner, self._persistent, chunk.extension, prepared.taps)
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
         if self._prepared is None or self._prepared.plan is not plan:
             rows = [request.running_row for request in plan.decode]
-            extend = [chunk.extension for chunk in plan.extend if not chunk.apart]
-            apart = [chunk for chunk in plan.extend if chunk.apart]
+            extend = [chunk.extension for chunk in plan.extend if chunk.apart is None]
+            apart = [chunk for chunk in plan.extend if chunk.apart is not None]
             mixed = self._mixes(rows, extend)
             taps = [own for tap in self._taps if (own := tap.of_plan(plan)) is not None]
             new_tokens = 1 if mixed else plan.new_tokens
@@ -403,7 +402,7 @@ def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:
     """Return a request's settings; tokens that it got before it lost its pages count."""
     if sampling is None:
         return None
-    sampling = sampling.starting_at(len(request.prompt))
+    sampling = sampling.starting_at(request.position_after(len(request.prompt)))
     if sampling.forgets or not request.tokens:
         return sampling
     return dataclasses.replace(sampling, output_ids=np.array(request.tokens, dtype=np.int64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,13 @@ class Chunk(NamedTuple):
     request: Request
     ids: NDArray[np.int64]  # ``[Q]`` int64
     is_last: bool  # a token is sampled after them
-    apart: bool = False  # they are computed with all logits, in a launch of their own (``RequestLogprobs.run``)
+    # who computes them in a launch of their own, by its ``run``: a request's ``scores`` or ``images``; None for steps
+    apart: Any = None
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time that it takes tells how long others take."""
+        return self.apart is None or self.apart.timed
 
     @property
     def extension(self) -> Extension:

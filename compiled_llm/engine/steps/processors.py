@@ -15,7 +15,7 @@ def processed_logits(request: Request, logits: Tensor) -> Tensor:
     assert request.constraint is not None, "it has processors"
     answer = list(request.tokens)
     for processor in request.constraint.processors:
-        tokens = (request.prompt.tolist(), answer) if processor.takes_prompt else (answer,)
+        tokens = (request.prompt_ids.tolist(), answer) if processor.takes_prompt else (answer,)
         try:
             with torch.no_grad(), allowed():
                 found = processor.function(*tokens, logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,9 +46,10 @@ class Request:
     constraint: Constraint | None = None  # says on the host which tokens it may have next; None if nothing does
     index: int = 0  # which of its prompt's answers it is
     # by features that can be taken out: its ``RequestLogprobs``, and what steps emit of its tokens besides logits, its
-    # ``RequestEmitted``; None if it wants nothing
+    # ``RequestEmitted``; None if it wants nothing. Its ``RequestImages``, if its prompt has keys of pictures in it
     scores: Any = None
     emitted: Any = None
+    images: Any = None
     listeners: Listeners | None = None  # to its tokens as they come
     prefix_owner: Request | None = None  # the answer whose prompt this one shares, and waits for; None for the first
     submitted: float = 0.0
@@ -100,6 +102,11 @@ class Request:
     def order(self) -> tuple[int, int]:
         """By priority, then by arrival."""
         return self.priority, self.arrival
+
+    @property
+    def expires(self) -> float:
+        """When it ends with what it has, on ``time.monotonic``'s clock; ``inf`` for never."""
+        return math.inf if self.deadline is None else self.deadline
 
     @property
     def done(self) -> bool:
@@ -160,6 +167,16 @@ class Request:
         places = (self.unseen(0), None if self.emitted is None else self.emitted.tokens)
         first = min((at for at in places if at is not None), default=None)
         return self.text if first is None else self.text[: first + 1]
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int64]:
+        """``[T]`` int64, its prompt as the model takes it."""
+        ids: NDArray[np.int64] = self.prompt if self.images is None else self.images.ids
+        return ids
+
+    def position_after(self, length: int) -> int:
+        """Return the rotary position of the token after the first ``length`` of its text."""
+        return length if self.images is None else int(self.images.position_after(length))
 
     @property
     def stored(self) -> int:

@@ -144,7 +144,7 @@ class Scheduler:
         """Let a request wait for its turn."""
         if request.done:  # cancelled before it came here
             return
-        self.next_deadline = min(self.next_deadline, _deadline(request))
+        self.next_deadline = min(self.next_deadline, request.expires)
         self._queue.add(request)
 
     def add_all(self, requests: Sequence[Request]) -> None:
@@ -168,10 +168,10 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Request]:
         """End requests whose deadline is over, and return them; ``now`` is on ``time.monotonic``'s clock."""
-        late = [entry for entry in (*self.running, *self.waiting) if _deadline(entry) <= now]
+        late = [entry for entry in (*self.running, *self.waiting) if entry.expires <= now]
         for request in late:
             self.end(request, "timeout")
-        self.next_deadline = min(map(_deadline, (*self.running, *self.waiting)), default=math.inf)
+        self.next_deadline = min((entry.expires for entry in (*self.running, *self.waiting)), default=math.inf)
         return late
 
     # ---- plan
@@ -192,7 +192,7 @@ class Scheduler:
                 room = self._add_chunk(extend, request, room)
         while room > 0 and self.preemptions == before and (admitted := self._admit()) is not None:
             room = self._add_chunk(extend, admitted, room)
-        extend.sort(key=lambda chunk: chunk.apart)
+        extend.sort(key=lambda chunk: chunk.apart is not None)
         self._plan, self._same = StepPlan(decode, extend, new_tokens), 0
         return self._plan
 
@@ -258,6 +258,9 @@ class Scheduler:
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
         """Add as much of a prompt as there is room for, and return the room that is left."""
         start = request.running_row.length
+        if request.images is not None and start < request.images.end:  # they are computed whole
+            extend.append(Chunk(request, request.known[start : request.images.end], False, request.images))
+            return room - len(extend[-1].ids)
         unseen = request.unseen(start)
         apart = unseen == start
         end = start + (min(room, _APART) if apart else room)
@@ -265,7 +268,7 @@ class Scheduler:
             end = min(end, unseen)
         left = self._left_for_next(request, end) if not apart and start + room == end < len(request.known) else 0
         ids = request.known[start : request.cut_after(start, end - left)]
-        extend.append(Chunk(request, ids, start + len(ids) == len(request.known), apart))
+        extend.append(Chunk(request, ids, start + len(ids) == len(request.known), request.scores if apart else None))
         if self._keeps_planned and not apart:
             self._keep_planned(request, start + len(ids))
         return room - len(ids) - left
@@ -326,6 +329,7 @@ class Scheduler:
         elif row.states is None and (owner := request.prefix_owner) and owner.row is not None and owner.prefilled:
             row.begin_from(self._shared_with(owner.row, len(request.prompt)))
             row.identify(known)
+        row.position = request.position_after(row.length)
         try:
             begins = not self.running or self._admissions.allow(request, row, self.running, self._queue, self.step)
         except BaseException:  # Ctrl-C inside of a user's policy
@@ -593,7 +597,3 @@ def _sync(requests: Sequence[Request]) -> bool:
 def _dispensable(request: Request) -> tuple[int, bool, int, int]:
     often = request.preemptions >= _OFTEN
     return request.priority, not often, -request.running_row.length, request.arrival
-
-
-def _deadline(request: Request) -> float:
-    return math.inf if request.deadline is None else request.deadline

@@ -63,7 +63,7 @@ class RequestHandle(PendingAnswers[Answer]):
         """Return what it came to, errors included, once it is ``done``."""
         first = self.requests[0]
         return RequestOutput(
-            prompt_token_ids=first.prompt.tolist(),
+            prompt_token_ids=first.prompt_ids.tolist(),
             outputs=[answer.completion() for answer in self.answers],
             prompt_logprobs=None if first.scores is None else first.scores.entries_of_prompt(),
             **self.figures(),

@@ -1,0 +1,1 @@
+"""Pictures in prompts of an engine."""

@@ -1,0 +1,126 @@
+"""The inputs that a processor makes of prompts with pictures: of messages, or of vLLM's dictionaries."""
+
+# Shapes: T tokens of a prompt.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from compiled_llm.engine.images.pictures import opened
+from compiled_llm.requests.users_code import described
+
+_NOT_SERVED = {"video": "videos are", "audio": "sound is", "video_url": "videos are", "input_audio": "sound is"}
+
+
+def inputs_of(prompt: Any, processor: Any, image_token: int) -> dict[str, Any]:
+    """Return what the processor makes of a prompt, or has made of it; ValueError if it cannot be had.
+
+    Args:
+        prompt: messages, one of vLLM's dictionaries, or what the processor returned.
+        processor: the engine's; None if it has none.
+        image_token: the id that tokens of pictures have in the model.
+    """
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        return {name: value for name, value in prompt.items() if value is not None}
+    if processor is None:
+        raise ValueError(
+            "prompt: it has a picture, and the engine has no processor; give compiled_llm.Engine(model, "
+            "processor=AutoProcessor.from_pretrained(...))"
+        )
+    own = getattr(processor, "image_token_id", None)
+    if own is not None and own != image_token:
+        raise ValueError(
+            f"prompt: pictures are tokens {own} to the engine's processor and {image_token} to its model; give the "
+            "processor of this model"
+        )
+    make = _of_dictionary if isinstance(prompt, Mapping) else _of_messages
+    return {name: value for name, value in make(prompt, processor, image_token).items() if value is not None}
+
+
+def _of_messages(messages: Sequence[Any], processor: Any, image_token: int) -> Mapping[str, Any]:
+    loaded = [_with_pictures(message) for message in messages]
+    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    return _asked(processor.apply_chat_template, loaded, add_generation_prompt=True, **options)
+
+
+def _with_pictures(message: Any) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    return {**message, "content": [_part(part) for part in content]}
+
+
+def _part(part: Any) -> Any:
+    kind = part.get("type", "text") if isinstance(part, Mapping) else None
+    if kind == "text":
+        return part
+    if kind in _NOT_SERVED:
+        raise ValueError(f"prompt: a message has a part of type {kind!r}; {_NOT_SERVED[kind]} not served")
+    if kind != "image" or "image" not in part:
+        raise ValueError(
+            f"prompt: a message has a part {_shown(part)}; pictures are {{'type': 'image', 'image': ...}}, an Image of "
+            "Pillow's, or the path or the bytes of a file"
+        )
+    return {"type": "image", "image": opened(part["image"])}
+
+
+def _shown(part: Any) -> str:
+    keys = f" with {', '.join(map(repr, part))}" if isinstance(part, Mapping) else ""
+    return f"of type {part['type']!r}{keys}" if isinstance(part, Mapping) and "type" in part else f"{part!r:.40}"
+
+
+def _of_dictionary(prompt: Mapping[str, Any], processor: Any, image_token: int) -> Mapping[str, Any]:
+    data = prompt["multi_modal_data"]
+    for name in data if isinstance(data, Mapping) else ():
+        if name != "image":
+            raise ValueError(f"prompt: multi_modal_data has {name!r}; pictures alone are served, under 'image'")
+    given = data.get("image") if isinstance(data, Mapping) else None
+    pictures = [opened(picture) for picture in (given if isinstance(given, (list, tuple)) else [given])]
+    for name in prompt:
+        if name not in ("prompt", "prompt_token_ids", "multi_modal_data") and prompt[name] is not None:
+            raise ValueError(f"prompt: {name!r} is not served beside multi_modal_data; leave it out")
+    if (ids := prompt.get("prompt_token_ids")) is not None:
+        return _of_ids(np.asarray(ids, dtype=np.int64), pictures, processor, image_token)
+    return _asked(processor, text=[prompt.get("prompt")], images=pictures, return_tensors="pt")
+
+
+def _of_ids(ids: NDArray[np.int64], pictures: Sequence[Any], processor: Any, image_token: int) -> Mapping[str, Any]:
+    """Return the inputs of token ids that have one token for each picture, as vLLM takes them, or all of them."""
+    image = getattr(processor, "image_token", None)
+    if image is None:
+        raise ValueError(
+            f"prompt: {type(processor).__name__} has no image_token, by which tokens of pictures are put among token "
+            "ids; give messages, or what the processor returns"
+        )
+    options = {"return_tensors": "pt", "add_special_tokens": False}
+    each = [
+        _asked(processor, text=[image], images=[picture], **options)["input_ids"][0].numpy() for picture in pictures
+    ]
+    inputs = dict(_asked(processor, text=[image * len(pictures)], images=list(pictures), **options))
+    places = np.flatnonzero(ids == image_token)
+    if len(places) == len(pictures):
+        after = [0, *(places + 1)]
+        texts = [ids[start:end] for start, end in zip(after, [*places, len(ids)], strict=True)]
+        ids = np.concatenate([part for both in zip(texts, [*each, ids[:0]], strict=True) for part in both])
+    elif len(places) != sum(int((own == image_token).sum()) for own in each):
+        raise ValueError(
+            f"prompt: prompt_token_ids have {len(places)} tokens {image_token} for {len(pictures)} pictures; "
+            "give one for each, or as many as the processor makes of them"
+        )
+    input_ids = torch.from_numpy(ids)[None]
+    marks = {name: (input_ids == image_token).long() for name in inputs if name.endswith("token_type_ids")}
+    return {**inputs, "input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **marks}
+
+
+def _asked(function: Any, *arguments: Any, **options: Any) -> Mapping[str, Any]:
+    """Return what the processor returns; ValueError says why it does not."""
+    try:
+        returned: Mapping[str, Any] = function(*arguments, **options)
+    except Exception as error:
+        raise ValueError(f"prompt: the processor has failed: {described(error)}") from error
+    return returned

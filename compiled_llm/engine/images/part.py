@@ -1,0 +1,120 @@
+"""The functions by which the rest of the engine uses pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.compat.prompt_positions import prompt_positions
+from compiled_llm.engine.images.inputs import inputs_of
+from compiled_llm.engine.images.keys import token_keys
+from compiled_llm.engine.images.request_images import ImagesTap, RequestImages
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.shallow_copies import shallow_copy, with_another
+from compiled_llm.requests.sampling_params import SamplingParams
+
+TAP = ImagesTap
+
+_OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+def images_of(prompt: Any, processor: Any, params: SamplingParams, model_runner: ModelRunner) -> RequestImages:
+    """Return a prompt with pictures as requests have it.
+
+    Args:
+        prompt: messages, one of vLLM's dictionaries, or what a processor returned for one prompt.
+        processor: the engine's; None if it has none.
+
+    Raises:
+        ValueError: the model has no eyes, the prompt is not one that it can compute, or an option does not go with it.
+    """
+    facts = model_runner.state.facts
+    _check_model(facts)
+    _check_options(facts, params, model_runner)
+    image_token = _image_token(facts)
+    inputs = _checked(inputs_of(prompt, processor, image_token))
+    ids = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
+    places = np.flatnonzero(ids == image_token)
+    pixels = {name: tensor for name, tensor in inputs.items() if name not in _OF_TOKENS}
+    if not len(places):
+        raise ValueError(
+            f"prompt: it has {', '.join(pixels)} and none of its tokens is one of a picture, {image_token}; give what "
+            "the model's own processor returns"
+        )
+    end = int(places[-1]) + 1
+    if end == len(ids):
+        raise ValueError("prompt: it ends with a picture; let at least one token of text follow")
+    positions = prompt_positions(facts.model_class, _copy(facts), inputs)
+    if positions is None:
+        raise ValueError("prompt: this version of transformers does not say which positions pictures have; update it")
+    return RequestImages(facts, inputs, positions, token_keys(ids, image_token, pixels), end)
+
+
+def _check_model(facts: ModelFacts) -> None:
+    name = facts.model_class.__name__
+    if "image" not in getattr(facts.model, "input_modalities", ()):
+        raise ValueError(
+            f"prompt: it has a picture, and {name} reads text alone; give text, or serve a model with eyes"
+        )
+    if facts.scores is not None or not facts.fills_caches:
+        raise ValueError(
+            f"prompt: it has a picture, and the engine cannot take over what HuggingFace's cache keeps of {name}; "
+            "model.generate takes what the model's processor returns"
+        )
+
+
+def _check_options(facts: ModelFacts, params: SamplingParams, model_runner: ModelRunner) -> None:
+    if params.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs: there are none of a prompt with pictures; leave it out")
+    if model_runner.config.batch_invariant:
+        raise ValueError(
+            "prompt: it has a picture, which HuggingFace's forward computes, and the model is wrapped with "
+            "batch_invariant=True; give text, or wrap without it"
+        )
+    if facts.hooks:
+        raise ValueError(
+            "prompt: it has a picture, which HuggingFace's forward computes without traced hooks; remove them "
+            "(handle.remove())"
+        )
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a processor returned for one prompt without padding; ValueError for anything else."""
+    for name, value in given.items():
+        if "video" in name or "audio" in name or name in ("input_features", "second_per_grid_ts"):
+            raise ValueError(f"prompt: {name}: videos and sound are not served; give text and pictures")
+        if not isinstance(value, Tensor):
+            raise ValueError(f'prompt: {name} is a {type(value).__name__}; call the processor with return_tensors="pt"')
+    inputs: dict[str, Tensor] = dict(given)
+    ids = inputs["input_ids"]
+    if ids.dim() != 2 or len(ids) != 1 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"prompt: input_ids are {ids.dtype} of shape {list(ids.shape)}; give those of one prompt, [1, T] integers"
+        )
+    mask = inputs.get("attention_mask")
+    if mask is not None and not bool((mask != 0).all()):
+        raise ValueError("prompt: attention_mask hides tokens; call the processor with one prompt, without padding")
+    return inputs
+
+
+def _image_token(facts: ModelFacts) -> int:
+    config = facts.model.config
+    names = ("image_token_id", "image_token_index")
+    token = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    if token is None:
+        raise ValueError(
+            f"prompt: the config of {facts.model_class.__name__} has no image_token_id, by which an engine "
+            "knows the tokens of pictures; call model.generate"
+        )
+    return int(token)
+
+
+def _copy(facts: ModelFacts) -> Any:
+    """Return a copy of the model for a method that leaves something in it, or in its part without the head."""
+    model = facts.model
+    return with_another(model, ("model",), shallow_copy) if "model" in model._modules else shallow_copy(model)

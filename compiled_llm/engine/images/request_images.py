@@ -1,0 +1,150 @@
+"""The pictures of one prompt, and how HuggingFace's forward computes it up to the last one's end."""
+
+# Pages of a row are filled by it, and the text after the pictures is computed by our own steps, as a text's rest after
+# a prefix is. So nothing else knows of pictures: to the prefix tree they are tokens with keys, and to steps a row whose
+# next position is not its length. Shapes: T tokens of the prompt, E of them up to the end of the last picture, A axes
+# of positions.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache
+
+from compiled_llm.engine.device_loss import device_lost
+from compiled_llm.engine.steps.plan import StepPlan
+from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.taps import EngineTap, PlanTap
+from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.kinds.registry import read_states
+from compiled_llm.kvcache.row import Row
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.requests.users_code import described
+
+
+class RequestImages:
+    """A prompt with pictures: its inputs, which are kept until its answers have ended.
+
+    Attributes:
+        ids: ``[T]`` int64, as the processor made them.
+        keys: ``[T]`` int64, ids with keys in place of the pictures' tokens (``token_keys``).
+        end: E; the tokens before it are computed by HuggingFace's forward.
+    """
+
+    timed = False  # how long its launch takes tells nothing of others
+
+    def __init__(
+        self, facts: ModelFacts, inputs: Mapping[str, Tensor], positions: Tensor, keys: NDArray[np.int64], end: int
+    ) -> None:
+        """``inputs`` are what the processor returned for it, and ``positions`` ``[1, T]`` or ``[A, 1, T]``."""
+        self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
+        self.keys, self.end = keys, end
+        self._facts = facts
+        self._inputs = _up_to(end, inputs)
+        self._positions = positions[..., :end]
+        # Of text, all axes have one position: that of the last axis is a token's.
+        self._of_tokens: NDArray[np.int64] = positions.reshape(-1, positions.shape[-1])[-1].cpu().numpy()
+
+    def position_after(self, length: int) -> int:
+        """Return the position of the token after the first ``length`` of the prompt and its answer."""
+        beyond = length - len(self._of_tokens)
+        return int(self._of_tokens[length]) if beyond < 0 else int(self._of_tokens[-1]) + 1 + beyond
+
+    # ---- in the model's executor
+
+    def run(
+        self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[PlanTap]
+    ) -> Tensor:
+        """Fill a row up to the end of the pictures; returns ``[0]`` int64, no token is sampled after them."""
+        row = cast(Row, extension.row)
+        persistent.invalidate_rows([row])
+        try:
+            self._fill(model_runner, row)
+        except Exception as error:
+            if device_lost(error) is not None:
+                raise
+            watch = next(tap for tap in taps if isinstance(tap, _PromptWatch))
+            watch.add(_FailedPrompt(watch.request_of(self, row), error))
+        return torch.zeros(0, dtype=torch.int64, device=model_runner.device)
+
+    def _fill(self, model_runner: ModelRunner, row: Row) -> None:
+        stored = np.zeros((1, self.end), dtype=bool)
+        stored[:, row.length :] = True
+        cache, layers = self._computed(model_runner.device), self._facts.layers
+        owners = [number if layer.keys_of is None else layer.keys_of for number, layer in enumerate(layers)]
+        theirs = [cache.layers[own] if layer.kind.attends else None for own, layer in zip(owners, layers, strict=True)]
+        both = [None if their is None else (their.keys, their.values) for their in theirs]
+        model_runner.fill([row], stored, both, read_states(cache, layers))
+        row.position = self.position_after(row.length)
+
+    def _computed(self, device: torch.device) -> Any:
+        """Return a cache of HuggingFace's, with keys and values ``[1, K, E, D]``, by its own forward."""
+        # Layers with windows keep all columns, since rows that begin with a part of these pages may see them; without
+        # a config, a cache has no layers for states.
+        model = self._facts.model
+        cache = DynamicCache(config=model.config) if self._facts.states else DynamicCache()
+        own: Any = self._facts.model_class
+        given = {name: tensor.to(device, non_blocking=True) for name, tensor in self._inputs.items()}
+        ids, positions = given.pop("input_ids"), self._positions.to(device, non_blocking=True)
+        with torch.no_grad(), self._facts.attention.original():
+            prepared = own.prepare_inputs_for_generation(
+                model,
+                ids,
+                **{self._facts.generate_argument: cache},
+                attention_mask=torch.ones_like(ids),
+                position_ids=positions,
+                use_cache=True,
+                is_first_iteration=True,
+                logits_to_keep=1,
+                **given,
+            )
+            own.forward(model, **prepared)
+        return cache
+
+
+class _FailedPrompt(NamedTuple):
+    """A prompt that HuggingFace's forward has not computed."""
+
+    request: Request
+    error: Exception
+
+    def hand_out(self) -> Mapping[Request, RequestError]:
+        failure = RequestError(f"prompt: HuggingFace's forward of its pictures has failed: {described(self.error)}")
+        failure.__cause__ = self.error
+        return {self.request: failure}
+
+
+class _PromptWatch(PlanTap):
+    """A watcher of a plan in which prompts with pictures are computed."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        super().__init__()
+        self._requests = requests
+
+    def request_of(self, images: RequestImages, row: Row) -> Request:
+        return next(request for request in self._requests if request.images is images and request.row is row)
+
+
+class ImagesTap(EngineTap):
+    """A watcher of the prompts with pictures of one loop."""
+
+    def of_plan(self, plan: StepPlan) -> PlanTap | None:
+        requests = [chunk.request for chunk in plan.extend if isinstance(chunk.apart, RequestImages)]
+        return _PromptWatch(requests) if requests else None
+
+
+def _up_to(end: int, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the inputs without the tokens after the first E; masks show all tokens, and are left out."""
+    shape = inputs["input_ids"].shape
+    return {
+        name: tensor[:, :end] if tensor.shape == shape else tensor
+        for name, tensor in inputs.items()
+        if name != "attention_mask"
+    }

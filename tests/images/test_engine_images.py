@@ -1,0 +1,181 @@
+"""Prompts with pictures in an engine, as a processor returns them: tokens of HuggingFace's `generate` alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import compiled_llm
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.images import request_images
+from compiled_llm.engine.images.request_images import RequestImages
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy
+from support.huggingface.vision import FAMILIES, REFUSED, make, one_image
+from support.images import Part, Picture, alone, answer, prompt_of, seeing
+from support.parity import assert_account_is_empty
+
+QWEN = "Qwen3VL"
+CAT, DOG, WIDE = Picture(1), Picture(2), Picture(3, wide=True)
+
+
+def asked(engine: Engine, *parts: Part, family: str = QWEN, tokens: int = 9, **options: Any) -> Any:
+    return engine.submit(prompt_of(family, *parts), greedy(tokens), **options).result(PATIENCE)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    model = seeing(QWEN)
+    with Engine(model) as running:
+        yield running
+    assert_account_is_empty(model)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens HuggingFace's forward has computed, call by call."""
+    calls: list[int] = []
+
+    class Noted(DynamicCache):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            calls.append(0)
+
+        def update(self, keys: Any, *others: Any, **options: Any) -> Any:
+            calls[-1] = keys.shape[2]
+            return super().update(keys, *others, **options)
+
+    monkeypatch.setattr(request_images, "DynamicCache", Noted)
+    return calls
+
+
+@pytest.mark.core
+@pytest.mark.drawn(most=4)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
+def test_a_picture_has_huggingfaces_tokens(family, seed):
+    model, plain = seeing(family, seed=seed), make(family, seed)
+    with Engine(model) as engine:
+        for other in (0, 0, 1):
+            inputs = one_image(family, seed + other)
+            expected = alone(plain, inputs, 8)
+            output = engine.submit(inputs, greedy(8)).result(PATIENCE)
+            assert output.outputs[0].token_ids == expected, (seed, other)
+            assert output.prompt_token_ids == inputs["input_ids"][0].tolist()
+            text = engine.submit([5, 6, 7, 8], greedy(8)).result(PATIENCE)
+            assert text.outputs[0].token_ids == alone(plain, {"input_ids": torch.tensor([[5, 6, 7, 8]])}, 8)
+    assert_account_is_empty(model)
+
+
+def test_two_pictures_of_one_size_share_nothing_and_the_same_one_is_computed_once(engine, computed):
+    text = tuple(range(20, 30))
+    assert asked(engine, CAT, *text).cached_tokens == 0
+    assert asked(engine, DOG, *text).cached_tokens == 0
+    assert asked(engine, CAT, *text).cached_tokens == 12
+    assert asked(engine, CAT, *text[:8], 50, 51).cached_tokens == 12
+    assert computed == [5, 5]
+
+
+def test_text_before_a_picture_is_shared_and_the_picture_is_not(engine, computed):
+    text = tuple(range(20, 30))
+    for parts, cached in (((*text, CAT, 7, 8), 0), ((*text, DOG, 7, 8), 8), ((*text, 7, 8), 8)):
+        given = prompt_of(QWEN, *parts) if len(parts) == 13 else list(parts)
+        output = engine.submit(given, greedy(9)).result(PATIENCE)
+        assert output.outputs[0].token_ids == answer(QWEN, parts, 9)
+        assert output.cached_tokens == cached
+    assert computed == [15, 15]
+
+
+def test_a_text_that_parts_inside_a_picture_begins_there(engine):
+    """Pages end within the pictures: the rest of them is computed, and the pages before stay shared."""
+    for parts, cached in (((5, WIDE, 7, 8), 0), ((5, WIDE, 9, 8), 8), ((5, WIDE, CAT, 9, 8), 8)):
+        output = asked(engine, *parts)
+        assert output.outputs[0].token_ids == answer(QWEN, parts, 9)
+        assert output.cached_tokens == cached
+
+
+def test_a_second_turn_goes_on_from_the_first(engine, computed):
+    first = asked(engine, 5, WIDE, 7, 8)
+    parts = (5, WIDE, 7, 8, *first.outputs[0].token_ids, 30, 31)
+    second = asked(engine, *parts)
+    assert second.outputs[0].token_ids == answer(QWEN, parts, 9)
+    assert second.cached_tokens == 20
+    assert len(computed) == 1
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_several_answers_to_a_picture(prefix_cache):
+    with Engine(seeing(QWEN), prefix_cache=prefix_cache) as engine:
+        params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, n=3)
+        output = engine.submit(prompt_of(QWEN, 5, CAT, 7, 8), params).result(PATIENCE)
+        assert [one.token_ids for one in output.outputs] == [answer(QWEN, (5, CAT, 7, 8), 9)] * 3
+
+
+@pytest.mark.parametrize("family", [QWEN, "Qwen3_5"])
+def test_text_and_pictures_run_together(family, seed, whole):
+    """Few pages: rows are preempted, and prompts with pictures are computed again from what was kept."""
+    chance = random.Random(seed)
+    model = seeing(family, tokens=120, seed=seed, prefill_tokens=16)
+    with Engine(model, max_num_seqs=6, admission="greedy") as engine:
+        handles = []
+        for _ in range(200 if whole else 25):
+            parts = drawn_prompt(chance)
+            pictured = any(isinstance(part, Picture) for part in parts)
+            given = prompt_of(family, *parts) if pictured else list(parts)
+            tokens, priority = chance.choice([6, 12, 20]), chance.choice([0, 0, 1])
+            handles.append((parts, tokens, engine.submit(given, greedy(tokens), priority=priority)))
+            if chance.random() < 0.2:
+                engine.submit(given, greedy(tokens)).cancel()
+            if chance.random() < 0.1:
+                next(iter(handles[-1][2]))
+        for parts, tokens, handle in handles:
+            assert handle.result(PATIENCE).outputs[0].token_ids == answer(family, parts, tokens, seed), (seed, parts)
+        assert engine.stats().preemptions
+    assert_account_is_empty(model)
+
+
+def drawn_prompt(chance: random.Random) -> tuple[Part, ...]:
+    """Text and up to two pictures, of two sizes; many prompts have the same ones."""
+    first = tuple(range(10, 10 + chance.choice([0, 0, 3, 8])))
+    pictures = [Picture(chance.choice([1, 1, 2, 3]), chance.random() < 0.4) for _ in range(chance.choice([0, 1, 1, 2]))]
+    parts: tuple[Part, ...] = first
+    for picture in pictures:
+        parts = (*parts, picture, *(chance.randrange(3, 100) for _ in range(chance.choice([1, 2]))))
+    return (*parts, *range(30, 30 + chance.choice([2, 5])))
+
+
+def test_a_prompt_that_huggingfaces_forward_refuses_ends_alone(engine):
+    """It has tokens for another picture than it gets."""
+    bad = prompt_of("Llava", 5, CAT, 7)
+    text = engine.submit([5, 6, 7], greedy(12))
+    handle = engine.submit({**prompt_of(QWEN, 5, CAT, 7), "pixel_values": bad["pixel_values"]}, greedy(4))
+    with pytest.raises(compiled_llm.RequestError, match="HuggingFace's forward of its pictures has failed: "):
+        handle.result(PATIENCE)
+    assert text.result(PATIENCE).outputs[0].token_ids == answer(QWEN, (5, 6, 7), 12)
+    assert asked(engine, 5, CAT, 7).outputs[0].token_ids == answer(QWEN, (5, CAT, 7), 9)
+
+
+# ---- what would be found
+
+
+def differing(prompts: list[tuple[Part, ...]]) -> list[tuple[Part, ...]]:
+    with Engine(seeing(QWEN)) as engine:
+        return [parts for parts in prompts if asked(engine, *parts).outputs[0].token_ids != answer(QWEN, parts, 9)]
+
+
+def test_ids_of_placeholders_as_keys_would_be_found(monkeypatch):
+    prompts: list[tuple[Part, ...]] = [(CAT, *range(20, 30)), (DOG, *range(20, 30))]
+    assert differing(prompts) == []
+    monkeypatch.setattr("compiled_llm.engine.images.part.token_keys", lambda ids, *_: ids)
+    assert differing(prompts) == [prompts[1]]
+
+
+def test_positions_without_a_pictures_offset_would_be_found(monkeypatch):
+    prompts: list[tuple[Part, ...]] = [(5, WIDE, *range(20, 30))]
+    assert differing(prompts) == []
+    monkeypatch.setattr(RequestImages, "position_after", lambda self, length: length)
+    assert differing(prompts) == prompts
