@@ -99,15 +99,16 @@ _SERVED_CLASSES = frozenset(
     {
         *("GenerationMixin", "PreTrainedModel", "Module"),
         *("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
-        *("Phi3ForCausalLM", "PhimoeForCausalLM"),
+        *("PaliGemmaForConditionalGeneration", "Phi3ForCausalLM", "PhimoeForCausalLM"),
         *("BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM"),
         *("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"),
     }
 )
 """Classes of transformers and torch whose methods of these names our loops do the work of."""
-# Gemma 3 and 4 give the types of tokens to the prompt alone. Phi-3 and PhiMoE begin again without a cache where they
-# switch to longrope, which ``wrap`` refuses. Bamba, Falcon-H1 and Nemotron-H ask for the last logits, which is what our
-# loops compute. Models without attention leave the mask out after the prompt.
+# Gemma 3 and 4 give the types of tokens to the prompt alone, PaliGemma those of answers, too, which say nothing there.
+# Phi-3 and PhiMoE begin again without a cache where they switch to longrope, which ``wrap`` refuses. Bamba, Falcon-H1
+# and Nemotron-H ask for the last logits, which is what our loops compute. Models without attention leave the mask out
+# after the prompt.
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from compiled_llm.huggingface.call.other_inputs import are_whole, sees, without_
 from compiled_llm.huggingface.forward.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
 from compiled_llm.huggingface.handle import CompiledModel
+from compiled_llm.huggingface.inspection.model_obstacles import SEEN_BOTH_WAYS
 
 _KNOWN_INPUTS = frozenset(
     {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds", "output_hidden_states"}
@@ -87,7 +88,8 @@ class CacheChoice:
     @cached_property
     def prefill(self) -> Reason | None:
         """Why HuggingFace's own forward computes the prompt, or None."""
-        return prefill_reason(self.others, self.inputs, self._known if self.returned else None)
+        reason = prefill_reason(self.others, self.inputs, self._known if self.returned else None)
+        return reason or (SEEN_BOTH_WAYS if self.runtime.facts.sees_prompts_both_ways else None)
 
     @property
     def stands_in(self) -> bool:
@@ -168,20 +170,23 @@ class CacheChoice:
 
     def _cannot_follow(self) -> bool:
         call = current_call.get()
-        if call is None or call.custom or (isinstance(self.given, PagedCache) and not self._goes_on_with_images):
+        if call is None or call.custom or (isinstance(self.given, PagedCache) and not self._goes_on_apart):
             return True
         return prefill_obstacle(self.model, self.config, self.inputs)
 
     @property
-    def _goes_on_with_images(self) -> bool:
-        """Whether the text after what pages hold has images, each row's own."""
-        return bool(self.others) and self._appends and (not self.given.seen or self.rows == len(self.given.stored))
+    def _goes_on_apart(self) -> bool:
+        """Whether the text after what pages hold has images, or is seen both ways, each row its own."""
+        apart = bool(self.others) or self.runtime.facts.sees_prompts_both_ways
+        return apart and self._appends and (not self.given.seen or self.rows == len(self.given.stored))
 
     def _why_original(self, prefill: Reason) -> Reason:
         if self.others:
             return Reason("model_inputs", ", ".join(self.others))
         if self.users is not None:
             return Reason("past_key_values", type(self.users).__name__)
+        if prefill is SEEN_BOTH_WAYS:
+            return prefill
         return Reason("cache_implementation" if self.returned else "right_padding")
 
     def _too_much(self) -> Reason | None:

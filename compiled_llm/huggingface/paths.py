@@ -58,7 +58,8 @@ def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reas
     if runtime.asleep:
         yield Reason("asleep")
     drafts = choice.mode is GenerationMode.ASSISTED_GENERATION
-    if choice.mode not in _PAGED_MODES or (drafts and runs_original(runtime.facts.kinds, "drafts")):
+    original = runs_original(runtime.facts.kinds, "drafts") or runtime.facts.sees_prompts_both_ways
+    if choice.mode not in _PAGED_MODES or (drafts and original):
         yield Reason("generation_mode", choice.mode.value)
     if config.output_attentions:
         yield Reason("output_attentions")

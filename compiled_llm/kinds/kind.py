@@ -284,6 +284,7 @@ class Layer(NamedTuple):
     logits_soft_cap: float  # cap on the logits; 0.0 for none
     kind: LayerKind  # tells what is kept, and how it attends
     states: tuple[StateSpec, ...] = ()  # what rows keep of it besides pages
+    causal: bool = True  # whether no token of a prompt sees a later one of it
     keys_of: int | None = None  # the earlier layer whose keys and values it attends over; None if it has its own
 
     @property

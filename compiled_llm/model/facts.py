@@ -114,6 +114,11 @@ class ModelFacts:
         """Whether a layer gives several hidden states of a token, stacked, as Gemma 3n's do; steps emit one of each."""
         return getattr(self.model.config.get_text_config(decoder=True), "altup_num_inputs", 1) > 1
 
+    @cached_property
+    def sees_prompts_both_ways(self) -> bool:
+        """Whether tokens of a prompt see later ones of it, so that HuggingFace's own forward has to compute prompts."""
+        return not all(layer.causal for layer in self.layers)
+
     @property
     def max_positions(self) -> int:
         """How many positions the model was made for, by its config as it is now."""

@@ -46,9 +46,11 @@ class UnpagedCallError(RuntimeError):
 class LayerProbe:
     """A probe that takes the batch's place and records each attention layer that calls."""
 
-    def __init__(self, functions: LayerFunctions) -> None:
+    def __init__(self, functions: LayerFunctions, marks_prompts: bool = False) -> None:
+        """``marks_prompts``: whether the model is told which tokens are of a prompt, which may see each other."""
         self.layers: dict[int, Layer] = {}
         self._functions = functions
+        self._marks_prompts = marks_prompts
 
     def visit(
         self,
@@ -79,7 +81,8 @@ class LayerProbe:
             raise UnsupportedModelError(
                 f"{name} attends over {key.shape[2]} keys for {query.shape[2]} tokens; pages hold one key a token"
             )
-        if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        causal = others.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+        if not causal and not self._marks_prompts:
             raise UnsupportedModelError(f"{name} is not causal; only decoder-only causal LMs can be wrapped")
         for argument, given in others.items():
             if isinstance(given, Tensor) and argument not in _HARMLESS | kind.arguments:
@@ -94,6 +97,7 @@ class LayerProbe:
             window_left=-1 if sliding_window is None else int(sliding_window) - 1,
             logits_soft_cap=float(softcap or 0.0),
             kind=kind,
+            causal=causal,
         )
         return attended_like(query, value), None
 
@@ -105,7 +109,7 @@ def probe_layers(
     # ``fake`` tensors have no memory: a forward that looks at numbers does not take them. UnsupportedModelError if a
     # layer's attention does not reach our function or needs more than pages can do, or its states are not known.
     check_kinds(model, functions)
-    probe = LayerProbe(functions)
+    probe = LayerProbe(functions, _marks_prompts(model))
     states = _watch(model, fake, batch_argument, probe)
     expected = model.config.get_text_config(decoder=True).num_hidden_layers
     return _in_order(type(model).__name__, probe.layers, states, expected)
@@ -168,6 +172,11 @@ def _check_states(model: PreTrainedModel) -> None:
             "values a state of its row, as that of a short convolution, which pages do not hold; it stays usable "
             "unwrapped"
         )
+
+
+def _marks_prompts(model: PreTrainedModel) -> bool:
+    """Whether types of tokens tell a model that sees images which of them are of the prompt."""
+    return "image" in model.input_modalities and "token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
 def _untraceable(name: str, error: Exception) -> str:

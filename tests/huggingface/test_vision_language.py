@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from support.huggingface.vision import (
+    BOTH_WAYS,
     FAMILIES,
     IMAGE,
-    REFUSED,
     START,
     make,
     one_image,
@@ -22,8 +22,6 @@ from support.huggingface.vision import (
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
 
 pytestmark = pytest.mark.core
-
-SEEING = [family for family in FAMILIES if family not in REFUSED]
 
 
 def pair(family: str, seed: int, mode: str = "eager") -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -43,7 +41,7 @@ def inputs(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.drawn(most=4)
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_text_alone_is_the_fast_loops(family, inputs, seed):
     plain, wrapped = pair(family, seed)
     typed = {**inputs, **types_of_text(family, inputs["input_ids"])}
@@ -68,7 +66,7 @@ def test_a_forward_over_text_is_compiled(family, inputs, seed):
 
 
 @pytest.mark.drawn(most=4)
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_images_are_computed_by_huggingfaces_forward_and_tokens_by_ours(family, seed):
     plain, wrapped = pair(family, seed)
     inputs = with_images(family, seed)
@@ -86,14 +84,37 @@ def test_images_are_computed_by_huggingfaces_forward_and_tokens_by_ours(family, 
 
 
 @pytest.mark.drawn(most=3)
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_kept_cache_goes_on_with_another_image_and_then_with_text(family, seed):
     """HuggingFace's forward computes the new image over copies of what the pages hold."""
     plain, wrapped = pair(family, seed)
     torch.testing.assert_close(three_turns(wrapped, family, seed), three_turns(plain, family, seed))
     stats = wrapped.compiled.stats()
     assert stats.generate_calls == {"fast loop": 3}
-    assert stats.slow_paths == {"prefill": 2}
+    assert stats.slow_paths == {"prefill": 3 if family in BOTH_WAYS else 2}
+
+
+@pytest.mark.parametrize("family", BOTH_WAYS)
+def test_prompts_that_are_seen_both_ways_are_huggingfaces(family, inputs, seed):
+    """Of text, too; a forward of several tokens and drafts are all its own, and an engine refuses the model."""
+    plain, wrapped = pair(family, seed)
+    typed = {**inputs, **types_of_text(family, inputs["input_ids"])}
+    for given in (typed, {**typed, "token_type_ids": typed["token_type_ids"] + 1}):
+        torch.testing.assert_close(greedy(wrapped, given, 8), greedy(plain, given, 8))
+    assert wrapped.compiled.stats().slow_paths == {"prefill": 2}
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(**typed).logits, plain(**typed).logits)
+    assert wrapped.compiled.stats().forward_calls == {"original": 1}
+    alone = {name: value[1:2] for name, value in typed.items()}
+    drafted = greedy(wrapped, alone, 8, prompt_lookup_num_tokens=2)
+    torch.testing.assert_close(drafted, greedy(plain, alone, 8, prompt_lookup_num_tokens=2))
+    assert wrapped.compiled.stats().generate_calls == {"fast loop": 2, "original": 1}
+    with (
+        compiled_llm.Engine(wrapped) as engine,
+        pytest.raises(RuntimeError, match="the model sees their tokens both ways"),
+    ):
+        engine.generate([[5, 6, 7]])
+    assert_account_is_empty(wrapped)
 
 
 def test_an_image_that_huggingfaces_forward_refuses_leaves_the_cache_as_it_was(seed):

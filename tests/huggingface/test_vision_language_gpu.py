@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 import compiled_llm
 from support.execution.twins import OPTIONS, on_device, rms, twins_of
 from support.gpu import needs_cuda
-from support.huggingface.vision import FAMILIES as KNOWN, IMAGE, REFUSED, make, with_images
+from support.huggingface.vision import FAMILIES as KNOWN, IMAGE, make, with_images
 from support.parity import assert_account_is_empty, greedy
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 FAMILIES = ["Gemma3", "Qwen3VL", "Llava"]
 CAPTURED = [*FAMILIES, "Qwen3_5", "Lfm2Vl"]
-OTHERS = [family for family in KNOWN if family not in FAMILIES and family not in REFUSED]
+OTHERS = [family for family in KNOWN if family not in FAMILIES]
 HEADS: dict[str, dict[str, int]] = {
     "": {"head_dim": 64},
     "Gemma4": {"head_dim": 64, "global_head_dim": 64},

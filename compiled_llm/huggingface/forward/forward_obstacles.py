@@ -21,7 +21,7 @@ from compiled_llm.huggingface.call.current_call import current_call
 from compiled_llm.huggingface.call.other_inputs import are_whole, one_a_token, without_what_says_nothing
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.inspection.model_obstacles import UNSERVED_OUTPUTS, inner_reasons
+from compiled_llm.huggingface.inspection.model_obstacles import SEEN_BOTH_WAYS, UNSERVED_OUTPUTS, inner_reasons
 from compiled_llm.model.gradients import requires_gradients
 from compiled_llm.model.version.model_version import Placement
 
@@ -92,6 +92,8 @@ def _obstacles(
             yield Reason(name)
     if arguments.get("output_hidden_states") and compiled.facts.stacks_hidden_states:
         yield Reason("output_hidden_states")
+    if compiled.facts.sees_prompts_both_ways and not (paged and tokens_in(arguments)[1] == 1):
+        yield SEEN_BOTH_WAYS
     known = _known_inputs(original, argument)
     if paged and current_call.get() is not None:  # the prompt has been computed
         known |= OF_PREFILLS

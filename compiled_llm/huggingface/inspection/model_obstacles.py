@@ -16,6 +16,7 @@ from compiled_llm.model.version.module_tree import has_hooks
 
 UNSERVED_OUTPUTS: tuple[SlowPath, ...] = ("output_attentions", "output_router_logits")
 """Outputs of layers that only HuggingFace's own forward gives; the model computes them if its config says so."""
+SEEN_BOTH_WAYS = Reason("prefill", "the model sees their tokens both ways")
 
 
 def forward_reasons(model: PreTrainedModel, facts: ModelFacts, placement: Placement | None) -> Iterator[Reason]:
@@ -68,6 +69,8 @@ def model_obstacle(
     """Return why our loops cannot run the model now, or None; ``placement`` as for ``forward_reasons``."""
     for reason in forward_reasons(model, facts, placement):
         return reason
+    if facts.sees_prompts_both_ways:
+        return SEEN_BOTH_WAYS
     if names := overrides.of(model):
         return Reason("overrides", ", ".join(names))
     return Reason("model_hooks") if has_hooks(model) else None

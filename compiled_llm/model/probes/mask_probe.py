@@ -29,6 +29,8 @@ from compiled_llm.model.sizes import max_positions_of
 
 def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers with windows that only HuggingFace's masks have; UnsupportedModelError for other patterns."""
+    if not all(layer.causal for layer in layers):
+        _check_causal_after_prompts(model)
     found = _windows(model, len(layers), [number for number, layer in enumerate(layers) if layer.kind.attends])
     positions = max_positions_of(model)
     windowed = [_seeing(layer, window, positions) for layer, window in zip(layers, found, strict=True)]
@@ -37,6 +39,14 @@ def check_patterns(model: PreTrainedModel, layers: Sequence[Layer]) -> list[Laye
 
 _TOKENS = 4  # of a text whose masks are asked for
 _UNMASKED = -1  # in place of a window: HuggingFace makes no mask for the layer
+
+
+def _check_causal_after_prompts(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if tokens that are of no prompt see later ones, too."""
+    patterns = _patterns(model)
+    if not patterns or any(isinstance(pattern, PatternError) for pattern in patterns):
+        name = type(model).__name__
+        raise UnsupportedModelError(f"{name} is not causal after a prompt, either; it stays usable unwrapped")
 
 
 def _seeing(layer: Layer, window: int | None, positions: int) -> Layer:
@@ -79,10 +89,12 @@ def _patterns(model: PreTrainedModel) -> list[int | PatternError | None]:
 
 
 def _reads_tokens(function: Any) -> bool:
-    """Whether a mask function reads a tensor by position, such as which image a token is of."""
+    """Whether a mask function reads a tensor ``[B, T]`` by position, such as which image a token is of."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     inside = [part for kept in cells for part in (kept if isinstance(kept, (tuple, list)) else (kept,))]
-    return any(isinstance(part, Tensor) or (isinstance(part, FunctionType) and _reads_tokens(part)) for part in inside)
+    tensors = [part for part in inside if isinstance(part, Tensor)]
+    functions = [part for part in inside if isinstance(part, FunctionType)]
+    return any(tensor.dim() > 1 for tensor in tensors) or any(map(_reads_tokens, functions))
 
 
 def _pattern(function: MaskFunction, model: PreTrainedModel, positions: int) -> int | PatternError | None:

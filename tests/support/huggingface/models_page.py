@@ -126,6 +126,7 @@ WITH_IMAGES = {
     "LlavaNext": Example("LLaVA-NeXT", "llava-hf/llava-v1.6-mistral-7b-hf"),
     "LlavaOnevision": Example("LLaVA-OneVision", "llava-hf/llava-onevision-qwen2-0.5b-ov-hf"),
     "Mistral3": Example("Mistral Small 3.1", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
+    "PaliGemma": Example("PaliGemma", "google/paligemma-3b-mix-224", "prompts seen both ways: `generate` alone"),
     "Qwen2VL": Example("Qwen2-VL", "Qwen/Qwen2-VL-2B-Instruct"),
     "Qwen2_5_VL": Example("Qwen2.5-VL", "Qwen/Qwen2.5-VL-3B-Instruct"),
     "Qwen3VL": Example("Qwen3-VL", "Qwen/Qwen3-VL-4B-Instruct"),

@@ -245,8 +245,8 @@ TOKENS_OF_AN_IMAGE = {
 """Where they are not four."""
 BY_ROW = ("Idefics3", "SmolVLM")
 """Those whose processors give as many images to each row, black ones where it has fewer."""
-REFUSED = ("PaliGemma",)
-"""Those whose prompts see both ways."""
+BOTH_WAYS = ("PaliGemma",)
+"""Those that see the tokens of each prompt both ways."""
 
 
 def make(family: str, seed: int = 0, **text: Any) -> PreTrainedModel:
@@ -319,7 +319,9 @@ def _pixels(family: str, generator: torch.Generator) -> dict[str, Tensor]:
 def _types(family: str, types: Tensor) -> dict[str, Tensor]:
     if family.startswith(("Qwen", "Glm", "Gemma4")):
         return {"mm_token_type_ids": types}
-    return {"token_type_ids": types} if family in ("Gemma3", "PaliGemma") else {}
+    if family == "PaliGemma":  # those of the prompt are 0, of images and of text
+        return {"token_type_ids": torch.zeros_like(types)}
+    return {"token_type_ids": types} if family == "Gemma3" else {}
 
 
 def one_image(family: str, seed: int = 0) -> dict[str, Tensor]:
