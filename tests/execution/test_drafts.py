@@ -10,10 +10,15 @@ import torch
 
 import compiled_llm
 from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.execution.drafts.costs import Costs
 from compiled_llm.execution.drafts.rounds import Rounds
+from compiled_llm.execution.drafts.rule import Rule
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.execution.steps.launch import Launch
+from compiled_llm.kvcache.pool import PagePool
+from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.speculation import Speculation
-from support.execution.drafters import KINDS, Kind, Turning, drafted_answers, drafting, plain_answers
+from support.execution.drafters import KINDS, Kind, drafted_answers, drafting, plain_answers
 from support.execution.schedule import prompt_of
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.noting import note_calls, note_decode_steps
@@ -75,7 +80,7 @@ def test_another_number_of_tokens_each_step(
 ) -> None:
     """Plain steps come between, which write no text; nothing is read for it."""
     monkeypatch.setattr(GenerateLoop, "asynchronous", asynchronous)
-    assert_same(wrapped(), seed, DRAWN, kind, rule=Turning([8, 1, 2, 4, 1, 1, 2]))
+    assert_same(wrapped(), seed, DRAWN, kind, sizes=[8, 1, 2, 4, 1, 1, 2])
 
 
 @pytest.mark.drawn(most=2)
@@ -134,8 +139,7 @@ def test_rows_that_leave_move_the_others_without_a_wait(seed: int, monkeypatch: 
     model, prompts = wrapped(), prompts_of(seed)
     expected = plain_answers(model, prompts, 60, DRAWN)
     for number in range(2):  # what has to be compiled first is
-        rule = Turning([4, 8, 1, 4])
-        loop, rounds = drafting(model, prompts, 60, DRAWN, "right now and then", expected, rule=rule)
+        loop, rounds = drafting(model, prompts, 60, DRAWN, "right now and then", expected, sizes=[4, 8, 1, 4])
         waits = note_calls(monkeypatch, Speculation, "sync", lambda own: own.unread) if number else []
         assert leaving(loop, rounds) == [own[:size] for own, size in zip(expected, (10, 60, 23), strict=True)]
         assert not any(waits), "it was read when its turn came"
@@ -175,3 +179,58 @@ def test_a_drafter_that_gives_wrong_numbers_ends_the_call_with_its_name(seed: in
     view[wants] = made
     assert_account_is_empty(model)
     assert_same(model, seed, DRAWN, "right")
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_the_rule_drafts_where_drafts_are_right(
+    kind: Kind | None, asynchronous: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same steps each time, and few that draft where none is right."""
+    monkeypatch.setattr(GenerateLoop, "asynchronous", asynchronous)
+    model, prompts, new = wrapped(), prompts_of(seed), 60
+    expected = plain_answers(model, prompts, new, DRAWN)
+    steps: list[list[int]] = []
+    for _ in range(2):
+        loop, rounds = drafting(model, prompts, new, DRAWN, kind, expected, sizes=None)
+        with monkeypatch.context() as patch:
+            ran = note_calls(patch, Launch, "__call__", lambda own: own.new_tokens * (own.key.phase == "decode"))
+            assert drafted_answers(loop, rounds, new) == expected
+        steps.append([size for size in ran if size])
+    if kind == "right":
+        assert len(steps[1]) < 20
+    if kind == "wrong":
+        assert sum(size > 1 for size in steps[1]) <= 12
+        assert len(steps[1]) <= new + 2
+        assert steps[1].count(8) == 0
+    loop, rounds = drafting(model, prompts, new, DRAWN, kind, expected, sizes=None)
+    with monkeypatch.context() as patch:
+        ran = note_calls(patch, Launch, "__call__", lambda own: own.new_tokens * (own.key.phase == "decode"))
+        drafted_answers(loop, rounds, new)
+    assert [size for size in ran if size] == steps[1], "counts decide, not clocks"
+    assert_account_is_empty(model)
+
+
+def test_trials_become_rarer_as_they_fail_and_go_on_once_one_does_not() -> None:
+    rule, row = Rule(lambda rows: [1, 2, 4, 8], Costs(16 << 30, on_cuda=True)), Row(PagePool(2, 4), 0)
+    rows = [row]
+
+    def run(steps: int, right: bool) -> list[int]:
+        sizes = []
+        for _ in range(steps):
+            sizes.append(rule.size(rows))
+            if sizes[-1] > 1:
+                rule.note(rows, sizes[-1], [sizes[-1] - 1], [(sizes[-1] - 1) * right])
+        return sizes
+
+    sizes = run(3000, right=False)
+    trials = [at for at, size in enumerate(sizes) if size > 1 and sizes[at - 1] == 1]
+    gaps = np.diff(trials)
+    assert (gaps[:3] > 16).all()
+    assert (gaps[1:] >= gaps[:-1] - 2).all()
+    assert gaps[-1] >= 256
+    cost = sum(Costs(16 << 30, on_cuda=True).of(size, 1) - 1 for size in sizes)
+    assert cost / len(sizes) < 0.01
+    assert run(400, right=True)[-100:] == [8] * 100
+    assert 1 in run(60, right=False)[20:]

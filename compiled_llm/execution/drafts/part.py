@@ -11,9 +11,15 @@ from numpy.typing import NDArray
 from compiled_llm.compilation.drafts import NEW_TOKENS, Drafter, DraftInputs, NgramDrafter
 from compiled_llm.compilation.graphs.step_key import ACCEPTED, StepKey
 from compiled_llm.execution.batch import Tap
+from compiled_llm.execution.drafts.costs import Costs
+from compiled_llm.execution.drafts.rule import Rule
 from compiled_llm.execution.drafts.texts import Texts
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.row import Row
+from compiled_llm.model.sizes import matrix_bytes
+
+_COMPILED = ("compiled", "capturing", "ready", "evicted", "failed")
+"""States of steps for which nothing has to be compiled."""
 
 MOST_DRAFTS = NEW_TOKENS[-1] - 1
 
@@ -57,17 +63,31 @@ class Drafts:
         self.texts, self.most, self._text_of = texts, settings.num_speculative_tokens, text_of
         self._numbers = (settings.num_speculative_tokens, settings.prompt_lookup_max, settings.prompt_lookup_min)
         self.name = name or "ngram"
-        wants = (f"{ACCEPTED} of {self.name}",)
+        self._runner, self._wants = model_runner, (wants := (f"{ACCEPTED} of {self.name}",))
         known = model_runner.decode_buffers.drafts
         if wants not in known:
             made = NgramDrafter(texts.tokens, texts.longest, texts.shortest) if drafter is None else drafter(texts)
             known[wants] = lambda step: DraftInputs(made, texts.tokens, texts.limits, step.new_tokens_per_row)
+        self._costs = Costs(matrix_bytes(model_runner.state.facts.model), model_runner.device.type == "cuda")
         self._taps = {new: _Tap(self, wants, new) for new in NEW_TOKENS}
 
     @property
     def sizes(self) -> list[int]:
         """How many tokens a row may feed in: one, which is a plain step, or with drafts."""
         return [1, *(new for new in NEW_TOKENS if new == NEW_TOKENS[0] or new // 2 <= self.most)]
+
+    def rule(self) -> Rule:
+        """Return what says how many tokens the steps of this loop feed in."""
+        return Rule(self.sizes_at_once, self._costs)
+
+    def sizes_at_once(self, rows: int) -> list[int]:
+        """Return those of ``sizes`` that so many rows can have without compiling; the largest if that is none but 1."""
+        if self._runner.config.mode == "eager":
+            return self.sizes
+        entries = self._runner.state.step_table.entries
+        alike = {key: entry.state for key, entry in list(entries.items()) if key.wants == self._wants}
+        known = {key.new_tokens_per_row for key in alike if alike[key] in _COMPILED and (key.rows == 1) is (rows == 1)}
+        return [1, *(size for size in self.sizes if size in (known or self.sizes[-1:]))]
 
     def tap(self, new_tokens: int) -> Tap:
         """Return the tap that has a step of so many tokens a row draft, always the same one."""

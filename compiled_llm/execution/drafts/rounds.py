@@ -67,7 +67,7 @@ class Rounds:
         self._answers = {row: _Answer(text, left) for row, text in zip(loop.rows, texts, strict=True)}
         self._drafts = Drafts(self._runner, settings, lambda row: self._answers[row].text, drafter, name)
         self._drafts.texts.forget(loop.rows)
-        self._rule = rule or Rule(self._drafts.sizes)
+        self._rule = rule or self._drafts.rule()
         self._running = list(loop.rows)
         self._unread: deque[Arriving] = deque()
         self._prefilled = False
@@ -149,7 +149,7 @@ class Rounds:
         if isinstance(arriving, AcceptedTokens):
             runs = arriving.result()
             self._drafts.check([run[0] for run in runs])
-            self._rule.note(rows, arriving.offered, [len(run) - 1 for run in runs])
+            self._rule.note(rows, arriving.new_tokens, arriving.offered, [len(run) - 1 for run in runs])
         else:
             runs = [[token] for token in arriving.result()]
         for row, run in zip(rows, runs, strict=True):

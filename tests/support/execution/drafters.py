@@ -58,10 +58,13 @@ class Turning(Rule):
     """Feeds in another number of tokens in each step."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = cycle(sizes)
+        self._turns = cycle(sizes)
 
     def size(self, rows: Sequence[Row]) -> int:
-        return next(self._sizes)
+        return next(self._turns)
+
+    def note(self, *_: object) -> None:
+        pass
 
 
 def plain_answers(
@@ -86,16 +89,18 @@ def drafting(
     kind: Kind | None = None,
     answers: Sequence[Sequence[int]] = (),
     most: int = 7,
-    rule: Rule | None = None,
+    sizes: Sequence[int] | None = (8,),
     name: str = "",
 ) -> tuple[GenerateLoop, Rounds]:
     """Return a loop of prompts and its rounds, by n-grams or a drafter that knows the answers."""
+    # Steps have ``sizes`` in turn, or what the rule says if that is None.
     loop: GenerateLoop = model.compiled.generate_loop()
     for prompt, own in zip(prompts, settings, strict=True):
         loop.admit(prompt, new, own)
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=False)]
     drafter = None if kind is None else knowing(model, texts, kind)
     known = [np.array(prompt, dtype=np.int64) for prompt in prompts]
+    rule = None if sizes is None else Turning(sizes)
     return loop, Rounds(loop, DraftSettings(most), known, new, rule, drafter, f"{kind} {name}" if kind else "")
 
 
