@@ -16,14 +16,22 @@ class PackedLinearTiling(NamedTuple):
     stages: int  # blocks of inputs on their way at a time
     splits: int  # programs that share a tile's inputs
     warps: int
+    apart: bool = False  # whether the places of bytes or words are operands of their own
 
 
 def way_of(format: PackedFormat, inputs: int) -> str:
     """Return how a kernel reads blocks of so many inputs: by bytes, their halves, planes of words, or one by one."""
     if format.layout in ("rows", "high_first"):
         return "bytes" if format.bits == 8 else "halves"
-    planes = format.bits == 4 and format.layout in ("words_by_input", "tiles")
-    return "planes" if planes and inputs % 128 == 0 else "gathered"
+    if format.bits == 8 or (format.layout == "tiles" and inputs % 128):
+        return "gathered"
+    return "planes"
+
+
+def can_be_apart(format: PackedFormat, inputs: int) -> bool:
+    """Whether the places of bytes or words can be operands of their own, with 16 inputs of a block each at least."""
+    way = way_of(format, inputs)
+    return way == "halves" or (way == "planes" and format.layout != "words_by_output" and inputs % 128 == 0)
 
 
 def block_inputs(format: PackedFormat, most: int) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_llm_ops.packed.formats import PackedWeight
+from compiled_llm_ops.packed import int4pack
+from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import DTYPES
 from compiled_llm_ops.packed.rule import Library, can_be_rounded, choose
 from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling
+from compiled_llm_ops.packed.unpack import unpack
 from support.ops.packed_weights import FORMATS
 
 SIZES = ((6144, 4096), (24576, 4096), (4096, 12288), (96, 160), (40, 33))
@@ -65,3 +67,40 @@ def test_rows_are_rounded_only_where_the_library_s_formula_does_so() -> None:
         described("torchao float8 by row", 6144, 4096),
     ):
         assert choose(1024, other, torch.bfloat16, 132) is Library.UNPACKED
+
+
+def tiled(n: int, k: int, group: int) -> PackedWeight:
+    """A weight as torchao has it: a scale, then its zero."""
+    both = torch.rand(k // group, n, 2).bfloat16()
+    format = PackedFormat("uint4", "tiles", 1, group)
+    codes = torch.zeros(n // 8, k // 128, 32, 4, dtype=torch.int32)
+    return PackedWeight(format, codes, both[..., 0].t(), both[..., 1].t(), (n, k))
+
+
+def test_torch_s_kernel_takes_few_rows_of_its_tiles() -> None:
+    weight, short = tiled(64, 256, 128), tiled(64, 256, 32)
+    assert choose(2, weight, torch.bfloat16, 132) is Library.TORCH
+    assert isinstance(choose(3, weight, torch.bfloat16, 132), PackedLinearTiling)
+    assert choose(16, short, torch.bfloat16, 132) is Library.TORCH
+    assert choose(17, short, torch.bfloat16, 132) is Library.UNPACKED
+    assert choose(1, weight, torch.float16, 132) is not Library.TORCH
+    for other in (
+        weight._replace(zeros=None),
+        weight._replace(zeros=torch.zeros_like(weight.scales)),
+        weight._replace(scales=weight.scales.contiguous()),
+        weight._replace(shape=(60, 256)),
+        weight._replace(shape=(64, 250)),
+        weight._replace(format=PackedFormat("uint4", "tiles", 1, 16)),
+    ):
+        assert not int4pack.is_taken(other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has it on CUDA in this layout")
+def test_torch_s_kernel_reads_what_the_reference_reads(seed: int) -> None:
+    weight = tiled(64, 256, 128)
+    codes = torch.randint(-(2**31), 2**31 - 1, weight.codes.shape, dtype=torch.int32)
+    both = torch.rand(2, 64, 2).bfloat16().cuda()
+    weight = weight._replace(codes=codes.cuda(), scales=both[..., 0].t(), zeros=both[..., 1].t())
+    rows = torch.randn(2, 256).bfloat16().cuda()
+    expected = rows.float() @ unpack(weight).T
+    torch.testing.assert_close(int4pack.multiply(rows, weight).float(), expected, rtol=0.02, atol=0.5)

@@ -110,6 +110,16 @@ def test_halves_of_bytes(code: str, dtype: torch.dtype) -> None:
         assert numbers(found, dtype, "$2", "$3") == [values[one >> 4] for one in own]
 
 
+def test_nf4_in_float32() -> None:
+    upper, lower = ptx.exact_nf4()
+    for byte in range(256):
+        given = {"$4": byte << 16}
+        high, low = run(upper, given), run(lower, given)
+        for place, code in (("$1", byte & 15), ("$3", byte >> 4)):
+            bits = (high[place] & 0xFFFF) << 16 | low[place] & 0xFFFF
+            assert torch.tensor(bits, dtype=torch.uint32).view(torch.float32) == torch.tensor(NF4[code])
+
+
 @pytest.mark.parametrize(("code", "dtype"), [*itertools.product(["uint8", "int8"], DTYPES), ("e4m3", torch.bfloat16)])
 def test_bytes(code: str, dtype: torch.dtype) -> None:
     text = ptx.text_for(code, "rows", dtype)

@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm_ops.packed.kernels.ptx import text_for
-from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs, takes_few_rows, way_of
+from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
+from compiled_llm_ops.packed.tilings import (
+    FewRowsTiling,
+    PackedLinearTiling,
+    block_inputs,
+    can_be_apart,
+    takes_few_rows,
+    way_of,
+)
 from support.ops.compiling import compiled, in_order
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.packed_weights import FORMATS, LARGEST_E4M3, Made, make
@@ -36,8 +43,11 @@ def test_each_format_on_tensor_cores(name: str, m: int, n: int, k: int, splits: 
 
     made = finite(name, n, k)
     rows, bias = torch.randn(m, k).half(), torch.randn(n).half()
-    tiling = PackedLinearTiling(16, 32, block_inputs(made.weight.format, 128), stages=2, splits=splits, warps=4)
+    inputs = block_inputs(made.weight.format, 128)
+    tiling = PackedLinearTiling(16, 32, inputs, stages=2, splits=splits, warps=4)
     check(multiply(rows, made.weight, bias, tiling, pdl=False), rows, made, bias)
+    if can_be_apart(made.weight.format, inputs):
+        check(multiply(rows, made.weight, bias, tiling._replace(apart=True), pdl=False), rows, made, bias)
 
 
 @interpreted
@@ -113,7 +123,8 @@ def test_codes_become_numbers_in_registers(name: str, rows: int) -> None:
     inputs = block_inputs(format, 128)
     way = way_of(format, inputs)
     constants = {
-        **groups_of(name), "WAY": way, "ROWS": rows, "BN": 64, "BK": inputs, "STAGES": 4, "SPLIT": True,
+        **groups_of(name), "WAY": way, "APART": can_be_apart(format, inputs),
+        "ROWS": rows, "BN": 64, "BK": inputs, "STAGES": 4, "SPLIT": True,
         "MASKED": False, "ASM": "" if way == "gathered" else text_for(format.code, format.layout, torch.bfloat16),
         "PDL": True,
     }  # fmt: skip
@@ -122,7 +133,7 @@ def test_codes_become_numbers_in_registers(name: str, rows: int) -> None:
     assert "atom" in made.asm["ptx"], "the last program finds itself"
     found = in_order(made.asm["ptx"])
     assert found.index("griddepcontrol.wait") < found.index("griddepcontrol.launch_dependents")
-    if way != "gathered":
+    if way in ("bytes", "halves"):
         assert not re.search(rf"local_alloc .*tensor<64x{inputs}xbf16", made.asm["ttgir"])
 
 
@@ -149,10 +160,15 @@ def test_of_one_row_the_weight_alone_is_read_before_waiting(name: str) -> None:
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", FORMATS)
 def test_unpacking_and_rounding_compile(name: str) -> None:
+    import triton.language as tl
+
     from compiled_llm_ops.packed.kernels.unpacking import _round, _unpack
 
     format, types = FORMATS[name][0], types_of(name)
-    constants = {**groups_of(name), "BITS": format.bits, "BN": 32, "BK": block_inputs(format, 128)}
+    inputs = block_inputs(format, 128)
+    exact = exact_nf4() if format.code == "nf4" else (text_for(format.code, format.layout, torch.bfloat16), "")
+    constants = {**groups_of(name), "WAY": way_of(format, inputs), "BN": 64, "BK": inputs, "DTYPE": tl.bfloat16}
+    constants |= {"ASM": "" if way_of(format, inputs) == "gathered" else exact[0], "ASM_LOW": exact[1]}
     types = {name: type for name, type in types.items() if name in _unpack.arg_names} | {"values": "*bf16"}
     assert "st.global.v4" in compiled(_unpack, constants, types, aligned=ALIGNED & types.keys()).asm["ptx"]
     rounded = {"x": "*bf16", "rounded": "*fp8e4nv", "scales": "*fp32", **dict.fromkeys(("M", "K", "padded"), "i32")}

@@ -114,6 +114,89 @@ def bits_at(codes, n, k, blocks, LAYOUT: tl.constexpr, BITS: tl.constexpr, mask)
 
 
 @triton.jit
+def halves_at(
+    codes, first, N, k, K, blocks,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
+    ASM: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of BN outputs and of BK inputs, those of even and those of odd inputs, ``[BN, BK / 2]``."""
+    n = tl.minimum(first + tl.arange(0, BN), N - 1).to(tl.int64)[:, None]
+    pair = tl.arange(0, BK // 2)
+    both = loaded(codes + n * blocks + k // 2 + pair[None, :], k + 2 * pair, K, MASKED)
+    return halves_of(both, CODE, LAYOUT == "high_first", ASM, DTYPE)
+
+
+@triton.jit
+def planes_at(
+    codes, first, N, k, K, blocks,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr,
+    ASM: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of eight inputs of each word, ``[BN, BK / 8]``, or of eight outputs, ``[BK, BN / 8]``."""
+    word = tl.arange(0, BK // 8)
+    n = tl.minimum(first + tl.arange(0, BN), N - 1).to(tl.int64)[:, None]
+    if LAYOUT == "words_by_input":
+        words = loaded(codes + (k // 8 + word)[None, :] * blocks + n, k + 8 * word, K, MASKED)
+    elif LAYOUT == "words_by_output":
+        offs_k, outputs = k + tl.arange(0, BK), tl.minimum(first // 8 + tl.arange(0, BN // 8), N // 8 - 1)
+        at = codes + offs_k.to(tl.int64)[:, None] * blocks + outputs[None, :]
+        words = tl.load(at, mask=(offs_k < K)[:, None], other=0) if MASKED else tl.load(at)
+    else:
+        tile = ((n // 8) * blocks + k // 128 + word[None, :] // 16) * 128 + (n % 8) * 16 + word[None, :] % 16
+        words = loaded(codes + tile, k + word // 16 * 128, K, MASKED)
+    return planes_of(words, CODE, ASM, DTYPE)
+
+
+@triton.jit
+def weights_at(
+    codes, first, N, k, K, blocks,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    MASKED: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of BN outputs and BK inputs, ``[BN, BK]``, before they are scaled."""
+    if WAY == "bytes":
+        n, offs_k = tl.minimum(first + tl.arange(0, BN), N - 1).to(tl.int64)[:, None], k + tl.arange(0, BK)
+        weights = numbers_of(loaded(codes + n * blocks + offs_k[None, :], offs_k, K, MASKED), CODE, ASM, DTYPE)
+    elif WAY == "halves":
+        even, odd = halves_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, DTYPE)
+        weights = tl.reshape(tl.join(even, odd), [BN, BK])
+    elif WAY == "planes":
+        planes = planes_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, DTYPE)
+        if LAYOUT == "words_by_input":
+            weights = tl.reshape(_joined(planes), [BN, BK])
+        elif LAYOUT == "words_by_output":
+            p0, p2, p4, p6, p1, p3, p5, p7 = planes
+            weights = tl.reshape(_joined((p0, p1, p2, p3, p4, p5, p6, p7)), [BK, BN]).T
+        else:
+            # k = 32 piece + 8 eighth + 2 column + neighbour; a word is at 4 column + piece, a place 4 neighbour +
+            # eighth
+            parted = tl.reshape(_joined(planes), [BN, BK // 128, 4, 4, 2, 4])
+            weights = tl.reshape(tl.permute(parted, [0, 1, 3, 5, 2, 4]), [BN, BK])
+    else:
+        n, offs_k = tl.minimum(first + tl.arange(0, BN), N - 1).to(tl.int64)[:, None], (k + tl.arange(0, BK))[None, :]
+        bits: tl.constexpr = 4 if (CODE == "int4" or CODE == "uint4" or CODE == "nf4") else 8
+        weights = number_of(bits_at(codes, n, offs_k, blocks, LAYOUT, bits, offs_k < K), CODE).to(DTYPE)
+    return weights
+
+
+@triton.jit
+def _joined(planes):
+    """Return eight tensors as one, whose last three axes are the bits of a plane's number."""
+    p0, p1, p2, p3, p4, p5, p6, p7 = planes
+    even = tl.join(tl.join(p0, p4), tl.join(p2, p6))
+    return tl.join(even, tl.join(tl.join(p1, p5), tl.join(p3, p7)))
+
+
+@triton.jit
+def loaded(at, k, K, MASKED: tl.constexpr):
+    if MASKED:
+        values = tl.load(at, mask=(k < K)[None, :], other=0.0 if at.dtype.scalar.element_ty.is_floating() else 0)
+    else:
+        values = tl.load(at)
+    return values
+
+
+@triton.jit
 def scale_at(scales, nested, place):
     """Return the scales at places of their table, in float32."""
     if nested is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, linear, scaled_mm
 
 from compiled_llm_ops.kernels.linear.skinny_tiling import processors_of
+from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels.few_rows import multiply_few
 from compiled_llm_ops.packed.kernels.tiles import multiply as multiply_tiles
@@ -27,9 +28,10 @@ def multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bo
         return multiply_tiles(rows, weight, bias, choice, pdl=pdl)
     if isinstance(choice, FewRowsTiling):
         return multiply_few(rows, weight, bias, choice, pdl=pdl)
-    if choice is Library.ROUNDED:
-        return _multiply_rounded(rows, weight, bias)
-    return linear(rows, unpacked(weight, rows.dtype), bias)
+    if choice is Library.UNPACKED:
+        return linear(rows, unpacked(weight, rows.dtype), bias)
+    out = int4pack.multiply(rows, weight) if choice is Library.TORCH else _multiply_rounded(rows, weight)
+    return out if bias is None else out + bias
 
 
 def unpacked(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -41,11 +43,11 @@ def unpacked(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return unpack_into(weight, inputs, dtype)
 
 
-def _multiply_rounded(rows: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _multiply_rounded(rows: Tensor, weight: PackedWeight) -> Tensor:
     """Multiply rows that are rounded by 128 inputs with a weight of e4m3 by blocks, as transformers' formula does."""
     rounded, scales = round_rows(rows)
     out = scaled_mm(
         rounded, weight.codes.t(), scales, ScalingType.BlockWise1x128, weight.scales.t(), ScalingType.BlockWise128x128,
         output_dtype=rows.dtype,
-    )[: len(rows)]  # fmt: skip
-    return out if bias is None else out + bias
+    )  # fmt: skip
+    return out[: len(rows)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ def text_for(code: str, layout: str, dtype: torch.dtype) -> str:
     if code in ("int4", "uint4"):
         return int4_halves(code, dtype)
     if code == "nf4":
-        return nf4_halves(dtype)
+        return looked_up_halves([_bits_of(value, dtype) for value in NF4])
     if code == "e4m3":
         return e4m3_numbers() if dtype is torch.bfloat16 else ""
     return int8_numbers(code, dtype)
@@ -127,14 +128,21 @@ def e4m3_numbers() -> str:
     return "\n".join([*lines, "}"])
 
 
-def nf4_halves(dtype: torch.dtype) -> str:
-    """Four bytes become entries of NF4's table: four of the low codes ($0, $1) and four of the high ones ($2, $3)."""
+def exact_nf4() -> tuple[str, str]:
+    """Return the PTX that looks up the upper and the lower 16 bits of NF4's values in float32; empty without PTX."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "", ""
+    bits = [int.from_bytes(struct.pack("<f", value), "little") for value in NF4]
+    return looked_up_halves([one >> 16 for one in bits]), looked_up_halves([one & 0xFFFF for one in bits])
+
+
+def looked_up_halves(table: Sequence[int]) -> str:
+    """Four bytes become 16 bits of a table: four of the low codes ($0, $1) and four of the high ones ($2, $3)."""
     # ``prmt`` looks four codes up at a time, among eight bytes by three bits of each code. The fourth bit chooses
     # between the lower and the upper half of the table: moved to the sign of a byte, it becomes a mask.
-    entries = [_bytes_of(value, dtype) for value in NF4]
     words = {
-        f"{name}{i}": int.from_bytes(bytes(entry[byte] for entry in entries[4 * i : 4 * i + 4]), "little")
-        for byte, name in enumerate("lh")
+        f"{name}{i}": sum((entry >> by & 255) << 8 * place for place, entry in enumerate(table[4 * i : 4 * i + 4]))
+        for name, by in (("l", 0), ("h", 8))
         for i in range(4)
     }
     lines = ["{ .reg .b32 x, s, m, l, h, t;", f".reg .b32 {', '.join(words)};"]
@@ -152,7 +160,6 @@ def nf4_halves(dtype: torch.dtype) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _bytes_of(value: float, dtype: torch.dtype) -> bytes:
-    """Return the two bytes of a number, the low one first."""
-    rounded = float(torch.tensor(value).to(dtype))
-    return struct.pack("<e", rounded) if dtype is torch.float16 else struct.pack("<f", rounded)[2:]
+def _bits_of(value: float, dtype: torch.dtype) -> int:
+    """Return the 16 bits of a number."""
+    return int(torch.tensor(value).to(dtype).view(torch.uint16))

@@ -1,8 +1,8 @@
 """A matmul with a packed weight on tensor cores, whose inputs may be split among programs."""
 
 # A weight is the first operand, which tensor cores take from registers, where codes become numbers; rows are the
-# second. A sum over inputs has no order of its own: the codes of a byte's halves, or of a word's eight places, are
-# operands of their own, each with the rows' inputs of those places.
+# second. A sum over inputs has no order of its own: the codes of a byte's halves, or of a word's eight places, can be
+# operands of their own, each with the rows' inputs of those places, or are joined in the order of the inputs.
 # Shapes: M rows, N outputs, K inputs.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
@@ -21,15 +21,7 @@ from torch import Tensor
 from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import PackedWeight
-from compiled_llm_ops.packed.kernels.codes import (
-    bits_at,
-    halves_of,
-    number_of,
-    numbers_of,
-    planes_of,
-    scale_at,
-    shift_at,
-)
+from compiled_llm_ops.packed.kernels.codes import halves_at, loaded, planes_at, scale_at, shift_at, weights_at
 from compiled_llm_ops.packed.kernels.ptx import text_for
 from compiled_llm_ops.packed.tilings import PackedLinearTiling, way_of
 
@@ -59,55 +51,31 @@ def _planes(rows, TILES: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _product(
-    sums, x, codes, first, offs_n, offs_m, k, N, K, blocks,
-    CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
-    MASKED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    sums, x, codes, first, offs_m, k, N, K, blocks,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Return ``sums`` ``[BN, ROWS]`` and the product of codes and rows over BK inputs, and the rows ``[ROWS, BK]``."""
     dtype: tl.constexpr = x.dtype.element_ty
     offs_k = tl.arange(0, BK)
-    n = offs_n.to(tl.int64)[:, None]
     first_k = after_waiting(k) if PDL else k
     at = x + offs_m[:, None] * K + first_k + offs_k[None, :]
-    if WAY == "bytes":
-        weights = numbers_of(_loaded(codes + n * blocks + k + offs_k[None, :], k + offs_k, K, MASKED), CODE, ASM, dtype)
-        rows = _loaded(at, k + offs_k, K, MASKED)
-        sums = tl.dot(weights, rows.T, sums)
-    elif WAY == "halves":
-        offs_b = tl.arange(0, BK // 2)
-        packed = _loaded(codes + n * blocks + k // 2 + offs_b[None, :], k + 2 * offs_b, K, MASKED)
-        even, odd = halves_of(packed, CODE, LAYOUT == "high_first", ASM, dtype)
-        rows = _loaded(at, k + offs_k, K, MASKED)
+    if APART and WAY == "halves":
+        even, odd = halves_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, dtype)
+        rows = loaded(at, k + offs_k, K, MASKED)
         even_rows, odd_rows = _halves(rows, ROWS, BK)
         sums = tl.dot(odd, odd_rows.T, tl.dot(even, even_rows.T, sums))
-    elif WAY == "planes":
-        word = tl.arange(0, BK // 8)
-        if LAYOUT == "tiles":
-            tile = ((n // 8) * blocks + k // 128 + word[None, :] // 16) * 128 + (n % 8) * 16 + word[None, :] % 16
-            words = _loaded(codes + tile, k + word // 16 * 128, K, MASKED)
-        else:
-            words = _loaded(codes + (k // 8 + word)[None, :] * blocks + n, k + 8 * word, K, MASKED)
-        planes = planes_of(words, CODE, ASM, dtype)
-        rows = _loaded(at, k + offs_k, K, MASKED)
+    elif APART and WAY == "planes":
+        planes = planes_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, dtype)
+        rows = loaded(at, k + offs_k, K, MASKED)
         of_planes = _planes(rows, LAYOUT == "tiles", ROWS, BK)
         for plane in tl.static_range(8):
             sums = tl.dot(planes[plane], of_planes[plane].T, sums)
     else:
-        places = (k + offs_k)[None, :]
-        bits: tl.constexpr = 4 if (CODE == "int4" or CODE == "uint4" or CODE == "nf4") else 8
-        unsigned = bits_at(codes, n, places, blocks, LAYOUT, bits, places < K)
-        rows = _loaded(at, k + offs_k, K, MASKED)
-        sums = tl.dot(number_of(unsigned, CODE).to(dtype), rows.T, sums)
+        weights = weights_at(codes, first, N, k, K, blocks, CODE, LAYOUT, WAY, BN, BK, MASKED, ASM, dtype)
+        rows = loaded(at, k + offs_k, K, MASKED)
+        sums = tl.dot(weights, rows.T, sums)
     return sums, rows
-
-
-@triton.jit
-def _loaded(at, k, K, MASKED: tl.constexpr):
-    if MASKED:
-        values = tl.load(at, mask=(k < K)[None, :], other=0.0 if at.dtype.scalar.element_ty.is_floating() else 0)
-    else:
-        values = tl.load(at)
-    return values
 
 
 @triton.jit
@@ -123,9 +91,9 @@ def _sum_parts(parts, splits, stride):
 def _packed_tensor_cores(
     x, codes, scales, zeros, nested, bias, y, parts, counters,
     M, N, K, blocks, scales_n, scales_k, zeros_n, zeros_k, splits,
-    CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
-    ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
-    MASKED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, APART: tl.constexpr, GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BN outputs of ROWS rows over a part of the inputs; the last program of a tile sums all parts."""
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -155,7 +123,25 @@ def _packed_tensor_cores(
         k = step * BK
         if GROUP_K == 0:
             sums, rows = _product(
-                sums, x, codes, first, offs_n, offs_m, k, N, K, blocks, CODE, LAYOUT, WAY, ROWS, BK, MASKED, ASM, PDL
+                sums,
+                x,
+                codes,
+                first,
+                offs_m,
+                k,
+                N,
+                K,
+                blocks,
+                CODE,
+                LAYOUT,
+                WAY,
+                APART,
+                ROWS,
+                BN,
+                BK,
+                MASKED,
+                ASM,
+                PDL,
             )
             if zeros is not None:
                 row_sums += tl.sum(rows.to(tl.float32), 1)
@@ -166,8 +152,8 @@ def _packed_tensor_cores(
             if zeros is not None:
                 shift = shift_at(zeros, rows_of_scales * zeros_n + (step // STEPS) * zeros_k, scale, CODE)
             product, rows = _product(
-                tl.zeros([BN, ROWS], tl.float32), x, codes, first, offs_n, offs_m, k, N, K, blocks, CODE, LAYOUT, WAY,
-                ROWS, BK, MASKED, ASM, PDL,
+                tl.zeros([BN, ROWS], tl.float32), x, codes, first, offs_m, k, N, K, blocks,
+                CODE, LAYOUT, WAY, APART, ROWS, BN, BK, MASKED, ASM, PDL,
             )  # fmt: skip
             sums += product * (scale if ALIKE else scale[:, None])
             if zeros is not None:
@@ -228,9 +214,10 @@ def multiply(
     _packed_tensor_cores[grid](
         rows, codes, scales, zeros, nested, bias, y, parts, counters,
         m, n, k, codes.shape[1], *scales.stride(), *(zeros.stride() if zeros is not None else (0, 0)),
-        tiling.splits, CODE=format.code, LAYOUT=format.layout, WAY=way, GROUP_N=format.outputs, GROUP_K=format.inputs,
-        ROWS=tiling.rows, BN=tiling.outputs, BK=tiling.inputs, STAGES=tiling.stages, SPLIT=tiling.splits > 1,
-        MASKED=k % tiling.inputs > 0, ASM="" if way == "gathered" else text_for(format.code, format.layout, rows.dtype),
+        tiling.splits, CODE=format.code, LAYOUT=format.layout, WAY=way, APART=tiling.apart,
+        GROUP_N=format.outputs, GROUP_K=format.inputs, ROWS=tiling.rows, BN=tiling.outputs, BK=tiling.inputs,
+        STAGES=tiling.stages, SPLIT=tiling.splits > 1, MASKED=k % tiling.inputs > 0,
+        ASM="" if way == "gathered" else text_for(format.code, format.layout, rows.dtype),
         PDL=pdl, **options(tiling.warps, pdl),
     )  # fmt: skip
     return y

@@ -14,37 +14,50 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedWeight
-from compiled_llm_ops.packed.kernels.codes import bits_at, number_of, scale_at, shift_at
+from compiled_llm_ops.packed.kernels.codes import loaded, scale_at, shift_at, weights_at
+from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
 from compiled_llm_ops.packed.kernels.tiles import as_bytes
+from compiled_llm_ops.packed.tilings import way_of
 
 _LARGEST: tl.constexpr = tl.constexpr(448.0)  # in e4m3
 
-UNPACKED_OUTPUTS, UNPACKED_INPUTS = 32, 128
-"""Outputs and inputs of a program that unpacks."""
+UNPACKED_OUTPUTS = 64  # outputs of a program that unpacks
+
+
+@triton.jit
+def _exact_nf4(
+    both, ASM: tl.constexpr, ASM_LOW: tl.constexpr, HIGH_FIRST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """Return the values of bytes of two codes each, ``[BN, BK]``, in float32."""
+    low, high = tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r", [both], dtype=(tl.int16, tl.int16), is_pure=True, pack=4
+    )
+    low_rest, high_rest = tl.inline_asm_elementwise(
+        ASM_LOW, "=&r,=&r,=&r,=&r,r", [both], dtype=(tl.int16, tl.int16), is_pure=True, pack=4
+    )
+    first = (low.to(tl.int32) << 16) | (low_rest.to(tl.int32) & 0xFFFF)
+    second = (high.to(tl.int32) << 16) | (high_rest.to(tl.int32) & 0xFFFF)
+    joined = tl.join(second, first) if HIGH_FIRST else tl.join(first, second)
+    return tl.reshape(joined, [BN, BK]).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _unpack(
     codes, scales, zeros, nested, values, N, K, blocks, scales_n, scales_k, zeros_n, zeros_k,
-    CODE: tl.constexpr, LAYOUT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, BITS: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr, ASM_LOW: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile ``[BN, BK]`` of values, whose inputs share scales."""
-    n, first = tl.program_id(1) * BN + tl.arange(0, BN), tl.program_id(0) * BK
-    k = first + tl.arange(0, BK)
-    read_n, mask = tl.minimum(n, N - 1), (k < K)[None, :]
-    rows = read_n.to(tl.int64)[:, None]
-    if LAYOUT == "rows" and BITS == 8:
-        found = tl.load(codes + rows * blocks + k[None, :], mask=mask, other=0.0 if CODE == "e4m3" else 0)
-        numbers = found.to(tl.float32) if CODE == "e4m3" else number_of(found.to(tl.int32), CODE)
-    elif LAYOUT == "rows" or LAYOUT == "high_first":
-        pair = first // 2 + tl.arange(0, BK // 2)
-        both = tl.load(codes + rows * blocks + pair[None, :], mask=(2 * pair < K)[None, :], other=0).to(tl.int32)
-        low, high = number_of(both & 15, CODE), number_of(both >> 4, CODE)
-        joined = tl.join(low, high) if LAYOUT == "rows" else tl.join(high, low)
-        numbers = tl.reshape(joined, [BN, BK])
+    first_n, first = tl.program_id(1) * BN, tl.program_id(0) * BK
+    n, k = first_n + tl.arange(0, BN), first + tl.arange(0, BK)
+    read_n = tl.minimum(n, N - 1)
+    if CODE == "nf4" and ASM != "":
+        pair = tl.arange(0, BK // 2)
+        at = codes + read_n.to(tl.int64)[:, None] * blocks + first // 2 + pair[None, :]
+        numbers = _exact_nf4(loaded(at, first + 2 * pair, K, True), ASM, ASM_LOW, LAYOUT == "high_first", BN, BK)
     else:
-        numbers = number_of(bits_at(codes, rows, k[None, :], blocks, LAYOUT, BITS, mask), CODE)
+        numbers = weights_at(codes, first_n, N, first, K, blocks, CODE, LAYOUT, WAY, BN, BK, True, ASM, DTYPE)
+        numbers = numbers.to(tl.float32)
     row = read_n // GROUP_N if GROUP_N > 0 else read_n * 0
     group = first // GROUP_K if GROUP_K > 0 else 0
     scale = scale_at(scales, nested, row * scales_n + group * scales_k)
@@ -52,18 +65,22 @@ def _unpack(
     if zeros is not None:
         numbers += shift_at(zeros, row * zeros_n + group * zeros_k, scale, CODE)[:, None]
     at = values + n.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(at, numbers.to(values.dtype.element_ty), mask=(n < N)[:, None] & mask)
+    tl.store(at, numbers.to(values.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
 
 
 def unpack_into(weight: PackedWeight, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return the values ``[N, K]`` of a weight; ``inputs`` of a program, a power of two, are of one group."""
     format, _, scales, zeros, (n, k), nested = weight
     codes, values = as_bytes(weight), scales.new_empty(n, k, dtype=dtype)
+    way = way_of(format, inputs)
+    # Numbers of bfloat16 are all but those of NF4, which has a table in float32.
+    exact = exact_nf4() if format.code == "nf4" else (text_for(format.code, format.layout, torch.bfloat16), "")
     _unpack[(-(-k // inputs), -(-n // UNPACKED_OUTPUTS))](
         codes, scales, zeros, nested, values, n, k, codes.shape[1], *scales.stride(),
         *(zeros.stride() if zeros is not None else (0, 0)),
-        CODE=format.code, LAYOUT=format.layout, GROUP_N=format.outputs, GROUP_K=format.inputs, BITS=format.bits,
-        BN=UNPACKED_OUTPUTS, BK=inputs,
+        CODE=format.code, LAYOUT=format.layout, WAY=way, GROUP_N=format.outputs, GROUP_K=format.inputs,
+        BN=UNPACKED_OUTPUTS, BK=inputs, ASM="" if way == "gathered" else exact[0], ASM_LOW=exact[1],
+        DTYPE=tl.bfloat16 if exact[0] else tl.float32,
     )  # fmt: skip
     return values
 
