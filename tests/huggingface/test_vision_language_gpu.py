@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import compiled_llm
 from support.execution.twins import OPTIONS, on_device, rms, twins_of
 from support.gpu import needs_cuda
-from support.huggingface.vision import FAMILIES as KNOWN, IMAGE, make, with_images
+from support.huggingface.vision import BOTH_WAYS, FAMILIES as KNOWN, IMAGE, make, with_images
 from support.parity import assert_account_is_empty, greedy
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -41,7 +41,8 @@ def in_dtype(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 
 def of_an_answer(model: PreTrainedModel, given: dict[str, Tensor], sequences: Tensor) -> Tensor:
     """`[NEW, B, V]`: HuggingFace's logits of an answer, by one forward over images and the whole text."""
-    types = {name: pad(given[name], (0, NEW)) for name in given if name.endswith("token_type_ids")}
+    answer = int(type(model).__name__.removesuffix("ForConditionalGeneration") in BOTH_WAYS)
+    types = {name: pad(given[name], (0, NEW), value=answer) for name in given if name.endswith("token_type_ids")}
     images = {name: given[name] for name in given if name not in ("input_ids", "attention_mask", *types)}
     pixels = in_dtype(images, model.dtype)
     mask = pad(given["attention_mask"], (0, NEW), value=1)

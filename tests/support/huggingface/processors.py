@@ -1,64 +1,60 @@
-"""A processor made from settings, and pictures for it."""
+"""A processor of Qwen3-VL, of letters and small images, as the hub would have it in a folder."""
 
 from __future__ import annotations
 
-import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import transformers
-from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3VLProcessor
+from transformers import PreTrainedModel
 
-from support.huggingface.vision import END, IMAGE, START
+from support.huggingface.vision import make
+from support.tiny_tokenizer import tokenizer
 
-_WORDS = {f"w{number}": number for number in range(IMAGE)}
-_SPECIAL = {
-    "<|image_pad|>": IMAGE,
-    "<|video_pad|>": 121,
-    "<|vision_start|>": START,
-    "<|vision_end|>": END,
-    "<unk>": 124,
+SPECIAL = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
 }
-_IMAGES = getattr(transformers, "Qwen2VLImageProcessorPil", transformers.Qwen2VLImageProcessor)
-_CHAT = (
-    "{% for message in messages %}w1 {% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %} w2 {% endfor %}"
-    "{% if add_generation_prompt %}w3{% endif %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }} {% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %} {% endfor %}{% if add_generation_prompt %}a {% endif %}"
 )
+PATCHES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 
 
-class _WithoutVideos(Qwen3VLProcessor):
-    """Qwen's processor, which makes no videos here: that needs torchvision."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        return None
-
-
-def qwen_processor() -> Any:
-    """A processor for the tiny models of Qwen, whose words are ``w0`` to ``w119``; 8 x 8 pixels are a token."""
-    words = Tokenizer(models.WordLevel({**_WORDS, **_SPECIAL}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    edges = {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", extra_special_tokens={**names, **edges}
-    )
-    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    images = _IMAGES(size={"shortest_edge": 64, "longest_edge": 4096}, **sizes)
-    return _WithoutVideos(image_processor=images, tokenizer=tokenizer, chat_template=_CHAT)
+def qwen3_vl_processor(folder: Path) -> Any:
+    """The one that `AutoProcessor` reads from a folder; it needs torchvision."""
+    letters = tokenizer()
+    letters.add_special_tokens({"additional_special_tokens": [*SPECIAL.values()]})
+    letters.padding_side = "left"
+    images = transformers.Qwen2VLImageProcessor(**PATCHES, size={"shortest_edge": 256, "longest_edge": 1024})
+    videos = transformers.Qwen3VLVideoProcessor(**PATCHES)
+    own = transformers.Qwen3VLProcessor(images, letters, videos, chat_template=TEMPLATE)
+    own.save_pretrained(folder)
+    return transformers.AutoProcessor.from_pretrained(folder)
 
 
-def painted(seed: int, width: int = 24, height: int = 16) -> Image.Image:
-    """A picture of random colours."""
-    colours = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(colours)
+def qwen3_vl(processor: Any, seed: int) -> PreTrainedModel:
+    """A tiny model that has the processor's tokens."""
+    model = make("Qwen3VL", seed)
+    for name, token in SPECIAL.items():
+        setattr(model.config, name, processor.tokenizer.convert_tokens_to_ids(token))
+    return model
 
 
-def as_file(picture: Image.Image, format: str = "PNG", **options: Any) -> bytes:
-    """The bytes of a picture's file."""
-    file = io.BytesIO()
-    picture.save(file, format, **options)
-    return file.getvalue()
+def picture(width: int, height: int, seed: int) -> Any:
+    """An image of noise."""
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def said(text: str, *images: Any, role: str = "user") -> dict[str, Any]:
+    """A message of images, and text after them."""
+    shown = [{"type": "image", "image": image} for image in images]
+    return {"role": role, "content": [*shown, {"type": "text", "text": text}]}
