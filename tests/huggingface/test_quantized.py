@@ -19,8 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    AwqConfig,
     BitsAndBytesConfig,
     CompressedTensorsConfig,
+    GPTQConfig,
     PreTrainedModel,
     QuantoConfig,
     TorchAoConfig,
@@ -49,7 +51,7 @@ class Way:
     plain: bool = False  # whether it leaves plain weights
     # whether activations are rounded by the largest of all tokens of a call, so that rows change each other
     by_call: bool = False
-    ours: bool = False  # whether kernels of ours multiply
+    ours: bool | None = False  # whether kernels of ours multiply; None if the library's choice decides it
     rounds: bool = False  # whether the library rounds activations where our kernels do not
 
     def __str__(self) -> str:
@@ -62,7 +64,8 @@ class Way:
     def row(self) -> str:
         served = "✓ by the call" if self.by_call else "✓"
         modes = " | ".join("refused" if self.refuses(mode) else served for mode in MODES)
-        kernels = "—" if self.plain or all(map(self.refuses, MODES)) else "ours" if self.ours else "the library's"
+        kernels = {True: "ours", False: "the library's", None: "by the library's choice"}[self.ours]
+        kernels = "—" if self.plain or all(map(self.refuses, MODES)) else kernels
         return f"| {self.name} | {modes} | {kernels} |"
 
 
@@ -272,8 +275,20 @@ WAYS = [
         "compressed_tensors",
         ours=True,
     ),
-    Way("GPTQ, loaded with GPTQModel", lambda: loaded(_packed("gptq")), "gptqmodel", ours=True),
-    Way("AWQ, loaded with GPTQModel", lambda: loaded(_packed("awq")), "gptqmodel", ours=True),
+    Way("GPTQ, loaded with GPTQModel", lambda: loaded(_packed("gptq")), "gptqmodel", ours=None),
+    Way(
+        'the same, `GPTQConfig(bits=4, backend="gptq_torch")`',
+        lambda: loaded(_packed("gptq"), quantization_config=GPTQConfig(bits=4, backend="gptq_torch")),
+        "gptqmodel",
+        ours=True,
+    ),
+    Way("AWQ, loaded with GPTQModel", lambda: loaded(_packed("awq")), "gptqmodel", ours=None),
+    Way(
+        'the same, `AwqConfig(bits=4, backend="torch_awq")`',
+        lambda: loaded(_packed("awq"), quantization_config=AwqConfig(bits=4, backend="torch_awq")),
+        "gptqmodel",
+        ours=True,
+    ),
 ]
 
 
@@ -323,7 +338,8 @@ def test_a_quantised_model_gives_huggingfaces_tokens_or_is_refused_by_the_name_o
         compiled_llm.wrap(model, **options)
         torch.testing.assert_close(greedy(model, PROMPTS, 8), tokens)
         assert model.compiled.stats().generate_calls == {"fast loop": 1}
-        assert any("compiled_llm" in kernels for kernels in model.compiled.stats().weights) is way.ours
+        ours = any("compiled_llm" in kernels for kernels in model.compiled.stats().weights)
+        assert ours is (ours if way.ours is None else way.ours)
         with torch.no_grad():
             near = 0.3 if way.rounds else 1e-4
             torch.testing.assert_close(model(**UNPADDED).logits[:, -1], logits, rtol=near, atol=near)
