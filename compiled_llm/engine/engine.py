@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +73,7 @@ class Engine:
         grammar_worker: Any = None,
         watch_model: bool = True,
         tokenizer_eos: bool = False,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -110,10 +111,16 @@ class Engine:
                 saves that time if only this engine uses the model.
             tokenizer_eos: end answers at the tokenizer's ``eos_token``, too, as vLLM and ``compiled-llm serve`` do; as
                 ``generate``, only at those of ``model.generation_config`` if False.
+            speculative_config: guess tokens, and check several of a request in one step: the same tokens in fewer
+                steps, if guesses are right. A dictionary with vLLM's names: ``method``, which is ``"ngram"``, the text
+                of the request itself; ``num_speculative_tokens``, how many are guessed at most, 1 to 7 (7); and how
+                many of the last tokens are searched for in the text before them, ``prompt_lookup_max`` (4) to
+                ``prompt_lookup_min`` (1). None for no guesses.
 
         Raises:
             TypeError: the model is not wrapped, or it is a ``PeftModel`` around one that is.
-            ValueError: a number is impossible, there is no such mode, or no step could be ``mixed``.
+            ValueError: a number is impossible, there is no such mode, no step could be ``mixed``, or the model cannot
+                check several tokens of a request in a step.
         """
         self._runtime = _wrapped(model)
         tokenizer = getattr(processor, "tokenizer", None) if tokenizer is None else tokenizer
@@ -135,6 +142,12 @@ class Engine:
             check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant, kinds)
         if config.batch_invariant:
             mixed = False
+        speculation = None
+        if speculative_config is not None:
+            check_has("drafts", "speculative_config")
+            part = feature("drafts", "engine")
+            speculation = part.SpeculativeConfig.of(speculative_config)
+            part.check_model(config.backend, config.batch_invariant, self._runtime.facts.kinds)
         self._runtime.make_room(max_num_seqs)
         self._model = model
         self._max_num_seqs = max_num_seqs
@@ -144,7 +157,10 @@ class Engine:
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
-        settings = LoopSettings(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission)
+        settings = LoopSettings(
+            *(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission),
+            *(speculation, max_model_len),
+        )
         self._engine_thread = EngineThread(model, self._runtime, settings)
         arrive, end = self._engine_thread.request_table.paused_requests.arrive, self._engine_thread.cancel
         grammars = feature("structured_outputs", "engine")  # None if that was taken out

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from compiled_llm.engine.draft_stats import DraftStats
 from compiled_llm.engine.steps.latencies import Latency, Waits
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
@@ -39,6 +40,7 @@ class EngineStats:
             or ``"failed"``, which the log has a reason of; None if they do not, or ``mode`` says so.
         pages: the page account, shared with ``generate`` and caches; None before memory is allocated, and asleep.
         states: the same of the states of recurrent layers; None also without such layers.
+        drafts: the tokens that were guessed, and those that were right; None without ``speculative_config``.
     """
 
     running: int = 0
@@ -61,6 +63,7 @@ class EngineStats:
     uncompiled: Uncompiled | None = None
     pages: PageAccount | None = None
     states: StateAccount | None = None
+    drafts: DraftStats | None = None
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
@@ -82,6 +85,8 @@ def stats_of(loop: Loop | None, waiting: int, before: EngineStats, present: Mode
         waits: Waits = getattr(loop.scheduler.latencies, name)
         counts[f"{name}_seconds"] = waits.latency() or getattr(before, f"{name}_seconds")
         counts[f"{name}_histogram"] = getattr(before, f"{name}_histogram").plus(waits.histogram())
+    if loop.drafts is not None:
+        counts["drafts"] = loop.drafts.counts.plus(before.drafts or DraftStats())
     running = len(loop.scheduler.running)
     return EngineStats(running=running, waiting=waiting, **counts, **_stats_of_runner(loop.model_runner))
 

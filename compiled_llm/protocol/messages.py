@@ -206,6 +206,15 @@ class PageCounts(Struct, frozen=True):
     cached: int
 
 
+class DraftCounts(Struct, frozen=True):
+    """The tokens that were guessed, and those that were right; fields as of ``DraftStats``."""
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: list[int]
+
+
 class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     """The state of the engine process, with how many clients are connected; fields as of ``EngineStats``."""
 
@@ -231,6 +240,7 @@ class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     first_token_histogram: HistogramCounts | None = None
     inter_token_histogram: HistogramCounts | None = None
     uncompiled: Uncompiled | None = None
+    drafts: DraftCounts | None = None
 
 
 class TokensReply(Struct, tag="tokens", frozen=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +13,23 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
+from compiled_llm.engine.draft_stats import DraftStats
+from compiled_llm.engine.drafts import engine_drafts
+from compiled_llm.engine.drafts.config import check_model
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.batch import Batch, StepOutput, Tap
+from compiled_llm.execution.drafts.part import Drafts
 from compiled_llm.execution.growth import grown
 from compiled_llm.kvcache.row import Row
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.crowd import VOCABULARY, Crowd, NaiveDevice, PoisonedPool, next_token
+from support.engine.tiny_engines import greedy, wrapped
+from support.execution.drafters import KINDS, Kind, Turning, knowing
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.core
 
@@ -56,12 +70,14 @@ class DraftingDevice(NaiveDevice):
         if new == 1:
             return self._plain(batch, persistent)
         decoded = self._drafted(batch.decode, new)
+        accepted: Any = NaiveAccepted(batch.decode, self.readbacks.start(decoded), new)
         if not batch.extend:
-            return StepOutput(batch.decode, None, decoded)  # type: ignore[arg-type]
+            return StepOutput(batch.decode, None, decoded, accepted=accepted)  # type: ignore[arg-type]
         earlier, self.unsampled = self.unsampled, []
         extended = self._plain(batch._replace(decode=()), persistent)
         self.unsampled = [*earlier, *self.unsampled]
-        return StepOutput([*batch.decode, *extended.rows], None, [*decoded, *extended.tokens])  # type: ignore[arg-type]
+        tokens: Any = [*decoded, *extended.tokens]
+        return StepOutput([*batch.decode, *extended.rows], None, tokens, accepted=accepted)
 
     def _plain(self, batch: Batch, persistent: Any) -> StepOutput:
         for row in batch.decode:
@@ -74,7 +90,6 @@ class DraftingDevice(NaiveDevice):
     def _drafted(self, rows: Sequence[Row], new: int) -> list[int]:
         self.fault("run")
         assert not self.unsampled, "the rows of an earlier step have no tokens yet"
-        self.drafted += 1
         with grown(rows, [new] * len(rows), None, self._copies):
             runs = [self._run_of(row, new) for row in rows]
             self.fault("ran")
@@ -135,18 +150,19 @@ class NaiveAccepted:
     """What counts of a step, which the host has not read."""
 
     def __init__(self, rows: Sequence[Row], readback: Any, new_tokens: int) -> None:
-        self._rows, self._readback, self.new_tokens, self._synced = rows, readback, new_tokens, False
+        self.rows, self._readback, self.new_tokens, self._synced = rows, readback, new_tokens, False
+        self.arrived = readback.arrived
         for row in rows:
             row.speculation.grow(self)
 
-    def read(self) -> list[list[int]]:
+    def result(self) -> list[list[int]]:
         tokens = self._readback.result()
-        starts = range(0, len(self._rows) * self.new_tokens, self.new_tokens)
+        starts = range(0, len(self.rows) * self.new_tokens, self.new_tokens)
         return [[token for token in tokens[at : at + self.new_tokens] if token != NOT_ACCEPTED] for at in starts]
 
     def sync(self) -> None:
         if not self._synced:
-            for row, run in zip(self._rows, self.read(), strict=True):
+            for row, run in zip(self.rows, self.result(), strict=True):
                 row.reject(self, self.new_tokens - len(run))
             self._synced = True
 
@@ -158,26 +174,18 @@ class NaiveDrafts:
         self._numbers, self._device = numbers, device
         self._taps = {number: DraftTap(number) for number in {*numbers}}
 
-    def new_tokens(self, requests: Sequence[Request]) -> int:
+    def new_tokens(self, requests: Sequence[Request], step: int) -> int:
         if all(request.constraint is not None for request in requests):
             return 1
-        return self._numbers[self._device.taken // 3 % len(self._numbers)]
+        return self._numbers[self._device.drafted // 3 % len(self._numbers)]
 
-    def tap(self, new_tokens: int) -> Tap:
-        return self._taps[new_tokens]
-
-    def enter(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            known = request.text.tolist()
-            assert [*self._device.text(request.running_row), 0][: len(known) - 1] == known[:-1]
-
-    def launched(self, requests: Sequence[Request], readback: Any, new_tokens: int) -> NaiveAccepted:
-        self._device.taken += 1
-        return NaiveAccepted([request.running_row for request in requests], readback, new_tokens)
+    def tap(self, plan: StepPlan) -> Tap:
+        return self._taps[plan.new_tokens]
 
     def read(self, accepted: NaiveAccepted) -> list[list[int]]:
+        self._device.drafted += 1
         accepted.sync()
-        return accepted.read()
+        return accepted.result()
 
 
 class Guessing(Crowd):
@@ -217,3 +225,208 @@ class TestGuessing(Guessing.TestCase):  # type: ignore[misc]
 @pytest.mark.whole
 class TestLargeGuessing(Guessing.TestCase):  # type: ignore[misc]
     settings = settings(deadline=None, max_examples=1000, stateful_step_count=80, database=None)
+
+
+# ---- a real engine
+
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 7}
+Asked = Sequence[tuple[list[int], SamplingParams]]
+
+
+def drawn(tokens: int, seed: int, **others: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.9, "max_tokens": tokens, "ignore_eos": True, "seed": seed, **others})
+
+
+def asked_for(seed: int) -> Asked:
+    """Requests with each setting; texts of few tokens repeat themselves. First tokens differ."""
+    few = [20, 21, 22, 23, 24]
+    settings = [
+        *(greedy(24), greedy(1), greedy(2), greedy(3), greedy(30, logprobs=2)),
+        *(drawn(24, seed), drawn(24, seed, top_p=0.8, logprobs=3), drawn(24, seed, top_k=3), drawn(9, seed, min_p=0.2)),
+        *(drawn(24, seed, repetition_penalty=1.4), drawn(24, seed, presence_penalty=0.7, frequency_penalty=0.4)),
+        *(drawn(24, seed, logit_bias={20: 2.0}), drawn(24, seed, allowed_token_ids=few)),
+        drawn(24, seed, allowed_token_ids=few, stop_token_ids=[22], min_tokens=5),
+        drawn(24, seed, allowed_token_ids=few, stop_token_ids=[23]),
+        greedy(24, prompt_logprobs=1),
+    ]
+    return [([40 + number, *few[: number % 4 + 1] * 3], own) for number, own in enumerate(settings)]
+
+
+def answered(model: Any, asked: Asked, config: dict[str, Any] | None = None, **options: Any) -> list[RequestOutput]:
+    prompts, params = [prompt for prompt, _ in asked], [own for _, own in asked]
+    with Engine(model, max_num_seqs=8, speculative_config=config, **options) as engine:
+        outputs = engine.generate(prompts, params)
+        if config is not None:
+            drafts = engine.stats().drafts
+            assert drafts is not None
+            assert drafts.accepted_tokens == sum(drafts.accepted_per_position) <= drafts.draft_tokens
+    assert_account_is_empty(model)
+    return outputs
+
+
+def assert_same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    for own, other in zip(outputs, expected, strict=True):
+        assert (own.token_ids, own.finish_reason, own.stop_reason) == (
+            *(other.token_ids, other.finish_reason, other.stop_reason),
+        )
+        for ours, theirs in ((own.outputs[0].logprobs, other.outputs[0].logprobs), (own.prompt_logprobs,) * 2):
+            assert (ours is None) == (theirs is None)
+            for one, another in zip(ours or (), theirs or (), strict=True):
+                assert (one or {}).keys() == (another or {}).keys()
+                for token, logprob in (one or {}).items():
+                    assert logprob.logprob == pytest.approx((another or {})[token].logprob, abs=1e-4)
+
+
+def let_it_know(monkeypatch: pytest.MonkeyPatch, model: Any, outputs: Sequence[RequestOutput], kind: Kind) -> None:
+    """Have engines guess by the answers; a drafter of another name has graphs of its own."""
+    texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+    made = partial(Drafts, drafter=knowing(model, texts, kind), name=kind)
+    monkeypatch.setattr(engine_drafts, "Drafts", made)
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_guesses_change_no_token(kind: Kind | None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = wrapped(max_batch_size=8), asked_for(seed)
+    expected = answered(model, asked)
+    if kind is not None:
+        let_it_know(monkeypatch, model, expected, kind)
+        monkeypatch.setattr(Drafts, "rule", lambda drafts: Turning(drafts.sizes))
+    assert_same(answered(model, asked, NGRAMS), expected)
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
+def test_a_pool_of_what_plain_steps_need_is_enough_and_nobody_loses_pages(seed: int) -> None:
+    """Guesses take what is free, and near its end a request runs in plain steps."""
+    prompt, tokens = [40, 20, 21, 20, 21, 20], 30
+    model = wrapped(len(prompt) + tokens - 1)
+    ((expected,), (output,)) = (answered(model, [(prompt, greedy(tokens))], config) for config in (None, NGRAMS))
+    assert_same([output], [expected])
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
+@pytest.mark.parametrize("tokens", [60, 100])
+def test_requests_that_lose_their_pages_go_on_with_the_same_tokens(tokens: int, seed: int) -> None:
+    model = wrapped(tokens, max_batch_size=8)
+    asked = [(prompt, own) for prompt, own in asked_for(seed) if own.logprobs is None and own.prompt_logprobs is None]
+    expected = answered(model, asked, admission="greedy")
+    assert_same(answered(model, asked, NGRAMS, admission="greedy"), expected)
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
+def test_what_the_prefix_cache_keeps_is_what_plain_steps_have_written(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chats that go on from answers, whose pages have guesses that were wrong."""
+    model, asked = wrapped(max_batch_size=8), asked_for(seed)[:6]
+    first = answered(model, asked)
+    more = [([*prompt, *output.token_ids, 9, 8], greedy(12)) for (prompt, _), output in zip(asked, first, strict=True)]
+    expected = answered(model, more)
+    let_it_know(monkeypatch, model, first, "right now and then")
+    monkeypatch.setattr(Drafts, "rule", lambda drafts: Turning(drafts.sizes))
+    with Engine(model, max_num_seqs=8, speculative_config=NGRAMS) as engine:
+        assert_same(engine.generate(*map(list, zip(*asked, strict=True))), first)
+        outputs = engine.generate(*map(list, zip(*more, strict=True)))
+    assert_same(outputs, expected)
+    assert sum(output.cached_tokens for output in outputs) > sum(len(prompt) for prompt, _ in asked)
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
+def test_requests_that_the_host_constrains_run_beside_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(tokens: list[int], logits: Any) -> Any:
+        logits[::2] = -float("inf")
+        return logits
+
+    model, asked = wrapped(max_batch_size=8), list(asked_for(seed)[5:9])
+    asked[1:1] = [([60, 20, 21, 20], drawn(20, seed, logits_processors=[odd]))]
+    asked += [([61, 20, 21, 20], greedy(5, logits_processors=[odd], logprobs=1))]
+    expected = answered(model, asked)
+    let_it_know(monkeypatch, model, expected, "right")
+    assert_same(answered(model, asked, NGRAMS), expected)
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
+def test_hidden_states_are_those_of_plain_steps(seed: int) -> None:
+    model = wrapped()
+    found = []
+    for config in (None, NGRAMS):
+        with Engine(model, speculative_config=config) as engine:
+            handle = engine.submit([5, 6, 5, 6, 5], greedy(12), hidden_states=[-1])
+            found.append((handle.result(), engine.submit([5, 6, 5], greedy(4)).result().token_ids))
+    (plain, other), (ours, again) = found
+    assert (ours.token_ids, again) == (plain.token_ids, other)
+    assert ours.hidden_states is not None
+    assert plain.hidden_states is not None
+    assert ours.hidden_states[-1].equal(plain.hidden_states[-1])
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
+def test_a_cancelled_request_keeps_tokens_that_are_its_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped()
+    (expected,) = answered(model, [([40, 20, 21], greedy(200))])
+    let_it_know(monkeypatch, model, [expected], "right")
+    with Engine(model, speculative_config=NGRAMS) as engine:
+        handle = engine.submit([40, 20, 21], greedy(200))
+        for number, _ in enumerate(handle):
+            if number == 20:
+                break
+        handle.cancel()
+        tokens = handle.result().token_ids
+        assert 20 < len(tokens) <= 200
+        assert tokens == expected.token_ids[: len(tokens)]
+    assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("ngram", "speculative_config='ngram': give a dictionary"),
+        ({"method": "eagle"}, "method='eagle'; give \"ngram\""),
+        ({"method": "ngram", "model": "x"}, "there is no 'model'; it has method"),
+        ({"method": "ngram", "num_speculative_tokens": 8}, "num_speculative_tokens=8; give 1 to 7"),
+        ({"method": "ngram", "num_speculative_tokens": "two"}, "num_speculative_tokens='two'; give a whole number"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min=0; give 1 or more"),
+        ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, "prompt_lookup_min=3 with prompt_lookup"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Engine(wrapped(), speculative_config=given)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"batch_invariant": True, "mode": "compile"}, "batch_invariant=True"), ({"backend": "flashinfer"}, "flashinfer")],
+)
+def test_options_of_wrap_that_plan_or_add_otherwise_are_refused(options: Any, said: str) -> None:
+    kinds = wrapped().compiled.facts.kinds
+    with pytest.raises(ValueError, match=rf"speculative_config with a model that is wrapped with .*{said}"):
+        check_model(options.get("backend", "auto"), options.get("batch_invariant", False), kinds)
+
+
+def test_counts_of_several_loops_add_up() -> None:
+    one, other = DraftStats.of([3, 0, 2], [2, 0, 0], 3), DraftStats.of([7], [7], 7)
+    assert one == (2, 5, 2, (1, 1, 0))
+    assert one.plus(other) == other.plus(one) == (3, 12, 9, (2, 2, 1, 1, 1, 1, 1))
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_warmup_prepares_steps_that_guess(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Of each number of tokens, for the sizes that are asked for; requests then prepare nothing."""
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(Drafts, "rule", lambda drafts: Turning(drafts.sizes))
+    model, said = wrapped(mode="cuda-graphs", max_batch_size=2), list[str]()
+    with Engine(model, max_num_seqs=2, speculative_config=NGRAMS) as engine:
+        engine.warmup([1, 2], report=said.append)
+        before = engine.stats()
+        engine.generate([[5, 6, 5, 6, 5]], greedy(20))
+        engine.generate([[5, 6, 5, 6, 5]] * 2, greedy(20))
+        after = engine.stats()
+    assert [line for line in said if "tokens each" in line] == [
+        f"preparing steps of {rows} requests with {new} tokens each" for rows in (1, 2) for new in (2, 4, 8)
+    ]
+    assert after.drafts is not None
+    assert after.drafts.drafts > 0
+    assert (after.cold_starts, after.cuda_graphs) == (before.cold_starts, before.cuda_graphs)

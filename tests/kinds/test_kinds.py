@@ -420,6 +420,8 @@ def ask(feature: str, kind: Kind, seed: int) -> None:
     facts, runtime = model.compiled.facts, model.compiled
     if feature == "mixed":
         Engine(model, mixed=True)
+    elif feature == "speculative_config":
+        Engine(model, speculative_config={"method": "ngram"})
     elif feature == "several_tokens":
         loop = runtime.generate_loop()
         loop.admit(np.array([5, 6, 7]), 40)

@@ -85,6 +85,7 @@ FEATURES = {
             *(
                 "compiled_llm/compilation/drafts.py",
                 "compiled_llm/execution/drafts",
+                "compiled_llm/engine/drafts",
                 "compiled_llm/huggingface/drafts.py",
             ),
             "ops/compiled_llm_ops/drafts",
@@ -92,11 +93,13 @@ FEATURES = {
         (
             "compilation/drafts",
             "execution/test_drafts.py",
+            "engine/test_speculation.py",
             "huggingface/test_prompt_lookup.py",
             "ops/drafts",
         ),
         line='compiled_llm/features.py: "drafts": ',
         exports="ops/compiled_llm_ops/__init__.py: drafts|NOT_ACCEPTED|NOT_DRAFTED|write_texts",
+        asks="Engine(model(), speculative_config={'method': 'ngram'})",
     ),
     "page checks": Feature(
         "check_pages|page_check|page_?watch",

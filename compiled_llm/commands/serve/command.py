@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from contextlib import suppress
@@ -26,7 +27,7 @@ from compiled_llm.commands.serve.serve_command import with_places
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.reporting.progress import Watcher, watched
-from compiled_llm.features import feature
+from compiled_llm.features import check_has, feature
 from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
 from compiled_llm.server.own_process import serve_arguments
 
@@ -65,6 +66,7 @@ class ServeOptions(NamedTuple):
     kv_scales: Path | None
     batch_invariant: bool
     check_pages: str
+    speculative_config: str | None
 
     @property
     def log(self) -> tuple[str, str] | None:
@@ -87,6 +89,7 @@ class ServeOptions(NamedTuple):
 
     def engine_options(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in ("max_num_seqs", "max_model_len", "max_queue")}
+        options["speculative_config"] = _speculative_config(self.speculative_config)
         return {"tokenizer_eos": True, "max_step_ms": _step_limit(self.max_step_ms), **options}
 
     def prepare(self, engine: Engine, structured: bool) -> None:
@@ -118,6 +121,7 @@ def serve(
     max_model_len: options.MaxModelLen = None,
     max_queue: options.MaxQueue = None,
     max_step_ms: options.MaxStepMs = "auto",
+    speculative_config: options.SpeculativeConfig = None,
     drain_seconds: options.DrainSeconds = 30.0,
     warmup: options.Warmup = "",
     profile: options.ProfilePath = None,
@@ -164,6 +168,7 @@ def serve(
             kv_scales=_absolute(kv_scales),
             batch_invariant=batch_invariant,
             check_pages=check_pages.value,
+            speculative_config=speculative_config,
         )
         _check(served, drain_seconds)
         source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)
@@ -179,6 +184,7 @@ def serve(
 def _check(served: ServeOptions, drain_seconds: float) -> None:
     WrapConfig.from_options(served.wrap_options())
     _step_limit(served.max_step_ms)
+    _speculative_config(served.speculative_config)
     if served.max_num_seqs < 1:
         raise ValueError(f"--max-num-seqs {served.max_num_seqs}: must be at least 1")
     if served.max_model_len is not None and served.max_model_len < 1:
@@ -256,6 +262,22 @@ def _step_limit(text: str) -> MaxStep:
         if (limit := float(text)) > 0:
             return limit
     raise ValueError(f"--max-step-ms {text}: give milliseconds above 0, auto or none")
+
+
+def _speculative_config(text: str | None) -> dict[str, Any] | None:
+    """Return the options that a JSON object gives, once they are checked; None for none."""
+    if text is None:
+        return None
+    check_has("drafts", "--speculative-config")
+    try:
+        given = json.loads(text)
+        feature("drafts", "engine").SpeculativeConfig.of(given)
+    except json.JSONDecodeError as error:
+        example = '{"method": "ngram", "num_speculative_tokens": 7}'
+        raise ValueError(f"--speculative-config {text}: is no JSON: {error}; give '{example}', for example") from error
+    except ValueError as error:
+        raise ValueError(str(error).replace("speculative_config", "--speculative-config", 1)) from error
+    return dict(given)
 
 
 def _number_or_text(value: str) -> float | str:

@@ -127,6 +127,14 @@ MaxStepMs = Annotated[
         help="Compute prompts in chunks that keep a step this short; auto keeps gaps short if prompts come often.",
     ),
 ]
+SpeculativeConfig = Annotated[
+    str | None,
+    _serving(
+        metavar="JSON",
+        help="Guess tokens from the text of each request, and check several in a step: "
+        '\'{"method": "ngram", "num_speculative_tokens": 7}\'.',
+    ),
+]
 DrainSeconds = Annotated[
     float,
     _serving(help="After SIGTERM or Ctrl-C, give running requests this long to end; a second one ends them at once."),

@@ -13,6 +13,7 @@ OURS = {
     "--kv-cache-dtype fp8_e4m3": "--kv-dtype fp8_e4m3",
     "--shutdown-timeout": "--drain-seconds {}",
     "-asc": "--api-server-count {}",
+    "-sc": "--speculative-config {}",
 }
 """Our options for those of vLLM; ``{}`` is the value of vLLM's option."""
 
@@ -45,8 +46,8 @@ VLLM_OPTIONS: dict[str, str] = {
     "--enable-chunked-prefill --no-enable-chunked-prefill": "leave it out: long prompts are computed in chunks",
     "--enable-prefix-caching": "leave it out: prompts that begin alike share pages; --salt-caches parts them by key",
     "--no-enable-prefix-caching": "prompts that begin alike always share pages; --salt-caches parts them by key",
-    "--speculative-config -sc --speculative-model --spec-method --spec-model --spec-tokens": "no tokens are guessed "
-    "before the model computes them",
+    "-sc --spec-method --spec-model --spec-tokens --speculative-model": "give --speculative-config, whose method is "
+    "ngram: no other model guesses",
     "--tensor-parallel-size -tp --pipeline-parallel-size -pp --decode-context-parallel-size -dcp "
     "--prefill-context-parallel-size -pcp --dcp-comm-backend --dcp-kv-cache-interleave-size "
     "--cp-kv-cache-interleave-size --nnodes -n --node-rank -r --master-addr --master-port --headless "

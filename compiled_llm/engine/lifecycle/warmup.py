@@ -6,6 +6,7 @@ from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report, StepList
+from compiled_llm.features import needed
 
 
 def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: StepList, structured: bool, report: Report) -> None:
@@ -16,4 +17,6 @@ def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: StepList, str
         model_runner = engine_thread.check.checked_runner()
         for tap in engine_taps():
             tap.prepare(model_runner)
+        if (speculation := engine_thread.placed.settings.speculation) is not None:
+            needed("drafts", "engine").prepare(model_runner, speculation, wanted.rows, report)
         model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())

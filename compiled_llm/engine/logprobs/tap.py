@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.logprobs.request_logprobs import RequestLogprobs
 from compiled_llm.engine.logprobs.score_tokens import SampledDraws, ScoredTokens, score_tokens
 from compiled_llm.engine.steps.plan import StepPlan
@@ -58,18 +59,21 @@ def _score_nothing(model_runner: ModelRunner) -> None:
 
 
 class ArrivingLogprobs(NamedTuple):
-    """Log-probabilities of requests on their way to the host."""
+    """Log-probabilities of requests on their way to the host, of ``each`` tokens a request."""
 
     requests: Sequence[Request]
     readback: Readback
+    each: int = 1
 
     def hand_out(self) -> Mapping[Request, RequestError]:
         """Give them to requests that have not ended; a token for one that has is dropped, too."""
-        scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests))
+        scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests) * self.each)
         packed = {most: scored.packed(most) for most in {request.scores.most or 0 for request in self.requests}}
-        for row, request in enumerate(self.requests):
+        counts = scored.ranks.reshape(-1, self.each).astype(bool).sum(axis=1).tolist() if self.each > 1 else None
+        for place, request in enumerate(self.requests):
             if request.finish_reason is None:
-                request.scores.scored.append(packed[request.scores.most or 0][row])
+                first, count = place * self.each, 1 if counts is None else counts[place]
+                request.scores.scored.extend(packed[request.scores.most or 0][first : first + count])
         return {}
 
 
@@ -88,8 +92,8 @@ class Watch(PlanTap):
         if group is None or group.rows != rows:
             group = self._groups[rows[0]] = _Group(rows, self._requests, self._processed)
         if group.requests and step.logits is not None:
-            numbers = group.compute(self._model_runner, step)
-            self._arriving.append(ArrivingLogprobs(group.requests, self._model_runner.readbacks.start(numbers)))
+            numbers, each = group.compute(self._model_runner, step), len(step.tokens) // len(rows)
+            self._arriving.append(ArrivingLogprobs(group.requests, self._model_runner.readbacks.start(numbers), each))
 
 
 class _Group:
@@ -110,9 +114,12 @@ class _Group:
         if self._at is not None:
             if self._there is None:
                 (self._there,) = model_runner.state.staging.to_device([self._at])
-            logits, tokens = logits.index_select(0, self._there), tokens.index_select(0, self._there)
+            logits, tokens = (_of_rows(own, self._there, len(self.rows)) for own in (logits, tokens))
         draws = None if self._kinds is None else self._draws(model_runner, step.rows, self._kinds)
-        return score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
+        numbers = score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
+        if len(tokens) > len(self.requests):  # what does not count of several tokens a row gets a rank of 0
+            numbers.view(len(tokens), -1)[:, 1].masked_fill_(tokens < NOT_A_TOKEN, 0)
+        return numbers
 
     def _draws(self, model_runner: ModelRunner, all_rows: Sequence[Row], kinds: int) -> SampledDraws:
         """Return how the rows were sampled: of each step, since slots and positions change."""
@@ -121,6 +128,14 @@ class _Group:
         positions = np.array([row.position for row in rows], dtype=np.int64)
         slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
         return SampledDraws(slots, at, state.slots.tables, kinds)
+
+
+def _of_rows(tensor: Tensor, there: Tensor, count: int) -> Tensor:
+    """Return what some of ``count`` rows have of a tensor, in which all have equally many entries."""
+    if len(tensor) == count:
+        return tensor.index_select(0, there)
+    several: Tensor = tensor.unflatten(0, (count, -1))
+    return several.index_select(0, there).flatten(0, 1)
 
 
 def _kinds(requests: Iterable[Request]) -> int | None:

@@ -26,6 +26,7 @@ from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput, engine_taps
 from compiled_llm.engine.steps.token_budget import TokenBudget
+from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
@@ -50,12 +51,13 @@ class _Launched(NamedTuple):
     arriving: list[UnreadOutput]
     late: LateSampling | None
     mixed: bool
-    accepted: Any = None  # which of several tokens a row count, if its rows feed in some that were guessed
+    accepted: AcceptedTokens | None = None  # those of ``plan.decode``, if some of what they fed in was guessed
 
     @property
     def arrived(self) -> bool:
         """Whether all tokens that were sampled with it are on the host."""
-        return all(readback.arrived for readback in self.readbacks)
+        here = self.accepted is None or self.accepted.arrived
+        return here and all(readback.arrived for readback in self.readbacks)
 
     @property
     def first_tokens_arrived(self) -> bool:
@@ -269,12 +271,15 @@ class Loop:
             before = self.model_runner.events.preparing.seconds
             timer.start()
         prepared = self._prepared_for(plan)
-        if prepared.new_tokens > 1:
-            self.drafts.enter(plan.decode)
         # If all tokens are sampled late, there is nothing to read yet.
         all_late = prepared.constrained is not None and len(prepared.constrained.members) == len(prepared.sampled)
-        launched = self._run(prepared)
-        readbacks = [self.model_runner.readbacks.start(tokens) for tokens in launched if not all_late]
+        readbacks: list[Any] = []
+        for tokens, accepted in self._run(prepared):
+            if accepted is not None:  # has the first ones
+                readbacks.append(accepted)
+                tokens = tokens[len(accepted.rows) * accepted.new_tokens :]
+            if len(tokens) and not all_late:
+                readbacks.append(self.model_runner.readbacks.start(tokens))
         if timer is not None:
             timer.stop()
             if self.model_runner.events.preparing.seconds > before:  # that takes longer than the device does
@@ -295,21 +300,22 @@ class Loop:
         self.timing = self._token_budget.timing
         return DeviceTimer(self.model_runner.device) if due else None
 
-    def _note_launched(self, prepared: _Prepared, readbacks: list[Readback], timer: DeviceTimer | None) -> None:
+    def _note_launched(self, prepared: _Prepared, readbacks: list[Any], timer: DeviceTimer | None) -> None:
         plan, sampled, batch, _, taps, constrained, new_tokens = prepared
         late = None if constrained is None else LateSampling(constrained, taps)
         arriving = [each for tap in taps for each in tap.taken()]
-        accepted = self.drafts.launched(plan.decode, readbacks[0], new_tokens) if new_tokens > 1 else None
+        accepted = readbacks.pop(0) if new_tokens > 1 else None
         self._launched.append(_Launched(plan, sampled, readbacks, timer, arriving, late, batch.mixed, accepted))
 
-    def _run(self, prepared: _Prepared) -> Iterator[Tensor]:
-        """Yield the tokens of each launch, in the order of ``StepPlan.sampled``."""
+    def _run(self, prepared: _Prepared) -> Iterator[tuple[Tensor, AcceptedTokens | None]]:
+        """Yield the tokens of each launch, in the order of ``StepPlan.sampled``, and what says which of them count."""
         batch = prepared.batch
         if batch.decode or batch.extend:
             self.mixed_steps += batch.mixed
-            yield self.model_runner.run(batch, self._persistent).tokens
+            output = self.model_runner.run(batch, self._persistent)
+            yield output.tokens, output.accepted
         for chunk in prepared.apart:
-            yield chunk.apart.run(self.model_runner, self._persistent, chunk.extension, prepared.taps)
+            yield chunk.apart.run(self.model_runner, self._persistent, chunk.extension, prepared.taps), None
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
@@ -320,7 +326,7 @@ class Loop:
             mixed = self._mixes(rows, extend)
             taps = [own for tap in self._taps if (own := tap.of_plan(plan)) is not None]
             new_tokens = 1 if mixed else plan.new_tokens
-            drafting = [self.drafts.tap(new_tokens)] if new_tokens > 1 else []
+            drafting = [self.drafts.tap(plan)] if new_tokens > 1 else []
             batch = Batch(rows, extend, mixed=mixed, taps=[*taps, *drafting])
             constrained = Constrained.among(plan.sampled)
             self._prepared = _Prepared(plan, plan.sampled, batch, apart, taps, constrained, new_tokens)
@@ -369,10 +375,10 @@ class Loop:
 
     def _read(self, step: _Launched) -> list[Request]:
         tokens = list(itertools.chain.from_iterable(readback.result() for readback in step.readbacks))
-        tokens = tokens or [NOT_A_TOKEN] * len(step.sampled)
         runs = None if step.accepted is None else self.drafts.read(step.accepted)
         if runs is not None:
-            tokens = [*(run[0] for run in runs), *tokens[len(runs) * step.accepted.new_tokens :]]
+            tokens = [*(run[0] for run in runs), *tokens]
+        tokens = tokens or [NOT_A_TOKEN] * len(step.sampled)
         late = [] if step.late is None else step.late.read(tokens)
         failed: dict[Request, RequestError] = {} if step.late is None else dict(step.late.failed)
         arrived = [*step.arriving, *late]

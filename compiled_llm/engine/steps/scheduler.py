@@ -70,14 +70,14 @@ class Scheduler:
         prefixes: PrefixTree | None = None,
         slots: Callable[[int, int], bool] = lambda new, keeping: True,
         admission: Admission | None = None,
-        new_tokens: Callable[[Sequence[Request]], int] | None = None,
+        new_tokens: Callable[[Sequence[Request], int], int] | None = None,
         max_positions: int | None = None,
     ) -> None:
         """Begin without requests."""
         # ``budget`` says how many tokens of prompts to run next to these decoding rows, at least 1; ``slots``, whether
         # ``new`` rows may begin together, of which ``keeping`` retain their slots. Without a policy, whatever fits
-        # begins. ``new_tokens`` says how many tokens each of these rows feeds in, all but the first one of them
-        # guesses, which are given back if they turn out wrong; None for one each. No row has ``max_positions`` more.
+        # begins. ``new_tokens`` says how many tokens each of these rows feeds in next: all but the first one are
+        # guesses, which are given back if they are wrong. None for one each. No row has more than ``max_positions``.
         self._slots = slots
         self._new_tokens, self._max_positions = new_tokens, max_positions
         self._due = 1  # by how many tokens rows that decode may grow in the next step
@@ -208,7 +208,7 @@ class Scheduler:
 
     def _wanted(self, decode: Sequence[Request]) -> int:
         """Return how many tokens each of these requests should feed in."""
-        return 1 if self._new_tokens is None or not decode else self._new_tokens(decode)
+        return 1 if self._new_tokens is None or not decode else self._new_tokens(decode, self.step)
 
     def _decoding_within_pages(self) -> tuple[list[Request], int]:
         """Return the requests that go on, and by how many tokens, once there are pages for all of them."""

@@ -13,7 +13,7 @@ class PlacedLoop:
 
     def __init__(self, check: ModelCheck, settings: LoopSettings) -> None:
         self._check = check
-        self._settings = settings
+        self.settings = settings
         self._past = EngineStats()
         self._parked: list[Request] = []  # that go on in the next loop
         # runs steps on the model as it is placed now; None before the first request, and asleep
@@ -32,7 +32,7 @@ class PlacedLoop:
             if self.loop is None or self.loop.model_runner is not model_runner:
                 self.drop()
                 model_runner.prefixes.clear()  # their weights are unknown
-                self.loop = Loop.of(model_runner, self._settings)
+                self.loop = Loop.of(model_runner, self.settings)
                 while self._parked:
                     self.loop.scheduler.add(self._parked.pop(0))
         return self.loop

@@ -39,6 +39,13 @@ class StepList(NamedTuple):
     profile: Profile | None = None
 
     @property
+    def rows(self) -> Sequence[int]:
+        """Of decode steps."""
+        if self.profile is None:
+            return self.sizes
+        return sorted({step.rows for step in self.profile.uses if step.phase == "decode"})
+
+    @property
     def structured(self) -> bool:
         return self.profile is not None and self.profile.structured
 

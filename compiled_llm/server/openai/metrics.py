@@ -14,10 +14,20 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from compiled_llm.client import EngineProcessError
-from compiled_llm.protocol.messages import StatsReply
+from compiled_llm.protocol.messages import DraftCounts, StatsReply
 from compiled_llm.requests.histogram import BUCKETS
 from compiled_llm.server.openai.common.api_server import api_server_of
-from compiled_llm.server.openai.figures import COUNTERS, GAUGES, HISTOGRAMS, PAGES, STATES, UNCOMPILED, cumulative
+from compiled_llm.server.openai.figures import (
+    ACCEPTED,
+    COUNTERS,
+    DRAFTS,
+    GAUGES,
+    HISTOGRAMS,
+    PAGES,
+    STATES,
+    UNCOMPILED,
+    cumulative,
+)
 
 router = APIRouter()
 
@@ -77,6 +87,18 @@ class _EngineCollector(Collector):
                 yield HistogramMetricFamily(f"compiled_llm_{name}", text, buckets, found.seconds)
         if self._stats.pages is not None:
             yield self._pages()
+        if self._stats.drafts is not None:
+            yield from self._drafts(self._stats.drafts)
+
+    @staticmethod
+    def _drafts(drafts: DraftCounts) -> Iterator[Metric]:
+        for field, (name, text) in DRAFTS.items():
+            yield CounterMetricFamily(f"compiled_llm_{name}", text, getattr(drafts, field))
+        name, text = ACCEPTED
+        family = CounterMetricFamily(f"compiled_llm_{name}", text, labels=["position"])
+        for position, count in enumerate(drafts.accepted_per_position):
+            family.add_metric([str(position)], count)
+        yield family
 
     def _pages(self) -> Metric:
         family = GaugeMetricFamily("compiled_llm_pages", PAGES, labels=["state"])

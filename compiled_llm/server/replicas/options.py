@@ -27,7 +27,8 @@ OF_ENGINE_PROCESSES = frozenset(
         "max_queue",
         "max_num_seqs",
     }
-    | {"chat_template", "eager_first", "max_step_ms", "mode", "profile", "quiet", "tokenizer", "warmup"}
+    | {"chat_template", "eager_first", "max_step_ms", "mode", "profile", "quiet", "speculative_config", "tokenizer"}
+    | {"warmup"}
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(

@@ -153,6 +153,7 @@ FEATURE_NAMES = {option: f"`{said}`" for option, said in SAID.items()} | {
     "captured_prefills": "prefills in CUDA graphs",
     "drafts": "drafts",
     "several_tokens": "several new tokens of a row in a step",
+    "speculative_config": "`speculative_config` of an engine",
     "left_padding": "`model(...)` of left-padded rows without `position_ids`",
     "prefix_cache": "the prefix cache",
     "crop": "`crop` of a kept cache",

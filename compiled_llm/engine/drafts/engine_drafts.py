@@ -1,0 +1,114 @@
+"""The guesses of one engine loop: how many tokens its steps check, and what has come of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm.engine.draft_stats import DraftStats
+from compiled_llm.engine.drafts.config import SpeculativeConfig
+from compiled_llm.engine.steps.plan import StepPlan
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.execution.accepted import AcceptedTokens
+from compiled_llm.execution.batch import Tap
+from compiled_llm.execution.drafts.part import Drafts, DraftSettings
+from compiled_llm.execution.lifecycle.warmup import Report
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.kvcache.row import Row
+
+logger = logging.getLogger("compiled_llm.engine")
+
+_MOST_GRAPHS = 12
+"""CUDA graphs that are captured ahead, of the fewest rows; those of other steps are captured once they are wanted."""
+
+
+class EngineDrafts:
+    """The guesses of a loop's requests.
+
+    Attributes:
+        counts: of all steps that were read.
+        max_positions: how many tokens a row may have, guesses among them.
+    """
+
+    def __init__(
+        self, model_runner: ModelRunner, config: SpeculativeConfig, max_model_len: int | None, processed_logprobs: bool
+    ) -> None:
+        """``processed_logprobs``: log-probabilities are of what tokens are drawn from, which guesses change."""
+        self._drafts = Drafts(model_runner, _settings(config), self._text_of)
+        self._rule = self._drafts.rule()
+        self._processed_logprobs = processed_logprobs
+        self._requests: dict[Row, Request] = {}  # of the last plan
+        # whom the rule was last asked about, with their rows, what it said, and in which step
+        self._asked: Sequence[Request] = ()
+        self._rows: Sequence[Row] = ()
+        self._said = self._step = 0
+        self.counts = DraftStats()
+        longest = int(self._drafts.texts.tokens.shape[1])
+        self.max_positions = longest if max_model_len is None else min(longest, max_model_len)
+        self._told = False
+
+    def _text_of(self, row: Row) -> NDArray[np.int64]:
+        return self._requests[row].text
+
+    def new_tokens(self, requests: Sequence[Request], step: int) -> int:
+        """Return how many tokens each of these requests feeds in next; all but the first one are guesses."""
+        # The rule counts steps, so it is asked once in each; it looks at rows again if they are another object.
+        if step != self._step:
+            if requests is not self._asked:
+                self._asked, self._rows = requests, [request.running_row for request in requests]
+            self._said, self._step = self._of_rule(requests), step
+        return self._said
+
+    def _of_rule(self, requests: Sequence[Request]) -> int:
+        if all(request.constraint is not None for request in requests):  # the host decides each of their tokens
+            return 1
+        if any(map(self._needs_single_tokens, requests)):
+            self._tell()
+            return 1
+        return self._rule.size(self._rows)
+
+    def _needs_single_tokens(self, request: Request) -> bool:
+        processed = self._processed_logprobs and request.scores is not None and request.scores.most is not None
+        return request.emitted is not None or processed
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "compiled_llm: speculative_config: no tokens are guessed while a request runs that wants hidden "
+                "states, outputs of hooks, or processed_logprobs; submit it to an engine without speculative_config"
+            )
+
+    def tap(self, plan: StepPlan) -> Tap:
+        """Return what makes the steps of a plan guess, and check what they have guessed."""
+        self._requests = {request.running_row: request for request in plan.decode}
+        return self._drafts.tap(plan.new_tokens)
+
+    def read(self, accepted: AcceptedTokens) -> list[list[int]]:
+        """Return the tokens of each row that count, at least one, waiting for their step."""
+        runs = accepted.result()
+        self._drafts.check([run[0] for run in runs])
+        right = [len(run) - 1 for run in runs]
+        self._rule.note(accepted.rows, accepted.new_tokens, accepted.offered, right)
+        self.counts = self.counts.plus(DraftStats.of(accepted.offered, right, accepted.new_tokens - 1))
+        return runs
+
+
+def _settings(config: SpeculativeConfig) -> DraftSettings:
+    return DraftSettings(config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min)
+
+
+def prepare(model_runner: ModelRunner, config: SpeculativeConfig, rows: Iterable[int], report: Report) -> None:
+    """Compile the steps that guess for so many rows, and on CUDA capture those of the fewest rows, while none runs."""
+    steps, thread = model_runner.steps, model_runner.thread
+    drafts = Drafts(model_runner, _settings(config), lambda row: np.zeros(0, dtype=np.int64))
+    numbers = [number for number in drafts.sizes if number > 1]
+    by_rows = [[drafts.key(steps.step_of_several(count, number)) for number in numbers] for count in sorted({*rows})]
+    keys = [key for keys in by_rows for key in keys]
+    for key in (*keys[:_MOST_GRAPHS], *keys[-len(numbers) :]):
+        if not steps.is_ready(key):
+            report(f"preparing steps of {key.rows} requests with {key.new_tokens_per_row} tokens each")
+            thread.call(steps.ready if key in keys[:_MOST_GRAPHS] else steps.compile, key)
