@@ -49,7 +49,8 @@ class AcceptedTokens:
         if self._counts:
             return
         # The first one counts, whatever it is.
-        guessed = self.tokens()[:, 1:]
+        tokens = self.tokens()
+        guessed = tokens[:, 1:]
         self._counts = (1 + (guessed >= _SAMPLED).sum(axis=1)).tolist()
         self.offered = (guessed >= _OFFERED).sum(axis=1).tolist()
         with deferred():

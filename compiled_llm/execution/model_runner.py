@@ -219,7 +219,7 @@ class ModelRunner:
             spans = last_tokens(rows, new)
             for tap in batch.taps:
                 tap.launched(spans, outputs.emitted)
-        output = persistent.commit(rows, launch, period)
+        output = persistent.commit(rows, launch, period, batch.taps)
         if batch.taps or persistent.deferred.deferring:
             persistent.deferred.add(output, batch.taps, new if output.accepted is not None else 1)
         return output

@@ -384,7 +384,8 @@ def reject(step: SpeculativeStep, rows: Sequence[Row], counts: Sequence[int]) ->
         speculation = row.speculation
         if step not in speculation.unread:
             continue
-        speculation.unread = tuple([own for own in speculation.unread if own is not step])
+        unread = speculation.unread
+        speculation.unread = unread[1:] if unread[0] is step else tuple([own for own in unread if own is not step])
         if count < new:
             speculation.rejected += new - count
             row.length -= new - count

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_llm
 from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.drafts.costs import Costs
 from compiled_llm.execution.drafts.rounds import Rounds
 from compiled_llm.execution.drafts.rule import Rule
@@ -20,10 +23,11 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.speculation import Speculation
 from support.execution.drafters import KINDS, Kind, drafted_answers, drafting, plain_answers
 from support.execution.schedule import prompt_of
-from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture, uncompiled
 from support.noting import note_calls, note_decode_steps
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
+from support.walk import Walk
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "3000 tokens", "max_batch_size": 8, "progress": False}
 GREEDY: list[Sampling | None] = [None] * 3
@@ -234,3 +238,64 @@ def test_trials_become_rarer_as_they_fail_and_go_on_once_one_does_not() -> None:
     assert cost / len(sizes) < 0.01
     assert run(400, right=True)[-100:] == [8] * 100
     assert 1 in run(60, right=False)[20:]
+
+
+class Counted(TorchDispatchMode):
+    """The operators of repeated steps that are in no CUDA graph."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.count, self._replaying = 0, False
+        replay, run = StandIn.launch, DecodeStep.run
+
+        def ran(*args: Any) -> Any:
+            with self:
+                return run(*args)
+
+        def replayed(graph: StandIn) -> None:
+            self._replaying = True
+            replay(graph)
+            self._replaying = False
+
+        monkeypatch.setattr(DecodeStep, "run", ran)
+        monkeypatch.setattr(StandIn, "launch", replayed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not self._replaying
+        return func(*args, **(kwargs or {}))
+
+
+def costs_of_steps(model: Any, sizes: list[int], patch: pytest.MonkeyPatch) -> tuple[float, float]:
+    """Return how many operators most steps of two rows call, and how often they call functions of ours at least."""
+    prompts, new = [[10, 3, 4, 5], [11, 7, 8]], 60
+    expected = plain_answers(model, prompts, new, [None] * 2)
+    operators, calls = list[int](), list[int]()
+    for number in range(3):  # all is captured after two
+        loop, rounds = drafting(model, prompts, new, [None] * 2, "wrong", expected, sizes=sizes)
+        if number == 2:
+            round_of, counted = rounds._round, Counted(patch)
+
+            def measured(round_of: Any = round_of, counted: Counted = counted) -> None:
+                before, walk = counted.count, Walk()
+                walk.of(round_of)
+                operators.append(counted.count - before)
+                calls.append(len(walk.legs[0]))
+
+            patch.setattr(rounds, "_round", measured)
+        drafted_answers(loop, rounds, new)
+    return median(operators), min(calls[5:-5])
+
+
+def test_a_repeated_step_that_drafts_costs_the_host_what_a_plain_one_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All drafts are wrong: so each step goes back, and rows leave the pages that they have entered."""
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(GenerateLoop, "asynchronous", True)
+    model = uncompiled(monkeypatch)
+    found = []
+    for size in (1, 4):
+        with monkeypatch.context() as patch:
+            found.append(costs_of_steps(model, [size], patch))
+    (operators, calls), (more_operators, more_calls) = found
+    print(f"plain: {operators} operators, {calls} calls; with drafts: {more_operators}, {more_calls}")
+    assert 0 < more_operators <= operators + 1
+    assert more_calls <= calls + 25

@@ -26,9 +26,6 @@ from compiled_llm.kvcache.row import Row
 Arriving: TypeAlias = tuple[Sequence[Row], Any]
 """Rows, and their tokens on the way to the host: a ``Readback``, or ``AcceptedTokens`` of a step that accepts some."""
 
-_NOTHING: tuple[tuple[str, ...], int] = (), 1
-"""What batches without taps ask for: no more outputs, and one new token a row."""
-
 
 class DecodeStep:
     """The next steps of rows that sit in the decode buffers."""
@@ -45,6 +42,7 @@ class DecodeStep:
         period: object,
         deferred_sampling: DeferredSampling,
         readbacks: Readbacks,
+        taps: Sequence[Tap] = (),
     ) -> None:
         """Note a step that has just run, of rows grown by the tokens that they have fed in, and what runs it again."""
         # Rows can grow by ``room`` tokens until one lacks a page number or a position, within ``period``.
@@ -56,6 +54,7 @@ class DecodeStep:
         self._validity, self._period = state.validity, period
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
         self._defers = bool(deferred_sampling.deferring) and deferred_sampling.defers(rows)
+        self._taps = taps  # of the batch that it was made for
         self._spans: list[TokenSpan] = []  # for taps, of the first run that one watches
         self._read_at = 0  # its ``repeats``
         count, new = len(rows), launch.new_tokens
@@ -104,7 +103,7 @@ class DecodeStep:
             self._period is self._validity.period
             and self._room >= self._new
             and self.rows == batch.decode
-            and self._asked == ((batch.wants, batch.new_tokens) if batch.taps else _NOTHING)
+            and (batch.taps is self._taps or self._asked == (batch.wants, batch.new_tokens))
             and not self._deferred_sampling.unsampled
         )
 
@@ -170,4 +169,4 @@ class DecodeStep:
         if not self._spans:
             self._spans, self._read_at = last_tokens(self.rows), self.repeats
         for tap in taps:
-            tap.launched(self._spans, self.outputs.emitted, self.repeats - self._read_at)
+            tap.launched(self._spans, self._launch.outputs.emitted, self.repeats - self._read_at)

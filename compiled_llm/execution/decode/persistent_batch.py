@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.execution.batch import StepOutput
+from compiled_llm.execution.batch import StepOutput, Tap
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
 from compiled_llm.execution.decode.verification import Verification
@@ -141,7 +141,7 @@ class PersistentBatch:
             or any((row.length - 1) % self._page_size == 0 for row in rows)
         )
 
-    def commit(self, rows: Sequence[Row], launch: Launch, period: object) -> StepOutput:
+    def commit(self, rows: Sequence[Row], launch: Launch, period: object, taps: Sequence[Tap] = ()) -> StepOutput:
         """Make the step that has just run, of rows grown by what they fed in, so that it can be run again."""
         # ``period`` is of ``StepValidity``, before the rows grew.
         rows = list(rows) if self.step is None else self.step.rows
@@ -152,7 +152,7 @@ class PersistentBatch:
             self._wanted, self.bucket = launch.wanted, launch.key.rows
         self._advanced += launch.new_tokens
         feed = functools.partial(self._buffers.feed, len(rows), launch.key)
-        of_loop = self._state, period, self.deferred, self._readbacks
+        of_loop = self._state, period, self.deferred, self._readbacks, taps
         self.step = DecodeStep(rows, launch, self._room(rows), feed, *of_loop)
         self._logits = None
         return self.step.output

@@ -74,6 +74,7 @@ class Rounds:
         self._batches: dict[int, Batch] = {}
         for row in loop.rows:
             self._promise_more(row)
+        self._limits = {row: min(row.limit, self._runner.max_positions) for row in loop.rows}
 
     def _promise_more(self, row: Row) -> None:
         """Promise pages for drafts beyond a row's end, if there are any: else it ends with steps of one token."""
@@ -132,8 +133,7 @@ class Rounds:
 
     def _size(self, rows: Sequence[Row]) -> int:
         """Return how many tokens each row feeds in next; 0 if that has to be read first."""
-        positions = self._runner.max_positions
-        most = min([min(row.limit, positions) - row.length for row in rows])
+        most = min([self._limits[row] - row.length for row in rows])
         new = self._rule.size(rows)
         return new if new <= most else int(most > 0)
 
