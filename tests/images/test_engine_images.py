@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, Qwen3VLForConditionalGeneration
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.images import request_images
+from compiled_llm.engine.images import request_images, resumed
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
@@ -21,6 +22,8 @@ from support.images import Part, Picture, alone, answer, prompt_of, seeing
 from support.parity import assert_account_is_empty
 
 QWEN = "Qwen3VL"
+RESUMES = "mm_encoder_outputs" in inspect.signature(Qwen3VLForConditionalGeneration.forward).parameters
+"""Whether HuggingFace's forward goes on inside a picture: from transformers 5.24 on."""
 CAT, DOG, WIDE = Picture(1), Picture(2), Picture(3, wide=True)
 
 
@@ -47,10 +50,11 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             calls.append(0)
 
         def update(self, keys: Any, *others: Any, **options: Any) -> Any:
-            calls[-1] = keys.shape[2]
+            calls[-1] = keys.shape[2]  # those before are what pages had
             return super().update(keys, *others, **options)
 
-    monkeypatch.setattr(request_images, "DynamicCache", Noted)
+    for module in (request_images, resumed):
+        monkeypatch.setattr(module, "DynamicCache", Noted)
     return calls
 
 
@@ -87,15 +91,19 @@ def test_text_before_a_picture_is_shared_and_the_picture_is_not(engine, computed
         output = engine.submit(given, greedy(9)).result(PATIENCE)
         assert output.outputs[0].token_ids == answer(QWEN, parts, 9)
         assert output.cached_tokens == cached
-    assert computed == [15, 15]
+    assert computed == ([15, 7] if RESUMES else [15, 15])
 
 
-def test_a_text_that_parts_inside_a_picture_begins_there(engine):
+@pytest.mark.drawn(most=2)
+@pytest.mark.parametrize("family", [QWEN, "Qwen2VL", "Qwen2_5_VL", "Qwen3VLMoe", "Glm4v"])
+def test_a_text_that_parts_inside_a_picture_begins_there(family, computed, seed):
     """Pages end within the pictures: the rest of them is computed, and the pages before stay shared."""
-    for parts, cached in (((5, WIDE, 7, 8), 0), ((5, WIDE, 9, 8), 8), ((5, WIDE, CAT, 9, 8), 8)):
-        output = asked(engine, *parts)
-        assert output.outputs[0].token_ids == answer(QWEN, parts, 9)
-        assert output.cached_tokens == cached
+    with Engine(seeing(family, seed=seed)) as engine:
+        for parts, cached in (((5, WIDE, 7, 8), 0), ((5, WIDE, 9, 8), 8), ((5, WIDE, CAT, 9, 8), 8)):
+            output = asked(engine, *parts, family=family)
+            assert output.outputs[0].token_ids == answer(family, parts, 9, seed)
+            assert output.cached_tokens == cached
+    assert computed == ([10, 2, 8] if RESUMES else [10, 10, 16])
 
 
 def test_a_second_turn_goes_on_from_the_first(engine, computed):
@@ -179,3 +187,12 @@ def test_positions_without_a_pictures_offset_would_be_found(monkeypatch):
     assert differing(prompts) == []
     monkeypatch.setattr(RequestImages, "position_after", lambda self, length: length)
     assert differing(prompts) == prompts
+
+
+@pytest.mark.skipif(not RESUMES, reason="prompts are computed from their beginning")
+def test_features_of_other_tokens_would_be_found(monkeypatch):
+    prompts: list[tuple[Part, ...]] = [(5, WIDE, *range(20, 30)), (5, WIDE, *range(40, 50))]
+    assert differing(prompts) == []
+    joined = resumed._later
+    monkeypatch.setattr(resumed, "_later", lambda features, known: [joined(features, 0)[0][:-known]])
+    assert differing(prompts) == [prompts[1]]

@@ -29,14 +29,29 @@ def token_keys(ids: NDArray[np.int64], image_token: int, pixels: Mapping[str, Te
         pixels: the inputs that pictures are computed from.
     """
     keys: NDArray[np.int64] = ids.copy()
-    places = np.flatnonzero(ids == image_token)
-    runs: list[NDArray[np.int64]] = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    runs = runs_of(ids, image_token)
     pictures = _by_picture(pixels, [len(run) for run in runs])
     if pictures is None:  # nothing says which tokens are of which picture: they are known by all of them together
-        runs, pictures = [places], [dict(pixels)]
+        runs, pictures = [np.concatenate(runs)], [dict(pixels)]
     for run, picture in zip(runs, pictures, strict=True):
         keys[run] = _keys(picture, len(run))
     return keys
+
+
+def runs_of(ids: NDArray[np.int64], image_token: int) -> list[NDArray[np.int64]]:
+    """Return the places of tokens of pictures that stand next to each other."""
+    places = np.flatnonzero(ids == image_token)
+    runs: list[NDArray[np.int64]] = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    return runs
+
+
+def patches_of(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[int] | None:
+    """Return how many patches each of N pictures has by its grid, with so many tokens each; None if none says."""
+    grid, values = pixels.get("image_grid_thw"), pixels.get("pixel_values")
+    if grid is None or values is None:
+        return None
+    patches: list[int] = grid.prod(dim=1).tolist()
+    return patches if _in_proportion(patches, tokens) and sum(patches) == len(values) else None
 
 
 def _keys(picture: Mapping[str, Tensor], tokens: int) -> NDArray[np.int64]:
@@ -52,16 +67,11 @@ def _keys(picture: Mapping[str, Tensor], tokens: int) -> NDArray[np.int64]:
 
 def _by_picture(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[dict[str, Tensor]] | None:
     """Return the inputs of each of N pictures, with so many tokens each; None if they cannot be told apart."""
-    grid = pixels.get("image_grid_thw")
-    if grid is not None and set(pixels) == {"pixel_values", "image_grid_thw"}:
-        patches = grid.prod(dim=1).tolist()
-        values = pixels["pixel_values"]
-        if not (_in_proportion(patches, tokens) and sum(patches) == len(values)):
+    if set(pixels) == {"pixel_values", "image_grid_thw"}:
+        if (patches := patches_of(pixels, tokens)) is None:
             return None
-        return [
-            {"pixel_values": own, "image_grid_thw": shape}
-            for own, shape in zip(values.split(patches), grid, strict=True)
-        ]
+        both = zip(pixels["pixel_values"].split(patches), pixels["image_grid_thw"], strict=True)
+        return [{"pixel_values": own, "image_grid_thw": grid} for own, grid in both]
     if any(len(tensor) != len(tokens) for tensor in pixels.values()) or len(set(tokens)) > 1:
         return None
     return [{name: tensor[number] for name, tensor in pixels.items()} for number in range(len(tokens))]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm.compat.prompt_positions import prompt_positions
 from compiled_llm.engine.images.inputs import inputs_of
-from compiled_llm.engine.images.keys import token_keys
+from compiled_llm.engine.images.keys import runs_of, token_keys
 from compiled_llm.engine.images.request_images import ImagesTap, RequestImages
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.facts import ModelFacts
@@ -39,20 +39,19 @@ def images_of(prompt: Any, processor: Any, params: SamplingParams, model_runner:
     image_token = _image_token(facts)
     inputs = _checked(inputs_of(prompt, processor, image_token))
     ids = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
-    places = np.flatnonzero(ids == image_token)
+    runs = runs_of(ids, image_token)
     pixels = {name: tensor for name, tensor in inputs.items() if name not in _OF_TOKENS}
-    if not len(places):
+    if not len(runs[0]):
         raise ValueError(
             f"prompt: it has {', '.join(pixels)} and none of its tokens is one of a picture, {image_token}; give what "
             "the model's own processor returns"
         )
-    end = int(places[-1]) + 1
-    if end == len(ids):
+    if runs[-1][-1] == len(ids) - 1:
         raise ValueError("prompt: it ends with a picture; let at least one token of text follow")
     positions = prompt_positions(facts.model_class, _copy(facts), inputs)
     if positions is None:
         raise ValueError("prompt: this version of transformers does not say which positions pictures have; update it")
-    return RequestImages(facts, inputs, positions, token_keys(ids, image_token, pixels), end)
+    return RequestImages(facts, inputs, positions, token_keys(ids, image_token, pixels), runs)
 
 
 def _check_model(facts: ModelFacts) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compiled_llm.engine.device_loss import device_lost
+from compiled_llm.engine.images.resumed import begun_cache, can_resume, encoded
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.taps import EngineTap, PlanTap
@@ -41,13 +42,21 @@ class RequestImages:
     timed = False  # how long its launch takes tells nothing of others
 
     def __init__(
-        self, facts: ModelFacts, inputs: Mapping[str, Tensor], positions: Tensor, keys: NDArray[np.int64], end: int
+        self,
+        facts: ModelFacts,
+        inputs: Mapping[str, Tensor],
+        positions: Tensor,
+        keys: NDArray[np.int64],
+        runs: Sequence[NDArray[np.int64]],
     ) -> None:
         """``inputs`` are what the processor returned for it, and ``positions`` ``[1, T]`` or ``[A, 1, T]``."""
+        # ``runs`` are the places of tokens of pictures, those next to each other together.
+        end = int(runs[-1][-1]) + 1
         self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
         self.keys, self.end = keys, end
         self._facts = facts
-        self._inputs = _up_to(end, inputs)
+        self._inputs, self._runs = _up_to(end, inputs), runs
+        self._can_resume = can_resume(facts, inputs, [len(run) for run in runs])
         self._positions = positions[..., :end]
         # Of text, all axes have one position: that of the last axis is a token's.
         self._of_tokens: NDArray[np.int64] = positions.reshape(-1, positions.shape[-1])[-1].cpu().numpy()
@@ -77,29 +86,33 @@ class RequestImages:
     def _fill(self, model_runner: ModelRunner, row: Row) -> None:
         stored = np.zeros((1, self.end), dtype=bool)
         stored[:, row.length :] = True
-        cache, layers = self._computed(model_runner.device), self._facts.layers
+        cache, layers = self._computed(model_runner, row), self._facts.layers
         owners = [number if layer.keys_of is None else layer.keys_of for number, layer in enumerate(layers)]
         theirs = [cache.layers[own] if layer.kind.attends else None for own, layer in zip(owners, layers, strict=True)]
         both = [None if their is None else (their.keys, their.values) for their in theirs]
         model_runner.fill([row], stored, both, read_states(cache, layers))
         row.position = self.position_after(row.length)
 
-    def _computed(self, device: torch.device) -> Any:
+    def _computed(self, model_runner: ModelRunner, row: Row) -> Any:
         """Return a cache of HuggingFace's, with keys and values ``[1, K, E, D]``, by its own forward."""
         # Layers with windows keep all columns, since rows that begin with a part of these pages may see them; without
         # a config, a cache has no layers for states.
-        model = self._facts.model
-        cache = DynamicCache(config=model.config) if self._facts.states else DynamicCache()
+        model, device, start = self._facts.model, model_runner.device, row.length if self._can_resume else 0
         own: Any = self._facts.model_class
-        given = {name: tensor.to(device, non_blocking=True) for name, tensor in self._inputs.items()}
-        ids, positions = given.pop("input_ids"), self._positions.to(device, non_blocking=True)
+        given: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in self._inputs.items()}
         with torch.no_grad(), self._facts.attention.original():
+            if start:
+                cache = begun_cache(model_runner.state, row)
+                given = {**_without_pixels(given, start), **encoded(model, given, self._runs, start)}
+            else:
+                cache = DynamicCache(config=model.config) if self._facts.states else DynamicCache()
+            ids = given.pop("input_ids")
             prepared = own.prepare_inputs_for_generation(
                 model,
                 ids,
                 **{self._facts.generate_argument: cache},
-                attention_mask=torch.ones_like(ids),
-                position_ids=positions,
+                attention_mask=ids.new_ones(1, self.end),
+                position_ids=self._positions[..., start:].to(device, non_blocking=True),
                 use_cache=True,
                 is_first_iteration=True,
                 logits_to_keep=1,
@@ -148,3 +161,9 @@ def _up_to(end: int, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in inputs.items()
         if name != "attention_mask"
     }
+
+
+def _without_pixels(inputs: Mapping[str, Tensor], start: int) -> dict[str, Any]:
+    """Return the inputs of the tokens from ``start`` on, and none of pictures."""
+    shape = inputs["input_ids"].shape
+    return {name: tensor[:, start:] for name, tensor in inputs.items() if tensor.shape == shape}

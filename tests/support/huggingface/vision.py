@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -251,7 +252,7 @@ BOTH_WAYS = ("PaliGemma",)
 
 def make(family: str, seed: int = 0, **text: Any) -> PreTrainedModel:
     """A tiny model with random weights; ``text`` overrides settings of the part that reads text."""
-    settings = FAMILIES[family]
+    settings = copy.deepcopy(FAMILIES[family])  # configs write into rope parameters, which several families share
     config = getattr(transformers, f"{family}Config")(
         **{**settings, "text_config": {**settings["text_config"], **text}}
     )
