@@ -66,7 +66,7 @@ def test_what_is_built_early_is_what_is_launched(own_cache: None, monkeypatch: p
     launches._wait_for_builds()
     assert built == ["_summarise_for_sampling", "_examine_rows", "_sample_rows"]
     build_sampling(262_145, torch.float32, torch.device("cuda"), before=True)
-    launches._wait_for_builds()
+    launches._wait_for_builds(before=True)
     assert built[3:] == built[:3]
     for rows in (1, 3):
         given = arguments(torch.randn(rows, 262_145), some_seeds(rows), [Sampling()] * rows)

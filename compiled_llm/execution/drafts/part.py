@@ -17,6 +17,7 @@ from compiled_llm.execution.drafts.texts import Texts
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.sizes import matrix_bytes
+from compiled_llm_ops import build_sampling
 
 _COMPILED = ("compiled", "capturing", "ready", "evicted", "failed")
 """States of steps for which nothing has to be compiled."""
@@ -60,6 +61,8 @@ class Drafts:
         texts = model_runner.parts.get("drafts")
         if texts is None:
             texts = model_runner.parts["drafts"] = Texts(model_runner.state)
+            dtype = model_runner.state.facts.model.dtype
+            build_sampling(model_runner.vocabulary, dtype, model_runner.device, before=True)
         self.texts, self.most, self._text_of = texts, settings.num_speculative_tokens, text_of
         self._numbers = (settings.num_speculative_tokens, settings.prompt_lookup_max, settings.prompt_lookup_min)
         self.name = name or "ngram"

@@ -28,7 +28,8 @@ from compiled_llm_ops.sampling.sampling import (
 )
 
 _builder = ThreadPoolExecutor(1, "compiled_llm_sampling")
-_builds: list[Future[None]] = []  # that a launch has not waited for yet
+# those that a launch has not waited for yet, of kernels for calls without and with tokens ``before``
+_builds: dict[bool, list[Future[None]]] = {False: [], True: []}
 
 
 def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device, before: bool = False) -> None:
@@ -39,7 +40,7 @@ def build_sampling(vocabulary: int, dtype: torch.dtype, device: torch.device, be
     to build.
     """
     if device.type == "cuda":
-        _builds.append(_builder.submit(_build, vocabulary, dtype, device, before))
+        _builds[before].append(_builder.submit(_build, vocabulary, dtype, device, before))
 
 
 def _build(vocabulary: int, dtype: torch.dtype, device: torch.device, before: bool) -> None:
@@ -54,11 +55,11 @@ def _build(vocabulary: int, dtype: torch.dtype, device: torch.device, before: bo
         triton_sampling.build(SampleTokens(logits, **others), NOT_A_TOKEN)
 
 
-def _wait_for_builds() -> None:
-    for build in tuple(_builds):
+def _wait_for_builds(before: bool = False) -> None:
+    for build in tuple(_builds[before]):
         build.exception()  # what has gone wrong there goes wrong again at the launch
         with suppress(ValueError):  # another thread has waited, too
-            _builds.remove(build)
+            _builds[before].remove(build)
 
 
 def _check(args: SampleTokens) -> None:
@@ -214,7 +215,7 @@ def _cuda(args: SampleTokens) -> Tensor:
     _check(args)
     if args.logits.dtype == torch.float64:
         args = args._replace(logits=args.logits.float())
-    if _builds:
-        _wait_for_builds()
+    if _builds[before := args.before is not None]:
+        _wait_for_builds(before)
     with torch.cuda.device_of(args.logits):
         return triton_sampling.sample_tokens(args, NOT_A_TOKEN)
