@@ -6,13 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from compiled_llm.compat.torch.tensors import is_wrapper
+from compiled_llm.model.version.tensors import tensors_in_dataclass, tensors_inside
 from compiled_llm.model.weights.fused_weights import finish
 
 _HOST = torch.device("cpu")
+_MOVABLE = ("Params4bit", "Int8Params")
+"""Classes of bitsandbytes' weights, which are plain tensors with others beside them."""
 
 
 class HostWeights:
@@ -36,7 +41,15 @@ class HostWeights:
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Return parameters and buffers by name, what those of other libraries are made of, and their scales."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        inside = {f"{name}: {number}": inner for number, inner in enumerate(tensors_inside(tensor))}
+        found |= inside if inside and is_wrapper(tensor) else {name: tensor, **inside}
+    for name, module in model.named_modules():
+        held = chain.from_iterable(map(tensors_in_dataclass, vars(module).values()))
+        found |= {f"{name}: {number}": tensor for number, tensor in enumerate(held)}
+    return found
 
 
 def _named_on(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
@@ -45,7 +58,8 @@ def _named_on(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 def _check_movable(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        movable = type(tensor) in (Tensor, nn.Parameter) or type(tensor).__name__ in _MOVABLE
+        plain = movable and tensor.layout == torch.strided
         if not plain or tensor.is_inference():
             kind = "tensor of inference mode" if plain else type(tensor).__name__
             raise ValueError(

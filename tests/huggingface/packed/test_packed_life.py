@@ -13,11 +13,14 @@ from torch import nn
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
+from compiled_llm.compat.torch.tensors import is_wrapper
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.lifecycle import runner_lifecycle
 from compiled_llm.model.packed import part
+from compiled_llm.model.version.tensors import tensors_of
 from support.huggingface.pairs import OPTIONS
-from support.packed_layers import ao_int8, fp8_blocks, gptq, packed_model, unpacked_model
+from support.packed_layers import ao_int8, bnb_int8, bnb_nf4, fp8_blocks, gptq, packed_model, unpacked_model
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_llama
 
@@ -79,16 +82,26 @@ def test_an_engine_serves_packed_weights_and_sleeps() -> None:
     assert own.compiled.stats().weights == {"int4-g32: compiled_llm": 14}
 
 
-def test_packed_weights_are_let_go_when_the_model_s_memory_is_given_back() -> None:
-    """As `sleep(weights=True)` does on CUDA: what still held them would keep their memory on the device."""
-    own = compiled_llm.wrap(packed(gptq), **OPTIONS)
-    tokens = answer(own)
+@pytest.mark.parametrize("pack", [gptq, ao_int8, bnb_int8, bnb_nf4, fp8_blocks])
+def test_packed_weights_move_to_host_memory_and_back(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, to other memory; what still held the old one would keep it on the device."""
+    monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
+    own = compiled_llm.wrap(packed(pack), **OPTIONS)
+    tokens, before = answer(own), addresses(own)
+    stand_ins: Any = own.compiled.facts.stand_ins
     with Engine(own, tokenizer=None) as engine:
-        engine.sleep(graphs=True)
-        stand_ins: Any = own.compiled.facts.stand_ins
+        engine.sleep(weights=True)
         assert all(tensor is None for module in stand_ins._modules.values() for tensor in module._buffers.values())
+        assert not before & addresses(own)
         engine.wake()
     assert torch.equal(answer(own), tokens)
+
+
+def addresses(own: Any) -> set[int]:
+    """Where the tensors of packed layers are."""
+    layers = [module for module in own.modules() if hasattr(module, "stands_for") or isinstance(module, nn.Linear)]
+    held = [tensor for layer in layers for tensor in tensors_of(layer) if not is_wrapper(tensor)]
+    return {tensor.data_ptr() for tensor in held}
 
 
 def test_too_little_memory_to_unpack_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
