@@ -25,6 +25,9 @@ from compiled_llm.execution.growth import grown
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.server.engine_process.facts import stats_of
+from compiled_llm.server.openai.metrics import _EngineCollector
+from support.commands.command_line import invoke
 from support.engine.crowd import VOCABULARY, Crowd, NaiveDevice, PoisonedPool, next_token
 from support.engine.tiny_engines import greedy, wrapped
 from support.execution.drafters import KINDS, Kind, Turning, knowing
@@ -430,3 +433,33 @@ def test_warmup_prepares_steps_that_guess(monkeypatch: pytest.MonkeyPatch, seed:
     assert after.drafts is not None
     assert after.drafts.drafts > 0
     assert (after.cold_starts, after.cuda_graphs) == (before.cold_starts, before.cuda_graphs)
+
+
+def test_metrics_have_the_names_of_vllms(seed: int) -> None:
+    with Engine(wrapped(), speculative_config=NGRAMS) as engine:
+        engine.generate([[5, 6, 5, 6, 5]], drawn(30, seed, allowed_token_ids=[5, 6]))
+        drafts, stats = engine.stats().drafts, stats_of(engine, number=1, connections=0)
+    assert drafts is not None
+    assert drafts.draft_tokens > 0
+    families = {family.name: family for family in _EngineCollector(stats).collect()}
+    names = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
+    values = [families[f"compiled_llm_spec_decode_{name}"].samples[0].value for name in names]
+    assert values == [drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens]
+    of_places = families["compiled_llm_spec_decode_num_accepted_tokens_per_pos"].samples
+    assert [(sample.labels["position"], sample.value) for sample in of_places] == [
+        (str(place), count) for place, count in enumerate(drafts.accepted_per_position)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("ngram", "--speculative-config ngram: is no JSON"),
+        ('{"method": "eagle"}', "--speculative-config: method='eagle'; give \"ngram\""),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "--speculative-config: num_speculative_tokens=0; give 1"),
+    ],
+)
+def test_the_server_refuses_before_it_loads(typed: str, said: str) -> None:
+    done = invoke("serve", "demo", "--speculative-config", typed)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert said in done.stderr
