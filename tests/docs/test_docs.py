@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compiled_llm
 from support.characters import character_tokenizer
 from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
-from support.huggingface.processors import qwen_processor
 from support.huggingface.vision import make
+from support.huggingface.word_processor import qwen_processor
 from support.server.engine_processes import engine_in_thread, operating
 from support.server.running_servers import running_server
 from support.tiny_gguf import write_gguf

@@ -17,7 +17,7 @@ from compiled_llm.engine.images import request_images, resumed
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
-from support.huggingface.vision import FAMILIES, REFUSED, make, one_image
+from support.huggingface.vision import BOTH_WAYS, FAMILIES, make, one_image
 from support.images import Part, Picture, alone, answer, prompt_of, seeing
 from support.parity import assert_account_is_empty
 
@@ -60,7 +60,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.core
 @pytest.mark.drawn(most=4)
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in BOTH_WAYS])
 def test_a_picture_has_huggingfaces_tokens(family, seed):
     model, plain = seeing(family, seed=seed), make(family, seed)
     with Engine(model) as engine:
@@ -73,6 +73,12 @@ def test_a_picture_has_huggingfaces_tokens(family, seed):
             text = engine.submit([5, 6, 7, 8], greedy(8)).result(PATIENCE)
             assert text.outputs[0].token_ids == alone(plain, {"input_ids": torch.tensor([[5, 6, 7, 8]])}, 8)
     assert_account_is_empty(model)
+
+
+@pytest.mark.parametrize("family", BOTH_WAYS)
+def test_prompts_that_are_seen_both_ways_are_refused(family):
+    with Engine(seeing(family)) as engine, pytest.raises(RuntimeError, match="sees their tokens both ways"):
+        engine.submit(one_image(family))
 
 
 def test_two_pictures_of_one_size_share_nothing_and_the_same_one_is_computed_once(engine, computed):

@@ -19,8 +19,8 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped
-from support.huggingface.processors import as_file, painted, qwen_processor
 from support.huggingface.vision import IMAGE, make
+from support.huggingface.word_processor import as_file, painted, qwen_processor
 from support.images import Picture, prompt_of, seeing
 
 CAT, DOG = painted(1), painted(2, 32, 32)
