@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -25,19 +25,38 @@ from compiled_llm_ops.packed.tilings import (
 MAX_OF_TORCH, MAX_OF_SHORT_GROUPS = 2, 16
 """Rows up to which torch's kernel multiplies with tiles, and with tiles that ours cannot read: groups of 32 and 64."""
 
-MAX_ROWS = {4: 192, 8: 256}
-"""Rows up to which codes become numbers in registers, by their bits; more have the weight unpacked once, for cuBLAS."""
+MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
 
-FEWEST_ROUNDED = 9
+FEWEST_ROUNDED = 33
 """Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so."""
 
-TILES = {8: (64, 4, 4), 16: (128, 3, 4), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 3, 8)}
-"""Outputs of a tile, blocks on their way and warps, by the rows of a tile."""
+TILE_ROWS = (8, 16, 32, 64, 128)
 
-FEWEST_TILED_ROWS = 16  # rows of a tile at least, if the weight is in tiles
 
-WAVES = {8: 3.0, 16: 3.0, 32: 3.0, 64: 2.0, 128: 1.0}
-"""Programs for each multiprocessor up to which a tile's inputs are split, by the rows of a tile."""
+class Tile(NamedTuple):
+    """How a product with tiles of so many rows is cut up."""
+
+    outputs: int
+    stages: int  # blocks of inputs on their way at a time
+    warps: int
+    programs: float  # for each multiprocessor, up to which a tile's inputs are split
+    apart: bool = False  # whether the places of bytes or words are operands of their own, if they can be
+
+
+_BY_OUTPUT = Tile(64, 4, 4, 3.0)
+_BY_INPUT = Tile(128, 3, 4, 3.0, apart=True)
+_TILED = Tile(128, 3, 4, 3.0)
+_MANY, _MORE = Tile(64, 3, 4, 3.0), Tile(64, 3, 4, 2.0)
+TILES = {
+    "bytes": (Tile(64, 4, 4, 3.0), Tile(32, 4, 2, 6.0), Tile(64, 4, 2, 4.0), _MANY, _MORE),
+    "halves": (Tile(64, 4, 4, 3.0, True), Tile(64, 4, 2, 6.0, True), Tile(64, 4, 2, 6.0, True), _MANY, _MORE),
+    "words_by_input": (_BY_INPUT, _BY_INPUT, _BY_INPUT, _BY_INPUT, Tile(128, 3, 8, 1.0, True)),
+    "tiles": (_TILED, _TILED, _TILED, _MANY, _MORE),
+    "words_by_output": (_BY_OUTPUT, _BY_OUTPUT, _BY_OUTPUT, _MANY, _MORE),
+}
+"""By how a kernel reads a weight, and by TILE_ROWS."""
+
+FEWEST_ROWS = {"tiles": 16, "words_by_output": 16}  # rows of a tile at least
 
 FEWEST_STEPS = 4  # blocks of inputs that a program multiplies at least
 MAX_SPLITS = 8
@@ -69,19 +88,22 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
     short = inputs > 0 and way_of(format, inputs) == "gathered"
     if m <= (MAX_OF_SHORT_GROUPS if short else MAX_OF_TORCH) and dtype is torch.bfloat16 and int4pack.is_taken(weight):
         return Library.TORCH
-    if m > MAX_ROWS[format.bits] or not inputs or short:
+    if m > MAX_ROWS or not inputs or short:
         return Library.UNPACKED
     return tiling_for(m, format, *weight.shape, processors)
 
 
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
     """Return how a product on tensor cores is cut up."""
-    least = FEWEST_TILED_ROWS if format.layout == "tiles" else min(TILES)
-    rows = min(max(TILES), max(least, 1 << (m - 1).bit_length()))
-    (outputs, stages, warps), inputs = TILES[rows], block_inputs(format, MAX_BLOCK)
-    tiles = -(-m // rows) * -(-n // outputs)
-    splits = min(int(WAVES[rows] * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
-    return PackedLinearTiling(rows, outputs, inputs, stages, max(1, splits), warps, can_be_apart(format, inputs))
+    inputs = block_inputs(format, MAX_BLOCK)
+    way = way_of(format, inputs)
+    kind = format.layout if way == "planes" else way
+    rows = next((rows for rows in TILE_ROWS if rows >= max(m, FEWEST_ROWS.get(kind, 0))), TILE_ROWS[-1])
+    tile = TILES[kind][TILE_ROWS.index(rows)]
+    tiles = -(-m // rows) * -(-n // tile.outputs)
+    splits = min(int(tile.programs * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
+    apart = tile.apart and can_be_apart(format, inputs)
+    return PackedLinearTiling(rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps, apart)
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

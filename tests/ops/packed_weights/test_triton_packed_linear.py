@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_llm_ops.kernels.linear.skinny_tiling import SHARED_MEMORY
 from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
+from compiled_llm_ops.packed.rule import MAX_BLOCK, TILE_ROWS, tiling_for
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
     PackedLinearTiling,
@@ -133,8 +135,33 @@ def test_codes_become_numbers_in_registers(name: str, rows: int) -> None:
     assert "atom" in made.asm["ptx"], "the last program finds itself"
     found = in_order(made.asm["ptx"])
     assert found.index("griddepcontrol.wait") < found.index("griddepcontrol.launch_dependents")
+    last = len(found) - 1 - found[::-1].index("griddepcontrol.wait")
+    assert not [one for one in found[:last] if one.startswith("st.")], "a program without inputs waits, too"
     if way in ("bytes", "halves"):
         assert not re.search(rf"local_alloc .*tensor<64x{inputs}xbf16", made.asm["ttgir"])
+
+
+@pytest.mark.drawn(most=3)
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("rows", TILE_ROWS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_the_rule_chooses_fits_a_multiprocessor(name: str, rows: int) -> None:
+    from compiled_llm_ops.packed.kernels.tiles import _packed_tensor_cores as kernel
+
+    format, types = FORMATS[name][0], types_of(name)
+    way = way_of(format, block_inputs(format, MAX_BLOCK))
+    if way == "gathered":
+        pytest.skip("left to cuBLAS")
+    tiling = tiling_for(rows, format, 4096, 4096, 132)
+    text = text_for(format.code, format.layout, torch.bfloat16)
+    constants = {
+        **groups_of(name), "WAY": way, "APART": tiling.apart, "ROWS": tiling.rows, "BN": tiling.outputs,
+        "BK": tiling.inputs, "STAGES": tiling.stages, "SPLIT": True, "MASKED": False, "ASM": text, "PDL": False,
+    }  # fmt: skip
+    made = compiled(kernel, constants, types, warps=tiling.warps, aligned=ALIGNED & types.keys())
+    assert made.metadata.shared <= SHARED_MEMORY
 
 
 @pytest.mark.slow

@@ -17,11 +17,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import PackedWeight
-from compiled_llm_ops.packed.kernels.codes import halves_at, loaded, planes_at, scale_at, shift_at, weights_at
+from compiled_llm_ops.packed.kernels.codes import halves_at, planes_at, scale_at, shift_at, weights_at
 from compiled_llm_ops.packed.kernels.ptx import text_for
 from compiled_llm_ops.packed.tilings import PackedLinearTiling, way_of
 
@@ -50,8 +51,17 @@ def _planes(rows, TILES: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _rows(at, offs_m, M, offs_k, K, MASKED: tl.constexpr):
+    """Return rows ``[ROWS, BK]``, zeros for those of padding: all programs would read one row over and over."""
+    mask = (offs_m < M)[:, None]
+    if MASKED:
+        mask = mask & (offs_k < K)[None, :]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
 def _product(
-    sums, x, codes, first, offs_m, k, N, K, blocks,
+    sums, x, codes, first, offs_m, k, M, N, K, blocks,
     CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -62,18 +72,18 @@ def _product(
     at = x + offs_m[:, None] * K + first_k + offs_k[None, :]
     if APART and WAY == "halves":
         even, odd = halves_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, dtype)
-        rows = loaded(at, k + offs_k, K, MASKED)
+        rows = _rows(at, offs_m, M, k + offs_k, K, MASKED)
         even_rows, odd_rows = _halves(rows, ROWS, BK)
         sums = tl.dot(odd, odd_rows.T, tl.dot(even, even_rows.T, sums))
     elif APART and WAY == "planes":
         planes = planes_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, dtype)
-        rows = loaded(at, k + offs_k, K, MASKED)
+        rows = _rows(at, offs_m, M, k + offs_k, K, MASKED)
         of_planes = _planes(rows, LAYOUT == "tiles", ROWS, BK)
         for plane in tl.static_range(8):
             sums = tl.dot(planes[plane], of_planes[plane].T, sums)
     else:
         weights = weights_at(codes, first, N, k, K, blocks, CODE, LAYOUT, WAY, BN, BK, MASKED, ASM, dtype)
-        rows = loaded(at, k + offs_k, K, MASKED)
+        rows = _rows(at, offs_m, M, k + offs_k, K, MASKED)
         sums = tl.dot(weights, rows.T, sums)
     return sums, rows
 
@@ -99,7 +109,7 @@ def _packed_tensor_cores(
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     first_row, first, part = tl.program_id(0) * ROWS, tl.program_id(1) * BN, tl.program_id(2)
     offs_n = tl.minimum(first + tl.arange(0, BN), N - 1)
-    offs_m = tl.minimum(first_row + tl.arange(0, ROWS), M - 1)
+    offs_m = first_row + tl.arange(0, ROWS)
     steps = tl.cdiv(K, BK)
     each = tl.cdiv(steps, splits)
     begin = part * each
@@ -116,33 +126,15 @@ def _packed_tensor_cores(
     sums = tl.zeros([BN, ROWS], tl.float32)
     row_sums = tl.zeros([ROWS], tl.float32)
     place = rows_of_scales * scales_n
-    scale = scale_at(
-        scales, nested, place + tl.minimum(begin, steps - 1) // STEPS * scales_k
-    )  # a program may have no step
+    first_step = tl.minimum(begin, steps - 1)  # a program may have none
+    scale = scale_at(scales, nested, place + first_step // STEPS * scales_k)
     for step in tl.range(begin, end, num_stages=STAGES):
         k = step * BK
         if GROUP_K == 0:
             sums, rows = _product(
-                sums,
-                x,
-                codes,
-                first,
-                offs_m,
-                k,
-                N,
-                K,
-                blocks,
-                CODE,
-                LAYOUT,
-                WAY,
-                APART,
-                ROWS,
-                BN,
-                BK,
-                MASKED,
-                ASM,
-                PDL,
-            )
+                sums, x, codes, first, offs_m, k, M, N, K, blocks,
+                CODE, LAYOUT, WAY, APART, ROWS, BN, BK, MASKED, ASM, PDL,
+            )  # fmt: skip
             if zeros is not None:
                 row_sums += tl.sum(rows.to(tl.float32), 1)
         else:
@@ -152,7 +144,7 @@ def _packed_tensor_cores(
             if zeros is not None:
                 shift = shift_at(zeros, rows_of_scales * zeros_n + (step // STEPS) * zeros_k, scale, CODE)
             product, rows = _product(
-                tl.zeros([BN, ROWS], tl.float32), x, codes, first, offs_m, k, N, K, blocks,
+                tl.zeros([BN, ROWS], tl.float32), x, codes, first, offs_m, k, M, N, K, blocks,
                 CODE, LAYOUT, WAY, APART, ROWS, BN, BK, MASKED, ASM, PDL,
             )  # fmt: skip
             sums += product * (scale if ALIKE else scale[:, None])
@@ -168,6 +160,8 @@ def _packed_tensor_cores(
             sums += row_sums[None, :] * (shift if ALIKE else shift[:, None])
     offs_n = first + tl.arange(0, BN)
     offs_m = first_row + tl.arange(0, ROWS)
+    if PDL:
+        gdc_wait()  # a program without a step has not waited
     if SPLIT:
         inside = tl.arange(0, BN)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         tiles = tl.num_programs(0) * tl.num_programs(1)
