@@ -15,6 +15,7 @@ import compiled_llm
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.images import request_images, resumed
 from compiled_llm.engine.images.request_images import RequestImages
+from compiled_llm.engine.steps.request import Request
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.vision import BOTH_WAYS, FAMILIES, make, one_image
@@ -160,6 +161,18 @@ def drawn_prompt(chance: random.Random) -> tuple[Part, ...]:
     for picture in pictures:
         parts = (*parts, picture, *(chance.randrange(3, 100) for _ in range(chance.choice([1, 2]))))
     return (*parts, *range(30, 30 + chance.choice([2, 5])))
+
+
+def test_drafts_read_ids_and_no_keys(monkeypatch):
+    """What comes after a picture's token in the text is guessed, and may be the picture's next one."""
+    read: list[Any] = []
+    texts = Request.text_ids.fget
+    monkeypatch.setattr(Request, "text_ids", property(lambda self: read.append(texts(self)) or read[-1]))
+    parts = (5, CAT, 7, 8, CAT, 7, 8)
+    with Engine(seeing(QWEN), speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as engine:
+        assert asked(engine, *parts, tokens=20).outputs[0].token_ids == answer(QWEN, parts, 20)
+    assert read
+    assert all((text >= 0).all() for text in read)
 
 
 def test_a_prompt_that_huggingfaces_forward_refuses_ends_alone(engine):

@@ -51,7 +51,7 @@ class EngineDrafts:
         self._told = False
 
     def _text_of(self, row: Row) -> NDArray[np.int64]:
-        return self._requests[row].text
+        return self._requests[row].text_ids
 
     def new_tokens(self, requests: Sequence[Request], step: int) -> int:
         """Return how many tokens each of these requests feeds in next; all but the first one are guesses."""

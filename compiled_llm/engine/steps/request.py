@@ -184,6 +184,11 @@ class Request:
         return len(self.prompt) + max(1, self.max_tokens) - 1
 
     @property
+    def text_ids(self) -> NDArray[np.int64]:
+        """``[T + G]`` int64, its text as the model takes it."""
+        return self.text if self.images is None else np.concatenate([self.images.ids, self.text[len(self.prompt) :]])
+
+    @property
     def text(self) -> NDArray[np.int64]:
         """``[T + G]`` int64, the prompt and the tokens read so far."""
         return np.concatenate([self.prompt, np.array(self.tokens, dtype=np.int64)])
