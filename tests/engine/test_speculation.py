@@ -415,6 +415,7 @@ def test_counts_of_several_loops_add_up() -> None:
     assert one.plus(other) == other.plus(one) == (3, 12, 9, (2, 2, 1, 1, 1, 1, 1))
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_warmup_prepares_steps_that_guess(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Of each number of tokens, for the sizes that are asked for; requests then prepare nothing."""
