@@ -318,7 +318,7 @@ def keeps_all(config: PretrainedConfig, filling: Sequence[bool]) -> bool:
 
 
 def columns_in(cache: Cache) -> int | None:
-    """Return how many columns a cache holds; None if no layer of it counts them, as recurrent ones do not."""
+    """Return how many columns a cache holds; None if no layer of it counts them, as those that keep states do not."""
     if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return None
     return int(cache.get_seq_length())

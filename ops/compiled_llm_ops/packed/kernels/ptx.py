@@ -8,8 +8,8 @@ is Triton's own. Triton's interpreter has no PTX: there it is empty, as it is fo
 
 from __future__ import annotations
 
-import os
 import struct
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,9 +34,15 @@ _NUMBERS = {
 }
 
 
+def _interprets() -> bool:
+    """Whether Triton, which who launches kernels has imported, runs them in its interpreter."""
+    knobs = sys.modules.get("triton.knobs")
+    return knobs is not None and bool(knobs.runtime.interpret)
+
+
 def text_for(code: str, layout: str, dtype: torch.dtype) -> str:
     """Return the PTX that unpacks such codes; empty if there is none."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or dtype not in _NUMBERS:
+    if _interprets() or dtype not in _NUMBERS:
         return ""
     if layout not in ("rows", "high_first"):
         return int4_planes(code, dtype) if code in ("int4", "uint4") else ""
@@ -130,7 +136,7 @@ def e4m3_numbers() -> str:
 
 def exact_nf4() -> tuple[str, str]:
     """Return the PTX that looks up the upper and the lower 16 bits of NF4's values in float32; empty without PTX."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if _interprets():
         return "", ""
     bits = [int.from_bytes(struct.pack("<f", value), "little") for value in NF4]
     return looked_up_halves([one >> 16 for one in bits]), looked_up_halves([one & 0xFFFF for one in bits])
