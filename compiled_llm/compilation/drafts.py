@@ -53,6 +53,7 @@ class Drafter(Protocol):
         Returns:
             ``[B, k]`` integers, any where there is no proposal, and ``[B]`` int32, how many there are, from 0 to k.
         """
+        ...
 
 
 class NgramDrafter(NamedTuple):

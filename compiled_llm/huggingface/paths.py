@@ -85,9 +85,9 @@ def _overridden(choice: CacheChoice) -> Reason | None:
 
 def run_drafted_loop(call: PagedCall) -> Any:
     """Run the fast loop with the drafts that a call asks for; None if HuggingFace's loop is to run."""
-    drafts = feature("drafts", "huggingface")
-    drafting = None if drafts is None else drafts.drafting_of(call)
-    sampling = None if drafting is None else _sampling_in_graph(call)
+    if (drafts := feature("drafts", "huggingface")) is None or (drafting := drafts.drafting_of(call)) is None:
+        return None
+    sampling = _sampling_in_graph(call)
     return None if sampling is None else run_our_loop(drafts.as_sampled(call), sampling, drafting)
 
 

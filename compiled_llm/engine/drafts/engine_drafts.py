@@ -111,4 +111,7 @@ def prepare(model_runner: ModelRunner, config: SpeculativeConfig, rows: Iterable
     for key in (*keys[:_MOST_GRAPHS], *keys[-len(numbers) :]):
         if not steps.is_ready(key):
             report(f"preparing steps of {key.rows} requests with {key.new_tokens_per_row} tokens each")
-            thread.call(steps.ready if key in keys[:_MOST_GRAPHS] else steps.compile, key)
+            if key in keys[:_MOST_GRAPHS]:
+                thread.call(steps.ready, key)
+            else:
+                thread.call(steps.compile, key)

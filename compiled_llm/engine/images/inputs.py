@@ -38,8 +38,11 @@ def inputs_of(prompt: Any, processor: Any, image_token: int) -> dict[str, Any]:
             f"prompt: pictures are tokens {own} to the engine's processor and {image_token} to its model; give the "
             "processor of this model"
         )
-    make = _of_dictionary if isinstance(prompt, Mapping) else _of_messages
-    return {name: value for name, value in make(prompt, processor, image_token).items() if value is not None}
+    if isinstance(prompt, Mapping):
+        made = _of_dictionary(prompt, processor, image_token)
+    else:
+        made = _of_messages(prompt, processor, image_token)
+    return {name: value for name, value in made.items() if value is not None}
 
 
 def _of_messages(messages: Sequence[Any], processor: Any, image_token: int) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -37,12 +37,12 @@ def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCop
 def sees(model: PreTrainedModel) -> bool:
     """Whether a model takes images or videos, which token types mark."""
     # In transformers 5.17, Qwen3.5 has the modalities of text alone.
-    return not {"image", "video"}.isdisjoint(model.input_modalities) or _takes_pixels(type(model))
+    return not {"image", "video"}.isdisjoint(model.input_modalities) or _takes_pixels(type(model).forward)
 
 
 @functools.lru_cache(maxsize=16)  # of classes that may come and go
-def _takes_pixels(model_class: type[PreTrainedModel]) -> bool:
-    return "pixel_values" in inspect.signature(model_class.forward).parameters
+def _takes_pixels(forward: Callable[..., Any]) -> bool:
+    return "pixel_values" in inspect.signature(forward).parameters
 
 
 def one_a_token(position_ids: Tensor, config: PretrainedConfig) -> Tensor | None:

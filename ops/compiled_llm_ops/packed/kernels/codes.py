@@ -165,7 +165,7 @@ def weights_at(
         if LAYOUT == "words_by_input":
             weights = tl.reshape(_joined(planes), [BN, BK])
         elif LAYOUT == "words_by_output":
-            p0, p2, p4, p6, p1, p3, p5, p7 = planes
+            p0, p2, p4, p6, p1, p3, p5, p7 = planes  # pyright: ignore[reportAssignmentType]
             weights = tl.reshape(_joined((p0, p1, p2, p3, p4, p5, p6, p7)), [BK, BN]).T
         else:
             # k = 32 piece + 8 eighth + 2 column + neighbour; a word is at 4 column + piece, a place 4 neighbour +

@@ -150,14 +150,14 @@ def _packed_tensor_cores(
             sums += product * (scale if ALIKE else scale[:, None])
             if zeros is not None:
                 of_rows = tl.sum(rows.to(tl.float32), 1)[None, :]
-                sums += of_rows * (shift if ALIKE else shift[:, None])
+                sums += of_rows * (shift if ALIKE else shift[:, None])  # pyright: ignore[reportPossiblyUnboundVariable]
             scale = next_scale
     if GROUP_K == 0:
         if zeros is not None:
             shift = shift_at(zeros, rows_of_scales * zeros_n, scale, CODE)
         sums = sums * (scale if ALIKE else scale[:, None])
         if zeros is not None:
-            sums += row_sums[None, :] * (shift if ALIKE else shift[:, None])
+            sums += row_sums[None, :] * (shift if ALIKE else shift[:, None])  # pyright: ignore[reportPossiblyUnboundVariable]
     offs_n = first + tl.arange(0, BN)
     offs_m = first_row + tl.arange(0, ROWS)
     if PDL:
