@@ -106,7 +106,8 @@ def _run_prefill(
     rows, tokens = tokens_in(arguments)
     columns = columns_in(prefill.over)
     columns = cache.seen + tokens if columns is None else columns
-    mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids", torch.tensor([[columns - 1]]))
+    mask, newest = arguments.get("attention_mask"), torch.tensor([[columns - 1]], device="cpu")
+    position_ids = arguments.get("position_ids", newest)
     last = one_a_token(position_ids[..., -1:], self.config)
     if last is None or not (
         mask is None or mask.shape == (rows, columns)

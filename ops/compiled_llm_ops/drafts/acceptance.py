@@ -71,7 +71,7 @@ def _check(args: AcceptDrafts) -> None:
 def _cpu(args: AcceptDrafts) -> Tensor:
     _check(args)
     new = args.sampled.shape[1]
-    at, offered = torch.arange(new), args.offered[:, None]
+    at, offered = torch.arange(new, device="cpu"), args.offered[:, None]
     right = (args.drafts == args.sampled[:, :-1]) & (at[:-1] < offered)
     accepted = right.int().cumprod(dim=1).sum(dim=1)
     others = torch.where(at <= offered, NOT_ACCEPTED, NOT_DRAFTED)

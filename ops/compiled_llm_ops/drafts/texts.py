@@ -46,7 +46,7 @@ def _check(args: WriteTexts) -> None:
 @kernel_of(write_texts, "CPU")
 def _cpu(args: WriteTexts) -> None:
     _check(args)
-    places = args.starts[:, None] + torch.arange(args.tokens.shape[1])
+    places = args.starts[:, None] + torch.arange(args.tokens.shape[1], device="cpu")
     rows, columns = ((places >= 0) & (places < args.texts.shape[1])).nonzero(as_tuple=True)
     args.texts[args.slots[rows], places[rows, columns]] = args.tokens[rows, columns].int()
 

@@ -192,7 +192,7 @@ def test_a_layer_that_is_not_there_is_refused_before_anything_waits(model, name)
 
 
 def test_of_a_model_that_gives_none_the_request_alone_fails(plain, model, monkeypatch):
-    monkeypatch.setattr(steps, "_emitted", lambda inputs, out: {})
+    monkeypatch.setattr(steps, "emitted", lambda inputs, out: {})
     with Engine(model) as engine:
         asking, other = engine.submit([5, 6], greedy(4), hidden_states=[1]), engine.submit([5, 6, 7], greedy(4))
         with pytest.raises(RuntimeError, match="hidden_states: the forward of this model gives none of layer 1"):

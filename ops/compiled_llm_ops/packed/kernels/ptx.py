@@ -168,4 +168,4 @@ def looked_up_halves(table: Sequence[int]) -> str:
 
 def _bits_of(value: float, dtype: torch.dtype) -> int:
     """Return the 16 bits of a number."""
-    return int(torch.tensor(value).to(dtype).view(torch.uint16))
+    return int(torch.tensor(value, device="cpu").to(dtype).view(torch.uint16))
