@@ -53,7 +53,16 @@ def serves(call: PagedCall) -> bool:
     runner = call.model_runner
     ops, kinds = runner.decode_buffers.ops, runner.state.facts.kinds
     several = ops is not None and ops.several and not runner.config.batch_invariant and _takes_drafts(kinds)
-    return several and not (call.wants_scores() or call.more is not None or grammar_of(call.processors) is not None)
+    if not several or _is_padded(call):
+        return False
+    return not (call.wants_scores() or call.more is not None or grammar_of(call.processors) is not None)
+
+
+def _is_padded(call: PagedCall) -> bool:
+    """Whether the embeddings of one row have padding, which HuggingFace's loop with drafts counts as tokens."""
+    # It takes no more than one row.
+    mask = call.kwargs.get("attention_mask")
+    return call.embedded and mask is not None and len(mask) == 1 and not bool(call.copies.of(mask).all())
 
 
 def _takes_drafts(kinds: Sequence[FoundKind]) -> bool:
