@@ -16,7 +16,7 @@ from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.chunks.policies import MaxStep
 from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
-from compiled_llm.engine.engine_options import LogprobsMode, check_can_mix, check_options, is_count
+from compiled_llm.engine.engine_options import LogprobsMode, check_can_mix, check_options, is_count, speculation_of
 from compiled_llm.engine.input_processing.input_processor import (
     QueueFullError as QueueFullError,
     TokenFacts,
@@ -142,12 +142,7 @@ class Engine:
             check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant, kinds)
         if config.batch_invariant:
             mixed = False
-        speculation = None
-        if speculative_config is not None:
-            check_has("drafts", "speculative_config")
-            part = feature("drafts", "engine")
-            speculation = part.SpeculativeConfig.of(speculative_config)
-            part.check_model(config.backend, config.batch_invariant, self._runtime.facts.kinds)
+        speculation = speculation_of(speculative_config, config, self._runtime.facts.kinds)
         self._runtime.make_room(max_num_seqs)
         self._model = model
         self._max_num_seqs = max_num_seqs

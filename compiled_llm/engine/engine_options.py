@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+from compiled_llm.config import WrapConfig
 from compiled_llm.engine.admission.policies import POLICIES
+from compiled_llm.features import check_has, feature
 from compiled_llm.kinds.support import FoundKind, refusal
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -19,6 +21,17 @@ def check_options(**options: Any) -> None:
         holds, must = _RULES[name]
         if not holds(value):
             raise ValueError(f"{name}={value!r}: give {must}")
+
+
+def speculation_of(given: Mapping[str, Any] | None, config: WrapConfig, kinds: Sequence[FoundKind]) -> Any:
+    """Return the ``SpeculativeConfig`` of an option, None for None; ValueError if it, or the model, does not fit."""
+    if given is None:
+        return None
+    check_has("drafts", "speculative_config")
+    part = feature("drafts", "engine")
+    speculation = part.SpeculativeConfig.of(given)
+    part.check_model(config.backend, config.batch_invariant, kinds)
+    return speculation
 
 
 def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool, kinds: Sequence[FoundKind]) -> None:

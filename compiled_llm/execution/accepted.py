@@ -31,7 +31,7 @@ class AcceptedTokens:
         self._counts: list[int] = []
         self.offered: list[int] = []  # how many guesses each row had, once this is read
         for row in rows:
-            row.speculation.unread += (self,)
+            row.speculation.grow(self)
 
     @property
     def arrived(self) -> bool:

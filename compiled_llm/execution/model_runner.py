@@ -121,11 +121,7 @@ class ModelRunner:
             with facts.attention.moving_weights(thread.caller):
                 weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
         self.max_positions = max_positions_of(model)
-        weights_of_layer, self._matrix_bytes = weights_of_a_layer(model, len(facts.layers)), matrix_bytes(model)
-        query_width = sum(layer.query_heads * layer.head_dim for layer in facts.layers) // len(facts.layers)
-        shapes = CapturedShapes(
-            config.max_batch_size, weights_of_layer, self.max_positions, config.prefill_tokens, query_width
-        )
+        self._matrix_bytes, shapes = matrix_bytes(model), _shapes_of(facts, config, self.max_positions)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
         taps = [feature("check_pages", "execution").TAP] if config.checks_pages else []
         self.state = RunnerState(facts, config, self.max_positions, room.pages, states, taps)
@@ -460,6 +456,13 @@ def _check_next(rows: Sequence[Row]) -> None:
     for row in rows:
         if not row.has_next:
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
+
+
+def _shapes_of(facts: ModelFacts, config: WrapConfig, max_positions: int) -> CapturedShapes:
+    """Return the shapes of a model's prefills."""
+    weights = weights_of_a_layer(facts.model, len(facts.layers))
+    query_width = sum(layer.query_heads * layer.head_dim for layer in facts.layers) // len(facts.layers)
+    return CapturedShapes(config.max_batch_size, weights, max_positions, config.prefill_tokens, query_width)
 
 
 def _rows(extensions: Sequence[Extension]) -> list[Row]:

@@ -297,6 +297,11 @@ class Layer(NamedTuple):
         return positions if self.window_left < 0 else min(positions, self.window_left + 1)
 
 
+def owners_of_keys(layers: Sequence[Layer]) -> list[int]:
+    """Return for each layer the one whose keys and values it attends over: itself, or an earlier one."""
+    return [number if layer.keys_of is None else layer.keys_of for number, layer in enumerate(layers)]
+
+
 def places_beside(layers: Sequence[Layer]) -> dict[int, int]:
     """Return the layers with a further memory, and the place of each one's after the memories of all layers."""
     beside = [number for number, layer in enumerate(layers) if layer.kind.beside is not None]

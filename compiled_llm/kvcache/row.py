@@ -250,13 +250,6 @@ class Row:
         self.listed = len(pages)
         return first, pages[first:]
 
-    def reject(self, step: SpeculativeStep, tokens: int) -> None:
-        """Forget tokens that a step has rejected."""
-        tokens = self.speculation.shrink(step, tokens)
-        self.length -= tokens
-        self.position -= tokens
-        self.leave_pages()
-
     def leave_pages(self) -> None:
         """Let pages behind its last token be ahead again: they were entered for tokens that a step has rejected."""
         keep = self._pool.pages_for(self.length)
@@ -378,7 +371,7 @@ class Row:
 
 def reject(step: SpeculativeStep, rows: Sequence[Row], counts: Sequence[int]) -> None:
     """Let rows that a step has grown forget all but so many of its tokens each; those freed meanwhile have none."""
-    # As ``Row.reject``, without a call for each row: there may be hundreds.
+    # No call for each row: there may be hundreds.
     new = step.new_tokens
     for row, count in zip(rows, counts, strict=True):
         speculation = row.speculation

@@ -35,14 +35,6 @@ class Speculation:
         """Note that a step has grown the row by tokens that it may reject."""
         self.unread += (step,)
 
-    def shrink(self, step: SpeculativeStep, rejected: int) -> int:
-        """Note how many tokens a step has rejected; return by how many the row shrinks, 0 if it was freed meanwhile."""
-        if step not in self.unread:
-            return 0
-        self.unread = tuple(own for own in self.unread if own is not step)
-        self.rejected += rejected
-        return rejected
-
     def sync(self) -> None:
         """Have the row's length and position exact, waiting for the steps that are unread."""
         for step in self.unread:

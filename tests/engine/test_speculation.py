@@ -22,7 +22,7 @@ from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.batch import Batch, StepOutput, Tap
 from compiled_llm.execution.drafts.part import Drafts
 from compiled_llm.execution.growth import grown
-from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.row import Row, reject
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.engine_process.facts import stats_of
@@ -165,8 +165,7 @@ class NaiveAccepted:
 
     def sync(self) -> None:
         if not self._synced:
-            for row, run in zip(self.rows, self.result(), strict=True):
-                row.reject(self, self.new_tokens - len(run))
+            reject(self, self.rows, [len(run) for run in self.result()])
             self._synced = True
 
 

@@ -23,7 +23,7 @@ from compiled_llm.execution.cascade.shared_runs import Paged, SharedRuns
 from compiled_llm.kvcache.errors import OutOfPagesError
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.prefix_tree import PrefixTree
-from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.row import Row, reject
 from compiled_llm_ops.attention.cascade.tables import SharedRun
 
 pytestmark = pytest.mark.core
@@ -125,11 +125,11 @@ class UnreadStep:
     """A step that has rejected some of the tokens by which it has grown a row."""
 
     def __init__(self, row: Row, rejected: int) -> None:
-        self._row, self._rejected = row, rejected
+        self._row, self.new_tokens = row, rejected + 1
         row.speculation.grow(self)
 
     def sync(self) -> None:
-        self._row.reject(self, self._rejected)
+        reject(self, [self._row], [1])
 
 
 class Batches(RuleBasedStateMachine):

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.peft import ACTIVE, ADAPTED, acting_adapters, by_adapter, is_lora_layer
 from compiled_llm.compat.torch.tensors import copy_all
-from compiled_llm.model.shallow_copies import shallow_copy
+from compiled_llm.model.shallow_copies import ShallowCopies, shallow_copy
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_tree import same
 
@@ -65,8 +65,7 @@ class ActiveAdapters:
         self._memory = _AdapterMemory(self._memory.own)
         with torch.inference_mode(False):
             copies = _AdapterCopies(self._memory.place if self._fixed else _alias)
-            children = [(name, child, copies.of(child)) for name, child in model.named_children() if self._values]
-        self._children = {name: copied for name, child, copied in children if copied is not child}
+            self._children = copies.of_children(model) if self._values else {}
 
 
 class _AdapterMemory:
@@ -96,30 +95,21 @@ class _AdapterMemory:
             copy_all(self.own, self._sources)
 
 
-class _AdapterCopies:
+class _AdapterCopies(ShallowCopies):
     """A maker of shallow copies of modules with LoRA layers."""
 
     def __init__(self, place: _Place) -> None:
+        super().__init__()
         self._place = place
-        self._known: dict[nn.Module, nn.Module] = {}
 
-    def of(self, module: nn.Module) -> nn.Module:
-        """Return a copy, or the module itself if no LoRA layer is in it; of one in two places, one."""
-        if module not in self._known:
-            self._known[module] = module  # for those that hold themselves
-            self._known[module] = self._copied(module)
-        return self._known[module]
-
-    def _copied(self, module: nn.Module) -> nn.Module:
-        children = {name: None if child is None else self.of(child) for name, child in module._modules.items()}
-        names = acting_adapters(module) if is_lora_layer(module) else None
-        if names is None and same([*children.values()], [*module._modules.values()]):
-            return module
+    def _copied(self, module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
+        if not is_lora_layer(module) or (names := acting_adapters(module)) is None:
+            return super()._copied(module, children)
         if names == [] and (adapted := children[ADAPTED]) is not None:
             return adapted
         attributes = self._active_alone(module, names) if names else {}
         children.update({name: attributes.pop(name) for name in [*attributes] if name in children})
-        copied: nn.Module = shallow_copy(module, type(module), **attributes, _modules=children)
+        copied: nn.Module = shallow_copy(module, **attributes, _modules=children)
         return copied
 
     def _active_alone(self, layer: nn.Module, names: Sequence[str]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from compiled_llm.engine.steps.taps import EngineTap, PlanTap
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.kinds.kind import owners_of_keys
 from compiled_llm.kinds.registry import read_states
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.facts import ModelFacts
@@ -87,8 +88,8 @@ class RequestImages:
         stored = np.zeros((1, self.end), dtype=bool)
         stored[:, row.length :] = True
         cache, layers = self._computed(model_runner, row), self._facts.layers
-        owners = [number if layer.keys_of is None else layer.keys_of for number, layer in enumerate(layers)]
-        theirs = [cache.layers[own] if layer.kind.attends else None for own, layer in zip(owners, layers, strict=True)]
+        owners = zip(owners_of_keys(layers), layers, strict=True)
+        theirs = [cache.layers[own] if layer.kind.attends else None for own, layer in owners]
         both = [None if their is None else (their.keys, their.values) for their in theirs]
         model_runner.fill([row], stored, both, read_states(cache, layers))
         row.position = self.position_after(row.length)

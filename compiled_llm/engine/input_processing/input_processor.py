@@ -86,8 +86,8 @@ def requests_for(
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
     _check_waiting(priority, timeout, salt)
-    given = prompt if images is None else images.ids
-    ids, now = token_ids(given, tokenizer, model.vocabulary), time.monotonic()
+    given, now = prompt if images is None else images.ids, time.monotonic()
+    ids = token_ids(given, tokenizer, model.vocabulary)
     most = _max_new(len(ids), params.max_tokens, model_runner, max_model_len or model_runner.max_positions)
     if params.min_tokens > most:
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")

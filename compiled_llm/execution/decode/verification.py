@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.kvcache.row import Row
+from compiled_llm.kvcache.row import Row, reject
 
 
 class Verification:
@@ -38,10 +38,9 @@ class Verification:
 
     def sync(self) -> None:
         """Let its rows shrink by the tokens that do not count, waiting for this step."""
-        rejected = (self.new_tokens - self.counts()).tolist()
+        counts = self.counts().tolist()
         with deferred():
-            for row, tokens in zip(self._rows, rejected, strict=True):
-                row.reject(self, tokens)
+            reject(self, self._rows, counts)
 
     def read(self) -> dict[Row, list[int]]:
         """Return the tokens sampled after each that counts, once, and ``sync``."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from compiled_llm.compilation.drafts import NEW_TOKENS, Drafter, DraftInputs, NgramDrafter
+from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, Drafter, DraftInputs, NgramDrafter
 from compiled_llm.compilation.graphs.step_key import ACCEPTED, StepKey
 from compiled_llm.execution.batch import Tap
 from compiled_llm.execution.drafts.costs import Costs
@@ -106,7 +106,7 @@ class Drafts:
 
     def check(self, first_tokens: Sequence[int]) -> None:
         """Raise RuntimeError if the drafter was wrong about how many tokens it has proposed, by what was read."""
-        if min(first_tokens) < -1:
+        if BAD_COUNTS in first_tokens:
             raise RuntimeError(f"drafts: {self.name} has given numbers of drafts that are below 0 or above its limit")
 
 

@@ -49,9 +49,8 @@ class Texts:
                 "and the device has fewer left; wrap with a smaller max_batch_size or kv_memory"
             ) from error
         self._numbers = np.zeros((3, shape[0]), dtype=np.int32)  # what the three columns have
-        self._there: dict[
-            int, tuple[int, int]
-        ] = {}  # of each slot, the row's number, and how many tokens were uploaded
+        # of each slot, the row's number, and how many tokens were uploaded
+        self._there: dict[int, tuple[int, int]] = {}
 
     @property
     def nbytes(self) -> int:

@@ -87,7 +87,8 @@ class Prefill:
         self._table.anchors["prefill"] = [*self._anchors]
         # If the largest shape does not stay captured, more launches are but more work for the host.
         largest = shapes.largest
-        self._cuts = largest is not None and largest.tokens in {anchor.tokens for anchor in self._anchors}
+        stays = largest is not None and largest.tokens in {anchor.tokens for anchor in self._anchors}
+        self._whole = largest.tokens if largest is not None and stays else math.inf  # so many tokens are never cut
 
     # ---- compiled
 
@@ -220,7 +221,7 @@ class Prefill:
         """Return how many tokens of rows a launch has at most; less than it may have where captured ones are faster."""
         # This follows from the rows alone, whatever is captured so far: a call that is repeated is cut as before.
         most, tokens = self._state.config.prefill_tokens, sum(queries)
-        if not self._cuts or self._graph_manager.programs.full():
+        if tokens <= self._whole or self._graph_manager.programs.full():
             return most
         pairs = sum([new * length - new * (new - 1) // 2 for new, length in zip(queries, lengths, strict=True)])
         at_once = min(tokens, most)

@@ -26,7 +26,7 @@ from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.huggingface.cache.layer_in_pages import CLASSES, move_out, pages_of
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
-from compiled_llm.kinds.kind import Layer, places_beside
+from compiled_llm.kinds.kind import Layer, owners_of_keys, places_beside
 from compiled_llm.kinds.registry import holds_states, read_states
 
 READABLE = (DynamicCache, StaticCache)
@@ -50,8 +50,7 @@ def read_into(cache: PagedCache, original: Cache, shown: NDArray[np.bool_], posi
         generate_loop.add_row(0)
     new = shown[:, cache.seen :]
     theirs, layers = cast("list[Any]", original.layers), generate_loop.model_runner.state.facts.layers
-    owners = [number if layer.keys_of is None else layer.keys_of for number, layer in enumerate(layers)]
-    both = zip(owners, layers, strict=True)
+    both = zip(owners_of_keys(layers), layers, strict=True)
     keys = [_keys_and_values(theirs[own], shown.shape[1]) if layer.kind.attends else None for own, layer in both]
     keys += [_index_keys(theirs[number], shown.shape[1]) for number in places_beside(layers)]
     generate_loop.fill(new, keys, positions, read_states(original, layers))

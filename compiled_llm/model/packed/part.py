@@ -26,7 +26,7 @@ from compiled_llm.model.packed.readers import (
 )
 from compiled_llm.model.packed.reading import Found, ReadWeight, Stays
 from compiled_llm.model.packed.stand_in_linear import StandInLinear
-from compiled_llm.model.shallow_copies import shallow_copy
+from compiled_llm.model.shallow_copies import ShallowCopies, shallow_copy
 from compiled_llm.model.stand_ins import Change
 from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.tensors import tensors_of
@@ -90,9 +90,7 @@ class PackedStandIns:
             _check_all_read(found)
         read = {module: said for module, (_, said) in found.items() if isinstance(said, ReadWeight)}
         self._modules = {module: self._standing_for(module, said) for module, said in read.items()}
-        copies = _Copies(self._modules)
-        children = ((name, child, copies.of(child)) for name, child in model.named_children())
-        self._children = {name: copied for name, child, copied in children if copied is not child}
+        self._children = ShallowCopies(self._modules).of_children(model)
         counted, self.copied = _counted(said for _, said in found.values()), sum(said.copied for said in read.values())
         self.scratch = max((scratch_bytes(said.weight, model.dtype) for said in read.values()), default=0)
         if counted != self.counted:
@@ -137,27 +135,6 @@ class _Readings:
                 self._known = before
                 raise
         return found
-
-
-class _Copies:
-    """A maker of shallow copies of modules around those that others stand for."""
-
-    def __init__(self, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
-        self._known: dict[nn.Module, nn.Module] = dict(stand_ins)
-
-    def of(self, module: nn.Module) -> nn.Module:
-        """Return a copy, or the module itself if nothing in it changes; of one in two places, one."""
-        if module not in self._known:
-            self._known[module] = module  # for those that hold themselves
-            self._known[module] = self._copied(module)
-        return self._known[module]
-
-    def _copied(self, module: nn.Module) -> nn.Module:
-        children = {name: None if child is None else self.of(child) for name, child in module._modules.items()}
-        if same([*children.values()], [*module._modules.values()]):
-            return module
-        copied: nn.Module = shallow_copy(module, _modules=children)
-        return copied
 
 
 def stand_ins(model: PreTrainedModel, required: bool) -> PackedStandIns | None:
