@@ -31,7 +31,7 @@ OF_HIDDEN_SIZE = ["Qwen2VL", "Qwen2_5_VL", "Glm4v", "Glm46V", "GlmOcr"]
 HEADS: dict[str, dict[str, Any]] = {
     "": {"head_dim": 64},
     **{family: {} for family in OF_HIDDEN_SIZE},
-    **{family: AXES for family in ("Qwen3VL", "Qwen3VLMoe")},
+    **dict.fromkeys(("Qwen3VL", "Qwen3VLMoe"), AXES),
     **{family: {"head_dim": 64, "global_head_dim": 64} for family in ("Gemma4", "Gemma4Unified")},
     "Kimi_K25": {"head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
 }
