@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 import typer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from compiled_llm.commands.bench.report import BenchReport
+from compiled_llm.model.version.tensors import tensors_of
 from support.docs.pages import CHECKOUT
 
 TOOLS = CHECKOUT / "tools" / "bench"
@@ -120,6 +122,17 @@ def test_quantised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
     }
     assert all(list(one["ms"]) == ["1", "2"] for one in found.values())
     assert "nf4-g64: compiled_llm" in capsys.readouterr().out
+
+
+def test_all_of_a_random_packed_model_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors of CUDA, so that no GPU is needed."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    models: Any = importlib.import_module("quantised_models")
+    for name in models.FORMATS:
+        with FakeTensorMode():
+            model = models.random_model("tiny", name, None, torch.bfloat16, torch.device("cuda"))
+        held = [tensor for module in model.modules() for tensor in tensors_of(module)]
+        assert {tensor.device.type for tensor in held} == {"cuda"}, name
 
 
 def test_vllm_is_asked_for_the_same_work(tool: Any, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def _int4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -
     scales = torch.full((outputs, inputs // group), _DEVIATION / 4.6, dtype=dtype, device=device)
     with torch.device("meta"):
         layer = Int4Linear(inputs, outputs, bias=False)
-    shape = torch.tensor([outputs, inputs])
+    shape = torch.tensor([outputs, inputs], device=device)
     packed = _words(outputs, inputs // 8, device)
     return _compressed(layer, 4, "group", weight_packed=packed, weight_scale=scales, weight_shape=shape)
 
@@ -143,5 +143,6 @@ def _fill(model: PreTrainedModel, device: torch.device) -> None:
                     drawn.normal_(std=_DEVIATION)
                 module._parameters[name] = nn.Parameter(drawn, requires_grad=False)
     inner: Any = model.base_model
-    inner.rotary_emb = type(inner.rotary_emb)(config=model.config).to(device)
+    with device:
+        inner.rotary_emb = type(inner.rotary_emb)(config=model.config)
     model.tie_weights()
