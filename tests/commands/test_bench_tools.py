@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
 from compiled_llm.commands.bench.report import BenchReport
+from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.model.version.tensors import tensors_of
 from support.docs.pages import CHECKOUT
+from support.ops.sampling_cases import tables_of
 
 TOOLS = CHECKOUT / "tools" / "bench"
 pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="no checkout")
@@ -133,6 +135,26 @@ def test_all_of_a_random_packed_model_is_on_the_device(monkeypatch: pytest.Monke
             model = models.random_model("tiny", name, None, torch.bfloat16, torch.device("cuda"))
         held = [tensor for module in model.modules() for tensor in tensors_of(module)]
         assert {tensor.device.type for tensor in held} == {"cuda"}, name
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+def test_guesses_are_right_independently_of_each_other(rows: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, and where rows ask about the same positions."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    accept = importlib.import_module("speculation").synthetic(0.8)
+    tables = tables_of([Sampling()] * rows, vocabulary=8)
+    slots, first, kept = torch.arange(rows), torch.full((rows,), 128), []
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(3200 // rows):
+        sampled = torch.randint(8, (rows, 8), generator=generator)
+        given = sampled, sampled[:, :7] ^ 1, torch.zeros(rows, dtype=torch.int32), slots, first
+        tokens = accept(*given, tables.numbers[4], tables.next_token, tables.counts, tables.recent)
+        kept.append((tokens >= 0).sum(1))
+        first = first + kept[-1]
+    accepted = torch.cat(kept)[:, None] > torch.arange(1, 8)
+    for place, share in enumerate(accepted.float().mean(0).tolist(), 1):
+        right = 0.8**place
+        assert abs(share - right) < 4 * (right * (1 - right) / 3200) ** 0.5, (place, share, right)
 
 
 def test_vllm_is_asked_for_the_same_work(tool: Any, tmp_path: Path) -> None:

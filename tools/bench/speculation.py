@@ -35,17 +35,30 @@ FEW = 64
 
 
 def synthetic(share: float) -> Any:
-    """Return an acceptance that counts each guess right with this probability, by its position and slot."""
+    """Return an acceptance that counts each guess right with this probability, by its position and what it stands for.
+
+    A position of a row is asked about once, so guesses are right independently of each other, as a hash is of another.
+    """
     accept = drafts.accept_drafts
 
     def accepted(sampled: Tensor, guesses: Tensor, offered: Tensor, slots: Tensor, first: Tensor, *tables: Any) -> Any:
         count = guesses.shape[1]
-        at = first[:, None] + torch.arange(count, device=first.device) + 7919 * slots[:, None]
-        right = ((at * 2654435761) >> 7) % 1000 < int(1000 * share)
+        at = first[:, None] + torch.arange(count, device=first.device)
+        right = mixed(sampled[:, :count] + mixed(at + mixed(slots[:, None]))) < int(share * 2**32)
         sampled = torch.cat([torch.where(right, guesses, sampled[:, :count]), sampled[:, count:]], dim=1)
         return accept(sampled, guesses, torch.full_like(offered, count), slots, first, *tables)
 
     return accepted
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """Return a number from 0 to 2^32 - 1 for each, any two of which have as little in common as random ones."""
+    # 32 of 64 bits are in use, and factors have 31, so that no product overflows. After the rounds of
+    # https://github.com/skeeto/hash-prospector, whose second factor has 32.
+    numbers = numbers & 0xFFFFFFFF
+    for factor in (0x7FEB352D, 0x45D9F3B, 0x7FEB352D):
+        numbers = (numbers ^ (numbers >> 16)) * factor & 0xFFFFFFFF
+    return numbers ^ (numbers >> 16)
 
 
 @contextmanager
