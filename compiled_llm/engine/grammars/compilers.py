@@ -25,10 +25,6 @@ Key = tuple[int, frozenset[int], bool]
 """How many logits a token has, the tokens that end answers, and whether special tokens are spelled."""
 
 
-class UnwantedError(Exception):
-    """The end of a compilation for whose grammar no request waits any more."""
-
-
 class Compilers:
     """A compiler in the calling thread, any. Nothing can stop it, and a crash there crashes the process."""
 

@@ -8,10 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from compiled_llm.engine.apart.exchange import Failed
 from compiled_llm.engine.grammars.compilers import Compilers, Key, Latest, compiler, max_at_once, spelled, vocabulary_of
 from compiled_llm.engine.grammars.form import GrammarForm
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
-from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Vetted, WorkerVocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
 
 if TYPE_CHECKING:

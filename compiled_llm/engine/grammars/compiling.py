@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from compiled_llm.compat.condition import Condition
-from compiled_llm.engine.grammars.compilers import KEPT, Compilers, UnwantedError, max_at_once
+from compiled_llm.engine.apart.unwanted import UnwantedError
+from compiled_llm.engine.grammars.compilers import KEPT, Compilers, max_at_once
 from compiled_llm.engine.grammars.ends import ends_of
 from compiled_llm.engine.grammars.form import GrammarForm
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource, said

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.engine.apart.exchange import Failed
 from compiled_llm.engine.grammars.forms import bounds
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
-from compiled_llm.engine.grammars.worker_messages import Compile, Failed, WorkerVocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, WorkerVocabulary
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars import compilers, compiling
 from compiled_llm.engine.grammars.compilers import Compilers
@@ -163,7 +164,7 @@ def test_a_small_form_begins_beside_any_number_of_those_that_take_long(engine, c
             if compiler.go_on.wait(0.01):
                 break
             if not wanted():
-                raise compilers.UnwantedError
+                raise UnwantedError
         return as_ever(form, wanted)
 
     monkeypatch.setattr(engine._grammars._compilers, "compile", compile)

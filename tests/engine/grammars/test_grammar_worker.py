@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
+from compiled_llm.engine.apart.exchange import Failed
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compilers_apart import CompilersApart
 from compiled_llm.engine.grammars.form import GrammarForm
 from compiled_llm.engine.grammars.forms.grammar_source import GrammarSource
-from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Failed, Vetted, WorkerVocabulary
+from compiled_llm.engine.grammars.worker_messages import Compile, Compiled, Vetted, WorkerVocabulary
 from compiled_llm.engine.grammars.worker_process import WorkerProcess
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.requests.sampling_params import SamplingParams
