@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct
 
 from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.client.plain import Prompt, plain_list, plain_params, token_ids
+from compiled_llm.client.plain import Prompt, pictured_of, plain_list, plain_params, token_ids
 from compiled_llm.client.text_of_prompt import TextOfPrompt
 from compiled_llm.client.tokenizer import Given, tokenizer_of
 from compiled_llm.client.transport.connection import Line
@@ -148,7 +148,8 @@ class BaseClient(ABC):
         """Begin to answer a prompt, and return at once; whether the engine process takes it, the handle tells.
 
         Args:
-            prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them.
+            prompt: token ids, text, chat messages, or one of vLLM's dictionaries of them; the text of one may have
+                pictures, files as bytes in ``multi_modal_data``.
             priority: smaller ones run first.
             timeout: seconds after which it ends with what it has; None for never.
             cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
@@ -161,9 +162,10 @@ class BaseClient(ABC):
         """
         params, session = params or SamplingParams(), self._session_to_use()
         ready, number = session.check_ready(), session.number()
-        ids = token_ids(prompt, self._tokenizer)
+        pictured = pictured_of(prompt)
+        ids = token_ids(prompt, self._tokenizer) if pictured is None else []
         wanted = plain_list("hidden_states", hidden_states, int), plain_list("emitted", emitted, str)
-        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, *wanted)
+        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, *wanted, pictured)
         cancel = partial(self._cancel, session, number)  # it keeps the client, and so the connection, while it is kept
         ends, form, check = _ends(params, ready), self._form(params), session.check_may_wait
         handle = RemoteHandle(ids, params.n, ends, form, cancel, check, params.scored_from)

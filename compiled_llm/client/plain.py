@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from compiled_llm.protocol.messages import Pictured
 from compiled_llm.requests.prompts import content_of, is_dictionary
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 T = TypeVar("T", int, str)
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | Pictured
 """Text, token ids (an array or tensor of them, too), the messages of a chat (``{"role": ..., "content": ...}``), or one
 of vLLM's dictionaries (``{"prompt": text}``, ``{"prompt_token_ids": ids}``)."""
 
@@ -77,7 +78,24 @@ def plain_list(name: str, asked: Any, kind: type[T]) -> list[T] | None:
     return entries
 
 
-def token_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+def pictured_of(prompt: Any) -> Pictured | None:
+    """Return a prompt with pictures as it is sent; None for one without, ValueError if its pictures are no files."""
+    if isinstance(prompt, Pictured) or not isinstance(prompt, Mapping):
+        return prompt if isinstance(prompt, Pictured) else None
+    if not (data := prompt.get("multi_modal_data")):
+        return None
+    text, given = prompt.get("prompt"), data.get("image") if isinstance(data, Mapping) else None
+    listed: list[Any] = given if isinstance(given, list) else [given]
+    images = [image for image in listed if isinstance(image, bytes)]
+    if not isinstance(text, str) or len(images) < len(listed) or len(data) > 1:
+        raise ValueError(
+            'prompt: pictures are sent to an engine process as {"prompt": text, "multi_modal_data": {"image": '
+            "[the bytes of a file]}}; other forms are for an engine in this process"
+        )
+    return Pictured(text, images)
+
+
+def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     """Return a prompt's tokens, which the engine process checks; ValueError if it is none, or lacks a tokenizer."""
     if is_dictionary(prompt):
         return token_ids(content_of(prompt), tokenizer)

@@ -363,6 +363,11 @@ class Engine:
         return self._tokenizer
 
     @property
+    def processor(self) -> Any:
+        """The processor of prompts with pictures; None without one."""
+        return self._processor
+
+    @property
     def token_facts(self) -> TokenFacts:
         """The facts of its model's tokens that answers depend on."""
         return self._engine_thread.check.tokens.also_ending_at(self._own_ends)

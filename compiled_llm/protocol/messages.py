@@ -27,6 +27,14 @@ class Hello(Struct, tag="hello", frozen=True):
     client: str = ""
 
 
+class Pictured(Struct, frozen=True):
+    """The text of a prompt with pictures, as a chat template writes it."""
+
+    text: str  # with the model's own text for a picture where one stands
+    images: list[bytes]  # their files, in the order of their places
+    max_pixels: int = 2**26  # that one may have
+
+
 class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
     """A prompt to answer, as for ``Engine.submit``."""
 
@@ -38,6 +46,7 @@ class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
     cache_salt: str | None = None  # only requests with an equal salt share its pages in the prefix cache
     hidden_states: list[int] | None = None  # layers whose hidden states its answers have; None for none
     emitted: list[str] | None = None  # names of what traced hooks emit that its answers have; None for nothing
+    pictured: Pictured | None = None  # a prompt with pictures, in place of ``prompt``, which is empty
 
 
 class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
@@ -103,6 +112,7 @@ class Ready(Struct, tag="ready", frozen=True):
         max_num_seqs: how many requests run at once.
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
         sampling: settings of ``SamplingParams`` for requests that leave them out, which clients add.
+        images: whether prompts may have pictures.
         uncompiled: why answers run uncompiled, as in ``EngineStats``; the message is sent again when that changes.
     """
 
@@ -118,6 +128,7 @@ class Ready(Struct, tag="ready", frozen=True):
     chat_template: str | None = None
     sampling: dict[str, int | float] = {}
     uncompiled: Uncompiled | None = None
+    images: bool = False
 
 
 class Ended(Struct, array_like=True, frozen=True, gc=False):
@@ -155,6 +166,13 @@ class StepUpdates(Struct, tag="step", frozen=True, omit_defaults=True):
 
     updates: list[Update]
     summaries: list[Summary] = []
+
+
+class PromptTokens(Struct, tag="prompt tokens", frozen=True):
+    """The tokens of a prompt with pictures, which only the engine process knows; before its first update."""
+
+    request: int
+    tokens: list[int]
 
 
 class PromptScores(Struct, tag="prompt scores", frozen=True):
@@ -281,6 +299,7 @@ FromEngine = (
     | Preparing
     | Ready
     | StepUpdates
+    | PromptTokens
     | PromptScores
     | EmittedPiece
     | Refused

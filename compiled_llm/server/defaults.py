@@ -7,3 +7,7 @@ MAX_UNSENT = 2**16
 MAX_CONNECTIONS = 4096  # of clients of an API server, at a time
 CLIENT_SECONDS = 30.0
 """In which an API server's client has to send a head, and then a body, and to take something of its answer."""
+MAX_IMAGES = 16  # pictures that a request can have
+MAX_IMAGE_BYTES = 8 * 2**20  # of a picture's file
+MAX_IMAGE_PIXELS = 2**25  # of a picture; decoded, each takes three bytes
+MOST_IMAGE_PIXELS = 2**26  # that a server can be told to take; engines decode no more themselves

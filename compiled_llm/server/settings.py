@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_UNSENT
+from compiled_llm.server.defaults import (
+    CLIENT_SECONDS,
+    MAX_CONNECTIONS,
+    MAX_IMAGE_BYTES,
+    MAX_IMAGE_PIXELS,
+    MAX_IMAGES,
+    MAX_UNSENT,
+    MOST_IMAGE_PIXELS,
+)
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
@@ -40,6 +48,11 @@ class ApiServerSettings:
         salts_caches: whether requests share prefixes in the cache only with their own key, or ``user``.
         escapes_special_tokens: whether special tokens in the texts of requests are plain text.
         page: whether there is a page to chat on.
+        limit_mm_per_prompt: pictures that a request can have.
+        max_image_bytes: of a picture's file.
+        max_image_pixels: of a picture, which its header says.
+        allowed_local_media_path: a folder whose files may be asked for as pictures; None for none.
+        allowed_media_domains: hosts from which pictures may be fetched.
         otlp_traces_endpoint: where a span of each request is sent to; None for no spans.
         figures: a folder in which the API servers of a server count together; None for an API server alone.
         created: when the server has begun, in seconds since 1970.
@@ -68,6 +81,11 @@ class ApiServerSettings:
     escapes_special_tokens: bool = False
     behind_proxy: bool = False
     page: bool = True
+    limit_mm_per_prompt: int = MAX_IMAGES
+    max_image_bytes: int = MAX_IMAGE_BYTES
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    allowed_local_media_path: Path | None = None
+    allowed_media_domains: tuple[str, ...] = ()
     otlp_traces_endpoint: str | None = None
     figures: Path | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -93,10 +111,21 @@ class ApiServerSettings:
         if wrong := [origin for origin in self.cors_origins if not _ORIGIN.fullmatch(origin)]:
             raise ValueError(f"--cors-origin {wrong[0]}: give it as browsers do, https://page.example, or * for any")
 
+        self._check_images()
         if (endpoint := self.otlp_traces_endpoint) is not None and not _ENDPOINT.fullmatch(endpoint):
             raise ValueError(
                 f"--otlp-traces-endpoint {endpoint}: spans are sent by HTTP: give a URL as http://localhost:4318/v1/traces"
             )
+
+    def _check_images(self) -> None:
+        if self.max_image_bytes < 1:
+            raise ValueError(f"--max-image-bytes {self.max_image_bytes}: must be at least 1")
+        if not 1 <= self.max_image_pixels <= MOST_IMAGE_PIXELS:
+            raise ValueError(f"--max-image-pixels {self.max_image_pixels}: must be from 1 to {MOST_IMAGE_PIXELS}")
+        if (folder := self.allowed_local_media_path) is not None and not folder.is_dir():
+            raise ValueError(f"--allowed-local-media-path {folder}: there is no such folder")
+        if wrong := [name for name in self.allowed_media_domains if not _DOMAIN.fullmatch(name)]:
+            raise ValueError(f"--allowed-media-domains {wrong[0]}: give the name of a host alone, as images.example")
 
     @property
     def is_local(self) -> bool:
@@ -138,9 +167,10 @@ def settings_of(options: Mapping[str, Any], name: str, **others: Any) -> ApiServ
     given = {_ATTRIBUTES.get(option, option): value for option, value in options.items() if value is not None}
     if (file := given.pop("api_key_file", None)) is not None:
         given["api_keys"] = keys_in(Path(file))
-    for several in ("names", "allowed_hosts", "cors_origins"):
+    for several in ("names", "allowed_hosts", "cors_origins", "allowed_media_domains"):
         value = given.get(several, ())
         given[several] = (value,) if isinstance(value, str) else tuple(value)
+    given["allowed_media_domains"] = tuple(map(str.lower, given["allowed_media_domains"]))
     return ApiServerSettings(**{**given, "names": given["names"] or (name,)}, **others)
 
 
@@ -194,5 +224,6 @@ def _reason(error: Exception) -> str:
 _SHORTEST_KEY = 16
 _LONGEST_INTERVAL = 1024
 _HOST = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*")
+_DOMAIN = re.compile(r"[a-z0-9.-]+|[0-9a-f]*:[0-9a-f:.]+", re.ASCII)
 _ENDPOINT = re.compile(r"https?://[^/\s]+/\S*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")

@@ -73,7 +73,7 @@ def test_an_engine_process_goes_by_its_arguments_alone(monkeypatch: pytest.Monke
     ("text", "said"),
     [
         ("max-num-seq: 1", ", line 1: max-num-seq: there is no such option; did you mean max-num-seqs"),
-        ("\nzebra: 1", ", line 2: zebra: there is no such option; there are allowed-host, api-key-file, "),
+        ("\nzebra: 1", ", line 2: zebra: there is no such option; there are allowed-host, allowed-local-media-path, "),
         ("same-model: a", ", line 1: same-model: there is no such option; "),
         ("config: a", ", line 1: config: there is no such option; "),
         ("port: 1\nport: 2", ", line 2: port: was given in line 1 already; leave one of them out"),

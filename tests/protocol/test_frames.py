@@ -27,6 +27,7 @@ from compiled_llm.protocol.messages import (
     Preparing,
     Problem,
     PromptScores,
+    PromptTokens,
     Ready,
     Refused,
     StatsReply,
@@ -62,6 +63,7 @@ FROM_GENERATOR: list[Struct] = [
         [Update(1, 0, [5]), Update(2, 1, [6, 7], [[(6, -0.5, 1)], [(7, -1.5, 3), (8, -0.1, 1)]], Ended("stop", "x"))]
     ),
     StepUpdates([Update(1, 0, [], None, Ended("error", None, "why"))], [Summary(1, 4, None, 0.5, 1.5)]),
+    PromptTokens(1, [5, 6]),
     PromptScores(1, [[(3, -0.5, 1)], [(4, -0.5, 2), (5, -0.25, 1)]]),
     EmittedPiece(1, 0, -1, "float32", [1, 2], bytes(8)),
     EmittedPiece(1, 1, "norms", "bfloat16", [0], b""),

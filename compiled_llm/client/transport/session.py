@@ -19,6 +19,7 @@ from compiled_llm.protocol.messages import (
     Preparing,
     Problem,
     PromptScores,
+    PromptTokens,
     Ready,
     Refused,
     Reply,
@@ -165,6 +166,8 @@ class ClientSession:
         match message:
             case StepUpdates():
                 return self._step(message)
+            case PromptTokens() if (handle := self._handles.get(message.request)) is not None:
+                handle.prompt = message.tokens
             case PromptScores() if (handle := self._handles.get(message.request)) is not None:
                 handle.take_prompt_scores(message.logprobs)
                 return [handle]

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -35,8 +36,9 @@ def load(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "auto",
     progress: bool = True,
+    sees: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer.
+    """Load a causal LM and its tokenizer; one that ``sees`` with what encodes pictures.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
@@ -62,7 +64,8 @@ def load(
                 tokenizer = _tokenizer_of(source)
             with display.task("loading the weights"):
                 _refuse_hub_kernels(source)
-                loaded: Any = AutoModelForCausalLM.from_pretrained(source.location, dtype=dtype, **options)
+                auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+                loaded: Any = auto.from_pretrained(source.location, dtype=dtype, **options)
     except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
         raise RuntimeError(f"{source.name} cannot be loaded as a causal LM: {_reason(error)}") from error
     if source.tokenizer is not None:

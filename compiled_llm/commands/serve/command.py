@@ -29,6 +29,7 @@ from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.features import check_has, feature
 from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
+from compiled_llm.server.image_limit import images_in
 from compiled_llm.server.own_process import serve_arguments
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class ServeOptions(NamedTuple):
     batch_invariant: bool
     check_pages: str
     speculative_config: str | None
+    limit_mm_per_prompt: str | None = None
 
     @property
     def log(self) -> tuple[str, str] | None:
@@ -77,6 +79,11 @@ class ServeOptions(NamedTuple):
     def shows_progress(self) -> bool:
         """Whether stderr has progress, which is no JSON."""
         return not self.quiet and self.log_format != LogFormat.json
+
+    @property
+    def images(self) -> int:
+        """How many pictures a request can have; ValueError if the limit is malformed."""
+        return images_in(self.limit_mm_per_prompt)
 
     def wrap_options(self) -> dict[str, Any]:
         memory = {} if self.kv_memory is None else {"kv_memory": _number_or_text(self.kv_memory)}
@@ -122,6 +129,7 @@ def serve(
     max_queue: options.MaxQueue = None,
     max_step_ms: options.MaxStepMs = "auto",
     speculative_config: options.SpeculativeConfig = None,
+    limit_mm_per_prompt: options.LimitMmPerPrompt = None,
     drain_seconds: options.DrainSeconds = 30.0,
     warmup: options.Warmup = "",
     profile: options.ProfilePath = None,
@@ -169,6 +177,7 @@ def serve(
             batch_invariant=batch_invariant,
             check_pages=check_pages.value,
             speculative_config=speculative_config,
+            limit_mm_per_prompt=limit_mm_per_prompt,
         )
         _check(served, drain_seconds)
         source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)
@@ -176,7 +185,7 @@ def serve(
         if with_api_server:
             if http.api_server_count is None:
                 http = replace(http, api_server_count=usual_count(served.device))
-            run_with_api_server(http, source, path, served.arguments(), drain_seconds, served.log)
+            run_with_api_server(http, source, path, served.arguments(), drain_seconds, served.log, served.images)
         elif path is not None:
             _run(served, source, path, drain_seconds, leashed)
 
@@ -185,6 +194,8 @@ def _check(served: ServeOptions, drain_seconds: float) -> None:
     WrapConfig.from_options(served.wrap_options())
     _step_limit(served.max_step_ms)
     _speculative_config(served.speculative_config)
+    if served.limit_mm_per_prompt is not None and served.images:
+        check_has("images", "--limit-mm-per-prompt")
     if served.max_num_seqs < 1:
         raise ValueError(f"--max-num-seqs {served.max_num_seqs}: must be at least 1")
     if served.max_model_len is not None and served.max_model_len < 1:
@@ -237,13 +248,17 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
     with importing(served.shows_progress):
         import compiled_llm
         from compiled_llm.commands.loading.load import fetched, load
+        from compiled_llm.commands.loading.processor import load_processor, processor_place
         from compiled_llm.server.engine_process.facts import ready_of
 
     source = fetched(source, progress=served.shows_progress)
-    loaded, tokenizer = load(source, served.dtype, served.device, progress=served.shows_progress)
+    images = feature("images", "server") if served.images else None
+    place = processor_place(source) if images else None
+    loaded, tokenizer = load(source, served.dtype, served.device, served.shows_progress, sees=place is not None)
     model = compiled_llm.wrap(loaded, **served.wrap_options())
     options = {"watch_model": False, "grammar_worker": worker, **served.engine_options()}
-    engine = compiled_llm.Engine(model, tokenizer=tokenizer, **options)
+    processor = None if images is None or place is None else images.processor_of(lambda: load_processor(place))
+    engine = compiled_llm.Engine(model, tokenizer=tokenizer, processor=processor, **options)
     ready = ready_of(model, engine, source.name, tokenizer, *source.tokenizer_place, source.chat_template)
     served.prepare(engine, bool(ready.form_ends))
     if kept is not None:

@@ -17,7 +17,7 @@ from compiled_llm.commands.loading.source import Source
 from compiled_llm.commands.options.groups import OptionGroup
 from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.log import logger, show_log
-from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS
+from compiled_llm.server.defaults import CLIENT_SECONDS, MAX_CONNECTIONS, MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS, MAX_IMAGES
 
 if TYPE_CHECKING:  # imports FastAPI, which an engine process does not need
     from compiled_llm.server.engine_process.socket_folder import SocketFolder
@@ -47,6 +47,10 @@ class HttpFlags(OptionGroup):
     max_connections: options.MaxConnections = MAX_CONNECTIONS
     client_seconds: options.ClientSeconds = CLIENT_SECONDS
     stream_interval: options.StreamInterval = 1
+    allowed_local_media_path: options.AllowedLocalMediaPath = None
+    allowed_media_domains: options.AllowedMediaDomains = None
+    max_image_bytes: options.MaxImageBytes = MAX_IMAGE_BYTES
+    max_image_pixels: options.MaxImagePixels = MAX_IMAGE_PIXELS
     api_server_count: options.ApiServerCount = None
     otlp_traces_endpoint: options.OtlpTracesEndpoint = None
 
@@ -54,11 +58,12 @@ class HttpFlags(OptionGroup):
     def given(self) -> bool:
         return self != HttpFlags()
 
-    def settings(self, source: Source, drain_seconds: float) -> ApiServerSettings:
+    def settings(self, source: Source, drain_seconds: float, images: int = MAX_IMAGES) -> ApiServerSettings:
         """Return the settings of the API server; ValueError if they contradict each other, or if a file is unfit."""
         from compiled_llm.server.settings import check_certificate, settings_of
 
-        several = {name: getattr(self, name) or () for name in ("served_model_name", "allowed_host", "cors_origin")}
+        names = ("served_model_name", "allowed_host", "cors_origin", "allowed_media_domains")
+        several = {name: getattr(self, name) or () for name in names}
         flags = {**vars(self), **several, "host": self.host or None}
         count = flags.pop("api_server_count")
         if count is not None and not 1 <= count <= _MAX_API_SERVERS:
@@ -67,7 +72,8 @@ class HttpFlags(OptionGroup):
             check_package("opentelemetry.exporter.otlp.proto.http", "otel")
         if self.ssl_certfile is not None and self.ssl_keyfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
-        return settings_of(flags, source.public_name, drain_seconds=drain_seconds, **self._keys())
+        others = {"drain_seconds": drain_seconds, "limit_mm_per_prompt": images}
+        return settings_of(flags, source.public_name, **others, **self._keys())
 
     def _keys(self) -> dict[str, tuple[str, ...]]:
         """Return the key of the environment, if there is one; ValueError if it is unfit, or beside a file of keys."""
@@ -100,6 +106,7 @@ def run_with_api_server(
     arguments: Sequence[str],
     drain_seconds: float,
     log: tuple[str, str] | None,
+    images: int = MAX_IMAGES,
 ) -> None:
     """Run an engine process and its API servers until SIGTERM or Ctrl-C.
 
@@ -110,7 +117,7 @@ def run_with_api_server(
     from compiled_llm.server.engine_process.starter import EngineProcess
     from compiled_llm.server.serving import listen, serve
 
-    settings = flags.settings(source, drain_seconds)
+    settings = flags.settings(source, drain_seconds, images)
     with _own_folder() as folder, listen(settings) as listening:
         path = folder.socket if uds is None else uds
         if log is not None:

@@ -82,6 +82,21 @@ StreamInterval = Annotated[
         help="In a stream, send an event for every N tokens; the first and the last token are sent at once.",
     ),
 ]
+AllowedLocalMediaPath = Annotated[
+    Path | None,
+    _http(metavar="PATH", help="Let requests name pictures in this folder, and in those below it, by file: URLs."),
+]
+AllowedMediaDomains = Annotated[
+    list[str] | None,
+    _http(
+        metavar="HOST",
+        help="Let requests name pictures at http and https addresses of this host. Can be given several times.",
+    ),
+]
+MaxImageBytes = Annotated[int, _http(metavar="BYTES", help="Refuse pictures whose file is larger than this.")]
+MaxImagePixels = Annotated[
+    int, _http(metavar="PIXELS", help="Refuse pictures with more pixels than this, before they are decoded.")
+]
 ApiServerCount = Annotated[
     int | None,
     _http(
@@ -133,6 +148,13 @@ SpeculativeConfig = Annotated[
         metavar="JSON",
         help="Guess tokens from the text of each request, and check several in a step: "
         '\'{"method": "ngram", "num_speculative_tokens": 7}\'.',
+    ),
+]
+LimitMmPerPrompt = Annotated[
+    str | None,
+    _serving(
+        metavar="JSON",
+        help="How many pictures a request can have: '{\"image\": 4}'. With 0, the model is loaded without its eyes.",
     ),
 ]
 DrainSeconds = Annotated[

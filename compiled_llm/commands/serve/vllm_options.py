@@ -4,7 +4,6 @@ from __future__ import annotations
 
 _ONE_GPU = "a model runs on one GPU here; start a server for each GPU, with CUDA_VISIBLE_DEVICES"
 _RESPONSE_TEMPLATE = "leave it out: the tokenizer's response template says how calls and thinking are found in answers"
-_TEXT_ALONE = "models are served for text alone, without images, sound or video"
 
 OURS = {
     "--enforce-eager": "--mode eager",
@@ -13,6 +12,8 @@ OURS = {
     "--kv-cache-dtype fp8_e4m3": "--kv-dtype fp8_e4m3",
     "--shutdown-timeout": "--drain-seconds {}",
     "-asc": "--api-server-count {}",
+    "--limit-mm-per-prompt.image": "--limit-mm-per-prompt '{{\"image\": {}}}'",
+    "--language-model-only": "--limit-mm-per-prompt '{{\"image\": 0}}'",
     "-sc": "--speculative-config {}",
 }
 """Our options for those of vLLM; ``{}`` is the value of vLLM's option."""
@@ -89,12 +90,15 @@ VLLM_OPTIONS: dict[str, str] = {
     "--mamba-backend --mamba-block-size --mamba-cache-dtype --mamba-cache-mode --mamba-cache-philox-rounds "
     "--mamba-ssm-cache-dtype --enable-mamba-cache-stochastic-rounding": "models with a state in place of keys and "
     "values are not served",
-    "--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb --mm-processor-cache-type "
-    "--mm-shm-cache-max-object-size-mb --mm-tensor-ipc --mm-encoder-only --mm-encoder-tp-mode "
-    "--mm-encoder-attn-backend --mm-encoder-attn-dtype --mm-encoder-fp8-scale-path "
-    "--mm-encoder-fp8-scale-save-margin --mm-encoder-fp8-scale-save-path --skip-mm-profiling --enable-mm-embeds "
-    "--interleave-mm-strings --media-io-kwargs --video-pruning-rate --language-model-only "
-    "--allowed-local-media-path --allowed-media-domains --disable-chunked-mm-input": _TEXT_ALONE,
+    "--mm-processor-kwargs --media-io-kwargs --mm-encoder-only --mm-encoder-tp-mode --mm-encoder-attn-backend "
+    "--mm-encoder-attn-dtype --mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-margin "
+    "--mm-encoder-fp8-scale-save-path --skip-mm-profiling --disable-chunked-mm-input": "leave it out: HuggingFace's "
+    "processor and encoder see pictures, as the model's own files say",
+    "--mm-processor-cache-gb --mm-processor-cache-type --mm-shm-cache-max-object-size-mb --mm-tensor-ipc": "leave it "
+    "out: pages of pictures are kept as those of text",
+    "--enable-mm-embeds --interleave-mm-strings --video-pruning-rate": "pictures are files in messages; neither "
+    "embeddings nor videos are served",
+    "--language-model-only": "give --limit-mm-per-prompt with 0 pictures: the model is loaded without its eyes",
     # ---- what is answered
     "--tool-call-parser --tool-parser-plugin --enable-auto-tool-choice --exclude-tools-when-tool-choice-none "
     "--reasoning-parser --reasoning-parser-plugin --reasoning-config": _RESPONSE_TEMPLATE,
@@ -146,6 +150,8 @@ VLLM_OPTIONS: dict[str, str] = {
 
 def instead_of(option: str) -> str | None:
     """Return what to do instead of an option of vLLM, with dashes or underscores; None if it is none."""
-    name = option.replace("_", "-").partition(".")[0]  # --limit-mm-per-prompt.image is a key of a JSON object
+    name, is_key, _ = option.replace("_", "-").partition(".")  # --compilation-config.mode is a key of a JSON object
+    if is_key and name == "--limit-mm-per-prompt":
+        return "give the whole object"
     answers = {each: said for names, said in VLLM_OPTIONS.items() for each in names.split()}
     return answers.get(name) or answers.get(name.replace("--no-", "--", 1))

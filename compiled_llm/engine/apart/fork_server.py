@@ -21,7 +21,7 @@ from msgspec import Struct
 from compiled_llm.engine.apart.exchange import Failed, received, send
 
 
-class Bounded(Protocol):
+class LimitedTask(Protocol):
     """A task, with what it may take: seconds of processor time, and bytes besides those of the worker."""
 
     @property
@@ -31,7 +31,7 @@ class Bounded(Protocol):
     def memory(self) -> int: ...
 
 
-TaskT = TypeVar("TaskT", bound=Bounded)
+TaskT = TypeVar("TaskT", bound=LimitedTask)
 
 
 class _Fork(NamedTuple):
@@ -121,7 +121,7 @@ class ForkServer(ABC, Generic[TaskT]):
             send(fork.answer, self._death(-code, fork.task), self._max_bytes)
         fork.answer.close()
 
-    def _death(self, number: int, task: Bounded) -> Failed:
+    def _death(self, number: int, task: LimitedTask) -> Failed:
         if number == signal.SIGXCPU:
             return Failed("limit", f"it takes more than {task.seconds} s of processor time")
         name = signal.Signals(number).name
@@ -148,7 +148,7 @@ class ForkServer(ABC, Generic[TaskT]):
         except Exception as error:  # whatever a library says: without an answer, its client would try again
             send(end, self._failure(error, task), self._max_bytes)
 
-    def _failure(self, error: Exception, task: Bounded) -> Failed:
+    def _failure(self, error: Exception, task: LimitedTask) -> Failed:
         if isinstance(error, MemoryError) or "bad_alloc" in str(error):
             return Failed("limit", f"it takes more than {task.memory:,} bytes of memory")
         return Failed("invalid", self.said(error))
@@ -161,7 +161,7 @@ def _end_with(end: socket.socket) -> None:
     os._exit(0)
 
 
-def _limit(task: Bounded) -> None:
+def _limit(task: LimitedTask) -> None:
     """Bound what this process may take from now on."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (task.seconds, task.seconds + 1))

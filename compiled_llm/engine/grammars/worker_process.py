@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from compiled_llm.engine.apart import worker_process
 from compiled_llm.engine.apart.exchange import Failed, received
+from compiled_llm.engine.apart.fork_server_process import ForkServerProcess
 from compiled_llm.engine.grammars.worker_messages import (
     MAX_BYTES,
     Compile,
@@ -22,7 +22,7 @@ _SCRIPT = Path(__file__).with_name("worker_script.py")
 _LOST = Failed("lost", "the process that compiles grammars has ended")
 
 
-class WorkerProcess(worker_process.WorkerProcess):
+class WorkerProcess(ForkServerProcess):
     """The worker's process, which is told of vocabularies before it compiles for them."""
 
     def __init__(self) -> None:

@@ -89,7 +89,16 @@ def _of_dictionary(prompt: Mapping[str, Any], processor: Any, image_token: int) 
             raise ValueError(f"prompt: {name!r} is not served beside multi_modal_data; leave it out")
     if (ids := prompt.get("prompt_token_ids")) is not None:
         return _of_ids(np.asarray(ids, dtype=np.int64), pictures, processor, image_token)
-    return _asked(processor, text=[prompt.get("prompt")], images=pictures, return_tensors="pt")
+    text = prompt.get("prompt")
+    return _asked(
+        processor, text=[text], images=pictures, return_tensors="pt", **_without_a_second_beginning(text, processor)
+    )
+
+
+def _without_a_second_beginning(text: Any, processor: Any) -> dict[str, Any]:
+    """Return an option for a text that a chat template has begun with the token of beginnings, as messages have."""
+    begin = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
+    return {"add_special_tokens": False} if begin and isinstance(text, str) and text.startswith(begin) else {}
 
 
 def _of_ids(ids: NDArray[np.int64], pictures: Sequence[Any], processor: Any, image_token: int) -> Mapping[str, Any]:

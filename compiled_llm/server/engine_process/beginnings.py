@@ -26,7 +26,8 @@ class Beginner(Protocol):
 
 def takes_long(submit: Submit) -> bool:
     """Whether others would wait while a request begins."""
-    return not _LONG.isdisjoint(submit.params) or len(submit.prompt) > _LONG_PROMPT
+    of_settings = not _LONG.isdisjoint(submit.params)
+    return of_settings or len(submit.prompt) > _LONG_PROMPT or submit.pictured is not None
 
 
 class Beginnings:

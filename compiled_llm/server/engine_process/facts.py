@@ -39,7 +39,13 @@ def ready_of(
         model_type=str(model.config.model_type),
         sampling=default_sampling(getattr(model, "generation_config", None)),
         chat_template=chat_template,
+        images=_reads_images(model, engine),
     )
+
+
+def _reads_images(model: PreTrainedModel, engine: Engine) -> bool:
+    images = feature("images", "server")
+    return images is not None and bool(images.reads_images(model, engine.processor))
 
 
 def _form_ends(model: TokenFacts, tokenizer: Any) -> list[int]:

@@ -16,12 +16,14 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import QueueFullError
 from compiled_llm.engine.steps.request import InvalidRequestError, RequestError
 from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.features import needed
 from compiled_llm.protocol.messages import (
     EmittedPiece,
     Ended,
     Entry,
     Kind,
     PromptScores,
+    PromptTokens,
     Refused,
     Submit,
     Summary,
@@ -43,7 +45,7 @@ _BYTES_AT_ONCE = 2**20  # of what was emitted of an answer's tokens, at least on
 def begun(engine: Engine, submit: Submit) -> Stream | Refused:
     """Submit a client's request, and return the stream of its tokens, or why it is refused."""
     try:
-        return Stream(submit.request, _submitted(engine, submit))
+        return Stream(submit.request, _submitted(engine, submit), submit.pictured is not None)
     except QueueFullError as error:
         return Refused(submit.request, "full", str(error))
     except (TypeError, ValueError, GrammarsMissingError) as error:
@@ -61,8 +63,11 @@ def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
         raise ValueError(
             f"SamplingParams: n={params.n}: an engine process gives at most {MAX_ANSWERS} answers to a prompt"
         )
+    prompt: Any = submit.prompt
+    if submit.pictured is not None:
+        prompt = needed("images", "server").prompt_of(engine.processor, submit.pictured)
     return engine.submit(
-        submit.prompt,
+        prompt,
         params,
         priority=submit.priority,
         timeout=submit.timeout,
@@ -84,8 +89,10 @@ def _params(plain: dict[str, Any]) -> SamplingParams:
 class Stream:
     """The updates of a request, as its client, who calls it ``number``, is sent them."""
 
-    def __init__(self, number: int, handle: RequestHandle) -> None:
+    def __init__(self, number: int, handle: RequestHandle, tells_prompt: bool = False) -> None:
+        """``tells_prompt``: the client does not know the prompt's tokens, and is sent them."""
         first = handle.requests[0]
+        self._tells_prompt = tells_prompt
         self.handle = handle
         self._scores_tokens = first.scores is not None
         # whether what is sent keeps others waiting: log-probabilities and what was emitted do
@@ -130,8 +137,11 @@ class Stream:
     def summary(self) -> Summary:
         return Summary(self._number, **self.handle.figures())
 
-    def next_part(self) -> PromptScores | EmittedPiece | None:
+    def next_part(self) -> PromptTokens | PromptScores | EmittedPiece | None:
         """Return the next message of those that come in parts; None if there is none now, or all were sent."""
+        if self._tells_prompt:
+            self._tells_prompt = False
+            return PromptTokens(self._number, self.handle.requests[0].prompt_ids.tolist())
         return self._prompt_scores() or (next(self._pieces, None) if self.ended else None)
 
     def _emitted_pieces(self) -> Iterator[EmittedPiece]:

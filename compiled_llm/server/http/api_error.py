@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from compiled_llm.client.errors import EngineBusyError, EngineDeadError, EngineProcessError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_PARAMETER = re.compile(r"^(?:SamplingParams: )?([\w.]+)[=:]")
+_PARAMETER = re.compile(r"^(?:SamplingParams: )?([\w.]+(?:\[\d+\][\w.]*)*)[=:]")
 _MAX_ERRORS = 1000
 _LONGEST = 1000  # characters of a sentence, or of a parameter's name
 _BUSY_SECONDS, _LOADING_SECONDS = "1", "5"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import written
-from compiled_llm.server.openai.chat.message import ChatEnd, Message, plain_messages
+from compiled_llm.server.openai.chat.message import ChatEnd, Message, images_in, plain_messages
 from compiled_llm.server.openai.chat.prompt import chat_prompt
 from compiled_llm.server.openai.common.api_server import api_server_of
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
@@ -62,6 +62,8 @@ class DetokenizeResponse(BaseModel):
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the tokens that a request with this prompt, or these messages, has."""
     model = api_server_of(request).model_for(body.model)
+    if images := images_in(body.messages or ()):
+        raise invalid(f"{images[0][0]}: pictures are counted in the usage of an answer alone", images[0][0])
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt: give a text here, or messages", "prompt")
 

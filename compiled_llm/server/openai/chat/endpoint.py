@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,8 +15,8 @@ from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
 from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of, prompt_logprobs
-from compiled_llm.server.openai.chat.message import plain_messages
-from compiled_llm.server.openai.chat.prompt import chat_prompt
+from compiled_llm.server.openai.chat.message import images_in, plain_messages
+from compiled_llm.server.openai.chat.prompt import ChatPrompt, chat_prompt
 from compiled_llm.server.openai.chat.reading import Reading
 from compiled_llm.server.openai.chat.request import ChatRequest
 from compiled_llm.server.openai.chat.response import (
@@ -49,22 +49,25 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     model = api_server.model_for(body.model)
     api_server.check_answers(1, body.answers)
 
-    def prepared() -> tuple[list[int], SamplingParams, Form | None, list[Reading]]:
+    shown = await api_server.shown(images_in(body.messages), model, body, body.prompt_logprobs)
+
+    def prepared() -> tuple[ChatPrompt, list[int], SamplingParams, Form | None, list[Reading]]:
         params = body.sampling(model.ready.sampling)
         messages, kwargs = plain_messages(body.messages), body.template_kwargs
-        prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, **body.end)
+        prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, shown is not None, **body.end)
         form = answer_form(body.form, prompt, body.max_blanks)
         params = with_form(params, form, prompt)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
         return (
+            prompt,
             tokens,
             params,
             form,
             [Reading(prompt.reader(form), body.include_reasoning is not False) for _ in range(body.answers)],
         )
 
-    tokens, params, form, readings = await in_thread_if_long(prepared, len(await request.body()))
-    answers = await api_server.submit(request, [tokens], params, "messages", body, form)
+    prompt, tokens, params, form, readings = await in_thread_if_long(prepared, len(await request.body()))
+    answers = await api_server.submit(request, [tokens], params, "messages", body, form, shown, prompt.text)
     writer = _ChatResponseWriter(body, model, api_server.settings.names[0], answers, readings)
     return await answered(writer, answers, bool(body.stream))
 
@@ -119,16 +122,23 @@ class _ChatResponseWriter:
 
     def stream(self) -> AsyncIterator[list[bytes]]:
         choices = self._answers.choices()
+        texts = [self._text_event(choice) for choice in choices]
+        if self._body.return_token_ids:  # those of pictures are known with the first token
+            return self._events(choices, lambda: self._begins(choices), texts)
+        begins = self._begins(choices)
+        return self._events(choices, lambda: begins, texts)
+
+    def _begins(self, choices: Sequence[Choice]) -> list[bytes]:
         prompt = self._ids("prompt_token_ids", self._answers.handles[0].prompt)
         begins = [self._chunk([_begins(choice)], **prompt) for choice in choices]
         if echoed := self._body.echoed:
             begins += [self._text_event(choice)(echoed) for choice in choices]
-        return self._events(choices, begins, [self._text_event(choice) for choice in choices])
+        return begins
 
     async def _events(
-        self, choices: Sequence[Choice], begins: list[bytes], texts: Sequence[TextEvent]
+        self, choices: Sequence[Choice], begins: Callable[[], list[bytes]], texts: Sequence[TextEvent]
     ) -> AsyncIterator[list[bytes]]:
-        yield begins
+        yield begins()
         async for _ in self._answers.changes():
             yield [
                 new

@@ -11,15 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.http.body_values import MAX_VALUES, values_in
+from compiled_llm.server.openai.fields.content import ImagePart, Part, TextPart, check_seen
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 from compiled_llm.server.openai.parsing.half_characters import replaced_in
-
-
-class TextPart(Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
 
 
 def _values_of(arguments: str) -> int:
@@ -63,7 +57,7 @@ class Message(Body):
     """A message of a chat; ``developer`` is a new name of ``system``, ``tool`` returns a tool's output."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | Entries[TextPart] | None, Field(validate_default=True)] = None
+    content: Annotated[str | Entries[Part] | None, Field(validate_default=True)] = None
     tool_calls: Annotated[Entries[ToolCall] | None, Field(max_length=128)] = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -82,6 +76,12 @@ class Message(Body):
             raise PydanticCustomError("missing", "is missing")
         return content
 
+    @field_validator("content")
+    @classmethod
+    def _is_seen(cls, content: Any, info: ValidationInfo) -> Any:
+        check_seen(content, info, ImagePart)
+        return content
+
     @field_validator("tool_calls", "reasoning_content", "reasoning")
     @classmethod
     def _is_the_assistants(cls, value: Any, info: ValidationInfo) -> Any:
@@ -92,8 +92,24 @@ class Message(Body):
     @property
     def text(self) -> str:
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return "".join(part.text for part in self.content if isinstance(part, TextPart))
         return self.content or ""
+
+    @property
+    def images(self) -> list[tuple[int, str]]:
+        """Its pictures: the numbers of their parts, and where they are."""
+        parts = enumerate(self.content if isinstance(self.content, list) else ())
+        return [(number, part.image_url.url) for number, part in parts if isinstance(part, ImagePart)]
+
+    @property
+    def plain_content(self) -> str | list[dict[str, str]]:
+        """Its content as chat templates read it; with pictures in parts, whose places alone they write."""
+        if not self.images or not isinstance(self.content, list):
+            return self.text
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in self.content
+        ]
 
 
 class ChatEnd(Body):
@@ -110,6 +126,15 @@ class ChatEnd(Body):
         return {"add_generation_prompt": not goes_on if begins is None else begins, "continue_final_message": goes_on}
 
 
+def images_in(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Return the pictures of a chat, each by the path of its field, and where it is."""
+    return [
+        (f"messages[{place}].content[{number}].image_url.url", url)
+        for place, message in enumerate(messages)
+        for number, url in message.images
+    ]
+
+
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages as chat templates read them; ApiError if arguments of calls have too many values."""
     calls = [call for message in messages for call in message.tool_calls or ()]
@@ -124,7 +149,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _plain(message: Message, names: dict[str, str]) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": message.text,
+        "content": message.plain_content,
     }
     if message.tool_calls:
         plain["tool_calls"] = [

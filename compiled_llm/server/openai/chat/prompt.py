@@ -15,7 +15,10 @@ from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A chat as the model sees it; its text is empty without a response template."""
+    """A chat as the model sees it; its text is empty without a response template.
+
+    With pictures it is its text alone: the engine process makes tokens of it.
+    """
 
     tokens: list[int]
     text: str
@@ -38,9 +41,17 @@ def chat_prompt(
     messages: Sequence[Mapping[str, Any]],
     offer: Offer,
     template: Mapping[str, Any] | None = None,
+    shows: bool = False,
     **options: Any,
 ) -> ChatPrompt:
-    """Return a chat as the model sees it, which takes seconds for a long one; ApiError if the template refuses it."""
+    """Return a chat as the model sees it, which takes seconds for a long one; ApiError if the template refuses it.
+
+    Args:
+        shows: whether the messages have pictures.
+    """
+    if shows:
+        written = vocabulary.chat_text(messages, template, offer.plain(), **options)
+        return ChatPrompt([], written, offer, vocabulary)
     tokens = vocabulary.of_chat(messages, template, offer.plain(), **options)
     text = "" if vocabulary.response_template is None else vocabulary.text(tokens)
     return ChatPrompt(tokens, text, offer, vocabulary)

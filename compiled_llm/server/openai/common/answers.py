@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence, Sized
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Sized
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -24,7 +25,6 @@ logger = logging.getLogger("compiled_llm.server")
 
 CHARACTERS = 4  # of a token, about
 _OF_ENTRY = 40  # characters of text that take as long as one log-probability
-_ENGINES_NAME = "structured_outputs"  # with which its errors of a form begin
 _LOOKING = 0.5  # seconds between two looks whether a client reads
 
 
@@ -34,6 +34,7 @@ class Answers:
     Args:
         max_unsent: tokens that may wait for a client that does not read a stream.
         stream_interval: tokens of an answer that are told of together, between its first and its last.
+        named: the client's own fields by the names with which errors of the engine begin, which does not know them.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class Answers:
         keeps_ends: bool,
         max_unsent: int,
         stream_interval: int = 1,
-        form: str | None = None,
+        named: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.handles = handles
         self.finished = False  # whether all have ended, at the last of ``changes`` and after it
         self._keeps_ends = keeps_ends
         self._max_unsent = max_unsent
         self._interval = stream_interval
-        self._form = form
+        self._named = named
         self._choices: list[Choice] = []
         self._unread: ApiError | None = None
         self._looking: asyncio.TimerHandle | None = None
@@ -139,11 +140,10 @@ class Answers:
         return finished
 
     def _as_sent(self, error: BaseException) -> BaseException:
-        """Return an error of the form by the name of the client's own field, which the engine does not know."""
+        """Return an error by the name of the client's own field."""
         message = str(error)
-        if self._form is None or not message.startswith(_ENGINES_NAME):
-            return error
-        return type(error)(self._form + message.removeprefix(_ENGINES_NAME))
+        engines = next((name for name in self._named if message.startswith(name)), None)
+        return error if engines is None else type(error)(self._named[engines] + message.removeprefix(engines))
 
     def choices(self) -> list[Choice]:
         every = [(handle, answer) for handle in self.handles for answer in handle.answers]

@@ -12,7 +12,8 @@ from typing import NamedTuple, cast
 from starlette.requests import Request
 
 from compiled_llm.client.handle import RemoteHandle
-from compiled_llm.protocol.messages import Ready
+from compiled_llm.features import needed
+from compiled_llm.protocol.messages import Pictured, Ready
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.http.worker_thread import in_thread_if_long
@@ -24,6 +25,7 @@ from compiled_llm.server.settings import ApiServerSettings
 
 _MAX_ENTRIES = 2**18  # log-probabilities of prompts that a request can ask for; each takes hundreds of bytes
 
+ENGINES_FORM = "structured_outputs"  # with which the engine's errors of a form begin
 REQUEST_ID, SUBMITTED = "compiled_llm.request_id", "compiled_llm.submitted"
 """Where the scope of a request has its id in the log, and what it has begun, for whoever traces it."""
 
@@ -35,6 +37,22 @@ class Submitted(NamedTuple):
     params: SamplingParams
     handles: Sequence[RemoteHandle]
     came: int
+
+
+class Shown(NamedTuple):
+    """The pictures of a prompt: their files, the paths of the fields that have them, and pixels that one may have."""
+
+    files: Sequence[bytes]
+    paths: Sequence[str]
+    max_pixels: int
+
+    def pictured(self, text: str) -> Pictured:
+        """Return the prompt, of which ``text`` is what the chat template has written."""
+        return Pictured(text, list(self.files), self.max_pixels)
+
+    def named(self, param: str) -> dict[str, str]:
+        """The fields by the engine's names for them; that of the prompt is ``param``."""
+        return {f"images[{number}]": path for number, path in enumerate(self.paths)} | {"prompt:": f"{param}:"}
 
 
 class ApiServer:
@@ -69,8 +87,10 @@ class ApiServer:
         param: str,
         body: SamplingFields,
         form: Form | None,
+        shown: Shown | None = None,
+        text: str = "",
     ) -> Answers:
-        """Begin to answer prompts, which are token ids.
+        """Begin to answer prompts, which are token ids, or one with pictures, a ``text`` that ``shown`` belongs to.
 
         Raises:
             ApiError: they are too many or too long.
@@ -80,12 +100,14 @@ class ApiServer:
         model, salt, timeout = self.link.model, self._salt(request, body), self.settings.request_seconds
         self.check_answers(len(prompts), params.n)
 
+        given: Sequence[Sequence[int] | Pictured] = prompts if shown is None else [shown.pictured(text)]
+
         def begun() -> list[RemoteHandle]:
             _check(prompts, params, param, model.ready)
             handles: list[RemoteHandle] = []
             begin = partial(model.client.submit, priority=body.priority or 0, timeout=timeout, cache_salt=salt)
             try:
-                handles += (begin(prompt, params) for prompt in prompts)
+                handles += (begin(prompt, params) for prompt in given)
             except BaseException:
                 for handle in handles:
                     handle.cancel()
@@ -93,10 +115,32 @@ class ApiServer:
             return handles
 
         came = time.time_ns()
-        handles = await in_thread_if_long(begun, CHARACTERS * sum(map(len, prompts)))
+        characters = CHARACTERS * sum(map(len, prompts)) if shown is None else sum(map(len, shown.files))
+        handles = await in_thread_if_long(begun, characters)
+        named = ({} if form is None else {ENGINES_FORM: form.field}) | ({} if shown is None else shown.named(param))
         limits = self.settings.max_unsent, self.settings.stream_interval
         request.scope[SUBMITTED] = Submitted(body.model or self.settings.names[0], params, handles, came)
-        return Answers(handles, request, params.include_stop_str_in_output, *limits, form and form.field)
+        return Answers(handles, request, params.include_stop_str_in_output, *limits, named)
+
+    async def shown(
+        self, given: Sequence[tuple[str, str]], model: Model, body: SamplingFields, prompt_logprobs: int | None = None
+    ) -> Shown | None:
+        """Return a request's pictures, each given by the path of its field and where it is; None if there are none.
+
+        Raises:
+            ApiError: one cannot be had, or a field does not go with pictures.
+        """
+        if not given:
+            return None
+        images = needed("images", "server")
+        for name, value in (
+            ("prompt_logprobs", prompt_logprobs),
+            ("truncate_prompt_tokens", body.truncate_prompt_tokens),
+        ):
+            if value is not None:
+                raise invalid(f"{name}: is not served beside pictures; leave it out", name, "unsupported_value")
+        files = await images.read(given, model.ready, self.settings)
+        return Shown(files, [path for path, _ in given], self.settings.max_image_pixels)
 
     def check_answers(self, prompts: int, answers: int) -> None:
         """Check, before its prompts are looked at, how many answers a request asks for; ApiError if too many."""

@@ -15,7 +15,7 @@ from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.chat.answer_form import answer_form, with_form
 from compiled_llm.server.openai.chat.logprobs import chat_logprobs, entries_of
-from compiled_llm.server.openai.chat.prompt import chat_prompt
+from compiled_llm.server.openai.chat.prompt import ChatPrompt, chat_prompt
 from compiled_llm.server.openai.chat.reading import Reading
 from compiled_llm.server.openai.chat.response import TokenLogprob
 from compiled_llm.server.openai.common.answering import answered
@@ -26,6 +26,7 @@ from compiled_llm.server.openai.common.events import named_event
 from compiled_llm.server.openai.common.openapi_responses import ANSWERS
 from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of, usage_of
 from compiled_llm.server.openai.fields.structured_outputs import Form
+from compiled_llm.server.openai.responses.input import images_in
 from compiled_llm.server.openai.responses.output import Output
 from compiled_llm.server.openai.responses.request import FlatNamedTool, ResponsesRequest
 from compiled_llm.server.openai.responses.response import Incomplete, ResponseBody, ResponseUsage, Status
@@ -41,18 +42,22 @@ async def create_response(body: ResponsesRequest, request: Request) -> Any:
     api_server = api_server_of(request)
     model = api_server.model_for(body.model)
 
-    def prepared() -> tuple[list[int], SamplingParams, Form | None, Reading]:
+    given = [] if isinstance(body.input, str) else images_in(body.input)
+    shown = await api_server.shown(given, model, body)
+
+    def prepared() -> tuple[ChatPrompt, list[int], SamplingParams, Form | None, Reading]:
         params = body.sampling(model.ready.sampling)
         for name in ("metadata", "text", "tools"):  # the response repeats them
             check_texts(body.model_dump(include={name}), name)
         messages, kwargs = body.messages(), body.template_kwargs
-        prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, add_generation_prompt=True)
+        shows = shown is not None
+        prompt = chat_prompt(model.vocabulary, messages, body.offer, kwargs, shows, add_generation_prompt=True)
         tokens = body.cut(prompt.tokens, model.ready.max_tokens - (params.max_tokens or 1))
         form = answer_form(body.form, prompt, body.max_blanks)
-        return tokens, with_form(params, form, prompt), form, Reading(prompt.reader(form))
+        return prompt, tokens, with_form(params, form, prompt), form, Reading(prompt.reader(form))
 
-    tokens, params, form, reading = await in_thread_if_long(prepared, len(await request.body()))
-    answers = await api_server.submit(request, [tokens], params, "input", body, form)
+    prompt, tokens, params, form, reading = await in_thread_if_long(prepared, len(await request.body()))
+    answers = await api_server.submit(request, [tokens], params, "input", body, form, shown, prompt.text)
     writer = _ResponsesWriter(body, model, api_server.settings.names[0], params, answers, reading)
     return await answered(writer, answers, bool(body.stream), end=b"")
 

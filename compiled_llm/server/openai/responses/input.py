@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag
+from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from compiled_llm.server.openai.chat.message import FunctionCall, Message, ToolCall, arguments_of
+from compiled_llm.server.openai.fields.content import (
+    ImagePart,
+    ImageUrl,
+    InputImage,
+    InputPart,
+    InputText,
+    OtherPart,
+    Part,
+    TextPart,
+    check_seen,
+)
 from compiled_llm.server.openai.fields.fields import Body, Entries, NoEffect, RefusedField
 
+_Part = InputText | InputImage | OtherPart
 _TAGS = ("function_call", "function_call_output", "reasoning", "item_reference")
 _NOT_STORED = NoEffect("nothing is stored")
 _ASYNC = RefusedField("the client runs calls, and sends their outputs before it asks again", (False,))
 _CALLER, _NAMESPACE = RefusedField("the model alone calls functions"), RefusedField("functions have names alone")
-
-
-class InputText(Body):
-    """A piece of a message, a user's or an earlier answer's."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
-    logprobs: Annotated[list[Any] | None, NoEffect("the model sees the text")] = None
 
 
 class StoredItem(Body):
@@ -37,8 +40,14 @@ class InputMessage(StoredItem):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Entries[InputText]
+    content: str | Entries[InputPart]
     phase: Annotated[str | None, NoEffect("chat templates do not write it")] = None
+
+    @field_validator("content")
+    @classmethod
+    def _is_seen(cls, content: Any, info: ValidationInfo) -> Any:
+        check_seen(content, info, InputImage)
+        return content
 
 
 class CallItem(StoredItem):
@@ -106,6 +115,17 @@ InputItem = Annotated[
 _Item = InputMessage | CallItem | CallOutput | ReasoningItem | ItemReference
 
 
+def images_in(items: Sequence[_Item]) -> list[tuple[str, str]]:
+    """Return the pictures of an input, in the order of its messages, each by the path of its field, and its place."""
+    return [
+        (f"input[{place}].content[{number}].image_url", part.image_url)
+        for place, item in enumerate(items)
+        if isinstance(item, InputMessage) and isinstance(item.content, list)
+        for number, part in enumerate(item.content)
+        if isinstance(part, InputImage)
+    ]
+
+
 def messages_of(items: Sequence[_Item]) -> list[Message]:
     """Return items as messages of a chat: the items of one answer are one message."""
     groups: list[list[_Item]] = []
@@ -136,11 +156,11 @@ def _message(items: Sequence[_Item]) -> Message:
         output = _text(first.output)
         return Message(role="tool", content=output, tool_call_id=first.call_id, name=first.name)
     if isinstance(first, InputMessage) and not _is_answered(first):
-        return Message(role=first.role, content=_text(first.content))
+        return Message(role=first.role, content=_parts(first.content))
     answer, thoughts, calls = Message(role="assistant"), list[str](), list[ToolCall]()
     for item in items:
         if isinstance(item, InputMessage):
-            answer.content = _text(item.content)
+            answer.content = _parts(item.content)
         elif isinstance(item, ReasoningItem):
             thoughts += (part.text for part in item.content or ())
         elif isinstance(item, CallItem):
@@ -150,5 +170,17 @@ def _message(items: Sequence[_Item]) -> Message:
     return answer
 
 
-def _text(content: str | list[InputText]) -> str:
+def _text(content: str | Iterable[InputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _parts(content: str | Iterable[_Part]) -> str | list[Part]:
+    """Return the content of a message as one of a chat has it."""
+    return content if isinstance(content, str) else list(map(_part, content))
+
+
+def _part(part: _Part) -> Part:
+    if isinstance(part, InputImage):
+        return ImagePart(type="image_url", image_url=ImageUrl(url=part.image_url))
+    assert isinstance(part, InputText), "others are refused"
+    return TextPart(type="text", text=part.text)

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -89,24 +90,56 @@ class Vocabulary:
         Raises:
             ApiError: there is no template, or it does not take these messages; or they surely have too many tokens.
         """
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise invalid("messages: the model has no chat template; use /v1/completions", "messages")
-        check_texts(messages, "messages")
-        self._check_template(template or {})
-        self._check_tools(tools)
-        options |= {**(template or {}), **({"tools": tools} if tools else {})}
-        try:
+        messages, options = self._checked(messages, template, tools, options)
+        with _of_template():
             given = [messages, options]
             if self._special is not None and (broken := self._special.broken(given)) != given:
                 return self._special.tokens(self._written(*broken))
             if self._length.is_long(sum(map(len, texts_of([messages, tools])))):
                 self._written(messages, options)
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
-        except ApiError:  # it is too long
-            raise
-        except Exception as error:  # a template is code that came with the model
-            said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-            raise invalid(f"messages: the model's chat template does not take them: {said}", "messages") from error
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        """Return a chat with pictures as the model's template writes it; ApiError as of ``of_chat``."""
+        messages, options = self._checked(messages, template, tools, options)
+        with _of_template():
+            given = [messages, options]
+            if self._special is not None and self._special.broken(given) != given:
+                raise invalid(
+                    "messages: a text beside pictures has a special token, which --escape-special-tokens does not let "
+                    "through there; leave it out",
+                    "messages",
+                )
+            return self._written(messages, options)
+
+    def _checked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: dict[str, Any],
+    ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+        """Return messages and all options as the template takes them; ApiError if it cannot."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise invalid("messages: the model has no chat template; use /v1/completions", "messages")
+        check_texts(messages, "messages")
+        self._check_template(template or {})
+        self._check_tools(tools)
+        if self._reads_parts_alone:
+            messages = [_in_parts(message) for message in messages]
+        return messages, options | {**(template or {}), **({"tools": tools} if tools else {})}
+
+    @cached_property
+    def _reads_parts_alone(self) -> bool:
+        """Whether the template looks for parts of messages, and would leave out contents that are texts."""
+        template = str(self.tokenizer.chat_template)
+        return bool(re.search(r"['\"]image['\"]", template)) and not re.search(r"\bis\s+(not\s+)?string\b", template)
 
     def _written(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """Return a chat as its template writes it; ApiError if it is too long."""
@@ -160,6 +193,23 @@ class Vocabulary:
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+@contextmanager
+def _of_template() -> Iterator[None]:
+    """Have errors of a template be the client's: it is code that came with the model."""
+    try:
+        yield
+    except ApiError:  # it is too long
+        raise
+    except Exception as error:
+        said = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise invalid(f"messages: the model's chat template does not take them: {said}", "messages") from error
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message["content"]
+    return message if not isinstance(content, str) else {**message, "content": [{"type": "text", "text": content}]}
 
 
 def check_texts(value: Any, param: str) -> None:

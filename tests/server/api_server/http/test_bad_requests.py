@@ -55,7 +55,7 @@ WRONG: list[tuple[str, Any, str]] = [
     (RESPONSES, {"input": "a", "tools": [], "tool_choice": "required"}, "tool_choice"),
     (RESPONSES, {"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "c"}]}, "input[0].arg"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
-    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "a", "messages": HI}, "prompt"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),

@@ -23,7 +23,7 @@ _PATIENCE = 2.0
 T = TypeVar("T")
 
 
-class WorkerProcess:
+class ForkServerProcess:
     """A worker's process, started again if it has died; any thread may use it."""
 
     # The worker ends with this process, in whatever way: its standard input is a socket that only this process holds.

@@ -1,0 +1,35 @@
+"""The processor of a model that reads pictures: whether there is one, and itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.utils.hub import cached_file
+
+from compiled_llm.commands.loading.source import Source
+
+_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def processor_place(source: Source) -> str | None:
+    """Return the folder or hub id of a model's processor; None for a model that reads text alone, or lacks one."""
+    if source.gguf_file is not None or not any(_has(source.location, name) for name in _FILES):
+        return None
+    config: Any = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
+    return source.location if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
+
+
+def load_processor(place: str) -> Any:
+    from transformers import AutoProcessor
+
+    processor: Any = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+    return processor
+
+
+def _has(location: str, name: str) -> bool:
+    missing: dict[str, Any] = {
+        f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors", "gated_repo")
+    }
+    return cached_file(location, name, **missing) is not None

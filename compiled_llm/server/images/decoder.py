@@ -1,0 +1,42 @@
+"""The worker process that decodes pictures, which begins each with Pillow in memory."""
+
+from __future__ import annotations
+
+import io
+
+from msgspec import Struct
+from PIL import Image, ImageOps, UnidentifiedImageError, features
+
+from compiled_llm.engine.apart.exchange import Failed
+from compiled_llm.engine.apart.fork_server import ForkServer
+from compiled_llm.server.images.messages import MAX_BYTES, Decode, Decoded
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+class Decoder(ForkServer[Decode]):
+    """A worker that forks for each picture."""
+
+    library, done = "Pillow", "decoded"
+
+    def __init__(self) -> None:
+        super().__init__(Decode, MAX_BYTES)
+        Image.MAX_IMAGE_PIXELS = None  # each picture has a bound of its own
+        Image.init()
+        features.check("webp")  # with its library
+
+    def answer(self, task: Decode) -> Struct:
+        with Image.open(io.BytesIO(task.file), formats=_FORMATS) as image:
+            if image.width * image.height > task.pixels:
+                size = f"{image.width:,} x {image.height:,} pixels"
+                return Failed("limit", f"it has {size}, and at most {task.pixels:,} are decoded")
+            if getattr(image, "n_frames", 1) > 1:
+                return Failed("invalid", "it is animated, and animations are not served; give one of its frames")
+            image.load()
+            turned = ImageOps.exif_transpose(image).convert("RGB")
+        return Decoded(turned.width, turned.height, turned.tobytes())
+
+    def said(self, error: Exception) -> str:
+        if isinstance(error, UnidentifiedImageError):
+            return "it is damaged, or none of PNG, JPEG, WebP and GIF"
+        return f"it is damaged ({error})"

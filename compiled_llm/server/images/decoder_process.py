@@ -1,0 +1,29 @@
+"""The worker process that decodes pictures, as the engine process sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compiled_llm.engine.apart.exchange import Failed
+from compiled_llm.engine.apart.fork_server_process import ForkServerProcess
+from compiled_llm.server.images.messages import MAX_BYTES, Decode, Decoded, FromWorker
+
+_SCRIPT = Path(__file__).with_name("decoder_script.py")
+_SECONDS = 10  # of processor time that a picture may take
+_EACH = 20
+"""Bytes that a pixel may take while it is decoded: four as the file has it, as it is turned, and as it is sent."""
+_LEAST = 2**27  # bytes that any picture may take
+_LOST = Failed("lost", "the process that decodes pictures has ended")
+
+
+class DecoderProcess(ForkServerProcess):
+    """The worker's process, which is started with the first picture."""
+
+    def __init__(self) -> None:
+        super().__init__(_SCRIPT, MAX_BYTES)
+
+    def decoded(self, file: bytes, pixels: int) -> Decoded | Failed:
+        """Decode a picture of at most so many pixels, and wait for it."""
+        task = Decode(file, pixels, _SECONDS, _LEAST + _EACH * pixels)
+        answer: Decoded | Failed | None = self.answered(lambda: self._ask(task), FromWorker, lambda: True)
+        return answer or _LOST

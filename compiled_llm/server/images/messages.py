@@ -1,0 +1,30 @@
+"""The messages between an engine process and the worker process that decodes pictures."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from compiled_llm.engine.apart.exchange import Failed
+
+MAX_BYTES = 2**28
+"""Of a picture: its file, or three bytes for each pixel."""
+
+
+class Decode(Struct, tag="decode", frozen=True):
+    """A picture to decode."""
+
+    file: bytes
+    pixels: int  # that it may have
+    seconds: int  # of processor time that it may take
+    memory: int  # bytes that it may take, besides those of the worker
+
+
+class Decoded(Struct, tag="decoded", frozen=True):
+    """The pixels of a picture, turned as its camera says."""
+
+    width: int
+    height: int
+    pixels: bytes  # ``[height, width, 3]`` of red, green and blue
+
+
+FromWorker = Decoded | Failed

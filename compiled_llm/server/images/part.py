@@ -1,0 +1,63 @@
+"""The functions by which the rest of the server uses pictures."""
+
+# API servers import this module; what an engine process needs alone, which has torch and Pillow, is imported there.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from compiled_llm.protocol.messages import Pictured, Ready
+from compiled_llm.server.http.api_error import invalid
+from compiled_llm.server.images.sources import GivenImage, files_of
+from compiled_llm.server.settings import ApiServerSettings
+
+if TYPE_CHECKING:
+    from compiled_llm.server.images.processor import ServedProcessor
+
+
+# ---- in an API server
+
+
+async def read(given: Sequence[tuple[str, str]], ready: Ready, settings: ApiServerSettings) -> list[bytes]:
+    """Return the files of a request's pictures, each given by the path of its field and what that has.
+
+    Raises:
+        ApiError: the model has no eyes, there are too many, or one cannot be had.
+    """
+    images = [GivenImage(*each) for each in given]
+    path, most = images[0].path, settings.limit_mm_per_prompt
+    if not ready.images:
+        raise invalid(f"{path}: {settings.names[0]} reads text alone; serve a model with eyes", path, "no_images")
+    if len(images) > most:
+        over = images[most].path
+        raise invalid(
+            f"{over}: the request has {len(images):,} pictures, and there can be {most} (--limit-mm-per-prompt)", over
+        )
+    return await files_of(images, settings)
+
+
+# ---- in an engine process
+
+
+def processor_of(load: Callable[[], Any]) -> ServedProcessor:
+    """Return a processor for an engine; ``load`` is called with the first picture."""
+    from compiled_llm.server.images.processor import ServedProcessor
+
+    return ServedProcessor(load)
+
+
+def reads_images(model: Any, processor: Any) -> bool:
+    """Whether an engine process takes pictures for a model."""
+    from compiled_llm.server.images.processor import ServedProcessor
+
+    return isinstance(processor, ServedProcessor) and "image" in getattr(model, "input_modalities", ())
+
+
+def prompt_of(processor: Any, pictured: Pictured) -> dict[str, Any]:
+    """Return a prompt with pictures as engines take it; ValueError if one cannot be decoded."""
+    from compiled_llm.server.images.processor import ServedProcessor
+
+    if not isinstance(processor, ServedProcessor):
+        raise ValueError("prompt: it has a picture, and the engine process has no processor of its model")
+    return processor.prompt(pictured)

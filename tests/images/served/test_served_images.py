@@ -1,0 +1,112 @@
+"""Pictures over HTTP: tokens are those of `engine.submit` with the same picture, and all of them are counted."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from support.engine.tiny_engines import PATIENCE, greedy
+from support.huggingface.word_processor import as_file, painted
+from support.server.pictures import data_url, shown
+
+TOKENS = 6
+
+
+def as_parts(messages: list[dict[str, Any]], *pictures: Any) -> list[dict[str, Any]]:
+    """The messages as engines take them, with these pictures in the place of those."""
+    rest = iter(pictures)
+    return [
+        {**message, "content": [_own(part, rest) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+
+
+def _own(part: dict[str, Any], pictures: Any) -> dict[str, Any]:
+    return part if part["type"] == "text" else {"type": "image", "image": next(pictures)}
+
+
+def expected(seen: Any, messages: list[dict[str, Any]], *pictures: Any) -> Any:
+    """What the engine answers with the same pictures."""
+    return seen.engine.submit(as_parts(messages, *pictures), greedy(TOKENS)).result(PATIENCE)
+
+
+def asked(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
+    given = {"temperature": 0, "max_completion_tokens": TOKENS, "extra_body": {"ignore_eos": True}, **options}
+    return client.chat.completions.create(model="tiny", messages=messages, **given)
+
+
+@pytest.mark.parametrize(("format", "kind"), [("PNG", "png"), ("JPEG", "jpeg"), ("WEBP", "webp"), ("GIF", "gif")])
+def test_a_picture_has_the_engine_s_tokens_streamed_and_whole(seen, client, format, kind):
+    file = as_file(painted(3, 40, 24), format)
+    messages = shown(data_url(file, f"image/{kind}"), text="w7 w8 w9")
+    same = expected(seen, messages, Image.open(io.BytesIO(file)).convert("RGB"))
+    whole = asked(client, messages)
+    assert whole.choices[0].message.content == same.text
+    assert whole.usage.prompt_tokens == len(same.prompt_token_ids) > 15
+    assert whole.usage.completion_tokens == TOKENS
+    chunks = list(asked(client, messages, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == same.text
+    assert chunks[-1].usage.prompt_tokens == len(same.prompt_token_ids)
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_several_pictures_of_several_turns_keep_their_places(seen, client):
+    one, two, three = (painted(seed, width, 16) for seed, width in ((4, 16), (5, 32), (6, 24)))
+    urls = [data_url(as_file(picture)) for picture in (one, two, three)]
+    messages = [*shown(*urls[:2]), {"role": "assistant", "content": "w11"}, *shown(urls[2], text="w12")]
+    answer = asked(client, messages, n=2)
+    same = expected(seen, messages, one, two, three)
+    assert [choice.message.content for choice in answer.choices] == [same.text] * 2
+    assert answer.usage.prompt_tokens == len(same.prompt_token_ids)
+
+
+def test_token_ids_of_the_prompt_are_told(seen, client):
+    picture = painted(7)
+    messages = shown(data_url(as_file(picture)))
+    same = expected(seen, messages, picture)
+    extra = {"extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    assert asked(client, messages, **extra).prompt_token_ids == same.prompt_token_ids
+    first = next(iter(asked(client, messages, stream=True, **extra)))
+    assert first.prompt_token_ids == same.prompt_token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_take_pictures(seen, client, stream):
+    picture = painted(8)
+    url = data_url(as_file(picture))
+    content = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "w5 w6"}]
+    options = {"temperature": 0, "max_output_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+    given: Any = [{"role": "user", "content": content}]
+    answer = client.responses.create(model="tiny", input=given, stream=stream, **options)
+    if stream:
+        answer = list(answer)[-1].response
+    same = expected(seen, shown(url), picture)
+    assert answer.output_text == same.text
+    assert answer.usage.input_tokens == len(same.prompt_token_ids)
+
+
+def test_a_file_below_the_folder_is_read(seen, client):
+    same = expected(seen, shown("x"), Image.open(seen.media / "red.png"))
+    assert asked(client, shown(f"file://{seen.media}/red.png")).choices[0].message.content == same.text
+
+
+def test_a_camera_s_turn_is_followed(seen, client):
+    picture, exif = painted(9, 32, 16), Image.Exif()
+    exif[0x0112] = 6
+    file = as_file(picture, "PNG", exif=exif)
+    same = expected(seen, shown("x"), picture.rotate(-90, expand=True))
+    assert asked(client, shown(data_url(file))).choices[0].message.content == same.text
+
+
+def test_text_alone_goes_as_ever(seen, client):
+    messages = [{"role": "user", "content": "w5 w6"}]
+    same = expected(seen, messages)
+    answer = asked(client, messages)
+    assert answer.choices[0].message.content == same.text
+    assert answer.usage.prompt_tokens == len(same.prompt_token_ids)
