@@ -19,7 +19,15 @@ was."""
 
 
 class AcceptedTokens:
-    """The tokens of rows that a launched step has grown by q each, which are bounds until this is read."""
+    """The tokens of rows that a launched step has grown by q each, which are bounds until this is read.
+
+    Attributes:
+        offered: how many guesses each row had, once this is read.
+        right: how many of them count.
+    """
+
+    offered: Sequence[int] = ()
+    right: Sequence[int] = ()
 
     def __init__(
         self, rows: Sequence[Row], new_tokens: int, arriving: Readback, give_back: Callable[[int], None]
@@ -28,37 +36,33 @@ class AcceptedTokens:
         self.rows, self.new_tokens = rows, new_tokens
         self._arriving, self._give_back = arriving, give_back
         self._tokens: NDArray[np.int64] | None = None
-        self._counts: list[int] = []
-        self.offered: list[int] = []  # how many guesses each row had, once this is read
-        for row in rows:
-            row.speculation.grow(self)
+        for row in rows:  # no call for each: there may be hundreds
+            row.speculation.unread += (self,)
 
     @property
     def arrived(self) -> bool:
         """Whether reading surely waits for nothing."""
         return self._tokens is not None or self._arriving.arrived
 
-    def tokens(self) -> NDArray[np.int64]:
-        """Return ``[B, q]``, in each row those that count first, waiting for this step."""
-        if self._tokens is None:
-            self._tokens = self._arriving.array().reshape(len(self.rows), self.new_tokens)
-        return self._tokens
-
     def sync(self) -> None:
         """Let the rows shrink by the tokens that do not count, waiting for this step."""
-        if self._counts:
+        if self.right:
             return
+        if self._tokens is None:  # ``[B, q]``, in each row those that count first
+            self._tokens = self._arriving.array().reshape(len(self.rows), self.new_tokens)
         # The first one counts, whatever it is.
-        tokens = self.tokens()
-        guessed = tokens[:, 1:]
-        self._counts = (1 + (guessed >= _SAMPLED).sum(axis=1)).tolist()
+        guessed = self._tokens[:, 1:]
+        right = (guessed >= _SAMPLED).sum(axis=1)
         self.offered = (guessed >= _OFFERED).sum(axis=1).tolist()
         with deferred():
-            reject(self, self.rows, self._counts)
-        if (fewest := self.new_tokens - max(self._counts)) > 0:
+            reject(self, self.rows, (1 + right).tolist())
+            self.right = right.tolist()
+        if (fewest := self.new_tokens - 1 - max(self.right)) > 0:
             self._give_back(fewest)
 
     def result(self) -> list[list[int]]:
         """Return the tokens of each row that count, and ``sync``."""
-        self.sync()
-        return [row[:count] for row, count in zip(self.tokens().tolist(), self._counts, strict=True)]
+        if not self.right:
+            self.sync()
+        assert self._tokens is not None, "they were read"
+        return [row[: 1 + count] for row, count in zip(self._tokens.tolist(), self.right, strict=True)]

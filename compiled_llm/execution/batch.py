@@ -65,6 +65,7 @@ class Tap:
 
     wants: tuple[str, ...] = ()  # outputs of the model that steps give it besides logits, by HuggingFace's names
     new_tokens = 1  # of each row that decodes, if the step is to feed in more than the one in its slot
+    watches = True  # hears of launches, and of what was sampled
 
     def entering(self, rows: Sequence[Row]) -> None:
         """Hear of rows with slots before a decode step of them that is made anew; one that is repeated says nothing."""

@@ -250,12 +250,6 @@ class Row:
         self.listed = len(pages)
         return first, pages[first:]
 
-    def leave_pages(self) -> None:
-        """Let pages behind its last token be ahead again: they were entered for tokens that a step has rejected."""
-        keep = self._pool.pages_for(self.length)
-        self.ahead = self.pages[keep:] + self.ahead
-        del self.pages[keep:]
-
     def fork(self) -> Row:
         """Return another row with the same tokens in the same pages, without promised ones."""
         self.speculation.sync()
@@ -383,5 +377,8 @@ def reject(step: SpeculativeStep, rows: Sequence[Row], counts: Sequence[int]) ->
             speculation.rejected += new - count
             row.length -= new - count
             row.position -= new - count
-            if row.length <= (len(row.pages) - 1) * row._pool.page_size:
-                row.leave_pages()
+            size, pages = row._pool.page_size, row.pages
+            if row.length <= (len(pages) - 1) * size:  # entered for tokens that do not count, they are ahead again
+                keep = -(-row.length // size)
+                row.ahead = pages[keep:] + row.ahead
+                del pages[keep:]

@@ -30,7 +30,7 @@ from compiled_llm.server.openai.metrics import _EngineCollector
 from support.commands.command_line import invoke
 from support.engine.crowd import VOCABULARY, Crowd, NaiveDevice, PoisonedPool, next_token
 from support.engine.tiny_engines import greedy, wrapped
-from support.execution.drafters import KINDS, Kind, Turning, knowing
+from support.execution.drafters import KINDS, Kind, knowing, let_sizes_turn
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import assert_account_is_empty
 
@@ -294,7 +294,7 @@ def test_guesses_change_no_token(kind: Kind | None, seed: int, monkeypatch: pyte
     expected = answered(model, asked)
     if kind is not None:
         let_it_know(monkeypatch, model, expected, kind)
-        monkeypatch.setattr(Drafts, "rule", lambda drafts: Turning(drafts.sizes))
+        let_sizes_turn(monkeypatch)
     assert_same(answered(model, asked, NGRAMS), expected)
 
 
@@ -326,7 +326,7 @@ def test_what_the_prefix_cache_keeps_is_what_plain_steps_have_written(
     more = [([*prompt, *output.token_ids, 9, 8], greedy(12)) for (prompt, _), output in zip(asked, first, strict=True)]
     expected = answered(model, more)
     let_it_know(monkeypatch, model, first, "right now and then")
-    monkeypatch.setattr(Drafts, "rule", lambda drafts: Turning(drafts.sizes))
+    let_sizes_turn(monkeypatch)
     with Engine(model, max_num_seqs=8, speculative_config=NGRAMS) as engine:
         assert_same(engine.generate(*map(list, zip(*asked, strict=True))), first)
         outputs = engine.generate(*map(list, zip(*more, strict=True)))
@@ -419,7 +419,7 @@ def test_counts_of_several_loops_add_up() -> None:
 def test_warmup_prepares_steps_that_guess(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Of each number of tokens, for the sizes that are asked for; requests then prepare nothing."""
     let_a_cpu_capture(monkeypatch)
-    monkeypatch.setattr(Drafts, "rule", lambda drafts: Turning(drafts.sizes))
+    let_sizes_turn(monkeypatch)
     model, said = wrapped(mode="cuda-graphs", max_batch_size=2), list[str]()
     with Engine(model, max_num_seqs=2, speculative_config=NGRAMS) as engine:
         engine.warmup([1, 2], report=said.append)

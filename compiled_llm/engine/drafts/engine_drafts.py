@@ -38,7 +38,6 @@ class EngineDrafts:
     ) -> None:
         """``processed_logprobs``: log-probabilities are of what tokens are drawn from, which guesses change."""
         self._drafts = Drafts(model_runner, _settings(config), self._text_of)
-        self._rule = self._drafts.rule()
         self._processed_logprobs = processed_logprobs
         self._requests: dict[Row, Request] = {}  # of the last plan
         # whom the rule was last asked about, with their rows, what it said, and in which step
@@ -68,7 +67,7 @@ class EngineDrafts:
         if any(map(self._needs_single_tokens, requests)):
             self._tell()
             return 1
-        return self._rule.size(self._rows)
+        return self._drafts.rule.size(self._rows)
 
     def _needs_single_tokens(self, request: Request) -> bool:
         processed = self._processed_logprobs and request.scores is not None and request.scores.most is not None
@@ -89,11 +88,8 @@ class EngineDrafts:
 
     def read(self, accepted: AcceptedTokens) -> list[list[int]]:
         """Return the tokens of each row that count, at least one, waiting for their step."""
-        runs = accepted.result()
-        self._drafts.check([run[0] for run in runs])
-        right = [len(run) - 1 for run in runs]
-        self._rule.note(accepted.rows, accepted.new_tokens, accepted.offered, right)
-        self.counts = self.counts.plus(DraftStats.of(accepted.offered, right, accepted.new_tokens - 1))
+        runs = self._drafts.read(accepted)
+        self.counts = self.counts.plus(DraftStats.of(accepted.offered, accepted.right, accepted.new_tokens - 1))
         return runs
 
 

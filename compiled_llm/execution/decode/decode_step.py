@@ -55,6 +55,7 @@ class DecodeStep:
         self._deferred_sampling, self._readbacks = deferred_sampling, readbacks
         self._defers = bool(deferred_sampling.deferring) and deferred_sampling.defers(rows)
         self._taps = taps  # of the batch that it was made for
+        self._watching: Sequence[Tap] = _watching(taps)
         self._spans: list[TokenSpan] = []  # for taps, of the first run that one watches
         self._read_at = 0  # its ``repeats``
         count, new = len(rows), launch.new_tokens
@@ -63,7 +64,7 @@ class DecodeStep:
         self._kept = every if new == 1 or self._accepts else slice(new - 1, count * new, new)
         self.output = self._of_rows(launch.outputs)
         if self._accepts:
-            self._accept()
+            self._accept(0)
 
     @property
     def key(self) -> StepKey:
@@ -83,7 +84,7 @@ class DecodeStep:
     def end(self) -> None:
         """Let the next step be made anew, from the rows that sit in the decode buffers; it keeps no model alive."""
         self._room = -math.inf  # whatever is given back
-        self._taps = ()  # they may hold the cache whose step this is
+        self._taps, self._watching = (), ()  # they may hold the cache whose step this is
         self._launch.release()
 
     def run(self, batch: Batch, failed: Callable[[Sequence[Row]], None]) -> list[Arriving] | None:
@@ -120,14 +121,15 @@ class DecodeStep:
             if not launch.replays:
                 self.output = self._of_rows(outputs)
             with deferred():
-                self._advance_bounds() if self._accepts else self._advance()
-            if batch.taps:
-                self._show(batch.taps)
+                self._accept(self._new) if self._accepts else self._advance()
+            taps = batch.taps
+            if taps and (taps := self._watching if taps is self._taps else _watching(taps)):
+                self._show(taps)
         except BaseException:
             failed(self.rows)
             raise
-        if self._defers or batch.taps:
-            self._deferred_sampling.add(self.output, batch.taps, self._new if self._accepts else 1)
+        if self._defers or taps:
+            self._deferred_sampling.add(self.output, taps, self._new if self._accepts else 1)
         return self.output
 
     def _advance(self) -> None:
@@ -144,23 +146,19 @@ class DecodeStep:
         self.repeats += 1
         self._room -= 1
 
-    def _advance_bounds(self) -> None:
-        """Count as many tokens in each row as may count; all have the pages for them listed."""
-        self._accept()
-        new, size = self._new, self._page_size
-        for row in self.rows:
+    def _accept(self, new: int) -> None:
+        """Have the tokens of the last run on their way to the host, and each row grow by as many as may count."""
+        # The rows know that their lengths are bounds. All have the pages for them listed.
+        rows, logits, tokens, *_ = self.output
+        accepted = AcceptedTokens(rows, self._new, self._readbacks.start(tokens), self._give_back)
+        self.output, size = StepOutput(rows, logits, tokens, accepted=accepted), self._page_size
+        for row in rows:  # no call for each: there may be hundreds, and most enter a page
             row.position += new
             row.length += new
             while row.length > len(row.pages) * size:
-                row.enter_page()
+                row.pages.append(row.ahead.pop(0))
         self.repeats += new
         self._room -= new
-
-    def _accept(self) -> None:
-        """Have the tokens of the last run on their way to the host, and the rows know that their lengths are bounds."""
-        rows, logits, tokens, *_ = self.output
-        accepted = AcceptedTokens(rows, self._new, self._readbacks.start(tokens), self._give_back)
-        self.output = StepOutput(rows, logits, tokens, accepted=accepted)
 
     def _give_back(self, tokens: int) -> None:
         """Note that each row has shrunk by so many tokens at least."""
@@ -171,3 +169,7 @@ class DecodeStep:
             self._spans, self._read_at = last_tokens(self.rows), self.repeats
         for tap in taps:
             tap.launched(self._spans, self._launch.outputs.emitted, self.repeats - self._read_at)
+
+
+def _watching(taps: Sequence[Tap]) -> list[Tap]:
+    return [tap for tap in taps if tap.watches]

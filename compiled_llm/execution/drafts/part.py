@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, Drafter, DraftInputs, NgramDrafter
 from compiled_llm.compilation.graphs.step_key import ACCEPTED, StepKey
+from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Tap
 from compiled_llm.execution.drafts.costs import Costs
 from compiled_llm.execution.drafts.rule import Rule
@@ -39,6 +40,7 @@ class Drafts:
     Attributes:
         name: of the drafter, in reports and errors.
         most: how many drafts of a row may count in one step.
+        rule: says how many tokens the steps of this loop feed in, and how many drafts each row may have.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Drafts:
         text_of: Callable[[Row], NDArray[np.int64]],
         drafter: Callable[[Texts], Drafter] | None = None,
         name: str = "",
+        rule: Rule | None = None,
     ) -> None:
         """Draft by n-grams, or with another ``drafter`` of this ``name``, which is the same object each time.
 
@@ -64,24 +67,23 @@ class Drafts:
             dtype = model_runner.state.facts.model.dtype
             build_sampling(model_runner.vocabulary, dtype, model_runner.device, before=True)
         self.texts, self.most, self._text_of = texts, settings.num_speculative_tokens, text_of
-        self._numbers = (settings.num_speculative_tokens, settings.prompt_lookup_max, settings.prompt_lookup_min)
+        self._lookup = settings.prompt_lookup_max, settings.prompt_lookup_min
         self.name = name or "ngram"
         self._runner, self._wants = model_runner, (wants := (f"{ACCEPTED} of {self.name}",))
         known = model_runner.decode_buffers.drafts
         if wants not in known:
             made = NgramDrafter(texts.tokens, texts.longest, texts.shortest) if drafter is None else drafter(texts)
             known[wants] = lambda step: DraftInputs(made, texts.tokens, texts.limits, step.new_tokens_per_row)
-        self._costs = Costs(matrix_bytes(model_runner.state.facts.model), model_runner.device.type == "cuda")
+        costs = Costs(matrix_bytes(model_runner.state.facts.model), model_runner.device.type == "cuda")
+        # A step that is repeated tells the device of no limit, so the next one is made anew.
+        changed = model_runner.state.validity.invalidate
+        self.rule = rule or Rule(self.sizes_at_once, costs, self.most, changed)
         self._taps = {new: _Tap(self, wants, new) for new in NEW_TOKENS}
 
     @property
     def sizes(self) -> list[int]:
         """How many tokens a row may feed in: one, which is a plain step, or with drafts."""
         return [1, *(new for new in NEW_TOKENS if new == NEW_TOKENS[0] or new // 2 <= self.most)]
-
-    def rule(self) -> Rule:
-        """Return what says how many tokens the steps of this loop feed in."""
-        return Rule(self.sizes_at_once, self._costs)
 
     def sizes_at_once(self, rows: int) -> list[int]:
         """Return those of ``sizes`` that so many rows can have without compiling; the largest if that is none but 1."""
@@ -102,16 +104,24 @@ class Drafts:
 
     def enter(self, rows: Sequence[Row]) -> None:
         """Have the texts of rows there that are about to draft."""
-        self.texts.enter(rows, self._text_of, self._numbers)
+        self.texts.enter(rows, self._text_of, [(self.rule.limit(row), *self._lookup) for row in rows])
 
-    def check(self, first_tokens: Sequence[int]) -> None:
-        """Raise RuntimeError if the drafter was wrong about how many tokens it has proposed, by what was read."""
-        if BAD_COUNTS in first_tokens:
+    def read(self, accepted: AcceptedTokens) -> list[list[int]]:
+        """Return the tokens of each row that count, at least one, waiting for their step, and have the rule know.
+
+        RuntimeError if the drafter was wrong about how many tokens it has proposed.
+        """
+        runs = accepted.result()
+        if min(runs)[0] == BAD_COUNTS:  # no token is less
             raise RuntimeError(f"drafts: {self.name} has given numbers of drafts that are below 0 or above its limit")
+        self.rule.note(accepted.rows, accepted.new_tokens, accepted.offered, accepted.right)
+        return runs
 
 
 class _Tap(Tap):
     """Has steps draft."""
+
+    watches = False
 
     def __init__(self, drafts: Drafts, wants: tuple[str, ...], new_tokens: int) -> None:
         self._drafts, self.wants, self.new_tokens = drafts, wants, new_tokens

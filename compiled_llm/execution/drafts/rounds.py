@@ -65,9 +65,8 @@ class Rounds:
         """
         self._loop, self._runner = loop, loop.model_runner
         self._answers = {row: _Answer(text, left) for row, text in zip(loop.rows, texts, strict=True)}
-        self._drafts = Drafts(self._runner, settings, lambda row: self._answers[row].text, drafter, name)
+        self._drafts = Drafts(self._runner, settings, lambda row: self._answers[row].text, drafter, name, rule)
         self._drafts.texts.forget(loop.rows)
-        self._rule = rule or self._drafts.rule()
         self._running = list(loop.rows)
         self._unread: deque[Arriving] = deque()
         self._prefilled = False
@@ -134,7 +133,7 @@ class Rounds:
     def _size(self, rows: Sequence[Row]) -> int:
         """Return how many tokens each row feeds in next; 0 if that has to be read first."""
         most = min([self._limits[row] - row.length for row in rows])
-        new = self._rule.size(rows)
+        new = self._drafts.rule.size(rows)
         return new if new <= most else int(most > 0)
 
     def _batch(self, rows: list[Row], new: int) -> Batch:
@@ -147,9 +146,7 @@ class Rounds:
     def _read(self) -> None:
         rows, arriving = self._unread.popleft()
         if isinstance(arriving, AcceptedTokens):
-            runs = arriving.result()
-            self._drafts.check([run[0] for run in runs])
-            self._rule.note(rows, arriving.new_tokens, arriving.offered, [len(run) - 1 for run in runs])
+            runs = self._drafts.read(arriving)
         else:
             runs = [[token] for token in arriving.result()]
         for row, run in zip(rows, runs, strict=True):

@@ -57,20 +57,23 @@ class Texts:
         return self.tokens.nbytes + 3 * self.limits.nbytes
 
     def enter(
-        self, rows: Sequence[Row], text_of: Callable[[Row], NDArray[np.int64]], numbers: tuple[int, int, int]
+        self,
+        rows: Sequence[Row],
+        text_of: Callable[[Row], NDArray[np.int64]],
+        numbers: Sequence[tuple[int, int, int]],
     ) -> None:
         """Upload what is missing of the texts of rows that have slots, as far as the host knows them."""
-        # ``numbers`` are for the three columns; a row whose tokens are sampled late has no drafts.
+        # ``numbers`` are each row's for the three columns; one whose tokens are sampled late has no drafts.
         pairs: list[tuple[NDArray[Any], Tensor]] = []
         columns = self._numbers.copy()
-        for row in rows:
+        for row, own in zip(rows, numbers, strict=True):
             slot, text = cast(int, row.slot), text_of(row)
             owner, there = self._there.get(slot, (0, 0))
             first = min(there, len(text)) if owner == row.number else 0
             if first < len(text):
                 pairs.append((text[first:].astype(np.int32), self.tokens[slot, first : len(text)]))
             self._there[slot] = row.number, len(text)
-            columns[:, slot] = numbers
+            columns[:, slot] = own
             columns[0, slot] *= slot not in self._deferring
         if not np.array_equal(columns, self._numbers):
             self._numbers = columns

@@ -145,7 +145,8 @@ class Readback:
 
     def array(self) -> NDArray[Any]:
         """Return a copy of the numbers, once."""
-        self._wait()
+        if self._event is not None:
+            self._event.synchronize()
         numbers: NDArray[Any] = self._array.copy()
         if self._idle is not None:
             self._idle.append(self)

@@ -7,10 +7,13 @@ from itertools import cycle
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.compilation.drafts import NEW_TOKENS
 from compiled_llm.compilation.sampling.sampling import Sampling
+from compiled_llm.execution.drafts import part
 from compiled_llm.execution.drafts.part import DraftSettings
 from compiled_llm.execution.drafts.rounds import Rounds
 from compiled_llm.execution.drafts.rule import Rule
@@ -18,8 +21,12 @@ from compiled_llm.execution.drafts.texts import Texts
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.kvcache.row import Row
 
-Kind = Literal["right", "wrong", "empty every third step", "right now and then"]
+Kind = Literal["right", "wrong", "empty every third step", "right now and then", "wrong for one row"]
 KINDS: tuple[Kind, ...] = ("right", "wrong", "empty every third step", "right now and then")
+
+
+FIRST = 10
+"""The first token of the row for which drafts are wrong."""
 
 
 class Knowing(NamedTuple):
@@ -35,6 +42,8 @@ class Knowing(NamedTuple):
         tokens, counts = own.gather(1, at), torch.full_like(lengths, k)
         if self.kind == "wrong":
             tokens = tokens ^ 1
+        elif self.kind == "wrong for one row":
+            tokens = tokens ^ (self.texts[slots, :1] == FIRST).long()
         elif self.kind == "empty every third step":
             counts = torch.where(lengths % 3 == 0, 0, counts)
         elif self.kind == "right now and then":
@@ -55,7 +64,7 @@ def knowing(model: Any, texts: Sequence[Sequence[int]], kind: Kind) -> Callable[
 
 
 class Turning(Rule):
-    """Feeds in another number of tokens in each step."""
+    """Feeds in another number of tokens in each step, with as many drafts as there can be."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._turns = cycle(sizes)
@@ -63,8 +72,16 @@ class Turning(Rule):
     def size(self, rows: Sequence[Row]) -> int:
         return next(self._turns)
 
+    def limit(self, row: Row) -> int:
+        return 7
+
     def note(self, *_: object) -> None:
         pass
+
+
+def let_sizes_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all loops feed in another number of tokens in each step."""
+    monkeypatch.setattr(part, "Rule", lambda *_: Turning([1, *NEW_TOKENS]))
 
 
 def plain_answers(
@@ -91,16 +108,18 @@ def drafting(
     most: int = 7,
     sizes: Sequence[int] | None = (8,),
     name: str = "",
+    rule: Rule | None = None,
 ) -> tuple[GenerateLoop, Rounds]:
     """Return a loop of prompts and its rounds, by n-grams or a drafter that knows the answers."""
-    # Steps have ``sizes`` in turn, or what the rule says if that is None.
+    # Steps have ``sizes`` in turn, or what the ``rule`` says, the own one if ``sizes`` are None.
     loop: GenerateLoop = model.compiled.generate_loop()
     for prompt, own in zip(prompts, settings, strict=True):
         loop.admit(prompt, new, own)
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=False)]
     drafter = None if kind is None else knowing(model, texts, kind)
     known = [np.array(prompt, dtype=np.int64) for prompt in prompts]
-    rule = None if sizes is None else Turning(sizes)
+    if rule is None and sizes is not None:
+        rule = Turning(sizes)
     return loop, Rounds(loop, DraftSettings(most), known, new, rule, drafter, f"{kind} {name}" if kind else "")
 
 
