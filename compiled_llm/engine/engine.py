@@ -142,7 +142,7 @@ class Engine:
             check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant, kinds)
         if config.batch_invariant:
             mixed = False
-        speculation = speculation_of(speculative_config, config, self._runtime.facts.kinds)
+        speculation = speculation_of(speculative_config, self._runtime, max_num_seqs)
         self._runtime.make_room(max_num_seqs)
         self._model = model
         self._max_num_seqs = max_num_seqs

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from compiled_llm.config import WrapConfig
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.features import check_has, feature
 from compiled_llm.kinds.support import FoundKind, refusal
+
+if TYPE_CHECKING:
+    from compiled_llm.execution.lifecycle.runtime import Runtime
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """Of what the model says, or of what tokens are drawn from: after penalties, biases, masks, temperature and filters."""
@@ -23,14 +25,15 @@ def check_options(**options: Any) -> None:
             raise ValueError(f"{name}={value!r}: give {must}")
 
 
-def speculation_of(given: Mapping[str, Any] | None, config: WrapConfig, kinds: Sequence[FoundKind]) -> Any:
+def speculation_of(given: Mapping[str, Any] | None, runtime: Runtime, max_num_seqs: int) -> Any:
     """Return the ``SpeculativeConfig`` of an option, None for None; ValueError if it, or the model, does not fit."""
     if given is None:
         return None
     check_has("drafts", "speculative_config")
     part = feature("drafts", "engine")
     speculation = part.SpeculativeConfig.of(given)
-    part.check_model(config.backend, config.batch_invariant, kinds)
+    part.check_model(runtime.config.backend, runtime.config.batch_invariant, runtime.facts.kinds)
+    part.check_memory(runtime, max_num_seqs)
     return speculation
 
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from compiled_llm.execution.drafts.part import MOST_DRAFTS, DraftSettings
 from compiled_llm.execution.drafts.rounds import Rounds
-from compiled_llm.execution.drafts.texts import UNKNOWN
+from compiled_llm.execution.drafts.texts import UNKNOWN, texts_of
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.huggingface.generate import Drafting
 from compiled_llm.huggingface.processors.grammar import grammar_of
-from compiled_llm.kinds.support import FoundKind, refusal, runs_original
+from compiled_llm.kinds.support import refusal
 
 logger = logging.getLogger("compiled_llm")
 
@@ -52,10 +52,16 @@ def serves(call: PagedCall) -> bool:
     """Return whether steps can draft for a call: its layers, its backend, and what it asks of each step."""
     runner = call.model_runner
     ops, kinds = runner.decode_buffers.ops, runner.state.facts.kinds
-    several = ops is not None and ops.several and not runner.config.batch_invariant and _takes_drafts(kinds)
-    if not several or _is_padded(call):
+    several = ops is not None and ops.several and not runner.config.batch_invariant
+    if not several or refusal(kinds, "drafts", "drafts") is not None or _is_padded(call):
         return False
-    return not (call.wants_scores() or call.more is not None or grammar_of(call.processors) is not None)
+    if call.wants_scores() or call.more is not None or grammar_of(call.processors) is not None:
+        return False
+    try:
+        texts_of(runner)
+    except ValueError:  # there is too little memory
+        return False
+    return True
 
 
 def _is_padded(call: PagedCall) -> bool:
@@ -63,11 +69,6 @@ def _is_padded(call: PagedCall) -> bool:
     # It takes no more than one row.
     mask = call.kwargs.get("attention_mask")
     return call.embedded and mask is not None and len(mask) == 1 and not bool(call.copies.of(mask).all())
-
-
-def _takes_drafts(kinds: Sequence[FoundKind]) -> bool:
-    refused = any(refusal(kinds, feature, "drafts") for feature in ("drafts", "several_tokens"))
-    return not (refused or runs_original(kinds, "drafts"))
 
 
 def as_sampled(call: PagedCall) -> PagedCall:

@@ -28,7 +28,7 @@ from compiled_llm.huggingface.processed_loop import processed_loop
 from compiled_llm.huggingface.processors.guidance import with_twins
 from compiled_llm.huggingface.processors.output_room import check_room
 from compiled_llm.huggingface.processors.processors import read_processors
-from compiled_llm.kinds.support import runs_original
+from compiled_llm.kinds.support import refusal
 from compiled_llm.model.version.model_version import Placement
 
 _PAGED_MODES = (
@@ -58,7 +58,8 @@ def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reas
     if runtime.asleep:
         yield Reason("asleep")
     drafts = choice.mode is GenerationMode.ASSISTED_GENERATION
-    original = runs_original(runtime.facts.kinds, "drafts") or runtime.facts.sees_prompts_both_ways
+    # HuggingFace's loop crops what it rejects.
+    original = refusal(runtime.facts.kinds, "crop", "drafts") is not None or runtime.facts.sees_prompts_both_ways
     if choice.mode not in _PAGED_MODES or (drafts and original):
         yield Reason("generation_mode", choice.mode.value)
     if config.output_attentions:

@@ -31,7 +31,7 @@ class No(NamedTuple):
 Cell = Works | No
 FEATURES = (
     *("kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "backend", "page_size"),
-    *("window", "soft_cap", "captured_prefills", "drafts", "several_tokens", "speculative_config"),
+    *("window", "soft_cap", "captured_prefills", "drafts"),
     *("left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache", "stepped_cache"),
 )
 """Columns: options of `wrap` and `Engine`, then what layers, steps and caches have or do."""
@@ -65,7 +65,7 @@ def _all(cell: Cell, *features: str) -> dict[str, Cell]:
 
 _PLAIN = {
     **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size", "crop"),
-    **_all(YES, "captured_prefills", "drafts", "several_tokens", "speculative_config", "left_padding", "prefix_cache"),
+    **_all(YES, "captured_prefills", "drafts", "left_padding", "prefix_cache"),
     **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
     **_all(ASKED, "backend", "window", "soft_cap"),
 }
@@ -79,7 +79,7 @@ UNEVEN = Support(
         "kv_dtype": No("and such pages need one size"),
         "batch_invariant": _NO_KERNEL,
         **_all(YES, "cascade", "mixed", "check_pages", "variants", "page_size", "crop", "captured_prefills", "drafts"),
-        **_all(YES, "several_tokens", "speculative_config", "left_padding", "prefix_cache"),
+        **_all(YES, "left_padding", "prefix_cache"),
         **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
         **_all(ASKED, "backend", "window", "soft_cap"),
     },
@@ -92,7 +92,7 @@ LATENT = Support(
         **_all(_UNWRAPPED, "window", "soft_cap"),
         "variants": No("which variants do not read", "leave it out"),
         **_all(YES, "batch_invariant", "mixed", "check_pages", "page_size", "captured_prefills", "drafts"),
-        **_all(YES, "several_tokens", "speculative_config", "crop", "left_padding", "prefix_cache"),
+        **_all(YES, "crop", "left_padding", "prefix_cache"),
         **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
         "backend": ASKED,
     },
@@ -118,9 +118,8 @@ BLOCKS = Support(
         "page_size": No(
             "and pages must lie in one of them", "wrap with a page_size that divides {layer.kind.together}"
         ),
-        "several_tokens": No("for the newest token alone", "feed them one by one"),
-        "speculative_config": No("for the newest token alone", "leave it out"),
-        **_all(YES, "kv_dtype", "cascade", "check_pages", "drafts", "prefix_cache", "crop", "dynamic_cache"),
+        "drafts": No("for the newest token alone", "leave drafts out, and feed in one token a step"),
+        **_all(YES, "kv_dtype", "cascade", "check_pages", "prefix_cache", "crop", "dynamic_cache"),
         "stepped_cache": YES,
         **_all(ASKED, "window", "soft_cap"),
         "captured_prefills": UNCAPTURED,
@@ -134,7 +133,7 @@ VARIANT = Support(
         **_all(No("and there are no such kernels for variants"), "batch_invariant", "cascade"),
         "soft_cap": No("which has no cap beside its own function", "write the cap into that"),
         **_all(YES, "kv_dtype", "mixed", "check_pages", "variants", "page_size", "captured_prefills", "drafts"),
-        **_all(YES, "several_tokens", "speculative_config", "left_padding", "prefix_cache", "crop"),
+        **_all(YES, "left_padding", "prefix_cache", "crop"),
         **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
         **_all(ASKED, "backend", "window"),
     },
@@ -143,8 +142,7 @@ RECURRENT = Support(
     "recurrent layers",
     "layer {number} is recurrent",
     {
-        "several_tokens": No("and a step computes its state after one", "feed them one by one"),
-        "speculative_config": No("and a step computes its state after one token", "leave it out"),
+        "drafts": No("and a step computes its state after one", "leave drafts out, and feed in one token a step"),
         "crop": No(
             "and has no state from before the last token",
             "go on with a copy of the cache (copy.deepcopy) that was made there, or compute the text again",
@@ -152,7 +150,7 @@ RECURRENT = Support(
         **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size"),
         **_all(YES, "captured_prefills", "backend", "window", "soft_cap", "left_padding", "prefix_cache"),
         **_all(YES, "dynamic_cache", "static_cache"),
-        **_all(ORIGINAL, "drafts", "stepped_cache"),
+        **_all(ORIGINAL, "stepped_cache"),
     },
 )
 NO_ATTENTION = Support(

@@ -87,6 +87,17 @@ def states_to_allocate(config: WrapConfig, one: int, device: torch.device, wante
     return max(least, min(wanted, int(budget * _SHARE_OF_STATES) // one))
 
 
+def room_of(config: WrapConfig, device: torch.device, max_positions: int) -> tuple[int, int]:
+    """Return how many tokens a row may have in pages that are not there yet, and bytes that they leave free, at least.
+
+    Pages that are counted in tokens are taken for nothing.
+    """
+    memory, left = _kv_memory(config, device), free_bytes(device)
+    if memory.tokens is not None:
+        return min(max_positions, -(-memory.tokens // config.page_size) * config.page_size), left
+    return max_positions, left - (memory.nbytes or int(left * (memory.fraction or 0.0)))
+
+
 def _kv_memory(config: WrapConfig, device: torch.device) -> KVMemory:
     default = KVMemory(fraction=_CPU_FRACTION if device.type == "cpu" else _CUDA_FRACTION)
     return parse_kv_memory(config.kv_memory) or default

@@ -20,8 +20,10 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.batch import Batch, StepOutput, Tap
+from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.part import Drafts
 from compiled_llm.execution.growth import grown
+from compiled_llm.kvcache import memory
 from compiled_llm.kvcache.row import Row, reject
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -406,6 +408,26 @@ def test_options_of_wrap_that_plan_or_add_otherwise_are_refused(options: Any, sa
     kinds = wrapped().compiled.facts.kinds
     with pytest.raises(ValueError, match=rf"speculative_config with a model that is wrapped with .*{said}"):
         check_model(options.get("backend", "auto"), options.get("batch_invariant", False), kinds)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_too_little_memory_for_texts_is_refused_before_anything_changes(
+    runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bytes; the model may have pages already."""
+    model = wrapped()
+    lifecycle = model.compiled.runner_lifecycle
+    if runs:
+        model.compiled.model_runner()
+    for module in (texts, memory):
+        monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
+    before, rows = lifecycle.present, lifecycle.rows
+    with pytest.raises(
+        ValueError, match=r"speculative_config: the texts .* take \d{4,} bytes, and 1000 are left on cpu"
+    ):
+        Engine(model, max_num_seqs=rows + 2 * (not runs), speculative_config=NGRAMS)
+    assert (lifecycle.present, lifecycle.rows) == (before, rows)
+    Engine(model).close()
 
 
 def test_counts_of_several_loops_add_up() -> None:

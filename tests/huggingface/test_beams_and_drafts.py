@@ -19,7 +19,9 @@ from compiled_llm.compilation import backend as inductor
 from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.pool import PagePool
+from compiled_llm_ops.reference.backend import Reference
 from support.execution.callbacks import Callback
+from support.huggingface.repeating import repeating
 from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
 from support.tiny_models import tiny_qwen3
@@ -408,3 +410,38 @@ def test_a_compiled_draft_model_compiles_nothing_anew(compiled, plain, seed):
     gc.collect()
     for own in (compiled, helper):
         assert_account_is_empty(own)
+
+
+# ---- drafts of the text that the fast loop leaves to HuggingFace: its own loop runs, or says what is wrong
+
+
+def wrapped_with(**options: Any) -> PreTrainedModel:
+    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "eager", **options})
+
+
+@pytest.mark.parametrize(
+    "more", [{"output_scores": True, "return_dict_in_generate": True}, {"typical_p": 0.9, "do_sample": True}]
+)
+def test_what_steps_with_drafts_cannot_do_is_huggingfaces_loop(more: dict[str, Any], seed: int) -> None:
+    model, inputs = wrapped_with(), repeating([6], seed)
+    model.generate(**inputs, **{"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3, **more})
+    assert model.compiled.stats().generate_calls == {"compiled forward": 1}
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True, "mode": "compile"}], ids=["planned", "invariant"])
+def test_planned_steps_and_batch_invariant_ones_leave_drafts_to_huggingface(
+    options: dict[str, Any], plain: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not options:
+        monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
+    model, inputs = wrapped_with(**options), repeating([6], seed)
+    torch.testing.assert_close(greedy(model, inputs, 12, prompt_lookup_num_tokens=3), greedy(plain, inputs, 12))
+    assert model.compiled.stats().generate_calls == {"compiled forward": 1}
+
+
+def test_a_number_that_is_impossible_is_huggingfaces_error(seed: int) -> None:
+    model, inputs = wrapped_with(), repeating([6], seed)
+    with pytest.raises(ValueError, match="num_output_tokens"):
+        greedy(model, inputs, 5, prompt_lookup_num_tokens=0)
+    assert_account_is_empty(model)

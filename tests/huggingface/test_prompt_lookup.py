@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import compiled_llm
+from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.generate_loop import GenerateLoop
-from compiled_llm_ops.reference.backend import Reference
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
-from support.parity import FEW_PAGES, assert_account_is_empty, greedy, mixed_prompts, next_turn
+from support.huggingface.repeating import repeating
+from support.parity import FEW_PAGES, assert_account_is_empty, greedy, next_turn
 from support.tiny_models import tiny_qwen3
 
 LENGTHS = [[7], [5, 9], [3, 8, 4], [6, 2, 9, 5, 7, 3, 8, 4]]
@@ -28,14 +29,6 @@ def plain() -> PreTrainedModel:
 
 def wrapped(**options: Any) -> PreTrainedModel:
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**FEW_PAGES, "mode": "eager", **options})
-
-
-def repeating(lengths: list[int], seed: int) -> dict[str, Tensor]:
-    """Prompts that repeat themselves, some padded on the left."""
-    inputs = mixed_prompts(lengths, 128, seed)
-    for row in inputs["input_ids"]:
-        row[-4:-2] = row[-2:]
-    return {name: torch.cat([own, own], dim=1) for name, own in inputs.items()}
 
 
 @pytest.mark.drawn
@@ -111,6 +104,7 @@ def test_a_streamer_and_criteria_see_each_token_as_without_drafts(plain: Any, se
         seen[number or 0] = streamer.given, lengths
         assert streamer.ended
     assert seen[0] == seen[6]
+    assert model.compiled.stats().generate_calls == {"fast loop": 2}
     assert seen[6][1] == list(range(13, 31))
     assert_account_is_empty(model)
 
@@ -145,25 +139,15 @@ def test_embeddings_are_not_searched_and_their_answers_are(plain: Any, seed: int
     torch.testing.assert_close(greedy(model, options, 25, prompt_lookup_num_tokens=4), greedy(plain, options, 25))
 
 
-@pytest.mark.parametrize(
-    "more", [{"output_scores": True, "return_dict_in_generate": True}, {"typical_p": 0.9, "do_sample": True}]
-)
-def test_what_steps_with_drafts_cannot_do_is_huggingfaces_loop(more: dict[str, Any], seed: int) -> None:
-    model, inputs = wrapped(), repeating([6], seed)
-    model.generate(**inputs, **{"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3, **more})
-    assert model.compiled.stats().generate_calls == {"compiled forward": 1}
-
-
-@pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("options", [{}, {"batch_invariant": True, "mode": "compile"}], ids=["planned", "invariant"])
-def test_planned_steps_and_batch_invariant_ones_leave_drafts_to_huggingface(
-    options: dict[str, Any], plain: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("free", [10, 10_000])
+def test_too_little_memory_for_texts_is_huggingfaces_loop(
+    free: int, plain: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not options:
-        monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
-    model, inputs = wrapped(**options), repeating([6], seed)
+    model, inputs = wrapped(), repeating([6], seed)
+    greedy(model, inputs, 2)
+    monkeypatch.setattr(texts, "free_bytes", lambda device: free * 1000)
     torch.testing.assert_close(greedy(model, inputs, 12, prompt_lookup_num_tokens=3), greedy(plain, inputs, 12))
-    assert model.compiled.stats().generate_calls == {"compiled forward": 1}
+    assert ("compiled forward" in model.compiled.stats().generate_calls) is (free == 10)
 
 
 def test_more_than_seven_are_cut_to_seven_which_is_said_once(
@@ -176,10 +160,3 @@ def test_more_than_seven_are_cut_to_seven_which_is_said_once(
                 greedy(model, inputs, 20, prompt_lookup_num_tokens=12), greedy(plain, inputs, 20)
             )
     assert len([record for record in caplog.records if "prompt_lookup_num_tokens=12" in record.getMessage()]) == 1
-
-
-def test_a_number_that_is_impossible_is_huggingfaces_error(seed: int) -> None:
-    model, inputs = wrapped(), repeating([6], seed)
-    with pytest.raises(ValueError, match="num_output_tokens"):
-        greedy(model, inputs, 5, prompt_lookup_num_tokens=0)
-    assert_account_is_empty(model)

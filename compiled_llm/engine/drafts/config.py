@@ -86,5 +86,5 @@ def check_model(backend: str, batch_invariant: bool, kinds: list[FoundKind]) -> 
             'speculative_config with a model that is wrapped with backend="flashinfer": its steps are planned from '
             'exact lengths, which only the device knows while it checks guesses; wrap with backend="auto"'
         )
-    if (refused := refusal(kinds, "speculative_config", "speculative_config")) is not None:
+    if (refused := refusal(kinds, "drafts", "speculative_config")) is not None:
         raise ValueError(refused)

@@ -14,10 +14,14 @@ from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Tap
+from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.part import Drafts, DraftSettings
+from compiled_llm.execution.drafts.texts import texts_of
+from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.row import Row
+from compiled_llm.model.sizes import max_positions_of
 
 logger = logging.getLogger("compiled_llm.engine")
 
@@ -95,6 +99,19 @@ class EngineDrafts:
 
 def _settings(config: SpeculativeConfig) -> DraftSettings:
     return DraftSettings(config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min)
+
+
+def check_memory(runtime: Runtime, rows: int) -> None:
+    """Raise ValueError if memory lacks for the texts of so many rows, as far as that is known now."""
+    lifecycle, model = runtime.runner_lifecycle, runtime.facts.model
+    rows, present = max(rows, lifecycle.rows), lifecycle.present
+    try:
+        if present is not None and present.config.max_batch_size >= rows:
+            texts_of(present)
+        else:
+            texts.check_memory(runtime.config, rows, max_positions_of(model), model.device)
+    except ValueError as error:
+        raise ValueError(f"speculative_config: {error}") from error
 
 
 def prepare(model_runner: ModelRunner, config: SpeculativeConfig, rows: Iterable[int], report: Report) -> None:

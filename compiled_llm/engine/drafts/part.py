@@ -12,8 +12,16 @@ from compiled_llm.engine.drafts.config import SpeculativeConfig as SpeculativeCo
 if TYPE_CHECKING:
     from compiled_llm.engine.drafts.engine_drafts import EngineDrafts
     from compiled_llm.engine.steps.loop import LoopSettings
+    from compiled_llm.execution.lifecycle.runtime import Runtime
     from compiled_llm.execution.lifecycle.warmup import Report
     from compiled_llm.execution.model_runner import ModelRunner
+
+
+def check_memory(runtime: Runtime, rows: int) -> None:
+    """Raise ValueError if memory lacks for the texts of so many rows, as far as that is known now."""
+    from compiled_llm.engine.drafts.engine_drafts import check_memory
+
+    check_memory(runtime, rows)
 
 
 def drafts_of(model_runner: ModelRunner, settings: LoopSettings) -> EngineDrafts:

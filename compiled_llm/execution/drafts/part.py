@@ -14,11 +14,10 @@ from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Tap
 from compiled_llm.execution.drafts.costs import Costs
 from compiled_llm.execution.drafts.rule import Rule
-from compiled_llm.execution.drafts.texts import Texts
+from compiled_llm.execution.drafts.texts import Texts, texts_of
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.sizes import matrix_bytes
-from compiled_llm_ops import build_sampling
 
 _COMPILED = ("compiled", "capturing", "ready", "evicted", "failed")
 """States of steps for which nothing has to be compiled."""
@@ -61,11 +60,7 @@ class Drafts:
         Raises:
             ValueError: there is too little memory for the texts.
         """
-        texts = model_runner.parts.get("drafts")
-        if texts is None:
-            texts = model_runner.parts["drafts"] = Texts(model_runner.state)
-            dtype = model_runner.state.facts.model.dtype
-            build_sampling(model_runner.vocabulary, dtype, model_runner.device, before=True)
+        texts = texts_of(model_runner)
         self.texts, self.most, self._text_of = texts, settings.num_speculative_tokens, text_of
         self._lookup = settings.prompt_lookup_max, settings.prompt_lookup_min
         self.name = name or "ngram"

@@ -12,9 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm.config import WrapConfig
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.runner_state import RunnerState
-from compiled_llm.kvcache.memory import mark_static
+from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW
+from compiled_llm.kvcache.memory import free_bytes, mark_static, room_of
 from compiled_llm.kvcache.row import Row
+from compiled_llm_ops import build_sampling
 
 UNKNOWN = -1
 """Stands for a token of which only the embedding is known."""
@@ -38,16 +42,14 @@ class Texts:
         self._deferring, self._padding = slots.deferring, slots.padding
         longest = min(state.max_positions, state.pool.tokens_in(state.pool.total))
         shape, device = (slots.padding + 1, longest), state.device
+        _check_room(shape, device, free_bytes(device))
         try:
             with torch.inference_mode(False):
                 self.tokens = mark_static(torch.full(shape, UNKNOWN, dtype=torch.int32, device=device))
                 columns = (torch.zeros(shape[0], dtype=torch.int32, device=device) for _ in range(3))
                 self.limits, self.longest, self.shortest = map(mark_static, columns)
         except torch.OutOfMemoryError as error:
-            raise ValueError(
-                f"drafts: the texts of {shape[0]} rows of up to {longest} tokens take {4 * shape[0] * longest} bytes, "
-                "and the device has fewer left; wrap with a smaller max_batch_size or kv_memory"
-            ) from error
+            raise ValueError(_too_large(shape, device, free_bytes(device))) from error
         self._numbers = np.zeros((3, shape[0]), dtype=np.int32)  # what the three columns have
         # of each slot, the row's number, and how many tokens were uploaded
         self._there: dict[int, tuple[int, int]] = {}
@@ -85,3 +87,36 @@ class Texts:
         """Upload the whole texts of rows again: they do not go on from what is there."""
         numbers = {row.number for row in rows}
         self._there = {slot: entry for slot, entry in self._there.items() if entry[0] not in numbers}
+
+
+def texts_of(model_runner: ModelRunner) -> Texts:
+    """Return the texts of a model's rows, allocated when they are first asked for; ValueError as ``Texts``."""
+    texts = model_runner.parts.get("drafts")
+    if texts is None:
+        texts = model_runner.parts["drafts"] = Texts(model_runner.state)
+        dtype = model_runner.state.facts.model.dtype
+        build_sampling(model_runner.vocabulary, dtype, model_runner.device, before=True)
+    return cast(Texts, texts)
+
+
+def check_memory(config: WrapConfig, rows: int, max_positions: int, device: torch.device) -> None:
+    """Raise ValueError if the texts of so many rows will find too little memory beside pages that are not there yet."""
+    longest, left = room_of(config, device, max_positions)
+    _check_room((SLOTS_FOR_A_ROW * rows + 1, longest), device, left)
+
+
+def _check_room(shape: tuple[int, int], device: torch.device, left: int) -> None:
+    if _nbytes(shape) > left:
+        raise ValueError(_too_large(shape, device, left))
+
+
+def _too_large(shape: tuple[int, int], device: torch.device, left: int) -> str:
+    return (
+        f"the texts that drafts are looked up in, of {shape[0]} slots and up to {shape[1]} tokens, take "
+        f"{_nbytes(shape)} bytes, and {max(0, left)} are left on {device}; wrap with a smaller kv_memory or "
+        "max_batch_size, or leave drafts out"
+    )
+
+
+def _nbytes(shape: tuple[int, int]) -> int:
+    return 4 * shape[0] * (shape[1] + 3)

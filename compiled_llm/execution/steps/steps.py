@@ -161,7 +161,7 @@ class Steps:
                 "be planned; wrap with a larger prefill_tokens"
             )
         given = f"{new_tokens} new tokens for each row"
-        if (refused := refusal(self._state.facts.kinds, "several_tokens", given)) is not None:
+        if (refused := refusal(self._state.facts.kinds, "drafts", given)) is not None:
             raise ValueError(refused)
         scores = self._state.scores
         if scores is not None and (needed := scores.of_decode(step.rows, new_tokens)) > scores.limit:
