@@ -270,7 +270,7 @@ def test_a_launch_serves_rows_of_one_kind_and_leaves_the_others_as_they_are(samp
 
 
 @interpreted
-@pytest.mark.parametrize("width", [1, 3, 7])
+@pytest.mark.parametrize("width", [3, 7])
 def test_tokens_that_tables_lack_are_seen_as_on_the_cpu_and_nothing_is_counted(width: int, seed: int) -> None:
     settings = [own for own in SETTINGS if own.adjustments] + [Sampling(temperature=0.0), COUNTING]
     logits, seeds = torch.randn(len(settings), 777), some_seeds(len(settings))
@@ -283,6 +283,20 @@ def test_tokens_that_tables_lack_are_seen_as_on_the_cpu_and_nothing_is_counted(w
     given.counts[:, 3] -= 32760
     assert torch.equal(given.counts, tables[0])
     assert torch.equal(given.recent, tables[1])
+
+
+@interpreted
+def test_penalties_reach_tokens_that_tables_lack_at_both_ends_of_a_block() -> None:
+    """Of a tile, and of what one program reads; the other token of a pair, which is next to it, comes second."""
+    likely = torch.tensor([0, 62, 63, 64, 65, 126, 2046, 2047, 2048, 2049, 2099, 2098])
+    second, rows = torch.where(likely % 64 == 63, likely - 1, likely + 1).clamp(max=2099), torch.arange(12)
+    second[-2] = 2097
+    logits = torch.zeros(12, 2100)
+    logits[rows, likely], logits[rows, second] = 3.0, 2.0
+    for temperature in (0.0, 0.01):
+        given = arguments(logits, some_seeds(12), [Sampling(temperature=temperature, presence_penalty=2.0)] * 12)
+        before = torch.stack([torch.full((12,), -1), likely], 1)
+        assert launch(*given._replace(before=before)).tolist() == second.tolist()
 
 
 @interpreted

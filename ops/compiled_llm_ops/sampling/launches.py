@@ -75,6 +75,8 @@ def _check(args: SampleTokens) -> None:
             )
     if (before := args.before) is not None and (before.dim(), before.dtype, len(before)) != (2, torch.int64, rows):
         raise ValueError(f"sample_tokens: before must be [{rows}, n] int64; got {list(before.shape)} {before.dtype}")
+    if before is not None and before.shape[1] > MAX_FOLLOWED:
+        raise ValueError(f"sample_tokens: before must have at most {MAX_FOLLOWED} tokens; got {before.shape[1]}")
 
 
 def _shapes(rows: int, entries: int, vocabulary: int) -> dict[str, tuple[list[int], torch.dtype]]:

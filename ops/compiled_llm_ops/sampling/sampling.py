@@ -92,8 +92,8 @@ def sample_tokens(args: SampleTokens) -> Tensor:
         recent: ``[X, MAX_FOLLOWED + 1]`` int32, written: the row's token at each position modulo that number, or -1.
         deferred: sample the rows that are ``DEFERRED``, in place of all others.
         before: ``[B, n]`` int64, tokens that stand before the sampled one and that the tables lack, the latest first,
-            -1 for none: penalties and biases see them. No sampled token is counted or remembered then, and several
-            rows may have one slot. None if the tables have all.
+            -1 for none; n is at most ``MAX_FOLLOWED``. Penalties and biases see them. No sampled token is counted or
+            remembered then, and several rows may have one slot. None if the tables have all.
 
     Returns:
         ``[B]`` int64; ``NOT_A_TOKEN`` for a row that is left out, and for one that is drawn and whose logits are NaN,

@@ -105,5 +105,5 @@ def block_of(source, lists, first, listed: tl.constexpr, block: tl.constexpr):
         scores = tl.load(lists[1] + own * ROOM + entry, mask=exists, other=float("-inf"))
     else:
         token = first + lane
-        scores = scores_of(source, token)
+        scores = scores_of(source, token, first)
     return token, scores

@@ -159,7 +159,7 @@ def _summarise_for_sampling(
     )  # fmt: skip
     if is_served(source, deferred):
         span = tl.program_id(1)
-        scores = scores_of(source, span * _SPAN + tl.arange(0, _SPAN))
+        scores = scores_of(source, span * _SPAN + tl.arange(0, _SPAN), span * _SPAN)
         scores = tl.reshape(scores, (_SPAN // _TILE, _TILE))
         peak = tl.max(scores, axis=1)
         # A tile that is -inf throughout would become NaN: -inf - -inf.
@@ -268,7 +268,7 @@ def _weigh(source, scores, peak, above):
     size = tl.cdiv(tl.cdiv(vocabulary, PARTS), PART_CHUNK) * PART_CHUNK
     masses = tl.zeros((_PROPOSALS, PART_CHUNK), tl.float32)
     for start in range(part * size, tl.minimum((part + 1) * size, vocabulary), PART_CHUNK):
-        others = scores_of(source, start + tl.arange(0, PART_CHUNK))
+        others = scores_of(source, start + tl.arange(0, PART_CHUNK), start)
         masses += tl.where(others[None, :] > scores[:, None], tl.exp(others - peak)[None, :], 0.0)
     tl.store(above + part * _PROPOSALS + tl.arange(0, _PROPOSALS), tl.sum(masses, axis=1))
 
@@ -346,7 +346,7 @@ def _first_of_largest(source, tops, peak, padded_tiles: tl.constexpr):
     """Return the first token of all that score ``peak``."""
     tile = tl.min(tl.where(tops >= peak, tl.arange(0, padded_tiles), padded_tiles), axis=0)
     lane = tl.arange(0, _TILE)
-    scores = scores_of(source, tile * _TILE + lane)
+    scores = scores_of(source, tile * _TILE + lane, tile * _TILE)
     return tile * _TILE + tl.min(tl.where(scores >= peak, lane, _TILE), axis=0)
 
 
@@ -357,7 +357,7 @@ def _first_nan(source, otherwise):
     first, lane = vocabulary, tl.arange(0, _CHUNK)
     for start in range(0, vocabulary, _CHUNK):
         token = start + lane
-        logits = logits_of(source, token)
+        logits = logits_of(source, token, start)
         first = tl.minimum(first, tl.min(tl.where(logits != logits, token, vocabulary), axis=0))
     return tl.where(first < vocabulary, first, otherwise)
 
@@ -408,7 +408,7 @@ def _first_of_best(leads, leaders):
 def _winner_of_tile(source, race, tile, smallest):
     """Return the token that gets furthest, of those of a tile from ``smallest`` on."""
     token = tile * _TILE + tl.arange(0, _TILE)
-    scores = scores_of(source, token)
+    scores = scores_of(source, token, tile * _TILE)
     leads = scores - race[2] - log_exponentials_of_tokens(race[0], race[1], token, race[4])
     _, winner = _first_of_best(tl.where(scores >= smallest, leads, float("-inf")), token)
     return winner

@@ -68,15 +68,16 @@ def filters_of(top_k, top_p, min_p, slot, vocabulary):
 
 
 @triton.jit
-def scores_of(source, token):
+def scores_of(source, token, first=None):
     """Return float32 scores of one row's tokens: -inf if there is no such token, +inf for NaN."""
+    # ``first`` is the least of the tokens, if they are neighbours.
     # +inf makes the row's largest score infinite, by which the row is recognised as one that cannot be drawn from.
-    scores = logits_of(source, token) * source[3]
+    scores = logits_of(source, token, first) * source[3]
     return tl.where(scores < float("inf"), scores, float("inf"))
 
 
 @triton.jit
-def logits_of(source, token):
+def logits_of(source, token, first=None):
     """Return float32 logits of one row's tokens, as its settings change them; -inf if there is no such token."""
     mask = token < source[2]
     logits = tl.load(source[0] + token, mask=mask, other=float("-inf")).to(tl.float32)
@@ -85,7 +86,7 @@ def logits_of(source, token):
         if adjustments >= _BIASED:
             logits = _biased(logits, token, source)
         if (adjustments & _COUNTED) != 0:
-            logits = _penalised(logits, source, token)
+            logits = _penalised(logits, source, token, first)
         if (adjustments & _CLEANED) != 0:
             logits = tl.where(logits == logits, tl.minimum(tl.maximum(logits, -_HUGE), _HUGE), 0.0)
             logits = tl.where(mask, logits, float("-inf"))
@@ -146,18 +147,29 @@ def _entries_below(biases, count, token):
 
 
 @triton.jit
-def _penalised(logits, source, token):
+def _penalised(logits, source, token, first):
     """Apply the penalties for tokens of the prompt, and for sampled ones."""
     repetition, presence, frequency = tl.load(source[5]), tl.load(source[6]), tl.load(source[7])
     counts = tl.load(source[8] + token, mask=token < source[2], other=0)
-    if source[12] is not None:
+    if _may_have_drafts(source, token, first):
         for back in range(source[13]):
-            more = (token == tl.load(source[12] + back)) & (counts < _MAX_COUNTED - 1)
+            more = (token == tl.load(source[12] + back).to(tl.int32)) & (counts < _MAX_COUNTED - 1)
             counts = tl.where(more, counts + 2, counts)
     repeated = tl.where(logits < 0, logits * repetition, logits * (1.0 / repetition))
     logits = tl.where(counts != 0, repeated, logits)
     times = counts >> 1
     return logits - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
+
+
+@triton.jit
+def _may_have_drafts(source, token, first):
+    """Return whether tokens that the tables lack may be among these: few of a row's blocks of neighbours have any."""
+    may = source[13] > 0
+    if first is not None:
+        back = tl.arange(0, _MAX_FOLLOWED + 1)
+        draft = tl.load(source[12] + back, mask=back < source[13], other=-1)
+        may = tl.max(((draft >= first) & (draft < first + token.shape[0])).to(tl.int32), axis=0) != 0
+    return may
 
 
 @triton.jit
