@@ -24,16 +24,21 @@ FEATURES = {
     "drafts": _modules("compilation.drafts", "execution.drafts.part", "engine.drafts.part", "huggingface.drafts"),
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],
-    "images": _modules("engine.images.part", "server.images.part"),
     "structured_outputs": ["compiled_llm.engine.grammars.part"],
 }
 """The modules of each, by the option or the layers that ask for it: one in each room that has a part of it."""
+
+LATE_FEATURES = {
+    "images": _modules("engine.images.part", "server.images.part"),
+}
+"""Those of which nothing is imported before a request asks for it."""
 
 
 @cache
 def feature(name: str, room: str) -> Any:
     """Import the module of a feature in a room, and return it; None if the feature was taken out, or has none there."""
-    here = (module for module in FEATURES.get(name, ()) if module.split(".")[1] == room)
+    modules = FEATURES.get(name, LATE_FEATURES.get(name, ()))
+    here = (module for module in modules if module.split(".")[1] == room)
     return next(map(import_module, here), None)
 
 
@@ -45,5 +50,5 @@ def needed(name: str, room: str) -> Any:
 
 def check_has(name: str, asked: str) -> None:
     """Raise ValueError if a feature was taken out that an option, ``asked``, needs."""
-    if name not in FEATURES:
+    if name not in FEATURES and name not in LATE_FEATURES:
         raise ValueError(f"{asked}: this copy of compiled_llm has no {name}; leave it out")

@@ -74,6 +74,7 @@ class Engine:
         watch_model: bool = True,
         tokenizer_eos: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
+        mm_encoder_cache_gb: float = 0.25,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -116,6 +117,9 @@ class Engine:
                 of the request itself; ``num_speculative_tokens``, how many are guessed at most, 1 to 7 (7); and how
                 many of the last tokens are searched for in the text before them, ``prompt_lookup_max`` (4) to
                 ``prompt_lookup_min`` (1). None for no guesses.
+            mm_encoder_cache_gb: how much device memory may keep what encoders have made of pictures, in GiB, beside
+                that of pages: a picture that comes again after other text is not encoded again. The least recently
+                used go first, and all of it with ``sleep``; ``stats().memory`` of the model counts it.
 
         Raises:
             TypeError: the model is not wrapped, or it is a ``PeftModel`` around one that is.
@@ -133,6 +137,7 @@ class Engine:
             mixed=mixed,
             admission=admission,
             grammar_timeout=grammar_timeout,
+            mm_encoder_cache_gb=mm_encoder_cache_gb,
         )
         if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
             raise ValueError(f"max_model_len={max_model_len}: exceeds the model's {positions} positions")
@@ -151,7 +156,7 @@ class Engine:
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
-        self._max_queue = max_queue
+        self._max_queue, self._encoder_cache = max_queue, int(mm_encoder_cache_gb * 2**30)
         settings = LoopSettings(
             *(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission),
             *(speculation, max_model_len),
@@ -281,7 +286,10 @@ class Engine:
         if shows_images(prompt):
             if enter is not None:
                 raise ValueError("hidden_states, emitted: there are none of a prompt with pictures; leave them out")
-            images = needed("images", "engine").images_of(prompt, self._processor, params, model_runner)
+            salt = waiting.get("salt")
+            images = needed("images", "engine").images_of(
+                *(prompt, self._processor, params, model_runner, salt, self._encoder_cache)
+            )
         requests = requests_for(
             prompt,
             params,

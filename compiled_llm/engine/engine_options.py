@@ -88,5 +88,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "mixed": (lambda value: value == "auto" or isinstance(value, bool), 'True, False or "auto"'),
     "admission": (_is_admission, f"one of {', '.join(POLICIES)}, or an object with a method plan(state)"),
     "grammar_timeout": (is_positive, "seconds above 0"),
+    "mm_encoder_cache_gb": (lambda value: is_positive(value) or value == 0, "GiB, 0 for none"),
 }
 """For each option, whether a value is one, and what an error tells the user to give."""

@@ -387,6 +387,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graph_manager.has_pages = False
+        self.prefixes.clear()  # with what is kept beside them
         self.state.kv_memory.give_back()
 
     def take_pages_again(self) -> None:

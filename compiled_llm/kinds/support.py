@@ -32,7 +32,7 @@ Cell = Works | No
 FEATURES = (
     *("kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "backend", "page_size"),
     *("window", "soft_cap", "captured_prefills", "drafts"),
-    *("left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache", "stepped_cache"),
+    *("images", "left_padding", "prefix_cache", "crop", "dynamic_cache", "static_cache", "stepped_cache"),
 )
 """Columns: options of `wrap` and `Engine`, then what layers, steps and caches have or do."""
 
@@ -56,6 +56,10 @@ class FoundKind(NamedTuple):
 
 YES, ASKED, ORIGINAL, UNCAPTURED = Works
 _NO_KERNEL = No("and there is no such kernel for them")
+_NOT_TAKEN = No(
+    "and engines do not take over what HuggingFace's cache keeps of that",
+    "model.generate takes what the model's processor returns",
+)
 _UNWRAPPED = No("and there is no such kernel for them", "it stays usable unwrapped")
 
 
@@ -66,7 +70,7 @@ def _all(cell: Cell, *features: str) -> dict[str, Cell]:
 _PLAIN = {
     **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size", "crop"),
     **_all(YES, "captured_prefills", "drafts", "left_padding", "prefix_cache"),
-    **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
+    **_all(YES, "images", "dynamic_cache", "static_cache", "stepped_cache"),
     **_all(ASKED, "backend", "window", "soft_cap"),
 }
 FULL = Support("full attention", "attention layer {number} reads all keys", _PLAIN)
@@ -80,7 +84,7 @@ UNEVEN = Support(
         "batch_invariant": _NO_KERNEL,
         **_all(YES, "cascade", "mixed", "check_pages", "variants", "page_size", "crop", "captured_prefills", "drafts"),
         **_all(YES, "left_padding", "prefix_cache"),
-        **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
+        **_all(YES, "images", "dynamic_cache", "static_cache", "stepped_cache"),
         **_all(ASKED, "backend", "window", "soft_cap"),
     },
 )
@@ -93,7 +97,7 @@ LATENT = Support(
         "variants": No("which variants do not read", "leave it out"),
         **_all(YES, "batch_invariant", "mixed", "check_pages", "page_size", "captured_prefills", "drafts"),
         **_all(YES, "crop", "left_padding", "prefix_cache"),
-        **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
+        **_all(YES, "images", "dynamic_cache", "static_cache", "stepped_cache"),
         "backend": ASKED,
     },
 )
@@ -105,6 +109,7 @@ CHOSEN_LATENTS = Support(
         "batch_invariant": _NO_KERNEL,
         "backend": No("which no plan knows"),
         "captured_prefills": UNCAPTURED,
+        "images": _NOT_TAKEN,
         "static_cache": ORIGINAL,
     },
 )
@@ -123,6 +128,7 @@ BLOCKS = Support(
         "stepped_cache": YES,
         **_all(ASKED, "window", "soft_cap"),
         "captured_prefills": UNCAPTURED,
+        "images": _NOT_TAKEN,
         **_all(ORIGINAL, "left_padding", "static_cache"),
     },
 )
@@ -134,7 +140,7 @@ VARIANT = Support(
         "soft_cap": No("which has no cap beside its own function", "write the cap into that"),
         **_all(YES, "kv_dtype", "mixed", "check_pages", "variants", "page_size", "captured_prefills", "drafts"),
         **_all(YES, "left_padding", "prefix_cache", "crop"),
-        **_all(YES, "dynamic_cache", "static_cache", "stepped_cache"),
+        **_all(YES, "images", "dynamic_cache", "static_cache", "stepped_cache"),
         **_all(ASKED, "backend", "window"),
     },
 )
@@ -149,7 +155,7 @@ RECURRENT = Support(
         ),
         **_all(YES, "kv_dtype", "batch_invariant", "cascade", "mixed", "check_pages", "variants", "page_size"),
         **_all(YES, "captured_prefills", "backend", "window", "soft_cap", "left_padding", "prefix_cache"),
-        **_all(YES, "dynamic_cache", "static_cache"),
+        **_all(YES, "images", "dynamic_cache", "static_cache"),
         **_all(ORIGINAL, "stepped_cache"),
     },
 )

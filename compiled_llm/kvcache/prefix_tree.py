@@ -55,6 +55,7 @@ class PrefixTree:
         # how often it was cleared. After new weights, pages that rows had computed with the old ones must not be
         # inserted: a caller remembers in which generation its row began
         self.generation = 0
+        self.cleared: list[Callable[[], None]] = []  # what else is kept of texts, and is forgotten with them
         # The least recently used first, and each node before those above it, so the first one is always a leaf.
         # A node needs no list of its children: they are found by its page, which no other node has.
         self._pages: OrderedDict[_Node, int] = OrderedDict()
@@ -280,6 +281,8 @@ class PrefixTree:
             self._nodes.clear()
             self.generation += 1
             self._pool.uncache(pages)
+            for clear in self.cleared:
+                clear()
 
     def _texts(self, ids: NDArray[np.int64]) -> list[bytes]:
         size = self._pool.page_size

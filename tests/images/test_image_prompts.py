@@ -186,7 +186,8 @@ def test_text_imports_no_decoder_and_no_processor():
     code = (
         "import sys, compiled_llm; from support.engine.tiny_engines import wrapped, greedy\n"
         "with compiled_llm.Engine(wrapped()) as engine: engine.generate([[5, 6]], greedy(3))\n"
-        "print([name for name in sys.modules if name == 'PIL.PngImagePlugin' or 'image_processing' in name])"
+        "print([name for name in sys.modules if name == 'PIL.PngImagePlugin' or 'image_processing' in name "
+        "or name.startswith('compiled_llm.engine.images')])"
     )
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     run = subprocess.run([sys.executable, "-c", code], env=paths, capture_output=True, text=True, check=True)

@@ -133,7 +133,7 @@ FEATURES = {
         "images",
         ("compiled_llm/engine/images", "compiled_llm/server/images"),
         ("images",),
-        'compiled_llm/features.py: "images": ',
+        line='compiled_llm/features.py: "images": ',
         asks="Engine(model()).submit([{'role': 'user', 'content': [{'type': 'image', 'image': 'a.png'}]}])",
     ),
     "structured outputs": Feature(

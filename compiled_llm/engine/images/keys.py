@@ -20,22 +20,31 @@ _NEGATIVE = np.uint64(1 << 63)
 """No token's id is negative, so no key is an id."""
 
 
-def token_keys(ids: NDArray[np.int64], image_token: int, pixels: Mapping[str, Tensor]) -> NDArray[np.int64]:
+def token_keys(
+    ids: NDArray[np.int64], runs: Sequence[NDArray[np.int64]], digests: Sequence[bytes]
+) -> NDArray[np.int64]:
     """Return ``[T]`` int64, a prompt's ids with a negative key in place of each token of a picture.
 
     Args:
         ids: ``[T]`` int64.
-        image_token: the id that tokens of pictures have.
-        pixels: the inputs that pictures are computed from.
+        runs: the places of tokens of pictures.
+        digests: as ``digests_of``.
     """
     keys: NDArray[np.int64] = ids.copy()
-    runs = runs_of(ids, image_token)
-    pictures = _by_picture(pixels, [len(run) for run in runs])
-    if pictures is None:  # nothing says which tokens are of which picture: they are known by all of them together
-        runs, pictures = [np.concatenate(runs)], [dict(pixels)]
-    for run, picture in zip(runs, pictures, strict=True):
-        keys[run] = _keys(picture, len(run))
+    for run, digest in zip(runs if len(digests) == len(runs) else [np.concatenate(runs)], digests, strict=True):
+        keys[run] = _keys(digest, len(run))
     return keys
+
+
+def digests_of(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[bytes]:
+    """Return a hash of 64 bytes of each picture's pixels, or one of all where nothing tells pictures apart.
+
+    Args:
+        pixels: the inputs that pictures are computed from.
+        tokens: how many each of N pictures has.
+    """
+    pictures = _by_picture(pixels, tokens)
+    return [_digest(picture) for picture in ([dict(pixels)] if pictures is None else pictures)]
 
 
 def runs_of(ids: NDArray[np.int64], image_token: int) -> list[NDArray[np.int64]]:
@@ -54,12 +63,16 @@ def patches_of(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[int]
     return patches if _in_proportion(patches, tokens) and sum(patches) == len(values) else None
 
 
-def _keys(picture: Mapping[str, Tensor], tokens: int) -> NDArray[np.int64]:
+def _digest(picture: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.blake2b(digest_size=64)
     for name, tensor in sorted(picture.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    words, places = np.frombuffer(digest.digest(), dtype=np.uint64), np.arange(tokens, dtype=np.uint64)
+    return digest.digest()
+
+
+def _keys(digest: bytes, tokens: int) -> NDArray[np.int64]:
+    words, places = np.frombuffer(digest, dtype=np.uint64), np.arange(tokens, dtype=np.uint64)
     mixed: Any = (words[places % np.uint64(len(words))] ^ (places * _ODD)) | _NEGATIVE
     keys: NDArray[np.int64] = mixed.view(np.int64)
     return keys

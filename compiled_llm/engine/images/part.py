@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,24 +11,28 @@ from torch import Tensor
 
 from compiled_llm.compat.prompt_positions import prompt_positions
 from compiled_llm.engine.images.inputs import inputs_of
-from compiled_llm.engine.images.keys import runs_of, token_keys
-from compiled_llm.engine.images.request_images import ImagesTap, RequestImages
+from compiled_llm.engine.images.keys import digests_of, runs_of, token_keys
+from compiled_llm.engine.images.prompt_encoder import PromptEncoder
+from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.kinds.support import FoundKind, refusal
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.requests.sampling_params import SamplingParams
 
-TAP = ImagesTap
-
 _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
-def images_of(prompt: Any, processor: Any, params: SamplingParams, model_runner: ModelRunner) -> RequestImages:
+def images_of(
+    prompt: Any, processor: Any, params: SamplingParams, model_runner: ModelRunner, salt: Hashable, cache_bytes: int
+) -> RequestImages:
     """Return a prompt with pictures as requests have it.
 
     Args:
         prompt: messages, one of vLLM's dictionaries, or what a processor returned for one prompt.
         processor: the engine's; None if it has none.
+        salt: only requests with an equal one find what this one leaves in caches.
+        cache_bytes: what an engine keeps of encoders' outputs at most.
 
     Raises:
         ValueError: the model has no eyes, the prompt is not one that it can compute, or an option does not go with it.
@@ -51,16 +55,27 @@ def images_of(prompt: Any, processor: Any, params: SamplingParams, model_runner:
     positions = prompt_positions(facts.model_class, _copy(facts), inputs)
     if positions is None:
         raise ValueError("prompt: this version of transformers does not say which positions pictures have; update it")
-    return RequestImages(facts, inputs, positions, token_keys(ids, image_token, pixels), runs)
+    counts = [len(run) for run in runs]
+    digests = digests_of(pixels, counts)
+    encoder = PromptEncoder(pixels, counts, [(salt, digest) for digest in digests], cache_bytes)
+    of_tokens = {name: inputs[name] for name in inputs if name not in pixels}
+    return RequestImages(facts, of_tokens, positions, token_keys(ids, runs, digests), runs, encoder)
+
+
+def check_kinds(kinds: Sequence[FoundKind]) -> None:
+    """Raise ValueError if an engine takes no pictures for a model with such layers."""
+    if (refused := refusal(kinds, "images", "prompt: it has a picture")) is not None:
+        raise ValueError(refused)
 
 
 def _check_model(facts: ModelFacts) -> None:
     name = facts.model_class.__name__
-    if "image" not in getattr(facts.model, "input_modalities", ()):
+    if not hasattr(facts.model_class, "get_image_features"):
         raise ValueError(
             f"prompt: it has a picture, and {name} reads text alone; give text, or serve a model with eyes"
         )
-    if facts.scores is not None or not facts.fills_caches:
+    check_kinds(facts.kinds)
+    if not facts.fills_caches:
         raise ValueError(
             f"prompt: it has a picture, and the engine cannot take over what HuggingFace's cache keeps of {name}; "
             "model.generate takes what the model's processor returns"

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from compiled_llm.engine.device_loss import device_lost
+from compiled_llm.engine.images.encoder_cache import EncoderCache
+from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.resumed import begun_cache, can_resume, encoded
-from compiled_llm.engine.steps.plan import StepPlan
-from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.engine.steps.taps import EngineTap, PlanTap
+from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.steps.taps import PlanTap
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
@@ -49,15 +50,16 @@ class RequestImages:
         positions: Tensor,
         keys: NDArray[np.int64],
         runs: Sequence[NDArray[np.int64]],
+        encoder: PromptEncoder,
     ) -> None:
-        """``inputs`` are what the processor returned for it, and ``positions`` ``[1, T]`` or ``[A, 1, T]``."""
+        """``inputs`` are what the processor returned for its tokens; ``positions`` are ``[1, T]`` or ``[A, 1, T]``."""
         # ``runs`` are the places of tokens of pictures, those next to each other together.
         end = int(runs[-1][-1]) + 1
         self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
         self.keys, self.end = keys, end
-        self._facts = facts
+        self._facts, self._encoder = facts, encoder
         self._inputs, self._runs = _up_to(end, inputs), runs
-        self._can_resume = can_resume(facts, inputs, [len(run) for run in runs])
+        self._can_resume = encoder.patches is not None and can_resume(facts)
         self._positions = positions[..., :end]
         # Of text, all axes have one position: that of the last axis is a token's.
         self._of_tokens: NDArray[np.int64] = positions.reshape(-1, positions.shape[-1])[-1].cpu().numpy()
@@ -72,7 +74,11 @@ class RequestImages:
     def run(
         self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[PlanTap]
     ) -> Tensor:
-        """Fill a row up to the end of the pictures; returns ``[0]`` int64, no token is sampled after them."""
+        """Fill a row up to the end of the pictures; returns ``[0]`` int64, no token is sampled after them.
+
+        Raises:
+            RequestError: HuggingFace's forward has failed; nothing else has.
+        """
         row = cast(Row, extension.row)
         persistent.invalidate_rows([row])
         try:
@@ -80,8 +86,9 @@ class RequestImages:
         except Exception as error:
             if device_lost(error) is not None:
                 raise
-            watch = next(tap for tap in taps if isinstance(tap, _PromptWatch))
-            watch.add(_FailedPrompt(watch.request_of(self, row), error))
+            raise RequestError(
+                f"prompt: HuggingFace's forward of its pictures has failed: {described(error)}"
+            ) from error
         return torch.zeros(0, dtype=torch.int64, device=model_runner.device)
 
     def _fill(self, model_runner: ModelRunner, row: Row) -> None:
@@ -98,13 +105,15 @@ class RequestImages:
         """Return a cache of HuggingFace's, with keys and values ``[1, K, E, D]``, by its own forward."""
         # Layers with windows keep all columns, since rows that begin with a part of these pages may see them; without
         # a config, a cache has no layers for states.
-        model, device, start = self._facts.model, model_runner.device, row.length if self._can_resume else 0
+        device, start = model_runner.device, row.length if self._can_resume else 0
         own: Any = self._facts.model_class
-        given: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in self._inputs.items()}
+        model = self._encoder.encoding(self._facts.model, EncoderCache.of(model_runner))
+        of_tokens = {name: tensor[:, start:].to(device, non_blocking=True) for name, tensor in self._inputs.items()}
+        given: dict[str, Any] = {**of_tokens, **self._encoder.inputs(device)}
         with torch.no_grad(), self._facts.attention.original():
             if start:
                 cache = begun_cache(model_runner.state, row)
-                given = {**_without_pixels(given, start), **encoded(model, given, self._runs, start)}
+                given = {**of_tokens, **encoded(model, given, self._encoder.patches or [], self._runs, start)}
             else:
                 cache = DynamicCache(config=model.config) if self._facts.states else DynamicCache()
             ids = given.pop("input_ids")
@@ -123,48 +132,6 @@ class RequestImages:
         return cache
 
 
-class _FailedPrompt(NamedTuple):
-    """A prompt that HuggingFace's forward has not computed."""
-
-    request: Request
-    error: Exception
-
-    def hand_out(self) -> Mapping[Request, RequestError]:
-        failure = RequestError(f"prompt: HuggingFace's forward of its pictures has failed: {described(self.error)}")
-        failure.__cause__ = self.error
-        return {self.request: failure}
-
-
-class _PromptWatch(PlanTap):
-    """A watcher of a plan in which prompts with pictures are computed."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        super().__init__()
-        self._requests = requests
-
-    def request_of(self, images: RequestImages, row: Row) -> Request:
-        return next(request for request in self._requests if request.images is images and request.row is row)
-
-
-class ImagesTap(EngineTap):
-    """A watcher of the prompts with pictures of one loop."""
-
-    def of_plan(self, plan: StepPlan) -> PlanTap | None:
-        requests = [chunk.request for chunk in plan.extend if isinstance(chunk.apart, RequestImages)]
-        return _PromptWatch(requests) if requests else None
-
-
 def _up_to(end: int, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs without the tokens after the first E; masks show all tokens, and are left out."""
-    shape = inputs["input_ids"].shape
-    return {
-        name: tensor[:, :end] if tensor.shape == shape else tensor
-        for name, tensor in inputs.items()
-        if name != "attention_mask"
-    }
-
-
-def _without_pixels(inputs: Mapping[str, Tensor], start: int) -> dict[str, Any]:
-    """Return the inputs of the tokens from ``start`` on, and none of pictures."""
-    shape = inputs["input_ids"].shape
-    return {name: tensor[:, start:] for name, tensor in inputs.items() if tensor.shape == shape}
+    """Return the inputs of the first E tokens; masks show all tokens, and are left out."""
+    return {name: tensor[:, :end] for name, tensor in inputs.items() if name != "attention_mask"}

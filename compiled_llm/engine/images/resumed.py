@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache
 
-from compiled_llm.engine.images.keys import patches_of
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.kvcache.row import Row
 from compiled_llm.model.facts import ModelFacts
@@ -24,11 +23,10 @@ from compiled_llm.model.facts import ModelFacts
 _OUTPUTS = "mm_encoder_outputs"
 
 
-def can_resume(facts: ModelFacts, inputs: Mapping[str, Tensor], tokens: Sequence[int]) -> bool:
-    """Whether a prompt can go on after any of its tokens; its pictures have so many ``tokens`` each."""
+def can_resume(facts: ModelFacts) -> bool:
+    """Whether a prompt can go on after any of its tokens, if its pictures are encoded by themselves."""
     takes_outputs = _OUTPUTS in inspect.signature(facts.model_class.forward).parameters
-    plain = not facts.states and all(layer.keys_of is None for layer in facts.layers)
-    return takes_outputs and plain and patches_of(inputs, tokens) is not None
+    return takes_outputs and not facts.states and all(layer.keys_of is None for layer in facts.layers)
 
 
 def begun_cache(state: RunnerState, row: Row) -> DynamicCache:
@@ -41,16 +39,15 @@ def begun_cache(state: RunnerState, row: Row) -> DynamicCache:
 
 
 def encoded(
-    model: Any, inputs: Mapping[str, Tensor], runs: Sequence[NDArray[np.int64]], start: int
+    model: Any, inputs: Mapping[str, Tensor], patches: Sequence[int], runs: Sequence[NDArray[np.int64]], start: int
 ) -> dict[str, dict[str, Any]]:
     """Return what the encoder makes of the tokens of pictures from ``start`` on, as the forward takes it.
 
     Args:
         inputs: ``pixel_values`` ``[P, ...]`` and ``image_grid_thw`` ``[N, 3]`` of all pictures.
+        patches: how many each picture has.
         runs: the places of each picture's tokens.
     """
-    patches = patches_of(inputs, [len(run) for run in runs])
-    assert patches is not None, "such a prompt cannot be resumed"
     first = next(number for number, run in enumerate(runs) if run[-1] >= start)
     pixels, grid = inputs["pixel_values"][sum(patches[:first]) :], inputs["image_grid_thw"][first:]
     outputs = model.get_image_features(pixels, grid, return_dict=True)

@@ -77,6 +77,16 @@ class _Prepared(NamedTuple):
     new_tokens: int = 1  # that each row of ``batch.decode`` feeds in
 
 
+class _FailedChunk(NamedTuple):
+    """A chunk that ran apart, and has failed alone."""
+
+    request: Request
+    error: RequestError
+
+    def hand_out(self) -> dict[Request, RequestError]:
+        return {self.request: self.error}
+
+
 class LoopSettings(NamedTuple):
     """The user's settings of an engine's loop, as of ``Engine``."""
 
@@ -120,6 +130,7 @@ class Loop:
         self._taps = [tap(model_runner, scheduler, logprobs_mode) for tap in engine_taps()]
         self._prepared: _Prepared | None = None  # for the last plan
         self._launched: deque[_Launched] = deque()
+        self._failed: list[_FailedChunk] = []  # of the step that is being launched
         self._late_launch = LateLaunch()
         self._mixed: Mixed = mixed
         self.steps = self.mixed_steps = 0
@@ -303,7 +314,8 @@ class Loop:
     def _note_launched(self, prepared: _Prepared, readbacks: list[Any], timer: DeviceTimer | None) -> None:
         plan, sampled, batch, _, taps, constrained, new_tokens = prepared
         late = None if constrained is None else LateSampling(constrained, taps)
-        arriving = [each for tap in taps for each in tap.taken()]
+        failed, self._failed = self._failed, []
+        arriving = [*(each for tap in taps for each in tap.taken()), *failed]
         accepted = readbacks.pop(0) if new_tokens > 1 else None
         self._launched.append(_Launched(plan, sampled, readbacks, timer, arriving, late, batch.mixed, accepted))
 
@@ -315,7 +327,10 @@ class Loop:
             output = self.model_runner.run(batch, self._persistent)
             yield output.tokens, output.accepted
         for chunk in prepared.apart:
-            yield chunk.apart.run(self.model_runner, self._persistent, chunk.extension, prepared.taps), None
+            try:
+                yield chunk.apart.run(self.model_runner, self._persistent, chunk.extension, prepared.taps), None
+            except RequestError as error:  # it fails alone, once the tokens of others are read
+                self._failed.append(_FailedChunk(chunk.request, error))
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""

@@ -1,0 +1,133 @@
+"""The encoder of one prompt's pictures: HuggingFace's, for those of which a cache has nothing."""
+
+# HuggingFace's forward asks ``get_image_features`` of the module inside it; a shallow copy of that has ours. Shapes: N
+# pictures, P patches.
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.engine.images.encoder_cache import EncoderCache, Features
+from compiled_llm.engine.images.keys import patches_of
+from compiled_llm.model.shallow_copies import shallow_copy, with_another
+
+_UNREAD = frozenset({"last_hidden_state", "hidden_states", "attentions"})
+"""Fields of what encoders return that the rest of a model does not read."""
+
+
+class PromptEncoder:
+    """The encoder of one prompt's pictures.
+
+    Attributes:
+        patches: how many each of N pictures has; None if they are encoded all together.
+    """
+
+    def __init__(
+        self, pixels: Mapping[str, Tensor], tokens: Sequence[int], keys: Sequence[Hashable], limit: int
+    ) -> None:
+        """``pixels`` are the inputs of N pictures, known to a cache of ``limit`` bytes by N ``keys``, or by one."""
+        self._pixels, self._keys, self._limit = pixels, keys, limit
+        self.patches = patches_of(pixels, tokens) if len(pixels) == 2 else None
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the inputs of pictures as the forward gets them; pixels of those with patches come when missed."""
+        moved = {
+            name: tensor.to(device, non_blocking=True)
+            for name, tensor in self._pixels.items()
+            if self.patches is None or name != "pixel_values"
+        }
+        if self.patches is not None:
+            pixels = self._pixels["pixel_values"]
+            moved["pixel_values"] = torch.zeros((), dtype=pixels.dtype, device=device).expand(pixels.shape)
+        return moved
+
+    def encoding(self, model: Any, cache: EncoderCache) -> Any:
+        """Return a copy of a model whose encoder this is."""
+        path = ("model",) if "model" in model._modules else ()
+        return with_another(model, path, lambda inner: self._encoding(inner, cache))
+
+    def _encoding(self, inner: Any, cache: EncoderCache) -> Any:
+        compute = getattr(inner, "get_image_features", None)
+        if compute is None:
+            return shallow_copy(inner)
+        names, generation = inspect.signature(compute), cache.generation
+
+        def get_image_features(*arguments: Any, **options: Any) -> Any:
+            given = names.bind(*arguments, **options)
+            if self.patches is None:
+                return self._of_all(lambda: compute(*arguments, **options), cache, generation)
+            return self._of_each(given, compute, cache, generation)
+
+        return shallow_copy(inner, get_image_features=get_image_features)
+
+    def _of_all(self, compute: Callable[[], Any], cache: EncoderCache, generation: int) -> Any:
+        if (found := cache.get(key := tuple(self._keys))) is not None:
+            return found.kind(**found.fields)
+        made = compute()
+        if isinstance(made, Mapping) and made.get("pooler_output") is not None:
+            fields = {name: _owned(value) for name, value in made.items() if name not in _UNREAD}
+            cache.put(key, Features(type(made), fields), self._limit, generation)
+        return made
+
+    def _of_each(
+        self, given: inspect.BoundArguments, compute: Callable[..., Any], cache: EncoderCache, generation: int
+    ) -> Any:
+        """Compute the last pictures, of which the grid has so many, and only those that are missed."""
+        grid = given.arguments["image_grid_thw"]
+        asked = self._keys[len(self._keys) - len(grid) :]
+        found = {key: features for key in dict.fromkeys(asked) if (features := cache.get(key)) is not None}
+        missed = [key for key in dict.fromkeys(asked) if key not in found]
+        if missed:
+            given.arguments.update(self._pixels_of([self._keys.index(key) for key in missed], grid.device))
+            for key, features in zip(missed, _apart(compute(*given.args, **given.kwargs)), strict=True):
+                found[key] = features
+                cache.put(key, features, self._limit, generation)
+        return _joined([found[key] for key in asked])
+
+    def _pixels_of(self, numbers: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        assert self.patches is not None, "such pictures are encoded together"
+        pixels = self._pixels["pixel_values"].split(self.patches)
+        grid = self._pixels["image_grid_thw"]
+        return {
+            "pixel_values": torch.cat([pixels[number] for number in numbers]).to(device, non_blocking=True),
+            "image_grid_thw": torch.stack([grid[number] for number in numbers]).to(device, non_blocking=True),
+        }
+
+
+def _apart(made: Any) -> Iterator[Features]:
+    """Yield what an encoder returned, by picture, each in the form of all: its output, and that of some layers."""
+    pooled: Sequence[Tensor] = made["pooler_output"]
+    layers, tokens = made.get("deepstack_features"), [len(own) for own in pooled]
+    for number, own in enumerate(pooled):
+        fields: dict[str, Any] = {"pooler_output": [_owned(own)]}
+        if layers is not None:  # they are lists by picture from transformers 5.24 on
+            fields["deepstack_features"] = [
+                _owned(layer.split(tokens)[number]) if isinstance(layer, Tensor) else [_owned(layer[number])]
+                for layer in layers
+            ]
+        yield Features(type(made), fields)
+
+
+def _joined(pictures: Sequence[Features]) -> Any:
+    """Return what an encoder would return for these pictures together."""
+    joined = {"pooler_output": [own.fields["pooler_output"][0] for own in pictures]}
+    if "deepstack_features" in pictures[0].fields:
+        layers = zip(*(own.fields["deepstack_features"] for own in pictures), strict=True)
+        joined["deepstack_features"] = [
+            torch.cat(layer) if isinstance(layer[0], Tensor) else [own[0] for own in layer] for layer in layers
+        ]
+    return pictures[0].kind(**joined)
+
+
+def _owned(value: Any) -> Any:
+    """Return a tensor, or a list of some, without the larger ones that they are views of."""
+    if isinstance(value, (list, tuple)):
+        return [_owned(own) for own in value]
+    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()
+    return value
