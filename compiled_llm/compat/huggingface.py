@@ -310,6 +310,11 @@ def keeps_nothing(layer: Any) -> bool:
     return nothing is not None and isinstance(layer, nothing)
 
 
+def sees_images(model: PreTrainedModel) -> bool:
+    """Return whether a model reads images; transformers 5.17 names no modalities of Qwen3.5."""
+    return "image" in getattr(model, "input_modalities", ()) or hasattr(model, "get_image_features")
+
+
 def keeps_all(config: PretrainedConfig, filling: Sequence[bool]) -> bool:
     """Return whether HuggingFace's caches keep something of each layer that is ``filling`` them."""
     layers = DynamicCache(config=config).layers

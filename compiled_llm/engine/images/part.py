@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.compat.huggingface import sees_images
 from compiled_llm.compat.prompt_positions import prompt_positions
 from compiled_llm.engine.images.inputs import inputs_of
 from compiled_llm.engine.images.keys import digests_of, runs_of, token_keys
@@ -70,7 +71,7 @@ def check_kinds(kinds: Sequence[FoundKind]) -> None:
 
 def _check_model(facts: ModelFacts) -> None:
     name = facts.model_class.__name__
-    if not hasattr(facts.model_class, "get_image_features"):
+    if not sees_images(facts.model):
         raise ValueError(
             f"prompt: it has a picture, and {name} reads text alone; give text, or serve a model with eyes"
         )

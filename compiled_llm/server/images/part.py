@@ -49,9 +49,10 @@ def processor_of(load: Callable[[], Any]) -> ServedProcessor:
 
 def reads_images(model: Any, processor: Any) -> bool:
     """Whether an engine process takes pictures for a model."""
+    from compiled_llm.compat.huggingface import sees_images
     from compiled_llm.server.images.processor import ServedProcessor
 
-    return isinstance(processor, ServedProcessor) and "image" in getattr(model, "input_modalities", ())
+    return isinstance(processor, ServedProcessor) and sees_images(model)
 
 
 def prompt_of(processor: Any, pictured: Pictured) -> dict[str, Any]:
