@@ -291,7 +291,7 @@ def test_help_shows_every_option_in_its_panel() -> None:
     assert shown.exit_code == 0
     _, *panels = re.split(r"─ (?=Input|Sampling|Model|Output)", shown.output)
     options = [
-        "Input --file --chat --system",
+        "Input --file --chat --system --image",
         "Sampling --sample --temperature --top-k --top-p --min-p --repetition-penalty --seed",
         "Model --model --tokenizer --chat-template --mode --eager-first --backend --dtype --device --kv-dtype "
         "--kv-scales --batch-invariant --check-pages --artifacts",

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -14,6 +15,7 @@ from compiled_llm.commands.chat.conversation import Conversation
 from compiled_llm.commands.chat.terminal import Terminal
 from compiled_llm.commands.errors import complaint
 from compiled_llm.commands.figures import answer_figures
+from compiled_llm.commands.options.images import check_images
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "/clear": "forget what was said, and begin a new chat",
     "/retry": "answer the last question again",
+    "/image FILE": "show the model a picture with the next question",
     "/system TEXT": "set the system message; without TEXT, show it",
     "/stats": "show speed, cached tokens and pages",
     "/exit": "end the chat, as Ctrl-D does",
@@ -31,7 +34,7 @@ _KEYS = {
     '"""': "begins and ends a message of several lines",
     "Ctrl-C": "end the answer; at the prompt, the second one ends the chat",
 }
-_COMMAND = re.compile(r"(/[a-z]+)|(/system)\s+(\S.*)", re.DOTALL)  # a question may begin with a slash, too
+_COMMAND = re.compile(r"(/[a-z]+)|(/system|/image)\s+(\S.*)", re.DOTALL)  # a question may begin with a slash, too
 _ENDS = ("/exit", "/quit", "/bye")
 
 
@@ -78,10 +81,15 @@ class Chat:
                 self._terminal.tell(_table({**COMMANDS, **_KEYS}.items()))
             case "/clear":
                 self._conversation.messages.clear()
+                self._conversation.images.clear()
                 self._terminal.say("a new chat")
             case "/system":
                 self._conversation.system = rest or self._conversation.system
                 self._terminal.tell(f"system message: {self._conversation.system or 'none'}")
+            case "/image" if rest is not None:
+                check_images([Path(rest)], "/image")
+                self._conversation.images.append(Path(rest))
+                self._terminal.tell(f"goes with the next question: {rest}")
             case "/stats":
                 self._terminal.tell(_table(self._figures()))
             case "/retry":

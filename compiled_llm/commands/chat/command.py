@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import DEMO, Source, locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.groups import with_groups
+from compiled_llm.commands.options.images import check_images
 from compiled_llm.commands.options.running import RunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, SamplingOptions, check_new_tokens
 from compiled_llm.commands.preparation import Preparation
@@ -47,6 +49,7 @@ def chat(
     server: Server = None,
     api_key_file: ApiKeyFile = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="Begin the chat with this system message.")] = None,
+    image: shared.Images = None,
     sample: shared.SampleInChats = None,
     numbers: SamplingOptions,
     options: RunningOptions,
@@ -62,18 +65,22 @@ def chat(
         check_new_tokens(max_new_tokens)
         options.wrap_config("cpu")
         given = flags.given(max_new_tokens, stop or [])
+        images = image or []
+        check_images(images)
         terminal = Terminal(quiet, COMMANDS)
         if server is not None:
             _check_remote(context, server)
             check_server(server, api_key_file)
+            if images and not is_url(server):
+                raise ValueError(f"--image: over the socket {server} a chat has no pictures; give an http:// address")
             answering = _remote_model(server, api_key_file, quiet)
         else:
             place = DEMO if model is None and same_model is None else shared.model_of(model, same_model)
             check_driver(options.device.value)
             source = locate(place, not quiet, tokenizer, chat_template)
-            answering = _own_model(source, options, terminal, quiet)
+            answering = _own_model(source, options, terminal, quiet, sees=bool(images))
         with answering as answers:
-            chat = Chat(Conversation(answers, system), given, terminal)
+            chat = Chat(Conversation(answers, system, images), given, terminal)
             if terminal.interactive:
                 terminal.say(f"{answers.name}; /help says what can be done, Ctrl-D ends the chat")
             chat.run()
@@ -105,21 +112,26 @@ def _remote_model(server: str, api_key_file: Path | None, quiet: bool) -> Iterat
 
 
 @contextmanager
-def _own_model(source: Source, options: RunningOptions, terminal: Terminal, quiet: bool) -> Iterator[AnsweringModel]:
+def _own_model(
+    source: Source, options: RunningOptions, terminal: Terminal, quiet: bool, sees: bool
+) -> Iterator[AnsweringModel]:
     """Load a model, and compile what a chat needs; ValueError or RuntimeError if that cannot be."""
     with importing(not quiet):
         import compiled_llm
         from compiled_llm.commands.loading.load import load
+        from compiled_llm.commands.loading.processor import encode_seen, load_processor, seeing_place
         from compiled_llm.requests.default_sampling import default_sampling
 
     device = options.checked_device()
-    loaded, tokenizer = load(source, options.dtype.value, device, progress=not quiet)
+    place = seeing_place(source) if sees else None
+    loaded, tokenizer = load(source, options.dtype.value, device, not quiet, sees=place is not None)
     check_template(tokenizer)
     wrapped: Any = compiled_llm.wrap(loaded, **options.wrap_options(device.type, quiet))
+    encode = None if place is None else partial(encode_seen, load_processor(place))
     with compiled_llm.Engine(wrapped, tokenizer=tokenizer, max_num_seqs=1, tokenizer_eos=True) as engine:
         with Preparation() as preparation:
             engine.warmup(1)
         eager = wrapped.compiled.config.eager_first_on(device.type)
         terminal.say("compiling in the background" if eager else preparation.figures(wrapped.compiled.stats()))
         sampling = default_sampling(getattr(loaded, "generation_config", None))
-        yield ChatModel(engine, source.name, tokenizer, engine.describe().max_tokens, sampling)
+        yield ChatModel(engine, source.name, tokenizer, engine.describe().max_tokens, sampling, encode)

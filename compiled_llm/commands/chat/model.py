@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from compiled_llm.commands.options.images import images_in, with_data
 from compiled_llm.commands.options.prompt import check_has_template, written
 from compiled_llm.commands.remote.answer import Answering
 from compiled_llm.commands.remote.connecting import wait_until_ready
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # Client needs the extra `server`
     from compiled_llm.engine.engine import Engine
     from compiled_llm.protocol.messages import Ready
 
-Messages = Sequence[dict[str, str]]
+Messages = Sequence[dict[str, Any]]
 
 
 class AnsweringModel(Protocol):
@@ -44,13 +45,17 @@ class AnsweringModel(Protocol):
 
 @dataclasses.dataclass
 class ChatModel:
-    """An engine in this process; a prompt and its answer may have ``max_tokens``."""
+    """An engine in this process; a prompt and its answer may have ``max_tokens``.
+
+    ``encode_seen`` makes inputs of messages with pictures; None if there can be none.
+    """
 
     engine: Engine | Client
     name: str
     tokenizer: Any
     max_tokens: int
     sampling: dict[str, int | float]
+    encode_seen: Callable[[Messages], dict[str, Any]] | None = None
 
     def refresh(self) -> bool:
         return False
@@ -60,15 +65,16 @@ class ChatModel:
         self._tokens(messages)
 
     def submit(self, messages: Messages, given: dict[str, Any]) -> Answering:
-        prompt, most = self._tokens(messages), self.max_tokens
-        if len(prompt) >= most:
+        prompt: Any = self._seen(messages) if images_in(messages) else self._tokens(messages)
+        count = len(prompt) if isinstance(prompt, list) else prompt["input_ids"].shape[1]
+        if count >= (most := self.max_tokens):
             raise ValueError(
-                f"the chat has {len(prompt)} tokens, and with the answer there can be {most}; /clear begins a new one"
+                f"the chat has {count} tokens, and with the answer there can be {most}; /clear begins a new one"
             )
         from compiled_llm.requests.default_sampling import with_defaults
         from compiled_llm.requests.sampling_params import SamplingParams
 
-        longest = min(given["max_tokens"], most - len(prompt))
+        longest = min(given["max_tokens"], most - count)
         params = SamplingParams(**{**with_defaults(given, self.sampling), "max_tokens": longest})
         return EngineAnswer(self.engine.submit(prompt, params))
 
@@ -83,6 +89,11 @@ class ChatModel:
         if (pages := stats.pages) is not None:
             yield "pages", f"{pages.used} used, {pages.cached} cached, {pages.free} free, of {pages.total}"
         yield "CUDA graphs", f"{stats.cuda_graphs}, and {stats.cold_starts} waits for something to be compiled"
+
+    def _seen(self, messages: Messages) -> dict[str, Any]:
+        if self.encode_seen is None:
+            raise ValueError("pictures: begin the chat with --image FILE, or ask a server by its http:// address")
+        return self.encode_seen(messages)
 
     def _tokens(self, messages: Messages) -> list[int]:
         check_template(self.tokenizer)
@@ -124,7 +135,7 @@ class HttpChatModel:
         """Leave it to the server."""
 
     def submit(self, messages: Messages, given: dict[str, Any]) -> Answering:
-        return self._api.submit(self.name, messages, given)
+        return self._api.submit(self.name, with_data(messages), given)
 
     def figures(self) -> Iterator[tuple[str, str]]:
         yield "the server", f"its figures are at {self._api.url}/metrics"

@@ -23,6 +23,7 @@ def generate(
     file: shared.PromptFile = None,
     chat: shared.ChatTemplate = False,
     system: shared.System = None,
+    image: shared.Images = None,
     sample: shared.Sample = None,
     numbers: SamplingOptions,
     model: Annotated[
@@ -57,8 +58,9 @@ def generate(
         check_quoted(prompt, context.args)
         GenerateRequest(
             prompt=read_prompt(prompt, file),
-            chat=chat,
+            chat=chat or bool(image),  # pictures stand in messages
             system=system,
+            images=image or [],
             sampling=SamplingFlags(sample, numbers),
             max_new_tokens=max_new_tokens,
             stop=stop or [],

@@ -14,7 +14,8 @@ from rich.console import Console
 from compiled_llm.commands.early_checks import check_driver
 from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
-from compiled_llm.commands.options.prompt import check_system, encode
+from compiled_llm.commands.options.images import check_images
+from compiled_llm.commands.options.prompt import check_system, encode, messages_of
 from compiled_llm.commands.options.running import AllRunningOptions
 from compiled_llm.commands.options.sampling import SamplingFlags, check_new_tokens
 from compiled_llm.commands.preparation import Preparation
@@ -37,12 +38,14 @@ class GenerateRequest:
     options: AllRunningOptions
     tokenizer: str | None = None
     chat_template: Path | None = None
+    images: Sequence[Path] = ()
     as_json: bool
     quiet: bool
 
     def __post_init__(self) -> None:
         check_new_tokens(self.max_new_tokens)
         check_system(self.system, self.chat)
+        check_images(self.images)
         if "" in self.stop:
             raise ValueError("--stop '': an empty text stops nothing; leave it out")
         self.options.wrap_config("cpu")
@@ -57,11 +60,16 @@ class GenerateRequest:
             import compiled_llm
             from compiled_llm.commands.generate.streamer import AnswerStreamer
             from compiled_llm.commands.loading.load import load
+            from compiled_llm.commands.loading.processor import encode_seen, load_processor, seeing_place
             from compiled_llm.execution.limits import check_fits
 
         device = self.options.checked_device()
-        loaded, tokenizer = load(source, self.options.dtype.value, device, progress=not self.quiet)
-        encoded = encode(tokenizer, self.prompt, self.chat, self.system)
+        place = seeing_place(source) if self.images else None
+        loaded, tokenizer = load(source, self.options.dtype.value, device, not self.quiet, sees=place is not None)
+        if place is None:
+            encoded = encode(tokenizer, self.prompt, self.chat, self.system)
+        else:
+            encoded = encode_seen(load_processor(place), messages_of(self.prompt, self.system, self.images))
         inputs: dict[str, Any] = {name: tensor.to(loaded.device) for name, tensor in encoded.items()}
         model: Any = compiled_llm.wrap(loaded, **self.options.wrap_options(device.type, self.quiet))
         prompt_tokens = inputs["input_ids"].shape[1]

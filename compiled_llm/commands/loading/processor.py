@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
 from compiled_llm.commands.loading.source import Source
+from compiled_llm.features import needed
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -19,6 +22,20 @@ def processor_place(source: Source) -> str | None:
         return None
     config: Any = AutoConfig.from_pretrained(source.location, trust_remote_code=False)
     return source.location if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else None
+
+
+def seeing_place(source: Source) -> str:
+    """Return the place of the processor that ``--image`` needs; ValueError if there is none."""
+    if (place := processor_place(source)) is None:
+        raise ValueError(f"--image: {source.name} reads text alone, or its folder has no processor; leave it out")
+    return place
+
+
+def encode_seen(processor: Any, messages: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return what a processor makes of messages with files; ValueError if one is no picture."""
+    token = getattr(processor, "image_token_id", -1)
+    inputs: dict[str, Tensor] = needed("images", "engine").inputs_of(messages, processor, token)
+    return inputs
 
 
 def load_processor(place: str) -> Any:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from compiled_llm.commands.options.images import seen_content
+
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
@@ -77,9 +79,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, system: 
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
+def messages_of(prompt: str, system: str | None, images: Sequence[Path] = ()) -> list[dict[str, Any]]:
     before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": prompt}]
+    return [*before, {"role": "user", "content": seen_content(prompt, images)}]
 
 
 def check_has_template(tokenizer: Any, asked_by: str, way_out: str) -> None:
@@ -87,7 +89,7 @@ def check_has_template(tokenizer: Any, asked_by: str, way_out: str) -> None:
         raise ValueError(f"{asked_by}: this model's tokenizer has no chat template; {way_out}")
 
 
-def written(tokenizer: Any, messages: Sequence[dict[str, str]], asked_by: str, **options: Any) -> Any:
+def written(tokenizer: Any, messages: Sequence[dict[str, Any]], asked_by: str, **options: Any) -> Any:
     """Return a chat as the template writes it, up to the beginning of an answer; ValueError if it refuses that."""
     from jinja2 import TemplateError
 

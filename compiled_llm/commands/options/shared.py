@@ -31,6 +31,14 @@ PromptFile = Annotated[
 ChatTemplate = Annotated[
     bool, _input("--chat/--no-chat", help="Send the prompt as a chat message, with the model's chat template.")
 ]
+Images = Annotated[
+    list[Path] | None,
+    _input(
+        "--image",
+        metavar="FILE",
+        help="Show the model this picture, a PNG, JPEG or WebP file. Can be given several times.",
+    ),
+]
 System = Annotated[str | None, _input("--system", metavar="TEXT", help="Begin the chat with this system message.")]
 
 SampleInChats = Annotated[

@@ -15,7 +15,7 @@ from compiled_llm.execution.reporting.progress import ProgressDisplay
 _LOOK = 0.5  # seconds between two looks whether it is ready
 _PATIENCE = 600.0  # seconds in which something of an answer has to come
 
-Prompt = str | list[int] | Sequence[dict[str, str]]
+Prompt = str | list[int] | Sequence[dict[str, Any]]
 
 
 class HttpApi:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm.compat.huggingface import sees_images
 from compiled_llm.compat.prompt_positions import prompt_positions
-from compiled_llm.engine.images.inputs import inputs_of
+from compiled_llm.engine.images.inputs import inputs_of as inputs_of
 from compiled_llm.engine.images.keys import digests_of, runs_of, token_keys
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.request_images import RequestImages

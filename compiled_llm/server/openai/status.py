@@ -42,13 +42,14 @@ class Version(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A name that requests can call the model by, and how many tokens one can have with its answer."""
+    """A name that requests can call the model by, how many tokens one can have with its answer, and what it reads."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["compiled-llm"] = "compiled-llm"
     max_model_len: int | None
+    input_modalities: list[Literal["text", "image"]]
 
 
 class ModelList(BaseModel):
@@ -101,5 +102,11 @@ async def model(name: str, request: Request) -> ModelCard:
 
 
 def _card(name: str, api_server: ApiServer) -> ModelCard:
-    longest = api_server.link.model.ready.max_tokens if api_server.link.is_ready else None
-    return ModelCard(id=name, created=api_server.settings.created, max_model_len=longest)
+    ready = api_server.link.model.ready if api_server.link.is_ready else None
+    sees = ready is not None and ready.images and api_server.settings.limit_mm_per_prompt > 0
+    return ModelCard(
+        id=name,
+        created=api_server.settings.created,
+        max_model_len=None if ready is None else ready.max_tokens,
+        input_modalities=["text", "image"] if sees else ["text"],
+    )

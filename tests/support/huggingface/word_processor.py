@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3VLProcessor
 
 from support.huggingface.vision import END, IMAGE, START
 
-_WORDS = {f"w{number}": number for number in range(IMAGE)}
+WORDS = {f"w{number}": number for number in range(IMAGE)}
 _SPECIAL = {
     "<|image_pad|>": IMAGE,
     "<|video_pad|>": 121,
@@ -39,7 +39,7 @@ class _WithoutVideos(Qwen3VLProcessor):
 
 def qwen_processor() -> Any:
     """A processor for the tiny models of Qwen, whose words are ``w0`` to ``w119``; 8 x 8 pixels are a token."""
-    words = Tokenizer(models.WordLevel({**_WORDS, **_SPECIAL}, unk_token="<unk>"))
+    words = Tokenizer(models.WordLevel({**WORDS, **_SPECIAL}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
     edges = {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}

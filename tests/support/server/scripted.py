@@ -140,7 +140,7 @@ def scripted(
     """An engine process at a path; it names a folder beside it as its tokenizer's."""
     folder = path.parent / "tokenizer"
     tokenizer.save_pretrained(folder)
-    ready = Ready("tiny", len(tokenizer), [1], 4000, 8, str(folder), sampling=sampling or {})
+    ready = Ready("tiny", len(tokenizer), [1], 4000, 8, str(folder), sampling=sampling or {}, images=True)
     script = Script(tokenizer)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))

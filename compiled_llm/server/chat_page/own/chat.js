@@ -3,6 +3,7 @@
 import { ShownAnswer, scrollDown } from "./answer.js";
 import { drop, keep, kept, list, newChat, save } from "./chats.js";
 import { button, byId, element } from "./elements.js";
+import { pictures, setPictures, shownPicture, whenPicturesChange } from "./pictures.js";
 import { ask, checked, events, Refused } from "./server.js";
 import { firstWrong, keepSettings, settings, systemPrompt } from "./settings.js";
 import { isStarting, started } from "./state.js";
@@ -20,21 +21,24 @@ export function messages(turn) {
   const before = chat.turns.slice(0, chat.turns.indexOf(turn)).filter((other) => other.answer);
   return [
     ...(system ? [{ role: "system", content: system }] : []),
-    ...before.flatMap(({ question, answer }) => [
-      { role: "user", content: question },
-      { role: "assistant", content: answer },
-    ]),
-    { role: "user", content: turn.question },
+    ...before.flatMap((other) => [asked(other), { role: "assistant", content: other.answer }]),
+    asked(turn),
   ];
 }
 
+function asked({ question, images }) {
+  if (!images) return { role: "user", content: question };
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return { role: "user", content: [...parts, ...(question ? [{ type: "text", text: question }] : [])] };
+}
+
 async function answer(turn) {
-  const asked = chat;
+  const begun = chat;
   Object.assign(turn, { answer: "", thought: "", note: UNFINISHED });
   const shown = new ShownAnswer(turn, actions(turn));
   const stopping = new AbortController();
   setRunning(stopping);
-  const keeping = keepWhile(asked, turn);
+  const keeping = keepWhile(begun, turn);
   try {
     const body = { messages: messages(turn), ...settings(), stream: true, stream_options: { include_usage: true } };
     const headers = { "Content-Type": "application/json" };
@@ -54,17 +58,17 @@ async function answer(turn) {
   } finally {
     keeping.end();
     if (running === stopping) setRunning(null);
-    if (asked.turns.includes(turn)) keepAndList(asked);
+    if (begun.turns.includes(turn)) keepAndList(begun);
   }
 }
 
 // Keep a chat while an answer is under way: from its beginning, now and then, and when the page is left.
-function keepWhile(asked, turn) {
+function keepWhile(begun, turn) {
   const over = new AbortController();
   let last = performance.now();
   const soFar = () => {
     last = performance.now();
-    if (asked.turns.includes(turn)) keep(asked);
+    if (begun.turns.includes(turn)) keep(begun);
   };
   soFar();
   listChats();
@@ -78,6 +82,7 @@ function keepWhile(asked, turn) {
 function showTurn(turn) {
   turn.shown = element("div", "", "turn");
   const said = element("article", turn.question, "user");
+  said.prepend(...(turn.images ?? []).map(shownPicture));
   said.setAttribute("aria-label", "You");
   const below = element("div", "", "actions own");
   below.append(...[["Edit", edit], ["Delete", remove]].map(([name, action]) => button(name, () => action(turn), "quiet idle")));
@@ -103,12 +108,14 @@ function edit(turn) {
   edited = turn;
   byId("editing").hidden = false;
   byId("question").value = turn.question;
+  setPictures(turn.images ?? []);
   fit();
   byId("question").focus();
 }
 
 function stopEditing() {
   if (edited) byId("question").value = "";
+  if (edited) setPictures([]);
   edited = null;
   byId("editing").hidden = true;
   fit();
@@ -179,7 +186,7 @@ function setRunning(stopping) {
 }
 
 function allowSending() {
-  byId("send").disabled = !running && !byId("question").value.trim();
+  byId("send").disabled = !running && !byId("question").value.trim() && !pictures().length;
 }
 
 function fit() {
@@ -200,20 +207,22 @@ byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   if (running) return running.abort();
   const question = byId("question").value.trim();
-  if (!question || !settingsAreRight()) return;
+  if ((!question && !pictures().length) || !settingsAreRight()) return;
   const place = edited ? chat.turns.indexOf(edited) : chat.turns.length;
   for (const later of chat.turns.splice(place)) later.shown.remove();
-  const turn = { question };
+  const turn = { question, ...(pictures().length && { images: pictures() }) };
   chat.turns.push(turn);
   edited = null;
   byId("editing").hidden = true;
   byId("question").value = "";
+  setPictures([]);
   fit();
   showTurn(turn);
   answer(turn);
 });
 
 byId("question").addEventListener("input", fit);
+whenPicturesChange(allowSending);
 byId("question").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();

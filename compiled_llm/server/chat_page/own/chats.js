@@ -1,6 +1,7 @@
 // The chats of this browser: their list, and files of them. A chat is {id, title, changed, turns}.
 
 import { button, byId, element } from "./elements.js";
+import { arePictures } from "./pictures.js";
 import { forget, load, names, store } from "./storage.js";
 
 const CHAT = "chat.";
@@ -8,18 +9,20 @@ const CHAT = "chat.";
 export const newChat = () => ({ id: crypto.getRandomValues(new Uint32Array(2)).join("-"), title: "", changed: 0, turns: [] });
 
 export function keep(chat) {
-  chat.title = chat.turns[0]?.question.slice(0, 80) ?? "";
+  chat.title = titleOf(chat.turns[0]);
   chat.changed = Date.now();
   if (chat.turns.length) store(CHAT + chat.id, { ...chat, turns: chat.turns.map(plain) });
   else forget(CHAT + chat.id);
 }
 
-const plain = ({ question, answer, thought, note }) => ({ question, answer, thought, note });
+const titleOf = (turn) => turn?.question.slice(0, 80) || (turn?.images ? "Picture" : "");
+
+const plain = ({ question, images, answer, thought, note }) => ({ question, ...(images && { images }), answer, thought, note });
 
 export const drop = (chat) => forget(CHAT + chat.id);
 
 function isChat(chat) {
-  const texts = (turn) => typeof turn?.question === "string" && typeof turn.answer === "string";
+  const texts = (turn) => typeof turn?.question === "string" && typeof turn.answer === "string" && arePictures(turn.images);
   return typeof chat?.id === "string" && Array.isArray(chat.turns) && chat.turns.length > 0 && chat.turns.every(texts);
 }
 
@@ -43,7 +46,10 @@ export function list(current, open, remove) {
 }
 
 function markdownOf({ title, turns }) {
-  const parts = turns.map(({ question, answer }) => `## Question\n\n${question}\n\n## Answer\n\n${answer}`);
+  const shown = (images) => (images ?? []).map(() => "(a picture)\n\n").join("");
+  const parts = turns.map(
+    ({ question, images, answer }) => `## Question\n\n${shown(images)}${question}\n\n## Answer\n\n${answer}`,
+  );
   return `# ${title.replaceAll("\n", " ")}\n\n${parts.join("\n\n")}\n`;
 }
 

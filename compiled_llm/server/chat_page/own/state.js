@@ -64,6 +64,7 @@ async function nameModel() {
   show("model", data[0].id);
   document.title = data[0].id;
   limitTokens(data[0].max_model_len);
+  byId("add-picture").hidden = !data[0].input_modalities?.includes("image");
   named = true;
 }
 

@@ -1,0 +1,88 @@
+// Pictures that go with the next question: chosen, pasted or dropped, and made small enough to be sent and kept.
+
+import { button, byId, element } from "./elements.js";
+
+const LONGEST = 1536; // pixels of a side
+const SMALL = 300_000; // characters up to which a picture stays as sharp as it is
+const DATA = "data:image/";
+let chosen = [];
+let changed = () => {};
+
+export const pictures = () => chosen;
+
+export function setPictures(urls) {
+  chosen = [...urls];
+  byId("pictures").replaceChildren(...chosen.map(line));
+  byId("pictures").hidden = chosen.length === 0;
+  changed();
+}
+
+export function whenPicturesChange(action) {
+  changed = action;
+}
+
+export function shownPicture(url) {
+  const image = element("img", "", "picture");
+  image.src = url;
+  image.alt = "Picture";
+  return image;
+}
+
+// Whether these are pictures that this page has kept; another page of its address may have written anything.
+export const arePictures = (urls) =>
+  urls === undefined || (Array.isArray(urls) && urls.every((url) => typeof url === "string" && url.startsWith(DATA)));
+
+function line(url, place) {
+  const made = element("li");
+  const leaving = button("Remove", () => setPictures(chosen.toSpliced(place, 1)), "quiet");
+  leaving.setAttribute("aria-label", "Remove the picture");
+  made.append(shownPicture(url), leaving);
+  return made;
+}
+
+async function add(files) {
+  byId("no-picture").hidden = true;
+  for (const file of files) {
+    try {
+      setPictures([...chosen, await scaled(file)]);
+    } catch {
+      byId("no-picture").textContent = `${file.name} is no picture that this browser can show.`;
+      byId("no-picture").hidden = false;
+    }
+  }
+  byId("question").focus();
+}
+
+async function scaled(file) {
+  const bitmap = await createImageBitmap(file);
+  const scale = Math.min(1, LONGEST / Math.max(bitmap.width, bitmap.height));
+  const canvas = element("canvas");
+  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+  const drawing = canvas.getContext("2d");
+  drawing.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  bitmap.close();
+  const sharp = canvas.toDataURL("image/png");
+  if (sharp.length <= SMALL) return sharp;
+  drawing.globalCompositeOperation = "destination-over"; // JPEG has no transparency
+  drawing.fillStyle = "white";
+  drawing.fillRect(0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", 0.9);
+}
+
+// A model without eyes has no button: what is pasted or dropped then is the browser's.
+function take(event, files) {
+  if (byId("add-picture").hidden || !files?.length) return;
+  event.preventDefault();
+  add([...files]);
+}
+
+byId("add-picture").addEventListener("click", () => byId("picture-files").click());
+byId("picture-files").addEventListener("change", ({ target }) => {
+  add([...target.files]).then(() => (target.value = ""));
+});
+document.addEventListener("paste", (event) => take(event, event.clipboardData?.files));
+document.addEventListener("dragover", (event) => {
+  if (!byId("add-picture").hidden && event.dataTransfer?.types.includes("Files")) event.preventDefault();
+});
+document.addEventListener("drop", (event) => take(event, event.dataTransfer?.files));

@@ -1,0 +1,91 @@
+"""`--image` of `generate`, `chat` and `chat --server`: tokens are those of HuggingFace's `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from support.commands.command_line import invoke
+from support.engine.tiny_engines import PATIENCE, greedy
+from support.huggingface.seeing_folder import seeing_folder
+
+RUNNING = ("--mode", "eager", "--device", "cpu", "--greedy", "--max-new-tokens", "5", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+    return seeing_folder(tmp_path_factory.mktemp("seeing") / "tiny-eyes")
+
+
+@pytest.fixture(scope="module")
+def answer(folder: Path) -> str:
+    """HuggingFace's answer to the picture with a text."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder)
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    content = [{"type": "image", "image": Image.open(folder / "a.png")}, {"type": "text", "text": "w5 w6"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        add_generation_prompt=True,
+    )
+    tokens = model.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return str(processor.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_generate_and_chat_show_a_picture(folder, answer):
+    image = ("--image", str(folder / "a.png"))
+    done = invoke("generate", "w5 w6", "--model", str(folder), *image, *RUNNING)
+    assert done.stdout.strip() == answer, done.stderr
+    lines = f"w5 w6\n/retry\n/clear\n/image {folder}/a.png\nw5 w6\n/image /none.png\n"
+    done = invoke("chat", str(folder), *image, *RUNNING, stdin=lines)
+    first, again, *_, last = [line for line in done.stdout.splitlines() if line.startswith("w")]
+    assert (first, again, last) == (answer, answer, answer), done.stderr
+    assert "/image /none.png: there is no such file" in done.stderr
+
+
+def test_a_chat_over_http_shows_a_picture(seen):
+    picture = seen.media / "red.png"
+    part = {"type": "image", "image": str(picture)}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "w5 w6"}]}]
+    same = seen.engine.submit(messages, greedy(5)).result(PATIENCE)
+    options = ("--image", str(picture), "--greedy", "--max-new-tokens", "5", "--quiet")
+    done = invoke("chat", "--server", seen.server.url, *options, stdin="w5 w6\n")
+    assert done.stdout.strip() == same.text, done.stderr
+
+
+def test_an_engine_process_of_the_command_reads_the_folder_s_processor(folder):
+    from compiled_llm.commands.loading.processor import load_processor, processor_place
+    from compiled_llm.commands.loading.source import locate
+
+    place = processor_place(locate(str(folder), progress=False))
+    assert place is not None
+    assert place == str(folder)
+    assert load_processor(place).image_token == "<image>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("generate", "a", "--image", "/none.png"), "--image /none.png: there is no such file"),
+        (("chat", "--server", "/none.sock", "--image", "a.png"), "--image: over the socket /none.sock"),
+        (("chat", "TEXT", "--image", "a.png"), "--image: TEXT reads text alone"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(folder, arguments, words, monkeypatch, tmp_path):
+    monkeypatch.chdir(folder)
+    from support.engine.text_tokenizers import byte_level
+    from support.tiny_models import tiny_qwen3
+
+    if "TEXT" in arguments:
+        tiny_qwen3().save_pretrained(tmp_path)
+        byte_level().save_pretrained(tmp_path)
+    done = invoke(*(argument.replace("TEXT", str(tmp_path)) for argument in arguments), stdin="w1\n")
+    assert done.exit_code == 2 or done.exit_code == 1
+    assert words.replace("TEXT", str(tmp_path)) in done.stderr

@@ -1,0 +1,144 @@
+"""Pictures on the page at `/` in a headless Chromium: chosen, pasted and dropped, shown, sent, and kept."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.server.browser import Browser
+from support.server.pictures import data_url
+from support.server.scripted import Script
+
+pytestmark = pytest.mark.whole
+
+RED = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAAEElEQVR4nGP4z8AARAwQCgAf7gP9i18U1AAAAABJRU5ErkJggg=="
+)
+HAND_OVER = """
+(async () => {
+  const blob = await (async (url) => {
+    const [head, data] = url.split(",");
+    const bytes = Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
+    return new File([bytes], "a.png", { type: head.slice(5).split(";")[0] });
+  })(%s);
+  const moved = new DataTransfer();
+  moved.items.add(blob);
+  const options = { bubbles: true, cancelable: true, clipboardData: moved, dataTransfer: moved };
+  document.querySelector("#question").dispatchEvent(new %s(%s, options));
+})()
+"""
+
+
+def hand_over(talk: Browser, how: str, file: bytes = RED, kind: str = "image/png") -> None:
+    """Paste or drop a file."""
+    event = {"paste": "ClipboardEvent", "drop": "DragEvent"}[how]
+    talk.run(HAND_OVER % (json.dumps(data_url(file, kind)), event, json.dumps(how)))
+
+
+def choose(talk: Browser, file: Path) -> None:
+    document = talk.call("DOM.getDocument")["root"]["nodeId"]
+    node = talk.call("DOM.querySelector", nodeId=document, selector="#picture-files")["nodeId"]
+    talk.call("DOM.setFileInputFiles", files=[str(file)], nodeId=node)
+
+
+def until_waiting(talk: Browser, count: int) -> None:
+    talk.until(f"document.querySelectorAll('#pictures img').length === {count}")
+
+
+def loaded(talk: Browser, selector: str) -> bool:
+    """Whether a picture is drawn, which the page's policy might forbid."""
+    return bool(talk.run(f"document.querySelector({json.dumps(selector)}).decode().then(() => true, () => false)"))
+
+
+def kept_turns(talk: Browser) -> Any:
+    stored = "Object.keys(localStorage).filter((name) => name.startsWith('compiled_llm.chat.'))"
+    return json.loads(talk.run(f"localStorage.getItem({stored}[0])"))["turns"]
+
+
+def files_sent(script: Script) -> list[bytes]:
+    pictured = script.asked[-1].pictured
+    return [] if pictured is None else pictured.images
+
+
+def test_a_picture_comes_by_button_paste_and_drop_and_is_shown_sent_and_kept(
+    talk: Browser, script: Script, tmp_path: Path
+) -> None:
+    script.text = "A red square."
+    talk.until("!document.querySelector('#add-picture').hidden")
+    (tmp_path / "a.png").write_bytes(RED)
+    choose(talk, tmp_path / "a.png")
+    until_waiting(talk, 1)
+    hand_over(talk, "paste")
+    until_waiting(talk, 2)
+    hand_over(talk, "drop")
+    until_waiting(talk, 3)
+    talk.click("#pictures button")
+    until_waiting(talk, 2)
+    talk.click("#pictures button")
+    until_waiting(talk, 1)
+    talk.ask("What is it?")
+    talk.until_answered()
+    assert len(files_sent(script)) == 1
+    assert files_sent(script)[0].startswith(b"\x89PNG")
+    assert (talk.count("article.user .picture"), talk.count("#pictures img")) == (1, 0)
+    assert loaded(talk, "article.user .picture")
+    (turn,) = kept_turns(talk)
+    assert turn["images"][0].startswith("data:image/png;base64,")
+    talk.open(talk.run("location.origin"))
+    talk.until_state("ready")
+    assert loaded(talk, "article.user .picture")
+    asked = len(script.asked)
+    script.text = "Again."
+    talk.run("[...document.querySelectorAll('button')].find((found) => found.innerText === 'Regenerate').click()")
+    talk.until("document.querySelector('.assistant .tail')?.innerText === 'Again.'")
+    assert (len(script.asked), len(files_sent(script))) == (asked + 1, 1)
+    talk.ask("And its size?")  # the picture of the earlier turn goes with it
+    talk.until_answered(2)
+    assert len(files_sent(script)) == 1
+    assert talk.complaints == []
+
+
+def test_a_question_that_is_edited_has_its_picture_again(talk: Browser, script: Script) -> None:
+    script.text = "Yes."
+    talk.until("!document.querySelector('#add-picture').hidden")
+    hand_over(talk, "drop")
+    until_waiting(talk, 1)
+    talk.click("#send")  # a picture alone is a question
+    talk.until_answered()
+    assert talk.text("#chats .title") == "Picture"
+    talk.run("[...document.querySelectorAll('button')].find((found) => found.innerText === 'Edit').click()")
+    until_waiting(talk, 1)
+    talk.ask("Is it red?")
+    talk.until("document.querySelector('article.user')?.innerText === 'Is it red?'")
+    talk.until_answered()
+    assert len(files_sent(script)) == 1
+
+
+def test_a_large_picture_is_made_smaller_and_what_is_none_is_said(talk: Browser, script: Script) -> None:
+    script.text = "Yes."
+    talk.until("!document.querySelector('#add-picture').hidden")
+    hand_over(talk, "drop", b"no picture", "text/plain")
+    talk.until("!document.querySelector('#no-picture').hidden")
+    noise = (
+        "(() => { const canvas = document.createElement('canvas'); canvas.width = 3000; canvas.height = 1000;"
+        " const drawing = canvas.getContext('2d'); for (let place = 0; place < 3000; place += 3) {"
+        " drawing.fillStyle = `rgb(${place % 255} ${(place * 7) % 255} ${(place * 13) % 255})`;"
+        " drawing.fillRect(place, place % 900, 3, 90); } return canvas.toDataURL('image/png'); })()"
+    )
+    hand_over(talk, "paste", base64.b64decode(talk.run(noise).partition(",")[2]))
+    until_waiting(talk, 1)
+    assert loaded(talk, "#pictures img")
+    image = "document.querySelector('#pictures img')"
+    assert talk.run(f"[{image}.naturalWidth, {image}.naturalHeight]") == [1536, 512]
+    assert talk.run("document.querySelector('#no-picture').hidden")
+
+
+def test_a_model_without_eyes_has_no_button(tab: Browser) -> None:
+    tab.until_state("ready")
+    assert tab.run("document.querySelector('#add-picture').hidden")
+    hand_over(tab, "paste")
+    assert tab.count("#pictures img") == 0
