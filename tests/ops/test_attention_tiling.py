@@ -81,13 +81,16 @@ def test_float32_has_small_blocks_however_large_programs_could_be() -> None:
     assert [tiling.block for tiling in tilings] == [32, 16, 16, 16]
 
 
-def test_pages_of_fp8_are_read_by_large_programs_of_any_number_of_rows() -> None:
+def test_pages_of_fp8_are_read_by_large_programs_until_rows_fill_the_device() -> None:
     """Their blocks take half of the bytes; few rows are shared by blocks, more by as many as keep the device busy."""
-    tilings = {rows: choose(rows, 8, 2, 128, 40_960, **H200, number_bytes=1) for rows in (8, 16, 96, 256)}
-    assert {(tiling.block, tiling.stages, tiling.warps) for tiling in tilings.values()} == {(128, 5, 4)}
-    assert all(tiling.share_equal for tiling in tilings.values())
-    assert [tiling.unsplit for tiling in tilings.values()] == [3, 8, 8, 8]
-    assert [tiling.programs / tiling.row_tile for tiling in tilings.values()] == [4, 2, 2, 2]
-    assert [tiling.registers for tiling in tilings.values()] == [None, None, 168, 168], "three for each multiprocessor"
-    assert choose(96, 8, 2, 64, 40_960, **H200, number_bytes=1).registers is None
-    assert choose(96, 8, 2, 128, 40_960, **H200).registers is None
+    tilings = {rows: choose(rows, 8, 2, 128, 40_960, **H200, number_bytes=1) for rows in (8, 16, 49, 50, 64, 256)}
+    small = [(128, 5, 4)] * 3 + [(64, 5, 2)] * 3
+    assert [(tiling.block, tiling.stages, tiling.warps) for tiling in tilings.values()] == small
+    assert [tiling.share_equal for tiling in tilings.values()] == [True] * 3 + [False] * 3
+    assert [tiling.unsplit for tiling in tilings.values()] == [3, 8, 8, 16, 16, 16]
+    assert [tiling.programs / tiling.row_tile for tiling in tilings.values()] == [4, 2, 2, 2, 2, 2]
+    assert [tiling.registers for tiling in tilings.values()] == [None, None, 168, None, None, None], (
+        "three large ones for each multiprocessor"
+    )
+    assert choose(48, 8, 2, 64, 40_960, **H200, number_bytes=1).registers is None
+    assert choose(48, 8, 2, 128, 40_960, **H200).registers is None

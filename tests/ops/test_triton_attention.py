@@ -726,7 +726,7 @@ def compiled_of_fp8(tiling, absent=(), dtype="bf16", **options):
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 def test_three_programs_of_fp8_fit_a_multiprocessor(tmp_path):
-    tiling = choose(64, 8, 2, 128, 40_960, **H200, number_bytes=1)
+    tiling = choose(48, 8, 2, 128, 40_960, **H200, number_bytes=1)
     made = compiled_of_fp8(tiling, maxnreg=tiling.registers)
     found = resources_of(made.asm["cubin"], tmp_path / "cubin")
     (registers,), (stack,) = (re.findall(rf"{name}:(\d+)", found) for name in ("REG", "STACK"))

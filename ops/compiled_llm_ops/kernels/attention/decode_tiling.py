@@ -37,14 +37,13 @@ them; and the head size as stored from which on they suffice."""
 MAX_LARGE = 0.75
 """Rows and kv heads for each multiprocessor up to which large programs are faster than several small ones."""
 # Measured in whole steps of Qwen3-0.6B, where 8 rows decode 6% faster with large ones, 16 rows 1% and 32 rows 3%
-# slower; alone, launch after launch, attention of 8 long rows is faster with small ones. Of 8 bits, with blocks of half
-# the bytes, large programs are as fast as any with all numbers of rows, 16 and more of them with half as many for a
-# row: in a sweep on an H100 of 8 to 256 rows they took up to 1.07 of the time of the best, on average over four kinds
-# of lengths.
+# slower; alone, launch after launch, attention of 8 long rows is faster with small ones.
 
 MAX_DEEP = 3
 """Rows and kv heads for each multiprocessor up to which pipelines are deep, and rows of like lengths shared."""
-# With more, they end together anyway, and sharing 64 of 1,100 keys took 9% longer.
+# With more, they end together anyway, and sharing 64 of 1,100 keys took 9% longer. Of 8 bits, with blocks of half the
+# bytes, programs are large up to here, those of 16 rows and more half as many for a row. Beyond, small ones with deep
+# pipelines took 0.72 to 0.95 of the time on an H200, one for each of 64 to 256 rows of 256 to 4,096 keys.
 
 MANY, FEW_OF_MANY = 4, 2
 """Rows and kv heads for each multiprocessor from which on there are fewer programs for each, and pipelines are deep."""
@@ -106,15 +105,15 @@ def choose_attention_tiling(
     # ``gqa`` is G, times the new tokens of a row; ``max_keys`` bounds the keys that a query can see; ``shared_memory``
     # is bytes of a multiprocessor, ``number_bytes`` of a number in the pages, ``query_bytes`` of one of the queries.
     items, narrow = rows * kv_heads, number_bytes == 1 and query_bytes == 2
-    few = items <= MAX_LARGE * processors
+    few, many = items <= MAX_LARGE * processors, items > MAX_DEEP * processors
     if query_bytes > 2:
         values, stages, warps = EXACT_BLOCK, SHALLOW, 4
     elif gqa > MAX_GQA:
         values, stages, warps = SMALL_BLOCK, SHALLOW, 4
-    elif (few or narrow) and shared_memory >= LARGE_PROGRAM:
+    elif (few or (narrow and not many)) and shared_memory >= LARGE_PROGRAM:
         values, stages, warps = LARGE_BLOCK, DEEP, 4
     else:
-        between = MAX_DEEP * processors < items <= MANY * processors
+        between = many and items <= MANY * processors and not narrow
         values, stages, warps = SMALL_BLOCK, SHALLOW if between else DEEP, 2
     splits, unsplit, min_share = processors // items, ALONE, 1
     if splits < FEW:
@@ -127,10 +126,9 @@ def choose_attention_tiling(
         return AttentionTiling(1, 1, unsplit, min_share, block, stages, warps)
     row_tile = -(-rows // -(-rows // MAX_ROWS))
     programs = row_tile * min(splits, blocks, MAX_SHARES)
-    share_equal = narrow or items <= MAX_DEEP * processors
     several = narrow and values == LARGE_BLOCK and items > processors and head_dim >= LEAST_OF_NARROW
     registers = NARROW_REGISTERS if several else None
-    return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, share_equal, registers)
+    return AttentionTiling(row_tile, programs, unsplit, min_share, block, stages, warps, not many, registers)
 
 
 def choose_listed_tiling(
