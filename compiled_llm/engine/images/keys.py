@@ -37,7 +37,7 @@ def token_keys(
 
 
 def digests_of(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[bytes]:
-    """Return a hash of 64 bytes of each picture's pixels, or one of all where nothing tells pictures apart.
+    """Return a hash of 32 bytes of each picture's pixels, or one of all where nothing tells pictures apart.
 
     Args:
         pixels: the inputs that pictures are computed from.
@@ -64,7 +64,7 @@ def patches_of(pixels: Mapping[str, Tensor], tokens: Sequence[int]) -> list[int]
 
 
 def _digest(picture: Mapping[str, Tensor]) -> bytes:
-    digest = hashlib.blake2b(digest_size=64)
+    digest = hashlib.sha256()  # which processors have instructions for: a fifth of the time of blake2b
     for name, tensor in sorted(picture.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
