@@ -18,7 +18,8 @@ def ngram_drafts(args: NgramDrafts) -> tuple[Tensor, Tensor]:
     """Propose what followed the last tokens of each row's text where they stand earlier in it.
 
     Of a row's last ``longest`` to ``shortest`` tokens, the most that stand earlier in the text with a token after them
-    are looked for; where they stand several times, the latest place counts.
+    are looked for; where they stand several times, the latest place counts after which there are ``k`` tokens, or the
+    latest of all if there are fewer after each: text that goes round in a short circle is proposed for several rounds.
 
     Args:
         texts: ``[X, L]`` int32, contiguous, the tokens of each slot's row; a negative number stands for a token that is
@@ -70,14 +71,14 @@ def _cpu(args: NgramDrafts) -> tuple[Tensor, Tensor]:
     counts = np.zeros(len(args.slots), dtype=np.int32)
     numbers = args.slots, args.lengths, args.longest[args.slots], args.shortest[args.slots]
     for row, (slot, length, longest, shortest) in enumerate(torch.stack([*map(Tensor.long, numbers)], 1).tolist()):
-        found = _following(texts[slot, :length], longest, max(1, shortest))[: args.k]
+        found = _following(texts[slot, :length], longest, max(1, shortest), args.k)
         tokens[row, : len(found)] = found
         counts[row] = len(found)
     return torch.from_numpy(tokens), torch.from_numpy(counts)
 
 
-def _following(text: NDArray[np.int32], longest: int, shortest: int) -> NDArray[np.int32]:
-    """Return what is proposed after a text, and all known tokens after that."""
+def _following(text: NDArray[np.int32], longest: int, shortest: int, k: int) -> NDArray[np.int32]:
+    """Return what is proposed after a text."""
     earlier = max(0, len(text) - 1)  # places at which the tokens looked for may end
     same, matched = np.ones(earlier, dtype=bool), np.zeros(earlier, dtype=np.int64)
     for back in range(min(longest, earlier)):
@@ -87,7 +88,10 @@ def _following(text: NDArray[np.int32], longest: int, shortest: int) -> NDArray[
         matched += same
     if not earlier or matched.max() < shortest:
         return text[:0]
-    following = text[earlier - int(matched[::-1].argmax()) :]  # after the latest of the longest
+    places = np.flatnonzero(matched == matched.max())
+    whole = places[places < len(text) - k]
+    after = (whole if len(whole) else places)[-1] + 1
+    following = text[after : after + k]
     return following[: len(following) if (following >= 0).all() else int((following < 0).argmax())]
 
 

@@ -14,7 +14,7 @@ from support.ops.sampling_cases import BRANCHES, EDITED
 SETTINGS = [*BRANCHES, *EDITED]
 
 
-def test_what_follows_the_latest_place_of_the_longest_ending_is_proposed(seed: int) -> None:
+def test_what_follows_the_longest_ending_is_proposed(seed: int) -> None:
     proposed = 0
     for number in range(60):
         args = some_texts(seed * 1000 + number, k=1 + number % 7)
@@ -35,6 +35,10 @@ def test_what_follows_the_latest_place_of_the_longest_ending_is_proposed(seed: i
         ([1, 2, 7, 3, 2, 8, 1, 2], 3, [7, 3, 2]),
         ([1, 2, 7, 3, 2, 8, 1, 2], 1, [8, 1, 2]),
         ([5, 5, 5], 3, [5]),
+        ([5] * 9, 3, [5, 5, 5]),
+        ([1, 2, 1, 2, 1, 2, 1], 2, [2, 1, 2]),
+        ([1, 2, 3, 4, 5, 1, 2, 6, 1, 2], 2, [6, 1, 2]),
+        ([1, 2, 3, 4, 5, 1, 2, 1, 2], 2, [3, 4, 5]),
         ([1, 2, 3], 3, []),
         ([4, -1, 4], 1, []),
         ([], 3, []),

@@ -16,14 +16,16 @@ from support.ops.sampling_cases import tables_of
 
 
 def expected_drafts(text: Sequence[int], longest: int, shortest: int, k: int) -> list[int]:
-    """What comes after the latest place of the longest ending of a text, a token at a time."""
+    """What comes after the longest ending of a text: at the latest place with k tokens after it, or the latest."""
     for size in range(longest, max(1, shortest) - 1, -1):
-        wanted = list(text[-size:])
+        wanted, found = list(text[-size:]), list[list[int]]()
         for start in range(len(text) - size - 1, -1, -1):
             if len(wanted) == size and min(wanted) >= 0 and list(text[start : start + size]) == wanted:
-                drafts = list(text[start + size : start + size + k])
-                unknown = [at for at, token in enumerate(drafts) if token < 0]
-                return drafts[: unknown[0]] if unknown else drafts
+                found.append(list(text[start + size : start + size + k]))
+        if found:
+            drafts = next((own for own in found if len(own) == k), found[0])
+            unknown = [at for at, token in enumerate(drafts) if token < 0]
+            return drafts[: unknown[0]] if unknown else drafts
     return []
 
 

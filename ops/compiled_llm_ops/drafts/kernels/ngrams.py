@@ -1,7 +1,8 @@
 """The CUDA kernels of ``ngram_drafts``, in Triton."""
 
 # The first one looks through a text with many programs, each of which notes the best place of its part: in a number
-# that is larger the more tokens are the same, and among equals the later it is. The second one takes the largest.
+# that is larger the more tokens are the same, among equals if k tokens come after it, and then the later it is. The
+# second one takes the largest.
 # Most programs find nothing, or one token: what they take is the time in which their part is read. So parts are large,
 # to have many bytes under way, and of more tokens only those are read that still may match.
 # Shapes: B rows.
@@ -22,6 +23,8 @@ _PART, _WARPS = 2048, 4
 """Tokens that a program looks through, and the warps that do."""
 
 _PLACES = tl.constexpr(2**32)
+_WHOLE = tl.constexpr(2**30)
+"""Is added to places after which k tokens come; texts are shorter."""
 
 
 def ngram_drafts(args: NgramDrafts) -> tuple[Tensor, Tensor]:
@@ -32,14 +35,14 @@ def ngram_drafts(args: NgramDrafts) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(rows, k, dtype=torch.int32, device=texts.device)
     counts = torch.empty(rows, dtype=torch.int32, device=texts.device)
     given = (texts, args.slots, args.lengths)
-    _find_earlier[(rows, parts)](*given, args.longest, args.shortest, found, length, PART=_PART, num_warps=_WARPS)
+    _find_earlier[(rows, parts)](*given, args.longest, args.shortest, found, length, k, PART=_PART, num_warps=_WARPS)
     sizes = {"PART": _PART, "PARTS": triton.next_power_of_2(parts), "K": triton.next_power_of_2(k)}
     _copy_following[(rows,)](*given, found, tokens, counts, length, parts, k, **sizes, num_warps=1)
     return tokens, counts
 
 
 @triton.jit
-def _find_earlier(texts, slots, lengths, longest, shortest, found, length, PART: tl.constexpr):
+def _find_earlier(texts, slots, lengths, longest, shortest, found, length, k, PART: tl.constexpr):
     """Write the best place of a part of a text, -1 if there is none; grid ``(B, parts)``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count = tl.minimum(tl.load(lengths + row), length)
@@ -59,7 +62,8 @@ def _find_earlier(texts, slots, lengths, longest, shortest, found, length, PART:
             matched += same.to(tl.int32)
             back += 1
         most = tl.max(matched, axis=0)
-        place = tl.max(tl.where(matched == most, end, 0), axis=0)
+        place = end + tl.where(end < count - k, _WHOLE, 0)
+        place = tl.max(tl.where(matched == most, place, 0), axis=0)
         enough = most >= tl.maximum(tl.load(shortest + slot), 1)
         best = tl.where(enough, most.to(tl.int64) * _PLACES + place, -1)
         tl.store(found + row * tl.num_programs(1) + part, best)
@@ -75,7 +79,7 @@ def _copy_following(
     count, part, at = tl.minimum(tl.load(lengths + row), length), tl.arange(0, PARTS), tl.arange(0, K)
     looked = part * PART < count - 1
     best = tl.max(tl.load(found + row * parts + part, mask=looked & (part < parts), other=-1), axis=0)
-    place = best % _PLACES + 1 + at
+    place = best % _WHOLE + 1 + at
     exists = (best >= 0) & (place < count) & (at < k)
     token = tl.load(texts + tl.load(slots + row) * length + place, mask=exists, other=-1)
     known = tl.min(tl.where(token < 0, at, k), axis=0)
