@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -13,8 +14,16 @@ from support.execution.stand_in_cuda_graphs import StandIn
 
 PACKAGE = Path(compiled_llm.__file__).parent
 LEFT_OUT = ("model", "compat")
-PROGRAM = Path(steps.__file__)
+PROGRAM = steps.__file__
 ROOMS_OF_STEPS = {"execution", "execution/decode", "execution/steps"}
+
+
+@cache
+def _noted(filename: str) -> str:
+    """Return a file's path below the package; nothing if its calls are not noted."""
+    path = Path(filename)
+    file = path.relative_to(PACKAGE) if PACKAGE in path.parents else None
+    return "" if file is None or file.parts[0] in LEFT_OUT else str(file)
 
 
 class Walk:
@@ -31,15 +40,13 @@ class Walk:
 
     def note(self, frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
-        program = code.co_name == "decode_step" and Path(code.co_filename) == PROGRAM
+        program = code.co_name == "decode_step" and code.co_filename == PROGRAM
         if program or code is StandIn.launch.__code__:
             self._inside += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not self._inside and PACKAGE in (file := Path(code.co_filename)).parents:
-            file = file.relative_to(PACKAGE)
-            if file.parts[0] not in LEFT_OUT:
-                self.legs[-1].append(str(file))
-                if str(file.parent) in ROOMS_OF_STEPS and "self" in frame.f_locals:
-                    self.objects[-1].add(type(frame.f_locals["self"]).__name__)
+        elif event == "call" and not self._inside and (file := _noted(code.co_filename)):
+            self.legs[-1].append(file)
+            if file.rpartition("/")[0] in ROOMS_OF_STEPS and "self" in frame.f_locals:
+                self.objects[-1].add(type(frame.f_locals["self"]).__name__)
 
     def of(self, function: Callable[[], object]) -> list[list[str]]:
         """Return the files of the calls between two marks, in order."""
