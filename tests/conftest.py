@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger("torch.__trace").propagate = True
     config.add_cleanup(link_fast())
     left_out = LeftOut(
-        torch.cuda.is_available(), config.getoption("whole"), config.getoption("seed"), 2 if INTERPRETED else None
+        torch.cuda.is_available(), config.getoption("whole"), config.getoption("seed"), 1 if INTERPRETED else None
     )
     config.pluginmanager.register(left_out)
     # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.

@@ -81,7 +81,7 @@ def own_tests_that_pass(feature: Feature, parted: Parted) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @each_feature()
 def test_all_else_runs_without_a_feature(name: str, seed: int, whole: bool, tmp_path: Path) -> None:
     """With --whole, none of its own tests passes: that takes as long again."""

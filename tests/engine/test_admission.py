@@ -106,6 +106,7 @@ def test_the_load_of_the_benchmark_takes_as_long_each_time(exact: bool) -> None:
     assert [cost.steps for cost in costs([load] * 2, Rule())] == ([1041, 1379] if exact else [1041, 1483])
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize(
     ("kind", "within"),
     [

@@ -226,6 +226,7 @@ LOADS = {
 """A device, requests a second, and gaps' p99 and first tokens' p50 and p99 as multiples of those of whole prompts."""
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("load", LOADS)
 def test_gaps_are_shorter_where_prompts_come_often_and_nothing_is_worse_where_they_are_rare(load: str) -> None:
     """Whole prompts are launched at once, as ever; with chunks, steps that are long enough are launched late."""
