@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 import compiled_llm
 from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, mixed_prompts
-from support.tiny_models import TINY
+from support.tiny_models import ONE_LAYER, TINY
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 LENGTH = 11
@@ -165,7 +165,7 @@ def test_frozen_weights_need_no_gradients(models, ids):
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_inductor")
 def test_one_graph_for_tokens_and_one_for_embeddings():
-    plain, wrapped = pair({"mode": "compile", "max_batch_size": 8, "progress": False}, eos_token_id=None)
+    plain, wrapped = pair({"mode": "compile", "max_batch_size": 8, "progress": False}, **ONE_LAYER)
     embeddings = plain.get_input_embeddings()
 
     def score(lengths: list[int], seed: int) -> None:

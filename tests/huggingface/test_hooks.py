@@ -16,7 +16,7 @@ from compiled_llm.compat.huggingface import let_outputs_be_captured
 from support.execution.model_changes import before_a_layer, calling, on_a_layer
 from support.huggingface.pairs import OPTIONS
 from support.parity import greedy, next_turn
-from support.tiny_models import tiny_qwen3
+from support.tiny_models import ONE_LAYER, tiny_qwen3
 
 pytestmark = pytest.mark.core
 
@@ -54,8 +54,8 @@ def test_hooks_on_the_model_itself_fire_once_a_step_and_what_they_change_counts(
 
 @pytest.mark.usefixtures("without_inductor")
 def test_hooks_that_come_and_go_leave_compiled_steps_as_they_were(inputs):
-    plain = tiny_qwen3(eos_token_id=None)
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
+    plain = tiny_qwen3(**ONE_LAYER)
+    model = compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **{**OPTIONS, "mode": "compile", "progress": False})
     first = greedy(model, inputs, 6, return_dict_in_generate=True)
     cache = first.past_key_values
     graphs = model.compiled.stats().graphs
@@ -72,8 +72,8 @@ def test_hooks_that_come_and_go_leave_compiled_steps_as_they_were(inputs):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_hooks_that_huggingface_leaves_behind_once_it_was_asked_for_hidden_states_slow_nothing(inputs):
-    plain = tiny_qwen3(eos_token_id=None)
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
+    plain = tiny_qwen3(**ONE_LAYER)
+    model = compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **{**OPTIONS, "mode": "compile", "progress": False})
     for before in (True, False):
         torch.testing.assert_close(greedy(model, inputs, 6), greedy(plain, inputs, 6))
         if before:

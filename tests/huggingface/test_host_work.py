@@ -39,7 +39,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @torch.no_grad()
 def test_a_forward_checks_guards_once_and_defers_interrupts_once(counts: dict[str, int], seed: int) -> None:
-    model = compiled_llm.wrap(tiny_qwen3())
+    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1))
     texts = torch.randint(3, 128, (4, 1, 9))
     model(texts[0], use_cache=False)
     counts |= dict.fromkeys(counts, 0)
@@ -52,7 +52,7 @@ def test_a_forward_checks_guards_once_and_defers_interrupts_once(counts: dict[st
 
 
 def test_repeated_steps_check_no_guards(counts: dict[str, int], seed: int) -> None:
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None))
+    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None))
     text = torch.randint(3, 128, (1, 9))
     model.generate(text, do_sample=False, max_new_tokens=2)
     few, many = counts.copy(), counts.copy()

@@ -14,7 +14,7 @@ import compiled_llm
 from support import planted_faults as planted
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 from support.planted_faults import plant
-from support.tiny_models import tiny_qwen3
+from support.tiny_models import ONE_LAYER, tiny_qwen3
 
 OPTIONS = {"mode": "compile", "page_size": 4, "kv_memory": "400 tokens", "max_batch_size": 4, "progress": False}
 MORE = "compiled_llm.explain(model)"
@@ -79,7 +79,7 @@ def test_what_fails_after_tracing_is_no_fault_of_the_models_lines(monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("compiled_llm.compilation.backend.compile_with_inductor", fail)
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **OPTIONS)
+    model = compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **OPTIONS)
     with pytest.raises(RuntimeError, match="no space left") as caught:
         greedy(model, mixed_prompts([4], 128, seed=0), 3)
     assert not isinstance(caught.value, compiled_llm.CompileError)

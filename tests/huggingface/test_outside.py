@@ -12,7 +12,7 @@ import compiled_llm
 from support.huggingface.feature_calls import dynamic_cache, forward, generate, inputs, under_gradients
 from support.huggingface.overriding import prefer_tokens
 from support.huggingface.pairs import OPTIONS
-from support.tiny_models import tiny_qwen3
+from support.tiny_models import ONE_LAYER, tiny_qwen3
 
 INNER, OUTER = "forward: inner_module", "forward: outer_compile"
 
@@ -20,7 +20,7 @@ INNER, OUTER = "forward: inner_module", "forward: outer_compile"
 @pytest.fixture
 def model() -> Any:
     torch._dynamo.reset()
-    return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **OPTIONS)
+    return compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **OPTIONS)
 
 
 def counts(model: Any) -> tuple[int, dict[str, int]]:
@@ -30,7 +30,7 @@ def counts(model: Any) -> tuple[int, dict[str, int]]:
 
 
 def test_calls_of_the_module_inside_are_counted_said_once_and_explained(model, caplog):
-    theirs = tiny_qwen3(eos_token_id=None)
+    theirs = tiny_qwen3(**ONE_LAYER)
     for _ in range(3):
         ours = model.model(**inputs()).last_hidden_state
     torch.testing.assert_close(ours, theirs.model(**inputs()).last_hidden_state)
@@ -45,7 +45,7 @@ def test_calls_of_the_module_inside_are_counted_said_once_and_explained(model, c
 
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_our_own_calls_are_not_counted(mode, without_inductor):
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": mode})
+    model = compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **{**OPTIONS, "mode": mode})
     calls = [
         *(generate(), generate(num_beams=2), generate(no_repeat_ngram_size=2), generate(use_cache=False)),
         *(generate(past_key_values=dynamic_cache(), num_beams=2), forward(), forward(past_key_values=dynamic_cache())),
@@ -75,7 +75,7 @@ def test_copies_count_their_own_calls_and_an_unwrapped_model_none(model):
 
 
 def test_each_graph_that_a_compiler_of_the_users_traces_is_counted_and_stays_whole(model, caplog):
-    theirs = tiny_qwen3(eos_token_id=None)
+    theirs = tiny_qwen3(**ONE_LAYER)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     with torch.no_grad():
         for length in (9, 9, 5, 9):

@@ -17,7 +17,7 @@ from support.huggingface.cache_name import CACHE
 from support.huggingface.overriding import biased, prefer_tokens, shift_ids, shifted, skip_positions
 from support.huggingface.pairs import OPTIONS
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
-from support.tiny_models import tiny_qwen3
+from support.tiny_models import ONE_LAYER, tiny_qwen3
 
 pytestmark = pytest.mark.core
 
@@ -30,7 +30,7 @@ def wrapped(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def twins(kind: type | None = None) -> tuple[PreTrainedModel, PreTrainedModel]:
-    plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
+    plain, model = tiny_qwen3(**ONE_LAYER), tiny_qwen3(**ONE_LAYER)
     if kind is not None:
         plain.__class__ = model.__class__ = kind
     return plain, wrapped(model)
@@ -38,7 +38,7 @@ def twins(kind: type | None = None) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 def both(change: Change, before: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A model and a wrapped one, changed before or after it was wrapped."""
-    plain, model = tiny_qwen3(eos_token_id=None), tiny_qwen3(eos_token_id=None)
+    plain, model = tiny_qwen3(**ONE_LAYER), tiny_qwen3(**ONE_LAYER)
     change(plain)
     if before:
         change(model)
@@ -159,8 +159,8 @@ def test_more_tokens_than_generate_was_given_pages_for(seed):
 
         model.prepare_inputs_for_generation = prepare
 
-    plain = tiny_qwen3(eos_token_id=None)
-    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "kv_memory": "60 tokens"})
+    plain = tiny_qwen3(**ONE_LAYER)
+    model = compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **{**OPTIONS, "kv_memory": "60 tokens"})
     ids = mixed_prompts([6, 6], 128, seed)["input_ids"]
     for either in (plain, model):
         prepend(either)

@@ -30,6 +30,10 @@ WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max
 """Options for a Qwen3 whose layers see four tokens."""
 
 
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "eos_token_id": None}
+"""Of models that are compiled: each layer takes its time, and what is asked does not depend on their number."""
+
+
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> Qwen3:
     """A random Qwen3 in float32; `eos_token_id=None` lets it go on for ever."""
     return copy_of(Qwen3, seed, overrides)

@@ -15,7 +15,7 @@ from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.huggingface.families import FAMILIES, make
 from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy, mixed_prompts, next_turn
-from support.tiny_models import tiny_qwen3
+from support.tiny_models import ONE_LAYER, tiny_qwen3
 
 CLOSE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-4}
 ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_hidden_states": True}
@@ -164,8 +164,8 @@ def test_states_of_embeddings_are_huggingfaces(models, inputs):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_compiled_steps_with_states_and_without_take_turns_and_nothing_is_compiled_again(inputs):
-    plain = tiny_qwen3(eos_token_id=None)
-    wrapped = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
+    plain = tiny_qwen3(**ONE_LAYER)
+    wrapped = compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **{**OPTIONS, "mode": "compile", "progress": False})
     expected, states = greedy(plain, inputs, 6), greedy(plain, inputs, 6, **ASKED)
     for turn in range(3):
         assert torch.equal(greedy(wrapped, inputs, 6), expected)
@@ -181,8 +181,8 @@ def test_compiled_steps_with_states_and_without_take_turns_and_nothing_is_compil
 def test_replayed_steps_give_the_states_of_each(monkeypatch, inputs):
     """A CUDA graph has its outputs at fixed addresses, and the next replay overwrites them."""
     let_a_cpu_capture(monkeypatch)
-    plain = tiny_qwen3(eos_token_id=None)
-    wrapped = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**OPTIONS, "mode": "compile", "progress": False})
+    plain = tiny_qwen3(**ONE_LAYER)
+    wrapped = compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **{**OPTIONS, "mode": "compile", "progress": False})
     for _ in range(2):
         theirs, ours = (greedy(model, inputs, 12, **ASKED) for model in (plain, wrapped))
         assert torch.equal(ours.sequences, theirs.sequences)

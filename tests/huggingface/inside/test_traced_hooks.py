@@ -102,7 +102,7 @@ def test_hidden_states_are_those_that_the_model_goes_on_with(inputs, models, ste
 @pytest.mark.usefixtures("without_inductor")
 def test_the_first_call_may_ask_for_hidden_states(inputs, steering):
     """Before HuggingFace has put its own hooks on the model."""
-    plain, wrapped = pair(COMPILED)
+    plain, wrapped = pair(COMPILED, num_hidden_layers=1)
     handle = plain.model.norm.register_forward_hook(steering.plain)
     with compiled_llm.traced_hook(wrapped.model.norm, steering.traced), torch.no_grad():
         theirs, ours = (model(**inputs, output_hidden_states=True).hidden_states[-1] for model in (plain, wrapped))
@@ -113,7 +113,7 @@ def test_the_first_call_may_ask_for_hidden_states(inputs, steering):
 
 @pytest.mark.usefixtures("without_inductor")
 def test_a_hook_is_compiled_once_and_what_it_holds_may_be_written_to(inputs, steering):
-    plain, wrapped = tiny_qwen3(eos_token_id=None), compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **COMPILED)
+    plain, wrapped = pair(COMPILED, num_hidden_layers=1, eos_token_id=None)
     layer = plain.model.layers[0]
     layer.register_forward_hook(steering.plain)
     with compiled_llm.traced_hook(wrapped.model.layers[0], steering.traced):
@@ -128,7 +128,7 @@ def test_a_hook_is_compiled_once_and_what_it_holds_may_be_written_to(inputs, ste
 def test_a_captured_step_reads_what_a_hook_holds_now(monkeypatch, inputs, steering):
     """Also another tensor, which is elsewhere."""
     let_a_cpu_capture(monkeypatch)
-    plain, wrapped = tiny_qwen3(eos_token_id=None), compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **COMPILED)
+    plain, wrapped = pair(COMPILED, num_hidden_layers=1, eos_token_id=None)
     plain.model.layers[0].register_forward_hook(steering.plain)
     with compiled_llm.traced_hook(wrapped.model.layers[0], steering.traced):
         for change in (None, "written", "another"):
