@@ -170,6 +170,8 @@ def settings_of(options: Mapping[str, Any], name: str, **others: Any) -> ApiServ
     for several in ("names", "allowed_hosts", "cors_origins", "allowed_media_domains"):
         value = given.get(several, ())
         given[several] = (value,) if isinstance(value, str) else tuple(value)
+    if (folder := given.get("allowed_local_media_path")) is not None:
+        given["allowed_local_media_path"] = Path(folder)
     given["allowed_media_domains"] = tuple(map(str.lower, given["allowed_media_domains"]))
     return ApiServerSettings(**{**given, "names": given["names"] or (name,)}, **others)
 

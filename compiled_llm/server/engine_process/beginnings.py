@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 from compiled_llm.protocol.messages import Refused, Submit
@@ -13,6 +14,8 @@ if TYPE_CHECKING:  # imports torch
 
 _LONG = frozenset(("structured_outputs", "bad_words", "allowed_token_ids"))
 """Settings that are read for as long as their text is."""
+_OF_PICTURES = ThreadPoolExecutor(4, "compiled_llm pictures")
+"""So many requests with pictures begin at once: decoding takes memory, and others need threads meanwhile."""
 _LONG_PROMPT = 2**14  # tokens of a prompt that are looked at for milliseconds
 
 
@@ -50,7 +53,8 @@ class Beginnings:
         self._tasks[submit.request] = asyncio.create_task(self._begin(submit))
 
     async def _begin(self, submit: Submit) -> None:
-        begun = await asyncio.to_thread(self._desk.begin, submit)
+        threads = None if submit.pictured is None else _OF_PICTURES
+        begun = await asyncio.get_running_loop().run_in_executor(threads, self._desk.begin, submit)
         cancelled = self._cancelled.pop(submit.request)
         del self._tasks[submit.request]
         if not isinstance(begun, Refused):

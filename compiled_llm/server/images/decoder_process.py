@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 from compiled_llm.engine.apart.exchange import Failed
@@ -11,7 +10,6 @@ from compiled_llm.server.images.messages import MAX_BYTES, Decode, Decoded, From
 
 _SCRIPT = Path(__file__).with_name("decoder_script.py")
 _SECONDS = 10  # of processor time that a picture may take
-_AT_ONCE = 4  # pictures that are decoded, each in a process; others wait
 _EACH = 20
 """Bytes that a pixel may take while it is decoded: four as the file has it, as it is turned, and as it is sent."""
 _LEAST = 2**27  # bytes that any picture may take
@@ -23,11 +21,9 @@ class DecoderProcess(ForkServerProcess):
 
     def __init__(self) -> None:
         super().__init__(_SCRIPT, MAX_BYTES)
-        self._places = threading.BoundedSemaphore(_AT_ONCE)
 
     def decoded(self, file: bytes, pixels: int) -> Decoded | Failed:
         """Decode a picture of at most so many pixels, and wait for it."""
         task = Decode(file, pixels, _SECONDS, _LEAST + _EACH * pixels)
-        with self._places:
-            answer: Decoded | Failed | None = self.answered(lambda: self._ask(task), FromWorker, lambda: True)
+        answer: Decoded | Failed | None = self.answered(lambda: self._ask(task), FromWorker, lambda: True)
         return answer or _LOST

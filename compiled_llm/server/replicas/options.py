@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
+from compiled_llm.server.image_limit import images_in
 from compiled_llm.server.own_process import serve_arguments
 from compiled_llm.server.settings import ApiServerSettings, settings_of
 
@@ -28,11 +29,19 @@ OF_ENGINE_PROCESSES = frozenset(
         "max_num_seqs",
     }
     | {"chat_template", "eager_first", "max_step_ms", "mode", "profile", "quiet", "speculative_config", "tokenizer"}
-    | {"warmup"}
+    | {"limit_mm_per_prompt", "warmup"}
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(
-    {"escape_special_tokens", "otlp_traces_endpoint", "page", "request_seconds", "served_model_name", "stream_interval"}
+    {"allowed_local_media_path", "allowed_media_domains", "max_image_bytes", "max_image_pixels"}
+    | {
+        "escape_special_tokens",
+        "otlp_traces_endpoint",
+        "page",
+        "request_seconds",
+        "served_model_name",
+        "stream_interval",
+    }
     | _SAFETY_OF_API_SERVERS
 )
 _PLACE = {"host", "operations_uds", "port", "ssl_certfile", "ssl_keyfile", "uds"}
@@ -89,4 +98,5 @@ class Options(NamedTuple):
     def settings(self) -> ApiServerSettings:
         """Return the settings of API servers; ValueError if the file of keys has none, or short ones."""
         given = {name: value for name, value in self.given.items() if name in OF_API_SERVERS}
-        return settings_of(given, Path(self.model).name, behind_proxy=True)
+        images = images_in(self.given.get("limit_mm_per_prompt"))
+        return settings_of(given, Path(self.model).name, behind_proxy=True, limit_mm_per_prompt=images)

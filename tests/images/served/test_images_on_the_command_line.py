@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
 from support.commands.command_line import invoke
 from support.engine.tiny_engines import PATIENCE, greedy
 from support.huggingface.seeing_folder import seeing_folder
+from support.server.engine_processes import until
+from support.server.pictures import data_url, shown
+from support.server.running_servers import serving
 
 RUNNING = ("--mode", "eager", "--device", "cpu", "--greedy", "--max-new-tokens", "5", "--quiet")
 
@@ -60,14 +64,18 @@ def test_a_chat_over_http_shows_a_picture(seen):
     assert done.stdout.strip() == same.text, done.stderr
 
 
-def test_an_engine_process_of_the_command_reads_the_folder_s_processor(folder):
-    from compiled_llm.commands.loading.processor import load_processor, processor_place
-    from compiled_llm.commands.loading.source import locate
-
-    place = processor_place(locate(str(folder), progress=False))
-    assert place is not None
-    assert place == str(folder)
-    assert load_processor(place).image_token == "<image>"
+@pytest.mark.whole
+def test_serve_loads_a_model_with_its_eyes(folder, answer):
+    body = {"messages": shown(data_url((folder / "a.png").read_bytes())), "max_tokens": 5, "temperature": 0}
+    options = ("--mode", "eager", "--device", "cpu", "--limit-mm-per-prompt", '{"image": 1}')
+    with serving(folder, *options) as (_, url), httpx.Client(base_url=url, timeout=PATIENCE) as http:
+        until(lambda: http.get("/ready").status_code == 200)
+        assert http.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image"]
+        answered = http.post("/v1/chat/completions", json=body).json()
+        assert answered["choices"][0]["message"]["content"] == answer
+        assert answered["usage"]["prompt_tokens"] == 9
+        two = {"messages": [*body["messages"], {"role": "assistant", "content": "w1"}, *body["messages"]]}
+        assert http.post("/v1/chat/completions", json=two).status_code == 400
 
 
 @pytest.mark.parametrize(
