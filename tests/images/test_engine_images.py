@@ -76,6 +76,18 @@ def test_a_picture_has_huggingfaces_tokens(family, seed):
     assert_account_is_empty(model)
 
 
+def test_pixels_come_in_the_models_dtype(seed):
+    """Processors return float32, which this encoder refuses if its weights are others."""
+    model, plain = (make("Kimi_K25", seed).to(torch.bfloat16) for _ in range(2))
+    inputs = one_image("Kimi_K25", seed)
+    pixels = {"pixel_values": inputs["pixel_values"].to(torch.bfloat16)}
+    compiled_llm.wrap(model, mode="eager", kv_memory="400 tokens", progress=False)
+    with Engine(model) as engine:
+        assert engine.submit(inputs, greedy(1)).result(PATIENCE).outputs[0].token_ids == alone(
+            plain, inputs | pixels, 1
+        )
+
+
 @pytest.mark.parametrize("family", BOTH_WAYS)
 def test_prompts_that_are_seen_both_ways_are_refused(family):
     with Engine(seeing(family)) as engine, pytest.raises(RuntimeError, match="sees their tokens both ways"):

@@ -13,7 +13,7 @@ from compiled_llm.compat.huggingface import sees_images
 from compiled_llm.compat.prompt_positions import prompt_positions
 from compiled_llm.engine.images.inputs import inputs_of as inputs_of
 from compiled_llm.engine.images.keys import digests_of, runs_of, token_keys
-from compiled_llm.engine.images.prompt_encoder import PromptEncoder, as_encoded
+from compiled_llm.engine.images.prompt_encoder import PromptEncoder, in_dtype
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kinds.support import FoundKind, refusal
@@ -45,7 +45,7 @@ def images_of(
     inputs = _checked(inputs_of(prompt, processor, image_token))
     ids = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
     runs = runs_of(ids, image_token)
-    pixels = as_encoded(facts.model, {name: inputs[name] for name in inputs if name not in _OF_TOKENS})
+    pixels = in_dtype({name: inputs[name] for name in inputs if name not in _OF_TOKENS}, facts.model.dtype)
     if not len(runs[0]):
         raise ValueError(
             f"prompt: it has {', '.join(pixels)} and none of its tokens is one of a picture, {image_token}; give what "

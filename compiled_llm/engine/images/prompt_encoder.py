@@ -99,13 +99,10 @@ class PromptEncoder:
         }
 
 
-def as_encoded(model: Any, pixels: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return inputs of pictures with patches in the dtype to which their encoder converts them before all else."""
-    # So half as many bytes are hashed, kept and moved.
-    dtype = getattr(getattr(getattr(model, "model", None), "visual", None), "dtype", None)
-    if dtype is None or "image_grid_thw" not in pixels or "pixel_values" not in pixels:
-        return dict(pixels)
-    return {**pixels, "pixel_values": pixels["pixel_values"].to(dtype)}
+def in_dtype(pixels: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return inputs of pictures in a model's dtype, which some encoders ask for, and others convert them to."""
+    # So half as many bytes are hashed, kept and moved, too.
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in pixels.items()}
 
 
 def _apart(made: Any) -> Iterator[Features]:
