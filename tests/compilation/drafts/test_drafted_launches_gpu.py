@@ -24,7 +24,10 @@ from support.parity import assert_account_is_empty
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 SLEEP = 2_000_000_000
-SIZES = [8, 8, 4, 1, 1, 2, 8]
+SIZES = [8, 8, 2, 1, 1, 2, 8]
+
+
+# Each process that runs a test of this file compiles what a number of rows needs: so there is one test for each.
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +54,20 @@ def rounds_of(
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_launches_of_any_size_return_while_the_device_sleeps(model: PreTrainedModel, rows: int, seed: int) -> None:
-    """Checks that are repeated, other numbers of tokens, plain steps, rows that leave, and pages that rows enter."""
+def test_captured_steps_that_draft(model: PreTrainedModel, rows: int, seed: int) -> None:
     prompts = prompts_of(seed, rows)
+    assert_launches_of_any_size_return_while_the_device_sleeps(model, prompts)
+    assert_greedy_answers_are_those_of_plain_steps_as_far_as_rounding_lets_them(model, prompts)
+    assert model.compiled.stats().recompiles == 0
+    if rows == 1:
+        assert_a_repeated_call_gives_the_same_tokens(model, prompts, seed)
+    assert_account_is_empty(model)
+
+
+def assert_launches_of_any_size_return_while_the_device_sleeps(
+    model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    """Checks that are repeated, other numbers of tokens, plain steps, rows that leave, and pages that rows enter."""
     for number in range(2):  # what these sizes need is captured
         loop, rounds = rounds_of(model, prompts, 400, SIZES)
         while not rounds.next():
@@ -68,7 +82,7 @@ def test_launches_of_any_size_return_while_the_device_sleeps(model: PreTrainedMo
             asleep.record()
             start, running = time.perf_counter(), list(loop.rows)
             for turn in range(12):
-                if turn == 6 and rows > 1:
+                if turn == 6 and len(prompts) > 1:
                     running = running[1:]
                 size = SIZES[turn % len(SIZES)]
                 taps = (rounds._drafts.tap(size),) if size > 1 else ()
@@ -80,15 +94,14 @@ def test_launches_of_any_size_return_while_the_device_sleeps(model: PreTrainedMo
         for _, arriving in launched:
             arriving.result()
         loop.close()
-    assert_account_is_empty(model)
 
 
-def test_greedy_answers_are_those_of_plain_steps_as_far_as_rounding_lets_them(
-    model: PreTrainedModel, seed: int
+def assert_greedy_answers_are_those_of_plain_steps_as_far_as_rounding_lets_them(
+    model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
     """In bfloat16 a step of eight tokens rounds otherwise than one of one."""
-    prompts, new = prompts_of(seed, 4), 100
-    expected = plain_answers(model, prompts, new, [None] * 4)
+    new = 100
+    expected = plain_answers(model, prompts, new, [None] * len(prompts))
     loop, rounds = rounds_of(model, prompts, new, SIZES)
     answers = drafted_answers(loop, rounds, new)
     equal = [
@@ -96,13 +109,11 @@ def test_greedy_answers_are_those_of_plain_steps_as_far_as_rounding_lets_them(
         for own in zip(answers, expected, strict=True)
     ]
     print(f"equal for {equal} of {new} tokens")
-    assert sum(equal) > new
-    assert model.compiled.stats().recompiles == 0
-    assert_account_is_empty(model)
+    assert sum(equal) > new * len(prompts) // 4
 
 
-def test_a_repeated_call_gives_the_same_tokens(model: PreTrainedModel, seed: int) -> None:
-    inputs = torch.tensor(prompts_of(seed, 1), device="cuda")
+def assert_a_repeated_call_gives_the_same_tokens(model: PreTrainedModel, prompts: list[list[int]], seed: int) -> None:
+    inputs = torch.tensor(prompts, device="cuda")
     options = {"max_new_tokens": 100, "do_sample": True, "temperature": 0.7, "prompt_lookup_num_tokens": 7}
     results = []
     for _ in range(4):  # of the first ones, steps are captured

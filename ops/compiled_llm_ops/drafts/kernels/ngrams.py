@@ -41,7 +41,7 @@ def ngram_drafts(args: NgramDrafts) -> tuple[Tensor, Tensor]:
     return tokens, counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _find_earlier(texts, slots, lengths, longest, shortest, found, length, k, PART: tl.constexpr):
     """Write the best place of a part of a text, -1 if there is none; grid ``(B, parts)``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -69,7 +69,7 @@ def _find_earlier(texts, slots, lengths, longest, shortest, found, length, k, PA
         tl.store(found + row * tl.num_programs(1) + part, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k", "parts"])
 def _copy_following(
     texts, slots, lengths, found, tokens, counts, length, parts, k,
     PART: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
