@@ -35,6 +35,7 @@ from fitting.invariant import invariant_attention_cases, invariant_linear_cases
 from fitting.latents import latent_backend_cases, latent_decode_cases, latent_prefill_cases, ragged_cases
 from fitting.linear import chained_cases, linear_cases, normed_cases
 from fitting.packed import packed_cases
+from fitting.packed_weights import packed_weight_cases
 from fitting.page_checks import page_check_cases
 from fitting.prefill import captured_cases, splitting_cases
 from fitting.sparse import block_sparse_cases
@@ -59,6 +60,7 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "invariant-linear": invariant_linear_cases,
     "invariant-attention": invariant_attention_cases,
     "packed-attention": packed_cases,
+    "packed": packed_weight_cases,
     "page-checks": page_check_cases,
     "latent-decode": latent_decode_cases,
     "latent-prefill": latent_prefill_cases,

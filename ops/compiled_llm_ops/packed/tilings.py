@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from compiled_llm_ops.packed.formats import PackedFormat
+import torch
+
+from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 
 
 class PackedLinearTiling(NamedTuple):
@@ -17,6 +19,7 @@ class PackedLinearTiling(NamedTuple):
     splits: int  # programs that share a tile's inputs
     warps: int
     apart: bool = False  # whether the places of bytes or words are operands of their own
+    joined: bool = False  # whether blocks come by TMA, and codes become numbers in the order of the inputs
 
 
 def way_of(format: PackedFormat, inputs: int) -> str:
@@ -32,6 +35,24 @@ def can_be_apart(format: PackedFormat, inputs: int) -> bool:
     """Whether the places of bytes or words can be operands of their own, with 16 inputs of a block each at least."""
     way = way_of(format, inputs)
     return way == "halves" or (way == "planes" and format.layout != "words_by_output" and inputs % 128 == 0)
+
+
+def can_be_joined(weight: PackedWeight, dtype: torch.dtype) -> bool:
+    """Whether the kernel that joins codes in the order of the inputs takes a weight, and rows of this type."""
+    format, codes, scales, zeros, (_, k), nested = weight
+    if dtype not in (torch.bfloat16, torch.float16) or (format.code == "e4m3" and dtype is torch.float16):
+        return False
+    if format.bits == 8 and (format.layout != "rows" or zeros is not None):
+        return False
+    if format.layout == "tiles" and format.inputs % 128:
+        return False
+    if zeros is not None and zeros.is_floating_point():
+        # Values are scaled as numbers of the rows' type, as torch's kernel does.
+        if nested is not None or not scales.dtype == zeros.dtype == dtype:
+            return False
+    # Blocks come by TMA: rows of codes begin at multiples of 16 bytes.
+    row = codes[0].numel() * codes.itemsize if codes.dim() > 1 else 0
+    return k % 8 == 0 and row % 16 == 0 and codes.data_ptr() % 16 == 0
 
 
 def block_inputs(format: PackedFormat, most: int) -> int:

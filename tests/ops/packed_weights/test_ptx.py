@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
-import re
 from collections.abc import Callable
 
 import pytest
@@ -12,82 +10,10 @@ import torch
 
 from compiled_llm_ops.packed.formats import NF4
 from compiled_llm_ops.packed.kernels import ptx
-
-WORD = 0xFFFFFFFF
-
+from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
+from support.ops.running_ptx import numbers, run
 
 DTYPES = [torch.bfloat16, torch.float16]
-
-
-def number(half: int, dtype: torch.dtype = torch.bfloat16) -> float:
-    """The number of 16 bits."""
-    return float(torch.tensor(half, dtype=torch.int32).to(torch.uint16).view(dtype))
-
-
-def bits(value: float, dtype: torch.dtype = torch.bfloat16) -> int:
-    """16 bits of a number that the type has."""
-    rounded = torch.tensor(value, dtype=torch.float64).to(dtype)
-    assert float(rounded) == value, f"{value} is rounded"
-    return int(rounded.view(torch.uint16))
-
-
-def prmt(a: int, b: int, selector: int) -> int:
-    """Bytes of two registers by four nibbles, of which the highest bit asks for a byte's sign instead."""
-    found = (b << 32 | a).to_bytes(8, "little")
-    taken = [(selector >> 4 * place) & 15 for place in range(4)]
-    chosen = [(255 if found[one & 7] & 128 else 0) if one & 8 else found[one & 7] for one in taken]
-    return int.from_bytes(bytes(chosen), "little")
-
-
-def lop3(a: int, b: int, c: int, table: int) -> int:
-    """Any function of three bits, by its table."""
-    out = 0
-    for place in range(32):
-        index = (a >> place & 1) << 2 | (b >> place & 1) << 1 | (c >> place & 1)
-        out |= (table >> index & 1) << place
-    return out
-
-
-def of_pairs(operation: Callable[[float, float], float], dtype: torch.dtype) -> Callable[[int, int], int]:
-    """An operation on two pairs of numbers, none of which may be rounded."""
-
-    def both(a: int, b: int) -> int:
-        low, high = (operation(number(a >> by & 0xFFFF, dtype), number(b >> by & 0xFFFF, dtype)) for by in (0, 16))
-        return bits(low, dtype) | bits(high, dtype) << 16
-
-    return both
-
-
-INSTRUCTIONS: dict[str, Callable[..., int]] = {
-    "mov.b32": lambda a: a,
-    "prmt.b32": prmt,
-    "lop3.b32": lop3,
-    "sub.rn.bf16x2": of_pairs(operator.sub, torch.bfloat16),
-    "sub.rn.f16x2": of_pairs(operator.sub, torch.float16),
-    "mul.rn.bf16x2": of_pairs(operator.mul, torch.bfloat16),
-    "shr.u32": lambda a, by: a >> by,
-    "shl.b32": lambda a, by: a << by & WORD,
-    "and.b32": lambda a, b: a & b,
-}
-
-
-def run(text: str, inputs: dict[str, int]) -> dict[str, int]:
-    """Registers after the text, with those that it was given, which it may not write."""
-    registers = dict(inputs)
-    for line in re.split(r"[;{}\n]+", text):
-        name, _, operands = line.strip().partition(" ")
-        if not name or name == ".reg":
-            continue
-        target, *others = [operand.strip() for operand in operands.split(",")]
-        values = [int(one, 0) if one[0].isdigit() else registers[one] for one in others]
-        assert target not in inputs
-        registers[target] = INSTRUCTIONS[name](*values)
-    return registers
-
-
-def numbers(registers: dict[str, int], dtype: torch.dtype, *names: str) -> list[float]:
-    return [number(registers[name] >> shift & 0xFFFF, dtype) for name in names for shift in (0, 16)]
-
 
 MEANING: dict[str, Callable[[int], float]] = {
     "uint4": lambda code: code - 8,
@@ -138,3 +64,68 @@ def test_planes_of_words(code: str, dtype: torch.dtype, seed: int) -> None:
         found = run(ptx.text_for(code, "tiles", dtype), {"$8": words[0], "$9": words[1]})
         for plane in range(8):
             assert numbers(found, dtype, f"${plane}") == [MEANING[code](word >> 4 * plane & 15) for word in words]
+
+
+# ---- pairs of neighbours
+
+ONE = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
+
+
+def twice(half: int) -> int:
+    return half << 16 | half
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["rows", "high_first", "words_by_input"])
+@pytest.mark.parametrize("code", ["uint4", "int4", "nf4"])
+def test_pairs_of_bytes(code: str, layout: str, dtype: torch.dtype) -> None:
+    text = pair_text_for(code, layout, dtype)
+    values = torch.tensor(NF4).to(dtype).tolist() if code == "nf4" else list(map(MEANING[code], range(16)))
+    for byte in range(256):
+        own = [byte, (byte + 85) % 256, 255 - byte, byte * 7 % 256] if code == "nf4" else [byte]
+        given = {"$4": int.from_bytes(bytes(own), "little")} if code == "nf4" else {"$2": byte}
+        found = run(text, given if code == "nf4" else given | {"$3": twice(ONE[dtype] | 8)})
+        low, high = [values[one & 15] for one in own], [values[one >> 4] for one in own]
+        first, second = (high, low) if layout == "high_first" else (low, high)
+        names = ("$0", "$1", "$2", "$3") if code == "nf4" else ("$0", "$1")
+        got = numbers(found, dtype, *names)
+        assert got == first + second if code == "nf4" else [got[0], got[2]] == first + second
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pairs_less_zeros_scaled(dtype: torch.dtype) -> None:
+    """Zeros of integers are exact; a scale and a zero of the rows' type are rounded once."""
+    plain, scaled = (pair_text_for("uint4", "rows", dtype, scaled=scaled) for scaled in (False, True))
+    factor, shift = (int(torch.tensor(one).to(dtype).view(torch.uint16)) for one in (0.37, -1.3))
+    for zero in range(17):
+        found = run(plain, {"$2": 0xC5, "$3": twice(ONE[dtype] + zero)})
+        assert numbers(found, dtype, "$0", "$1")[::2] == [5 - zero, 12 - zero]
+    given = {"$2": 0xC5, "$3": twice(ONE[dtype] | 8), "$4": twice(factor), "$5": twice(shift)}
+    expected = (torch.tensor([-3.0, 4.0]) * torch.tensor(0.37).to(dtype) + torch.tensor(-1.3).to(dtype)).to(dtype)
+    assert numbers(run(scaled, given), dtype, "$0", "$1")[::2] == expected.tolist()
+
+
+@pytest.mark.parametrize(("code", "dtype"), [*itertools.product(["uint8", "int8"], DTYPES), ("e4m3", torch.bfloat16)])
+def test_pairs_of_8_bits(code: str, dtype: torch.dtype) -> None:
+    text = pair_text_for(code, "rows", dtype)
+    for byte in range(256):
+        own = [byte, 255 - byte]
+        if code == "e4m3":  # without those that are not numbers
+            own = [one - (one & 127 == 127) for one in own]
+        found = run(text, {"$1": own[0] | own[1] << 8})
+        assert numbers(found, dtype, "$0") == list(map(MEANING[code], own))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("code", ["uint4", "int4"])
+def test_pairs_of_words(code: str, dtype: torch.dtype, seed: int) -> None:
+    minus = twice(ONE[dtype] | 8)
+    for first, second in torch.randint(2**32, (64, 2)).tolist():
+        for place in range(8):
+            given = {"$2": first, "$3": second, "$4": 0x5410 if place < 4 else 0x7632, "$5": 4 * (place % 4)}
+            found = run(pair_text_for(code, "words_by_output", dtype), given | {"$6": minus})
+            expected = [MEANING[code](word >> 4 * place & 15) for word in (first, second)]
+            assert numbers(found, dtype, "$0", "$1")[::2] == expected
+        found = run(pair_text_for(code, "tiles", dtype), {"$8": first, "$9": minus})
+        expected = [MEANING[code](first >> 4 * place & 15) for place in range(8)]
+        assert numbers(found, dtype, *(f"${place}" for place in range(8)))[::2] == expected

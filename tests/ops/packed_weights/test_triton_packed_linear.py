@@ -194,7 +194,7 @@ def test_unpacking_and_rounding_compile(name: str) -> None:
     format, types = FORMATS[name][0], types_of(name)
     inputs = block_inputs(format, 128)
     exact = exact_nf4() if format.code == "nf4" else (text_for(format.code, format.layout, torch.bfloat16), "")
-    constants = {**groups_of(name), "WAY": way_of(format, inputs), "BN": 64, "BK": inputs, "DTYPE": tl.bfloat16}
+    constants = {**groups_of(name), "WAY": way_of(format, inputs), "BN": 64, "BK": inputs, "MASKED": False, "DTYPE": tl.bfloat16}
     constants |= {"ASM": "" if way_of(format, inputs) == "gathered" else exact[0], "ASM_LOW": exact[1]}
     types = {name: type for name, type in types.items() if name in _unpack.arg_names} | {"values": "*bf16"}
     assert "st.global.v4" in compiled(_unpack, constants, types, aligned=ALIGNED & types.keys()).asm["ptx"]

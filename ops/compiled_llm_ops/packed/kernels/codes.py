@@ -163,14 +163,14 @@ def weights_at(
     elif WAY == "planes":
         planes = planes_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, DTYPE)
         if LAYOUT == "words_by_input":
-            weights = tl.reshape(_joined(planes), [BN, BK])
+            weights = tl.reshape(joined_planes(planes), [BN, BK])
         elif LAYOUT == "words_by_output":
             p0, p2, p4, p6, p1, p3, p5, p7 = planes  # pyright: ignore[reportAssignmentType]
-            weights = tl.reshape(_joined((p0, p1, p2, p3, p4, p5, p6, p7)), [BK, BN]).T
+            weights = tl.reshape(joined_planes((p0, p1, p2, p3, p4, p5, p6, p7)), [BK, BN]).T
         else:
             # k = 32 piece + 8 eighth + 2 column + neighbour; a word is at 4 column + piece, a place 4 neighbour +
             # eighth
-            parted = tl.reshape(_joined(planes), [BN, BK // 128, 4, 4, 2, 4])
+            parted = tl.reshape(joined_planes(planes), [BN, BK // 128, 4, 4, 2, 4])
             weights = tl.reshape(tl.permute(parted, [0, 1, 3, 5, 2, 4]), [BN, BK])
     else:
         n, offs_k = tl.minimum(first + tl.arange(0, BN), N - 1).to(tl.int64)[:, None], (k + tl.arange(0, BK))[None, :]
@@ -180,7 +180,7 @@ def weights_at(
 
 
 @triton.jit
-def _joined(planes):
+def joined_planes(planes):
     """Return eight tensors as one, whose last three axes are the bits of a plane's number."""
     p0, p1, p2, p3, p4, p5, p6, p7 = planes
     even = tl.join(tl.join(p0, p4), tl.join(p2, p6))

@@ -68,7 +68,7 @@ def _product(
     """Return ``sums`` ``[BN, ROWS]`` and the product of codes and rows over BK inputs, and the rows ``[ROWS, BK]``."""
     dtype: tl.constexpr = x.dtype.element_ty
     offs_k = tl.arange(0, BK)
-    first_k = after_waiting(k) if PDL else k
+    first_k = tl.multiple_of(after_waiting(k), BK) if PDL else k
     at = x + offs_m[:, None] * K + first_k + offs_k[None, :]
     if APART and WAY == "halves":
         even, odd = halves_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, dtype)
@@ -89,7 +89,7 @@ def _product(
 
 
 @triton.jit
-def _sum_parts(parts, splits, stride):
+def sum_parts(parts, splits, stride):
     """Return the sum of what programs have computed of a tile, in the order of their inputs."""
     total = tl.load(parts)
     for part in tl.range(1, splits):
@@ -169,15 +169,15 @@ def _packed_tensor_cores(
         tl.debug_barrier()  # every thread's part is written before one of them says so
         if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.debug_barrier()
-            total = _sum_parts(parts + tile * (BN * ROWS) + inside, splits, tiles * (BN * ROWS))
-            _store(y, bias, total, offs_n, offs_m, M, N)
+            total = sum_parts(parts + tile * (BN * ROWS) + inside, splits, tiles * (BN * ROWS))
+            store_outputs(y, bias, total, offs_n, offs_m, M, N)
             tl.store(counters + tile, 0)
     else:
-        _store(y, bias, sums, offs_n, offs_m, M, N)
+        store_outputs(y, bias, sums, offs_n, offs_m, M, N)
 
 
 @triton.jit
-def _store(y, bias, sums, offs_n, offs_m, M, N):
+def store_outputs(y, bias, sums, offs_n, offs_m, M, N):
     if bias is not None:
         sums += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[:, None]
     mask = (offs_m < M)[None, :] & (offs_n < N)[:, None]

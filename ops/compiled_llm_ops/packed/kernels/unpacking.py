@@ -21,7 +21,7 @@ from compiled_llm_ops.packed.tilings import way_of
 
 _LARGEST: tl.constexpr = tl.constexpr(448.0)  # in e4m3
 
-UNPACKED_OUTPUTS = 64  # outputs of a program that unpacks
+UNPACKED_OUTPUTS, UNPACKING_WARPS = 64, 4  # of a program that unpacks
 
 
 @triton.jit
@@ -45,7 +45,8 @@ def _exact_nf4(
 def _unpack(
     codes, scales, zeros, nested, values, N, K, blocks, scales_n, scales_k, zeros_n, zeros_k,
     CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr, ASM_LOW: tl.constexpr, DTYPE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr, ASM_LOW: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Write a tile ``[BN, BK]`` of values, whose inputs share scales."""
     first_n, first = tl.program_id(1) * BN, tl.program_id(0) * BK
@@ -54,9 +55,9 @@ def _unpack(
     if CODE == "nf4" and ASM != "":
         pair = tl.arange(0, BK // 2)
         at = codes + read_n.to(tl.int64)[:, None] * blocks + first // 2 + pair[None, :]
-        numbers = _exact_nf4(loaded(at, first + 2 * pair, K, True), ASM, ASM_LOW, LAYOUT == "high_first", BN, BK)
+        numbers = _exact_nf4(loaded(at, first + 2 * pair, K, MASKED), ASM, ASM_LOW, LAYOUT == "high_first", BN, BK)
     else:
-        numbers = weights_at(codes, first_n, N, first, K, blocks, CODE, LAYOUT, WAY, BN, BK, True, ASM, DTYPE)
+        numbers = weights_at(codes, first_n, N, first, K, blocks, CODE, LAYOUT, WAY, BN, BK, MASKED, ASM, DTYPE)
         numbers = numbers.to(tl.float32)
     row = read_n // GROUP_N if GROUP_N > 0 else read_n * 0
     group = first // GROUP_K if GROUP_K > 0 else 0
@@ -65,22 +66,25 @@ def _unpack(
     if zeros is not None:
         numbers += shift_at(zeros, row * zeros_n + group * zeros_k, scale, CODE)[:, None]
     at = values + n.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(at, numbers.to(values.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+    mask = (n < N)[:, None] & (k < K)[None, :] if MASKED else (n < N)[:, None]
+    tl.store(at, numbers.to(values.dtype.element_ty), mask=mask)
 
 
-def unpack_into(weight: PackedWeight, inputs: int, dtype: torch.dtype) -> Tensor:
+def unpack_into(
+    weight: PackedWeight, inputs: int, dtype: torch.dtype, outputs: int = UNPACKED_OUTPUTS, warps: int = UNPACKING_WARPS
+) -> Tensor:
     """Return the values ``[N, K]`` of a weight; ``inputs`` of a program, a power of two, are of one group."""
     format, _, scales, zeros, (n, k), nested = weight
     codes, values = as_bytes(weight), scales.new_empty(n, k, dtype=dtype)
     way = way_of(format, inputs)
     # Numbers of bfloat16 are all but those of NF4, which has a table in float32.
     exact = exact_nf4() if format.code == "nf4" else (text_for(format.code, format.layout, torch.bfloat16), "")
-    _unpack[(-(-k // inputs), -(-n // UNPACKED_OUTPUTS))](
+    _unpack[(-(-k // inputs), -(-n // outputs))](
         codes, scales, zeros, nested, values, n, k, codes.shape[1], *scales.stride(),
         *(zeros.stride() if zeros is not None else (0, 0)),
         CODE=format.code, LAYOUT=format.layout, WAY=way, GROUP_N=format.outputs, GROUP_K=format.inputs,
-        BN=UNPACKED_OUTPUTS, BK=inputs, ASM="" if way == "gathered" else exact[0], ASM_LOW=exact[1],
-        DTYPE=tl.bfloat16 if exact[0] else tl.float32,
+        BN=outputs, BK=inputs, MASKED=k % inputs > 0, ASM="" if way == "gathered" else exact[0], ASM_LOW=exact[1],
+        DTYPE=tl.bfloat16 if exact[0] else tl.float32, num_warps=warps,
     )  # fmt: skip
     return values
 

@@ -1,0 +1,202 @@
+"""A matmul of some rows with a packed weight on tensor cores, whose codes become numbers in the order of the inputs."""
+
+# Blocks of rows and of codes come by TMA, which fills in zeros outside: rows of padding are not read. A weight is the
+# first operand, from registers. Each thread makes the numbers that its instruction takes: two neighbouring inputs of an
+# output at a time, from a byte of codes or from the words that have them.
+# Shapes: M rows, N outputs, K inputs.
+
+# Kernels are Triton's objects, not the functions that a type checker sees.
+# mypy: disable-error-code="assignment, var-annotated"
+# pyright: reportIndexIssue=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from compiled_llm_ops.kernels.counters import zeroed_counters
+from compiled_llm_ops.kernels.linear.skinny import after_waiting
+from compiled_llm_ops.packed.formats import TILE_OUTPUTS, PackedWeight
+from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
+from compiled_llm_ops.packed.kernels.pairs import bytes_to_numbers, halves_to_numbers, tiles_to_numbers, words_to_numbers
+from compiled_llm_ops.packed.kernels.codes import scale_at
+from compiled_llm_ops.packed.kernels.tiles import options, store_outputs, sum_parts
+from compiled_llm_ops.packed.tilings import PackedLinearTiling
+
+
+@triton.jit
+def _outputs(first, BN: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return which outputs a tile's rows are: with words along the outputs, those of a place come together."""
+    row = tl.arange(0, BN)
+    if LAYOUT == "words_by_output":
+        place = row // (BN // 8)
+        row = row % (BN // 8) * 8 + place * 2 % 8 + place // 4
+    return first + row
+
+
+@triton.jit
+def _weights(
+    codes, first, k, minus, factor, shift,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
+    SCALED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of BN outputs and BK inputs, ``[BN, BK]``, less ``minus`` ``[BN]``, scaled if SCALED."""
+    if LAYOUT == "words_by_output":
+        words = codes.load([k, first // 8])
+        weights = words_to_numbers(words, minus, factor, shift, BN, BK, CODE, ASM, SCALED, DTYPE, False)
+    elif LAYOUT == "words_by_input":
+        words = codes.load([k // 8, first])
+        weights = words_to_numbers(words, minus, factor, shift, BN, BK, CODE, ASM, SCALED, DTYPE, True)
+    elif LAYOUT == "tiles":
+        words = codes.load([first // 8, k])
+        weights = tiles_to_numbers(words, minus, factor, shift, BN, BK, CODE, ASM, SCALED, DTYPE)
+    elif CODE == "int8" or CODE == "uint8" or CODE == "e4m3":
+        weights = bytes_to_numbers(codes.load([first, k]), CODE, ASM, DTYPE)
+    else:
+        both = codes.load([first, k // 2])
+        weights = halves_to_numbers(
+            both, minus, factor, shift, BN, BK, CODE, LAYOUT == "high_first", ASM, SCALED, DTYPE
+        )
+    return weights
+
+
+@triton.jit
+def _twice(bits):
+    """Return 16 bits as both halves of a word."""
+    return bits.to(tl.int32) * 0x10001
+
+
+@triton.jit
+def _table_at(table, place, half: tl.constexpr):
+    """Return entries of a table of 16 bits as both halves of words."""
+    return (tl.load(table + place).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _minus_at(zeros, place, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """Return what is taken from codes that are joined with a number's bits: that number, and zeros."""
+    one: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
+    return (tl.load(zeros + place).to(tl.int32) + one) * 0x10001
+
+
+@triton.jit(do_not_specialize=["M", "splits"])  # Triton would compile again for 1 and for multiples of 16
+def _packed_joined(
+    x, codes, scales, zeros, nested, bias, y, parts, counters,
+    M, N, K, scales_n, scales_k, zeros_n, zeros_k, splits,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute BN outputs of ROWS rows over a part of the inputs; the last program of a tile sums all parts."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    first_row, first, part = tl.program_id(0) * ROWS, tl.program_id(1) * BN, tl.program_id(2)
+    outputs = _outputs(first, BN, LAYOUT)
+    steps = tl.cdiv(K, BK)
+    each = tl.cdiv(steps, splits)
+    begin = part * each
+    end = tl.minimum(begin + each, steps)
+    # One scale for all outputs of the tile, or one for each
+    ALIKE: tl.constexpr = GROUP_N % BN == 0
+    STEPS: tl.constexpr = 1 << 30 if GROUP_K == 0 else GROUP_K // BK
+    INTEGERS: tl.constexpr = zeros is not None and not SCALED
+    if GROUP_N == 0:
+        rows_of_scales = first * 0
+    elif ALIKE:
+        rows_of_scales = first // GROUP_N
+    else:
+        rows_of_scales = tl.minimum(outputs, N - 1) // GROUP_N
+    place, zeros_place = rows_of_scales * scales_n, rows_of_scales * zeros_n
+    first_step = tl.minimum(begin, steps - 1)  # a program may have none
+    group = first_step // STEPS
+    one: tl.constexpr = 0x64086408 if tl.float16 == dtype else 0x43084308
+    minus = tl.full([BN], one, tl.int32)
+    scale, factor, shift = minus, minus, minus
+    if SCALED:
+        factor, shift = _table_at(scales, place + group * scales_k, 0), _table_at(zeros, zeros_place + group * zeros_k, 0)
+    else:
+        scale = scale_at(scales, nested, place + group * scales_k)
+        if INTEGERS:
+            minus = _minus_at(zeros, zeros_place + group * zeros_k, CODE, dtype)
+    sums = tl.zeros([BN, ROWS], tl.float32)
+    for step in tl.range(begin, end, num_stages=STAGES):
+        k = step * BK
+        # What the next block is scaled with is on its way while this one is multiplied.
+        next_group = tl.minimum(step + 1, end - 1) // STEPS
+        if SCALED:
+            next_factor = _table_at(scales, place + next_group * scales_k, 0)
+            next_shift = _table_at(zeros, zeros_place + next_group * zeros_k, 0)
+        elif GROUP_K > 0:
+            next_scale = scale_at(scales, nested, place + next_group * scales_k)
+            if INTEGERS:
+                next_minus = _minus_at(zeros, zeros_place + next_group * zeros_k, CODE, dtype)
+        weights = _weights(codes, first, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
+        rows = x.load([first_row, after_waiting(k) if PDL else k])
+        if GROUP_K == 0 or SCALED:
+            sums = tl.dot(weights, rows.T, sums)
+        else:
+            sums += tl.dot(weights, rows.T) * (scale if ALIKE else scale[:, None])
+        if SCALED:
+            factor, shift = next_factor, next_shift  # pyright: ignore[reportPossiblyUnboundVariable]
+        elif GROUP_K > 0:
+            scale = next_scale  # pyright: ignore[reportPossiblyUnboundVariable]
+            if INTEGERS:
+                minus = next_minus  # pyright: ignore[reportPossiblyUnboundVariable]
+    if GROUP_K == 0 and not SCALED:
+        sums = sums * (scale if ALIKE else scale[:, None])
+    offs_m = first_row + tl.arange(0, ROWS)
+    if PDL:
+        gdc_wait()  # a program without a step has not waited
+    if SPLIT:
+        inside = tl.arange(0, BN)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tiles = tl.num_programs(0) * tl.num_programs(1)
+        tl.store(parts + (part * tiles + tile) * (BN * ROWS) + inside, sums)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.debug_barrier()
+            total = sum_parts(parts + tile * (BN * ROWS) + inside, splits, tiles * (BN * ROWS))
+            store_outputs(y, bias, total, outputs, offs_m, M, N)
+            tl.store(counters + tile, 0)
+    else:
+        store_outputs(y, bias, sums, outputs, offs_m, M, N)
+
+
+def multiply(
+    rows: Tensor, weight: PackedWeight, bias: Tensor | None, tiling: PackedLinearTiling, *, pdl: bool
+) -> Tensor:
+    """Return ``rows @ weight.T + bias``; rows ``[M, K]`` are contiguous; ``can_be_joined`` says what it takes."""
+    format, _, scales, zeros, (n, k), nested = weight
+    m, y = rows.shape[0], rows.new_empty(rows.shape[0], n)
+    tiles = -(-m // tiling.rows), -(-n // tiling.outputs)
+    parts = counters = None
+    if tiling.splits > 1:
+        count = tiles[0] * tiles[1]
+        parts = rows.new_empty(tiling.splits * count * tiling.rows * tiling.outputs, dtype=torch.float32)
+        counters = zeroed_counters.take(count, rows.device)
+    scaled = zeros is not None and zeros.is_floating_point()
+    codes, block = _codes_and_block(weight, tiling)
+    _packed_joined[(*tiles, tiling.splits)](
+        TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs]), TensorDescriptor.from_tensor(codes, block),
+        scales, zeros, nested, bias, y, parts, counters,
+        m, n, k, *scales.stride(), *(zeros.stride() if zeros is not None else (0, 0)), tiling.splits,
+        CODE=format.code, LAYOUT=format.layout, GROUP_N=format.outputs, GROUP_K=format.inputs, ROWS=tiling.rows,
+        BN=tiling.outputs, BK=tiling.inputs, STAGES=tiling.stages, SPLIT=tiling.splits > 1, SCALED=scaled,
+        ASM=pair_text_for(format.code, format.layout, rows.dtype, scaled=scaled), PDL=pdl, **options(tiling.warps, pdl),
+    )  # fmt: skip
+    return y
+
+
+def _codes_and_block(weight: PackedWeight, tiling: PackedLinearTiling) -> tuple[Tensor, list[int]]:
+    """Return the codes as a matrix, and the part of it that a program multiplies at a time."""
+    format, codes, outputs, inputs = weight.format, weight.codes, tiling.outputs, tiling.inputs
+    if format.layout == "tiles":
+        return codes.flatten(1), [outputs // TILE_OUTPUTS, inputs]
+    if format.layout == "words_by_input":
+        return codes, [inputs // 8, outputs]
+    if format.layout == "words_by_output":
+        return codes, [inputs, outputs // 8]
+    return codes.view(torch.uint8), [outputs, inputs * format.bits // 8]
