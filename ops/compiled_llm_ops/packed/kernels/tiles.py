@@ -68,7 +68,7 @@ def _product(
     """Return ``sums`` ``[BN, ROWS]`` and the product of codes and rows over BK inputs, and the rows ``[ROWS, BK]``."""
     dtype: tl.constexpr = x.dtype.element_ty
     offs_k = tl.arange(0, BK)
-    first_k = tl.multiple_of(after_waiting(k), BK) if PDL else k
+    first_k = after_waiting(k // BK) * BK if PDL else k  # a multiple of BK, as Triton sees
     at = x + offs_m[:, None] * K + first_k + offs_k[None, :]
     if APART and WAY == "halves":
         even, odd = halves_at(codes, first, N, k, K, blocks, CODE, LAYOUT, BN, BK, MASKED, ASM, dtype)
