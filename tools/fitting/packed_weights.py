@@ -20,7 +20,7 @@ from compiled_llm_ops.packed.tilings import (
     takes_few_rows,
 )
 from fitting.cases import Case, Machine, case_of
-from fitting.measuring import LAUNCHES, LARGER_THAN_CACHES, captured
+from fitting.measuring import LARGER_THAN_CACHES, LAUNCHES, captured
 
 PRODUCTS = {"qkv": (6144, 4096), "gate, up": (24576, 4096), "down": (4096, 12288)}
 """`(N, K)` of a layer of Qwen3-8B."""
@@ -82,7 +82,7 @@ def cuts(m: int, weight: PackedWeight, quick: bool) -> list[Cut]:
     inputs = block_inputs(weight.format, BLOCK)
     if can_be_joined(weight, torch.bfloat16):
         found += [one for one in JOINED if one.rows == max(16, min(128, 1 << (m - 1).bit_length()))]
-        if 64 < m:
+        if m > 64:
             found += [one for one in JOINED if one.rows == 64 and one.outputs >= 128]
     if inputs:
         way = "apart" if can_be_apart(weight.format, inputs) else ""

@@ -1,7 +1,9 @@
 """Which kernel multiplies rows with a packed weight on CUDA, and how it is cut up."""
 
 # The constants were fitted to times of the products of a layer of Qwen3-8B, [6144 x 4096], [24576 x 4096] and
-# [4096 x 12288], in bfloat16 with weights from memory, at M 1 to 1,024 on an H200.
+# [4096 x 12288], in bfloat16 with weights from memory, at M 1 to 1,024 on an H200. Those of ``JOINED`` follow from what
+# was compiled: instructions, registers, and bytes of rows that programs read again.
+# ``tools/fit_tilings.py --only packed`` measures all on any GPU.
 # Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from compiled_llm_ops.packed.tilings import (
     PackedLinearTiling,
     block_inputs,
     can_be_apart,
+    can_be_joined,
     takes_few_rows,
     way_of,
 )
@@ -27,7 +30,7 @@ MAX_OF_TORCH, MAX_OF_SHORT_GROUPS = 2, 16
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
 
-FEWEST_ROUNDED = 33
+FEWEST_ROUNDED = 65
 """Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so."""
 
 TILE_ROWS = (8, 16, 32, 64, 128)
@@ -57,6 +60,32 @@ TILES = {
 """By how a kernel reads a weight, and by TILE_ROWS."""
 
 FEWEST_ROWS = {"tiles": 16, "words_by_output": 16}  # rows of a tile at least
+
+
+class JoinedTile(NamedTuple):
+    """How a product whose codes are joined is cut up, with tiles of so many rows."""
+
+    rows: int
+    outputs: int
+    stages: int  # blocks of inputs on their way at a time
+    warps: int
+    resident: int  # programs of a multiprocessor, with fewer of which it waits
+
+
+JOINED = (
+    JoinedTile(16, 128, 4, 4, 3),
+    JoinedTile(32, 128, 4, 4, 2),
+    JoinedTile(64, 128, 4, 4, 2),
+    JoinedTile(128, 128, 3, 8, 1),
+)
+"""Each multiplies up to so many rows; more are several tiles of the last."""
+# Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
+# 4 bits. With 128 outputs, sums and numbers take 220 registers of a thread.
+
+FEWEST_JOINED = {"bytes": 33, "halves": 33, "words_by_input": 9, "tiles": 33, "words_by_output": 1}
+"""Rows from which on codes are joined in order, by how a kernel reads a weight."""
+
+SUM_STEPS = 1.0  # blocks of inputs that are multiplied in the time in which a further part is written and added
 
 FEWEST_STEPS = 4  # blocks of inputs that a program multiplies at least
 MAX_SPLITS = 8
@@ -90,20 +119,42 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.TORCH
     if m > MAX_ROWS or not inputs or short:
         return Library.UNPACKED
+    if m >= FEWEST_JOINED[_kind(format, inputs)] and can_be_joined(weight, dtype):
+        return joined_tiling_for(m, format, *weight.shape, processors)
     return tiling_for(m, format, *weight.shape, processors)
 
 
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
-    """Return how a product on tensor cores is cut up."""
+    """Return how a product on tensor cores is cut up, whose codes are not joined by the kernel for that."""
     inputs = block_inputs(format, MAX_BLOCK)
-    way = way_of(format, inputs)
-    kind = format.layout if way == "planes" else way
+    kind = _kind(format, inputs)
     rows = next((rows for rows in TILE_ROWS if rows >= max(m, FEWEST_ROWS.get(kind, 0))), TILE_ROWS[-1])
     tile = TILES[kind][TILE_ROWS.index(rows)]
     tiles = -(-m // rows) * -(-n // tile.outputs)
     splits = min(int(tile.programs * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
     apart = tile.apart and can_be_apart(format, inputs)
     return PackedLinearTiling(rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps, apart)
+
+
+def joined_tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
+    """Return how a product whose codes are joined is cut up: each multiprocessor has as little to do as may be."""
+    inputs = block_inputs(format, MAX_BLOCK)
+    tile = next((tile for tile in JOINED if tile.rows >= m), JOINED[-1])
+    tiles, steps = -(-m // tile.rows) * -(-n // tile.outputs), -(-k // inputs)
+
+    def cost(splits: int) -> float:
+        programs = max(-(-tiles * splits // processors), tile.resident)
+        return programs * -(-steps // splits) + SUM_STEPS * splits
+
+    splits = min(range(1, max(1, min(steps // FEWEST_STEPS, MAX_SPLITS)) + 1), key=cost)
+    stages = min(tile.stages, 3) if format.bits == 8 and tile.rows == 64 else tile.stages  # two fit
+    return PackedLinearTiling(tile.rows, tile.outputs, inputs, stages, splits, tile.warps, joined=True)
+
+
+def _kind(format: PackedFormat, inputs: int) -> str:
+    """Return how a kernel reads a weight, as tables above name it."""
+    way = way_of(format, inputs)
+    return format.layout if way == "planes" else way
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
+from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedFormat, PackedWeight
 
 
 class PackedLinearTiling(NamedTuple):
@@ -39,17 +39,15 @@ def can_be_apart(format: PackedFormat, inputs: int) -> bool:
 
 def can_be_joined(weight: PackedWeight, dtype: torch.dtype) -> bool:
     """Whether the kernel that joins codes in the order of the inputs takes a weight, and rows of this type."""
-    format, codes, scales, zeros, (_, k), nested = weight
+    format, codes, scales, zeros, (_, k), _ = weight
     if dtype not in (torch.bfloat16, torch.float16) or (format.code == "e4m3" and dtype is torch.float16):
         return False
     if format.bits == 8 and (format.layout != "rows" or zeros is not None):
         return False
-    if format.layout == "tiles" and format.inputs % 128:
+    if format.layout == "tiles" and format.inputs % TILE_INPUTS:
         return False
-    if zeros is not None and zeros.is_floating_point():
-        # Values are scaled as numbers of the rows' type, as torch's kernel does.
-        if nested is not None or not scales.dtype == zeros.dtype == dtype:
-            return False
+    if zeros is not None and zeros.is_floating_point() and not (scales.dtype == zeros.dtype == dtype):
+        return False  # values are scaled as numbers of the rows' type, as torch's kernel does
     # Blocks come by TMA: rows of codes begin at multiples of 16 bytes.
     row = codes[0].numel() * codes.itemsize if codes.dim() > 1 else 0
     return k % 8 == 0 and row % 16 == 0 and codes.data_ptr() % 16 == 0

@@ -21,9 +21,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import TILE_OUTPUTS, PackedWeight
-from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
-from compiled_llm_ops.packed.kernels.pairs import bytes_to_numbers, halves_to_numbers, tiles_to_numbers, words_to_numbers
 from compiled_llm_ops.packed.kernels.codes import scale_at
+from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
+from compiled_llm_ops.packed.kernels.pairs import (
+    bytes_to_numbers,
+    halves_to_numbers,
+    tiles_to_numbers,
+    words_to_numbers,
+)
 from compiled_llm_ops.packed.kernels.tiles import options, store_outputs, sum_parts
 from compiled_llm_ops.packed.tilings import PackedLinearTiling
 
@@ -65,13 +70,7 @@ def _weights(
 
 
 @triton.jit
-def _twice(bits):
-    """Return 16 bits as both halves of a word."""
-    return bits.to(tl.int32) * 0x10001
-
-
-@triton.jit
-def _table_at(table, place, half: tl.constexpr):
+def _table_at(table, place):
     """Return entries of a table of 16 bits as both halves of words."""
     return (tl.load(table + place).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001).to(tl.int32, bitcast=True)
 
@@ -117,7 +116,10 @@ def _packed_joined(
     minus = tl.full([BN], one, tl.int32)
     scale, factor, shift = minus, minus, minus
     if SCALED:
-        factor, shift = _table_at(scales, place + group * scales_k, 0), _table_at(zeros, zeros_place + group * zeros_k, 0)
+        factor, shift = (
+            _table_at(scales, place + group * scales_k),
+            _table_at(zeros, zeros_place + group * zeros_k),
+        )
     else:
         scale = scale_at(scales, nested, place + group * scales_k)
         if INTEGERS:
@@ -128,8 +130,8 @@ def _packed_joined(
         # What the next block is scaled with is on its way while this one is multiplied.
         next_group = tl.minimum(step + 1, end - 1) // STEPS
         if SCALED:
-            next_factor = _table_at(scales, place + next_group * scales_k, 0)
-            next_shift = _table_at(zeros, zeros_place + next_group * zeros_k, 0)
+            next_factor = _table_at(scales, place + next_group * scales_k)
+            next_shift = _table_at(zeros, zeros_place + next_group * zeros_k)
         elif GROUP_K > 0:
             next_scale = scale_at(scales, nested, place + next_group * scales_k)
             if INTEGERS:
@@ -179,7 +181,8 @@ def multiply(
         counters = zeroed_counters.take(count, rows.device)
     scaled = zeros is not None and zeros.is_floating_point()
     codes, block = _codes_and_block(weight, tiling)
-    _packed_joined[(*tiles, tiling.splits)](
+    grid = (*tiles, tiling.splits)
+    _packed_joined[grid](
         TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs]), TensorDescriptor.from_tensor(codes, block),
         scales, zeros, nested, bias, y, parts, counters,
         m, n, k, *scales.stride(), *(zeros.stride() if zeros is not None else (0, 0)), tiling.splits,

@@ -32,9 +32,7 @@ def bytes_to_numbers(codes, CODE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.con
 @triton.jit
 def _plain(code, minus, factor, shift, CODE: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr):
     """Return numbers of codes of 4 bits as the PTX makes them."""
-    if CODE == "nf4":
-        number = number_of(code, CODE).to(DTYPE)
-    elif CODE == "int4":
+    if CODE == "nf4" or CODE == "int4":
         number = number_of(code, CODE).to(DTYPE)
     else:
         one: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
@@ -128,7 +126,9 @@ def words_to_numbers(
         minus = tl.reshape(minus, [8, BN // 8])[:, :, None]
         factor = tl.reshape(factor, [8, BN // 8])[:, :, None]
         shift = tl.reshape(shift, [8, BN // 8])[:, :, None]
-        first, second = _of_place(even[None, :, :], odd[None, :, :], place, minus, factor, shift, CODE, ASM, SCALED, DTYPE)
+        first, second = _of_place(
+            even[None, :, :], odd[None, :, :], place, minus, factor, shift, CODE, ASM, SCALED, DTYPE
+        )
         numbers = tl.reshape(tl.join(first, second), [BN, BK])
     return numbers
 
