@@ -220,6 +220,27 @@ def test_positions_without_a_pictures_offset_would_be_found(monkeypatch):
     assert differing(prompts) == prompts
 
 
+def test_a_state_taken_one_token_late_would_be_found(monkeypatch):
+    family: str = "Qwen3_5"
+    text = (20, 21, 22)
+
+    def differs() -> bool:
+        with Engine(seeing(family)) as engine:
+            output = asked(engine, 5, CAT, *text, family=family)
+            return bool(output.outputs[0].token_ids != answer(family, (5, CAT, *text), 9))
+
+    assert not differs()
+    taken, model = request_images.read_states, make(family)
+
+    def late(cache, layers):
+        with torch.no_grad():
+            model(input_ids=torch.tensor([text[:1]]), past_key_values=cache, use_cache=True)
+        return taken(cache, layers)
+
+    monkeypatch.setattr(request_images, "read_states", late)
+    assert differs()
+
+
 @pytest.mark.skipif(not RESUMES, reason="prompts are computed from their beginning")
 def test_features_of_other_tokens_would_be_found(monkeypatch):
     prompts: list[tuple[Part, ...]] = [(5, WIDE, *range(20, 30)), (5, WIDE, *range(40, 50))]

@@ -1,4 +1,4 @@
-"""Qwen3-VL, whole: images through `AutoProcessor` and `apply_chat_template` into `generate`."""
+"""Qwen3-VL, whole: images by its processor, `AutoProcessor` if torchvision is there, in a chat into `generate`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from support.huggingface.processors import picture, qwen3_vl, qwen3_vl_processor
 from support.parity import FEW_PAGES, assert_account_is_empty, greedy
 
 pytestmark = pytest.mark.core
-
-pytest.importorskip("torchvision", reason="the processor of Qwen3-VL needs torchvision")
 
 
 def test_a_conversation_with_images_of_several_sizes(tmp_path: Path, seed: int) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import transformers
 from transformers import PreTrainedModel
+from transformers.utils import is_torchvision_available
 
 from support.huggingface.vision import make
+from support.huggingface.word_processor import PIL_IMAGES, WithoutVideos
 from support.tiny_tokenizer import tokenizer
 
 SPECIAL = {
@@ -27,11 +29,14 @@ PATCHES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def qwen3_vl_processor(folder: Path) -> Any:
-    """The one that `AutoProcessor` reads from a folder; it needs torchvision."""
+    """The one that `AutoProcessor` reads from a folder; that needs torchvision, without which it has no videos."""
     letters = tokenizer()
     letters.add_special_tokens({"additional_special_tokens": [*SPECIAL.values()]})
     letters.padding_side = "left"
-    images = transformers.Qwen2VLImageProcessor(**PATCHES, size={"shortest_edge": 256, "longest_edge": 1024})
+    sizes: dict[str, Any] = {**PATCHES, "size": {"shortest_edge": 256, "longest_edge": 1024}}
+    if not is_torchvision_available():
+        return WithoutVideos(image_processor=PIL_IMAGES(**sizes), tokenizer=letters, chat_template=TEMPLATE)
+    images = transformers.Qwen2VLImageProcessor(**sizes)
     videos = transformers.Qwen3VLVideoProcessor(**PATCHES)
     own = transformers.Qwen3VLProcessor(images, letters, videos, chat_template=TEMPLATE)
     own.save_pretrained(folder)

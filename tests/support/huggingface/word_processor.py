@@ -21,7 +21,7 @@ _SPECIAL = {
     "<|vision_end|>": END,
     "<unk>": 124,
 }
-_IMAGES = getattr(transformers, "Qwen2VLImageProcessorPil", transformers.Qwen2VLImageProcessor)
+PIL_IMAGES = getattr(transformers, "Qwen2VLImageProcessorPil", transformers.Qwen2VLImageProcessor)
 _CHAT = (
     "{% for message in messages %}w1 {% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -30,7 +30,7 @@ _CHAT = (
 )
 
 
-class _WithoutVideos(Qwen3VLProcessor):
+class WithoutVideos(Qwen3VLProcessor):
     """Qwen's processor, which makes no videos here: that needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -47,8 +47,8 @@ def qwen_processor() -> Any:
         tokenizer_object=words, unk_token="<unk>", extra_special_tokens={**names, **edges}
     )
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    images = _IMAGES(size={"shortest_edge": 64, "longest_edge": 4096}, **sizes)
-    return _WithoutVideos(image_processor=images, tokenizer=tokenizer, chat_template=_CHAT)
+    images = PIL_IMAGES(size={"shortest_edge": 64, "longest_edge": 4096}, **sizes)
+    return WithoutVideos(image_processor=images, tokenizer=tokenizer, chat_template=_CHAT)
 
 
 def painted(seed: int, width: int = 24, height: int = 16) -> Image.Image:
