@@ -109,10 +109,10 @@ class AsyncClient(BaseClient):
 
     async def _until(self, listeners: Listeners, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         async def waiting() -> None:
-            with listeners.listening() as event:
+            with listeners.listening() as wakeup:
                 while not ready():
-                    await event.wait()
-                    event.clear()
+                    await wakeup.wait()
+                    wakeup.clear()
 
         try:
             await asyncio.wait_for(waiting(), timeout)

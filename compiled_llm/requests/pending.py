@@ -118,11 +118,11 @@ class PendingAnswers(ABC, Generic[A]):
         return self._ended().__await__()
 
     async def _ended(self) -> RequestOutput:
-        with self.end_listeners.listening() as event:
+        with self.end_listeners.listening() as wakeup:
             while not self.done:
-                event.clear()
+                wakeup.clear()
                 if not self.done:
-                    await event.wait()
+                    await wakeup.wait()
         return self.result()
 
     def _only(self) -> A:

@@ -39,15 +39,15 @@ class _AnswerStream(ABC, Generic[T]):
 
     async def __aiter__(self) -> AsyncIterator[T]:
         given, over = 0, False
-        with self._listeners.listening() as event:
+        with self._listeners.listening() as wakeup:
             while not over:
-                event.clear()  # first: what comes from now on sets it
+                wakeup.is_set = False  # first: what comes from now on sets it
                 over = self._has_ended()
                 parts, given = self._parts(given)
                 for part in parts:
                     yield part
-                if not over:
-                    await event.wait()
+                if not (over or wakeup.is_set):
+                    await wakeup.wait()
         self._raise_error()
 
     @abstractmethod

@@ -51,12 +51,31 @@ def test_tasks_and_functions_are_told_together() -> None:
     async def main() -> list[str]:
         listeners, calls = Listeners(), []
         listeners.add(lambda: calls.append("function"))
-        with listeners.listening() as event:
+        with listeners.listening() as wakeup:
             await asyncio.to_thread(tell, [listeners])
-            await asyncio.wait_for(event.wait(), 60)
+            await asyncio.wait_for(wakeup.wait(), 60)
         return calls
 
     assert asyncio.run(main()) == ["function"]
+
+
+def test_a_task_that_begins_to_wait_is_woken_by_what_came_before_and_once_it_has_given_up_by_what_comes_later() -> None:
+    async def main() -> None:
+        listeners = Listeners()
+        with listeners.listening() as wakeup:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(wakeup.wait(), 0.001)
+            tell([listeners])
+            await asyncio.sleep(0)
+            assert wakeup.is_set
+            await asyncio.wait_for(wakeup.wait(), 60)
+            wakeup.clear()
+            waiting = asyncio.ensure_future(wakeup.wait())
+            assert not waiting.done()
+            await asyncio.to_thread(tell, [listeners, listeners])
+            await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("stop", [None, "never"])

@@ -16,6 +16,7 @@ from compiled_llm.client.answer import RemoteAnswer
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Entry
 from compiled_llm.requests.answer_text import AnswerText
+from compiled_llm.requests.listeners import Wakeup
 from compiled_llm.requests.outputs import Completion
 from compiled_llm.server.http.api_error import ApiError
 from compiled_llm.server.http.worker_thread import in_thread_if_long
@@ -75,17 +76,17 @@ class Answers:
 
     async def changes(self) -> AsyncGenerator[None, None]:
         """Yield at each change (a stream: at each that is due) until all have ended; raise why one has failed."""
-        event = asyncio.Event() if self._interval == 1 else _IntervalEvent(self._is_due)
+        wakeup = Wakeup() if self._interval == 1 else _IntervalWakeup(self._is_due)
         with ExitStack() as listening:
             for handle in self.handles:
-                listening.enter_context(handle.listeners.listening(event))
+                listening.enter_context(handle.listeners.listening(wakeup))
             self.finished = False
             while not self.finished:
-                event.clear()
+                wakeup.clear()
                 self.finished = self._are_finished()
                 yield
                 if not self.finished:
-                    await event.wait()
+                    await wakeup.wait()
 
     async def begun(self) -> None:
         """Wait for the first token, or raise why there is none."""
@@ -175,8 +176,8 @@ def _entries(places: Sequence[Sized | None]) -> int:
     return len(places) * len(places[-1] or ()) if places else 0
 
 
-class _IntervalEvent(asyncio.Event):
-    """An event that stays as it is while too little has come: the stream's task is not woken for each token."""
+class _IntervalWakeup(Wakeup):
+    """Lets the stream's task sleep while too little has come: it is not woken for each token."""
 
     def __init__(self, is_due: Callable[[], bool]) -> None:
         super().__init__()
