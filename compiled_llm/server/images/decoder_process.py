@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from compiled_llm.engine.apart.exchange import Failed
 from compiled_llm.engine.apart.fork_server_process import ForkServerProcess
+from compiled_llm.engine.apart.unwanted import UnwantedError
 from compiled_llm.server.images.messages import MAX_BYTES, Decode, Decoded, FromWorker
 
 _SCRIPT = Path(__file__).with_name("decoder_script.py")
 _SECONDS = 10  # of processor time that a picture may take
+_PATIENCE = 60  # seconds for a picture, however busy the machine is
 _EACH = 20
 """Bytes that a pixel may take while it is decoded: four as the file has it, as it is turned, and as it is sent."""
 _LEAST = 2**27  # bytes that any picture may take
@@ -25,5 +28,11 @@ class DecoderProcess(ForkServerProcess):
     def decoded(self, file: bytes, pixels: int) -> Decoded | Failed:
         """Decode a picture of at most so many pixels, and wait for it."""
         task = Decode(file, pixels, _SECONDS, _LEAST + _EACH * pixels)
-        answer: Decoded | Failed | None = self.answered(lambda: self._ask(task), FromWorker, lambda: True)
+        deadline = time.monotonic() + _PATIENCE
+        try:
+            answer: Decoded | Failed | None = self.answered(
+                lambda: self._ask(task), FromWorker, lambda: time.monotonic() < deadline
+            )
+        except UnwantedError:
+            return Failed("lost", f"it has taken more than {_PATIENCE} s")
         return answer or _LOST

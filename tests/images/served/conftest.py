@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
+import torch
 
 from compiled_llm.engine.engine import Engine
 from support.huggingface.word_processor import as_file, painted, qwen_processor
@@ -26,10 +27,12 @@ class Seeing(NamedTuple):
     media: Path
 
 
-@pytest.fixture(scope="module")
-def seen(one_thread: None) -> Iterator[Seeing]:
+@pytest.fixture(scope="package")
+def seen() -> Iterator[Seeing]:
     from compiled_llm.server.images.processor import ServedProcessor  # a part that can be taken out
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     processor, model = qwen_processor(), seeing("Qwen3VL", tokens=800)
     served = ServedProcessor(lambda: processor)
     with (
@@ -55,9 +58,10 @@ def seen(one_thread: None) -> Iterator[Seeing]:
             yield Seeing(engine, server, media)
         served.close()
     assert_account_is_empty(model)
+    torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def client(seen: Seeing) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{seen.server.url}/v1", api_key="none", max_retries=0) as client:
         yield client

@@ -22,7 +22,8 @@ def ask(seen, url: str = data_url(RED)):
 
 def test_the_worker_is_started_with_the_first_picture_and_again_if_it_dies(seen):
     served = seen.engine.processor
-    assert (served._process, served._processor) == (None, None)
+    served.close()
+    served._process = served._processor = None  # as if no picture had come yet
     seen.server.post(CHAT, messages=[{"role": "user", "content": "w1"}], max_tokens=1)
     assert (served._process, served._processor) == (None, None)
     assert ask(seen).status_code == 200
@@ -53,11 +54,9 @@ def test_a_picture_that_takes_too_much_is_refused_and_the_next_one_is_decoded(se
     assert process.decoded(large, 1000) == Failed("limit", "it has 700 x 700 pixels, and at most 1,000 are decoded")
 
 
-def test_an_api_server_imports_neither_pillow_nor_a_processor():
-    """Nor does one that has read a picture, whose header alone it reads."""
+def test_an_api_server_that_has_read_a_picture_has_imported_neither_pillow_nor_a_processor():
     script = (
         "import sys, asyncio\n"
-        "from compiled_llm.server import http_server\n"
         "from compiled_llm.server.images.sources import GivenImage, files_of\n"
         "from compiled_llm.server.settings import ApiServerSettings\n"
         f"image = GivenImage('a', {data_url(RED)!r})\n"

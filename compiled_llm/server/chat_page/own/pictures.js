@@ -34,7 +34,7 @@ export const arePictures = (urls) =>
 
 function line(url, place) {
   const made = element("li");
-  const leaving = button("Remove", () => setPictures(chosen.toSpliced(place, 1)), "quiet");
+  const leaving = button("Remove", () => setPictures(chosen.filter((_, other) => other !== place)), "quiet");
   leaving.setAttribute("aria-label", "Remove the picture");
   made.append(shownPicture(url), leaving);
   return made;

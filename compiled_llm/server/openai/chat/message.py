@@ -74,12 +74,8 @@ class Message(Body):
     def _is_there(cls, content: Any, info: ValidationInfo) -> Any:
         if content is None and info.data.get("role") != "assistant":
             raise PydanticCustomError("missing", "is missing")
-        return content
-
-    @field_validator("content")
-    @classmethod
-    def _is_seen(cls, content: Any, info: ValidationInfo) -> Any:
-        check_seen(content, info, ImagePart)
+        if isinstance(content, list):
+            check_seen(content, info, ImagePart)
         return content
 
     @field_validator("tool_calls", "reasoning_content", "reasoning")
@@ -94,22 +90,6 @@ class Message(Body):
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content if isinstance(part, TextPart))
         return self.content or ""
-
-    @property
-    def images(self) -> list[tuple[int, str]]:
-        """Its pictures: the numbers of their parts, and where they are."""
-        parts = enumerate(self.content if isinstance(self.content, list) else ())
-        return [(number, part.image_url.url) for number, part in parts if isinstance(part, ImagePart)]
-
-    @property
-    def plain_content(self) -> str | list[dict[str, str]]:
-        """Its content as chat templates read it; with pictures in parts, whose places alone they write."""
-        if not self.images or not isinstance(self.content, list):
-            return self.text
-        return [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
-            for part in self.content
-        ]
 
 
 class ChatEnd(Body):
@@ -129,9 +109,11 @@ class ChatEnd(Body):
 def images_in(messages: Sequence[Message]) -> list[tuple[str, str]]:
     """Return the pictures of a chat, each by the path of its field, and where it is."""
     return [
-        (f"messages[{place}].content[{number}].image_url.url", url)
+        (f"messages[{place}].content[{number}].image_url.url", part.image_url.url)
         for place, message in enumerate(messages)
-        for number, url in message.images
+        if isinstance(message.content, list)
+        for number, part in enumerate(message.content)
+        if isinstance(part, ImagePart)
     ]
 
 
@@ -149,7 +131,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _plain(message: Message, names: dict[str, str]) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": message.plain_content,
+        "content": _content(message),
     }
     if message.tool_calls:
         plain["tool_calls"] = [
@@ -162,3 +144,11 @@ def _plain(message: Message, names: dict[str, str]) -> dict[str, Any]:
         given = {"tool_call_id": message.tool_call_id, "name": name}
         plain |= {key: value for key, value in given.items() if value is not None}
     return plain
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """Return content as chat templates read it: with pictures in parts, of which they write the places."""
+    parts = message.content
+    if not isinstance(parts, list) or not any(isinstance(part, ImagePart) for part in parts):
+        return message.text
+    return [{"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"} for part in parts]

@@ -284,6 +284,7 @@ from compiled_llm.server.settings import ApiServerSettings
 HttpServer(ApiServerSettings(names=("tiny",), port=0), Path("/nowhere"))
 assert "compiled_llm.server.tracing" not in sys.modules
 assert not [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
+assert not {"PIL", "torch", "transformers"} & {*sys.modules}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
