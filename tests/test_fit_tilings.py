@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import compiled_llm
 from support.imports import CHECKOUT, module_at
+from support.tiny_models import tiny_qwen3
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def tool() -> Iterator[ModuleType]:
 
 
 RULES = ["linear", "normed", "chained", "attention", "cascade", "cascade-rule", "splitting", "captured"]
-RULES += ["invariant-linear", "invariant-attention", "packed-attention", "page-checks"]
+RULES += ["invariant-linear", "invariant-attention", "packed-attention", "page-checks", "drafts"]
 RULES += ["latent-decode", "latent-prefill", "latent-ragged", "latent-backend", "block-sparse", "cpu-linear"]
 
 
@@ -106,3 +108,21 @@ def test_what_cannot_be_measured_is_refused(
     with pytest.raises(SystemExit):
         tool.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_steps_that_draft_are_measured_without_a_gpu(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tiny model; the constants are what a step of q tokens takes, whatever share of drafts is right."""
+    from fitting import drafts
+
+    monkeypatch.setattr(drafts, "WARM", 2)
+    monkeypatch.setattr(drafts, "STEPS", 3)
+    model = compiled_llm.wrap(tiny_qwen3(eos_token_id=None), mode="eager", progress=False, kv_memory="1024 tokens")
+    monkeypatch.setattr(drafts, "step_time", lambda name, rows, size: drafts.steps_of(model, rows, size))
+    case = next(drafts.draft_cases(tool.Machine(), True))
+    assert all(time > 0 for time in tool.measure(case).times.values())
+    monkeypatch.setattr(drafts, "step_time", lambda name, rows, size: 900.0 + 100 * size)
+    fits = [tool.measure(case) for case in drafts.draft_cases(tool.Machine(), False)]
+    expected = {rows: {2: 1.1, 4: 1.3, 8: 1.7} for rows in drafts.ROWS}
+    found: dict[str, Any] = {}
+    exec(drafts.constants_of(fits).replace(": _Costs", ""), found)
+    assert found["_SMALL"] == found["_LARGE"] == expected

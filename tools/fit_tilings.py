@@ -14,6 +14,10 @@ but `cpu-linear` need a GPU, and `splitting` and `latent-backend` need FlashInfe
 That of packed queries in 16 bits, in about four minutes; `--cases "D=128, bf"` has one size of heads, in one:
 
     python tools/fit_tilings.py --quick --only packed-attention --cases bfloat16
+
+What steps that draft cost, for which models are compiled; it prints the constants of the rule besides:
+
+    python tools/fit_tilings.py --quick --only drafts
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from fitting.attention import attention_cases
 from fitting.cascade import cascade_cases, cascade_rule_cases
 from fitting.cases import Case, Fit, Machine, measure
 from fitting.cpu_linear import cpu_linear_cases
+from fitting.drafts import constants_of, draft_cases
 from fitting.invariant import invariant_attention_cases, invariant_linear_cases
 from fitting.latents import latent_backend_cases, latent_decode_cases, latent_prefill_cases, ragged_cases
 from fitting.linear import chained_cases, linear_cases, normed_cases
@@ -62,6 +67,7 @@ SWEEPS: dict[str, Callable[[Machine, bool], Iterator[Case]]] = {
     "packed-attention": packed_cases,
     "packed": packed_weight_cases,
     "page-checks": page_check_cases,
+    "drafts": draft_cases,
     "latent-decode": latent_decode_cases,
     "latent-prefill": latent_prefill_cases,
     "latent-ragged": ragged_cases,
@@ -110,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     for rule in rules:
         console.print(table_of(rule, [fit for fit in fits if fit.rule == rule]))
+    if "drafts" in rules:
+        print(constants_of([fit for fit in fits if fit.rule == "drafts"]))
     if given.json is not None:
         content = {"machine": name_of(machine), "fits": [fit._asdict() for fit in fits]}
         given.json.write_text(json.dumps(content, indent=1))

@@ -1,5 +1,6 @@
 """What a step that checks q tokens a row costs, in steps of one token."""
 
+# `tools/fit_tilings.py --only drafts` measures them on a GPU and prints both tables as they stand here.
 # The numbers for CUDA lie inside the ranges that checks of known tokens took on an H100 (8B: 1, 4, 8 tokens of 1 and 8
 # rows; 0.6B: of 1, 8 and 32 rows); those of 256 rows are guesses, and so are all of a CPU: they only decide how many
 # tokens a step checks.
