@@ -82,7 +82,7 @@ JOINED = (
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
 # 4 bits. With 128 outputs, sums and numbers take 220 registers of a thread.
 
-FEWEST_JOINED = {"bytes": 33, "halves": 33, "words_by_input": 9, "tiles": 33, "words_by_output": 1}
+FEWEST_JOINED = {"bytes": 17, "halves": 17, "words_by_input": 9, "tiles": 17, "words_by_output": 1}
 """Rows from which on codes are joined in order, by how a kernel reads a weight."""
 
 SUM_STEPS = 1.0  # blocks of inputs that are multiplied in the time in which a further part is written and added

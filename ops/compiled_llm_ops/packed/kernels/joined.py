@@ -172,6 +172,7 @@ def multiply(
 ) -> Tensor:
     """Return ``rows @ weight.T + bias``; rows ``[M, K]`` are contiguous; ``can_be_joined`` says what it takes."""
     format, _, scales, zeros, (n, k), nested = weight
+    rows = rows.clone() if rows.data_ptr() % 16 else rows  # TMA reads from multiples of 16 bytes
     m, y = rows.shape[0], rows.new_empty(rows.shape[0], n)
     tiles = -(-m // tiling.rows), -(-n // tiling.outputs)
     parts = counters = None
