@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from support.huggingface.word_processor import as_file, painted
 from support.server.engine_processes import until
@@ -21,9 +22,9 @@ def ask(seen, url: str = data_url(RED)):
 
 
 def test_the_worker_is_started_with_the_first_picture_and_again_if_it_dies(seen):
-    served = seen.engine.processor
+    served: Any = seen.engine.processor
     served.close()
-    served._process = served._processor = None  # as if no picture had come yet
+    vars(served).update(_process=None, _processor=None)  # as if no picture had come yet
     seen.server.post(CHAT, messages=[{"role": "user", "content": "w1"}], max_tokens=1)
     assert (served._process, served._processor) == (None, None)
     assert ask(seen).status_code == 200
