@@ -147,8 +147,6 @@ class _Layers:
     def compare(self, descriptions: Sequence[Hashable], beside: Sequence[tuple[None, ...] | None]) -> None:
         """Find equal layers by their descriptions; ``beside`` is what each returns in a tuple with its output."""
         self.like = _first_equal(descriptions)
-        if len(set(self.like)) == len(descriptions):
-            raise NoOutlineError("no two layers are alike")
         self._marked = [
             shallow_copy(layer, marked_class(_class_of(layer)), _tensors=[], _number=number, _like=like, _beside=own)
             for number, (layer, like, own) in enumerate(zip(self._all, self.like, beside, strict=True))
@@ -212,9 +210,10 @@ def _compared_layers(
         raise NoOutlineError("hooks may do anything")
     layers = _Layers(model, version, len(own))
     descriptions = [(layers.describe(number), *map(layout, tensors)) for number, tensors in enumerate(own)]
+    alike = _first_equal(descriptions)  # where none is, nothing has to be run to find that out
     with fake_tensors() as fakes:
         tensors = [layers.tensors(number, own) for number in range(len(own))]
-        tracer = LayerTracer(tensors, _first_equal(descriptions), fakes)
+        tracer = LayerTracer(tensors, alike, fakes)
         traced = layers.traced(model, tracer)
         tree, state = ModuleTree(traced, len(own)), ModuleState([*traced.modules()])
         with attributes_restored(traced), tracer:
@@ -228,8 +227,12 @@ def _compared_layers(
 
 
 def _first_equal(entries: Sequence[Hashable]) -> list[int]:
+    """Return for each entry the place of the first that equals it; NoOutlineError if each equals itself alone."""
     first: dict[Hashable, int] = {}
-    return [first.setdefault(entry, place) for place, entry in enumerate(entries)]
+    found = [first.setdefault(entry, place) for place, entry in enumerate(entries)]
+    if len(first) == len(entries):
+        raise NoOutlineError("no two layers are alike")
+    return found
 
 
 def _class_of(layer: nn.Module) -> Any:
