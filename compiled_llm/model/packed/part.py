@@ -122,13 +122,12 @@ class _Readings:
         found, new = dict[nn.Module, tuple[str, ReadWeight | Stays]](), list[tuple[str, Tensor]]()
         with torch.inference_mode(False), torch.no_grad():
             for name, module in model.named_modules():
-                tensors, (known, said) = _state(module), before.get(module, (None, None))
-                if known != tensors:
+                known, said = before.get(module, (None, None))
+                if known is None or known != _state(module):
                     said = _read(module, model.dtype)
                     new += [(name, table) for table in _tables(said)]
-                self._known[module] = tensors, said
-                if said is not None:
-                    found[module] = name, said
+                if said is not None:  # to read another module again takes no longer than to look at its tensors
+                    self._known[module], found[module] = (_state(module), said), (name, said)
             try:
                 _check_finite(model, new)
             except UnsupportedModelError:
