@@ -159,6 +159,8 @@ class Programs:
             begin_during_tracing(device, artifacts)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
         self._fused: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
+        if facts.stand_ins is not None:
+            self._fused.append(facts.stand_ins.rewrite)
         self._functions: dict[str, Callable[..., Any]] = {}
         self._programs: dict[str, Callable[..., Any]] = {}
         for program in PROGRAMS:

@@ -120,6 +120,8 @@ class ModelRunner:
         if weights is None:
             with facts.attention.moving_weights(thread.caller):
                 weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
+                if config.fuses_on(self.device.type):
+                    facts.lay_stand_ins_out()
         self.max_positions = max_positions_of(model)
         self._matrix_bytes, shapes = matrix_bytes(model), _shapes_of(facts, config, self.max_positions)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())

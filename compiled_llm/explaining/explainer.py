@@ -146,6 +146,8 @@ class _Subject:
                     layers = probe_layers(self._tried, BATCH_ARGUMENT, fake)
                 layers = check_patterns(self._tried, layers)
                 groups = recorder.groups(self.model)
+                if self._stand_ins is not None:
+                    self._stand_ins.note(recorder.of_ours)
                 return ModelFacts.of(self.model, type(self.model), layers, groups, stand_ins=self._stand_ins)
             except UnsupportedModelError as error:
                 self.refusal, cause = str(error), error.cause

@@ -260,10 +260,13 @@ class Sandbox:
         finally:
             if runtime_of(self._facts.model) is None:
                 self.thread.call(weights.separate)
+                self.thread.call(self._facts.separate_stand_ins)
 
     def _fuse(self, config: WrapConfig) -> FusedWeights:
         facts = self._facts
         with facts.attention.moving_weights(self.thread.caller):
+            if config.fuses_on(self._device.type):
+                facts.lay_stand_ins_out()
             return FusedWeights(facts.model, facts.fused_groups if config.fuses_on(self._device.type) else [])
 
     def _configured(self, mode: Mode, rows: int, tokens: int) -> WrapConfig:

@@ -80,6 +80,8 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     with leading_to_explain():
         recorder = LinearRecorder()
         layers = layers_of(tried, config.layer_functions, recorder)
+    if stand_ins is not None:
+        stand_ins.note(recorder.of_ours)
     config = on_fastest_backend(config, layers, checked)
     check_layers(checked, layers, config)
     if config.batch_invariant:

@@ -40,7 +40,7 @@ from compiled_llm.huggingface.paths import original_path, run_drafted_loop, run_
 from compiled_llm.kinds.registry import let_layers_pack
 from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
-from compiled_llm.model.stand_ins import stand_ins_for
+from compiled_llm.model.stand_ins import Groups, stand_ins_for
 
 
 class WrappedModel:
@@ -293,13 +293,14 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
             facts = self.compiled.facts
-            return _blank, (base,), (state, facts.learnt, self.compiled.config)
+            return _blank, (base,), (state, facts.learnt, self.compiled.config, facts.groups_of_stand_ins)
 
-        def setstate(self: Any, payload: tuple[dict[str, Any], Learnt, WrapConfig]) -> None:
-            state, learnt, config = payload
+        def setstate(self: Any, payload: tuple[dict[str, Any], Learnt, WrapConfig, Groups]) -> None:
+            state, learnt, config, groups = payload
             base.__setstate__(self, state)
             let_layers_pack(self)
-            facts = ModelFacts.of(self, base, *learnt, stand_ins=stand_ins_for(self, config.packed))
+            stand_ins = stand_ins_for(self, config.packed, groups)
+            facts = ModelFacts.of(self, base, *learnt, stand_ins=stand_ins)
             self.compiled = CompiledModel(facts, config)
             note_inner_calls(self)
 

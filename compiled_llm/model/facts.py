@@ -27,7 +27,7 @@ from compiled_llm.model.probes.layers_of import as_if_unwrapped, layers_of
 from compiled_llm.model.probes.position_probe import DefaultPositions, default_positions
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.sizes import MaxPositions
-from compiled_llm.model.stand_ins import Change, StandIns
+from compiled_llm.model.stand_ins import Change, Groups, StandIns
 from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
@@ -240,6 +240,21 @@ class ModelFacts:
         """Let modules that stand for the model's drop its tensors, until they are next asked for."""
         if self.stand_ins is not None:
             self.stand_ins.drop()
+
+    @property
+    def groups_of_stand_ins(self) -> Groups:
+        """The modules with stand-ins whose products read one input; nothing if there are none."""
+        return () if self.stand_ins is None else self.stand_ins.groups
+
+    def lay_stand_ins_out(self) -> bool:
+        """Let what stand-ins multiply by lie side by side where one product can read it; whether all still can."""
+        # Nobody may read the weights meanwhile.
+        return self.stand_ins is None or self.stand_ins.lay_out(self.model)
+
+    def separate_stand_ins(self) -> None:
+        """Give what stand-ins multiply by memory of its own again."""
+        if self.stand_ins is not None:
+            self.stand_ins.separate()
 
     def refresh_stand_ins(self) -> Change:
         """Let modules that stand for the model's follow it; return what has to be made anew because of it."""

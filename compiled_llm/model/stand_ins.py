@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, TypeAlias
 
+from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from compiled_llm.features import feature
@@ -12,10 +13,17 @@ from compiled_llm.features import feature
 Change: TypeAlias = Literal["code", "tensors"] | None
 """What is others now: the modules, or where their tensors are; None if nothing is."""
 
+Product: TypeAlias = tuple[Tensor, int, Tensor]
+"""A product by an op of ours in a trial forward: its input, that one's version, and the weight."""
+
+Groups: TypeAlias = tuple[tuple[str, ...], ...]
+"""The names of modules whose products read one input."""
+
 
 class StandIns(Protocol):
     """The modules that stand for some of one model's."""
 
+    groups: Groups  # those that can be one product
     counted: Mapping[str, int]  # modules by what they are in words, those that nothing stands for, too
     copied: int  # bytes that were made for them
 
@@ -31,11 +39,35 @@ class StandIns(Protocol):
         """Drop their tensors, until they are next asked for."""
         ...
 
+    def note(self, products: Sequence[Product]) -> None:
+        """Learn the groups of a trial."""
+        ...
 
-def stand_ins_for(model: PreTrainedModel, packed: bool | Literal["auto"]) -> StandIns | None:
+    @property
+    def laid_out(self) -> bool:
+        """Whether the weights of all groups lie as ``lay_out`` left them; also if it was never called."""
+        ...
+
+    def lay_out(self, model: PreTrainedModel) -> bool:
+        """Lay the weights of groups side by side, which nobody may read meanwhile; whether no group had to leave."""
+        ...
+
+    def separate(self) -> None:
+        """Give each weight memory of its own again."""
+        ...
+
+    def rewrite(self, graph: fx.Graph) -> None:
+        """Make one product of each group's in a program's graph, as Dynamo made it, if they were laid out."""
+        ...
+
+
+def stand_ins_for(model: PreTrainedModel, packed: bool | Literal["auto"], groups: Groups = ()) -> StandIns | None:
     """Return those of a model, by the option ``packed`` of ``wrap``; None if it needs none, errors as of the part."""
+    # ``groups`` are those of the model that it is a copy of.
     part = None if packed is False else feature("packed", "model")
     made: StandIns | None = None if part is None else part.stand_ins(model, packed is True)
+    if made is not None:
+        made.groups = groups
     return made
 
 

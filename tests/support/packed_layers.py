@@ -151,7 +151,7 @@ def ao_int8(linear: nn.Linear, group: int | None = None) -> nn.Module:
     scale = largest / 127
     codes = (groups / scale).round()
     parts = {"block_size": [1, groups.shape[2]], "act_quant_kwargs": None, "act_pre_scale": None}
-    tables = {"scale": scale[..., 0], "zero_point": torch.zeros_like(scale[..., 0], dtype=torch.int8)}
+    tables = {"scale": scale[..., 0].clone(), "zero_point": torch.zeros_like(scale[..., 0], dtype=torch.int8)}
     packed = codes.flatten(1).to(torch.int8)
     return _with_weight(linear, Int8Tensor((codes * scale).flatten(1), qdata=packed, **tables, **parts))
 
@@ -189,7 +189,7 @@ class Linear4bit(nn.Linear):
 
 def bnb_nf4(linear: nn.Linear, nested: bool = False, block: int = BLOCK) -> nn.Module:
     groups, largest = _in_groups(linear.weight, block)
-    code, absmax, table = torch.tensor(NF4), largest[..., 0].flatten(), {}
+    code, absmax, table = torch.tensor(NF4), largest.flatten().clone(), {}
     if nested:
         steps, offset = torch.linspace(-1, 1, 256), absmax.mean()
         blocks = pad(absmax - offset, (0, -len(absmax) % 256)).view(-1, 256)
@@ -202,7 +202,7 @@ def bnb_nf4(linear: nn.Linear, nested: bool = False, block: int = BLOCK) -> nn.M
     flat = chosen.flatten()
     layer: Any = Linear4bit(linear.in_features, linear.out_features, bias=linear.bias is not None)
     layer.bias = copy.deepcopy(linear.bias)
-    layer.weight = Params4bit((flat[::2] << 4 | flat[1::2]).to(torch.uint8)[:, None], requires_grad=False)
+    layer.weight = Params4bit((flat[::2] << 4 | flat[1::2]).to(torch.uint8)[:, None].clone(), requires_grad=False)
     layer.weight.quant_state = QuantState(
         **{"absmax": absmax, **table}, code=code, blocksize=block, shape=linear.weight.shape, quant_type="nf4",
         nested=nested,

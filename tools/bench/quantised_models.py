@@ -52,8 +52,10 @@ class QuantState:
     nested: bool = False
 
 
-def _words(outputs: int, inputs: int, device: torch.device) -> Tensor:
-    return torch.randint(-(2**31), 2**31 - 1, (outputs, inputs), device=device, dtype=torch.int32)
+def _codes(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Draw any bits, as a tensor that is no view: others of the layer's are laid beside it."""
+    bounds = torch.iinfo(dtype)
+    return torch.randint(bounds.min, bounds.max, (outputs, inputs), device=device, dtype=dtype)
 
 
 def _compressed(layer: nn.Linear, bits: int, strategy: str, **tensors: Tensor) -> nn.Module:
@@ -72,13 +74,13 @@ def _int4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -
     with torch.device("meta"):
         layer = Int4Linear(inputs, outputs, bias=False)
     shape = torch.tensor([outputs, inputs], device=device)
-    packed = _words(outputs, inputs // 8, device)
+    packed = _codes(outputs, inputs // 8, torch.int32, device)
     return _compressed(layer, 4, "group", weight_packed=packed, weight_scale=scales, weight_shape=shape)
 
 
 def _int8(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
     scales = torch.full((outputs, 1), _DEVIATION / 74, dtype=dtype, device=device)
-    codes = _words(outputs, inputs // 4, device).view(torch.int8)
+    codes = _codes(outputs, inputs, torch.int8, device)
     with torch.device("meta"):
         layer = Int8Linear(inputs, outputs, bias=False)
     return _compressed(layer, 8, "channel", weight=codes, weight_scale=scales)
@@ -98,7 +100,7 @@ def _fp8(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) ->
 def _nf4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         layer: Any = Linear4bit(inputs, outputs, bias=False)
-    codes = _words(outputs, inputs // 8, device).view(torch.uint8).view(-1, 1)
+    codes = _codes(outputs * inputs // 2, 1, torch.uint8, device)
     layer.weight = Params4bit(codes, requires_grad=False)
     absmax = torch.full((outputs * inputs // _NF4_BLOCK,), _DEVIATION / 0.58, device=device)
     layer.weight.quant_state = QuantState(absmax, torch.tensor(NF4, device=device), (outputs, inputs))

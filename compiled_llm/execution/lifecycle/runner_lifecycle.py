@@ -184,6 +184,7 @@ class ModelRunnerLifecycle:
         elif self._kept is not None:
             with self._moving_weights():
                 self._kept.weights.separate()
+                self._facts.separate_stand_ins()
             self._kept = None
 
     # ---- asleep

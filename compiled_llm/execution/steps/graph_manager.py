@@ -25,6 +25,7 @@ from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumbe
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.model.stand_ins import Change
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
 _NOT_PREPARED = (PREFILL_EMBEDDED, UNPAGED)
@@ -117,13 +118,25 @@ class GraphManager:
                 self.forget_graphs()
             self._lay_weights_out()
             self._tensors = self._version.tensors
-        if (changed := self._state.facts.refresh_stand_ins()) == "code":
+        if (changed := self._refresh_stand_ins()) == "code":
             self.events.started_again()
             self._start_again()
         in_place = self.programs.refresh_adapters(self._state.facts.in_programs, self.cuda_graphs.replay)
         if self.cuda_graphs.ours and not (in_place and changed is None):
             self.forget_graphs()
         self.checked_for = expected
+
+    def _refresh_stand_ins(self) -> Change:
+        """Let stand-ins follow the model, and lay what they multiply by side by side again if it no longer is."""
+        facts = self._state.facts
+        changed = facts.refresh_stand_ins()
+        if changed is None or facts.stand_ins is None or facts.stand_ins.laid_out:
+            return changed
+        self._version.let_go()
+        with self._moving_weights():
+            stay = facts.lay_stand_ins_out()
+        self._tensors = self._version.tensors
+        return changed if stay else "code"
 
     def check_pages(self) -> None:
         """Raise RuntimeError if the model was put to sleep, and lies over other pages by now."""
@@ -153,9 +166,10 @@ class GraphManager:
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
-        if self.weights.groups:
+        if self.weights.groups or self._state.facts.groups_of_stand_ins:
             with self._moving_weights():
                 self.weights.separate()
+                self._state.facts.separate_stand_ins()
             self._start_again()
 
     def make_room(self) -> None:

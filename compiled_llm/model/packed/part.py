@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.tensors import version_of
@@ -24,10 +24,11 @@ from compiled_llm.model.packed.readers import (
     torchao,
     transformers,
 )
-from compiled_llm.model.packed.reading import Found, ReadWeight, Stays
+from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, as_parameters
+from compiled_llm.model.packed.side_by_side import Member, are_one, can_be_one, fuse, lay_out, separate
 from compiled_llm.model.packed.stand_in_linear import StandInLinear
 from compiled_llm.model.shallow_copies import ShallowCopies, shallow_copy
-from compiled_llm.model.stand_ins import Change
+from compiled_llm.model.stand_ins import Change, Groups, Product
 from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops.packed.formats import check_weight
@@ -46,6 +47,9 @@ class PackedStandIns:
         """Read a model; errors as of ``stand_ins``."""
         self._required = required
         self._readings = _Readings()
+        self.groups: Groups = ()
+        self._named: dict[str, Member] = {}
+        self._laid_out = False
         self._modules: dict[nn.Module, StandInLinear] = {}
         self._children: dict[str, nn.Module] = {}  # those of the model that have such layers, copied
         self._values: int | None = None  # of the model when it was last refreshed
@@ -74,6 +78,52 @@ class PackedStandIns:
             return "code"
         return None if addresses == self._addresses() else "tensors"
 
+    def note(self, products: Sequence[Product]) -> None:
+        """Learn of a trial's products which of them read one input, so that these can be one product."""
+        names = {id(member.stand_in.codes): name for name, member in self._named.items()}
+        readers: dict[tuple[int, int], dict[str, None]] = {}
+        for input, version, weight in products:
+            if id(weight) in names:
+                readers.setdefault((id(input), version), {})[names[id(weight)]] = None
+        groups = [tuple(layers) for layers in readers.values() if len(layers) > 1]
+        self.groups = tuple(group for group in groups if can_be_one(self._members(group)))
+
+    def lay_out(self, model: PreTrainedModel) -> bool:
+        """Lay the weights of each group side by side, from now on; return whether no group had to leave."""
+        # Nobody may read them meanwhile. A group that no longer can be leaves for good, as those of plain weights.
+        if self._dropped:
+            self._take_in(model)
+        before, self._laid_out = self.groups, True
+        self.groups = tuple(group for group in before if self._can_lie(group) and lay_out(self._members(group)))
+        self._readings.moved()
+        return self.groups == before
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether all groups lie as they were laid; also if they never were."""
+        return not self._laid_out or all(
+            self._can_lie(group) and are_one(self._members(group)) for group in self.groups
+        )
+
+    def separate(self) -> None:
+        """Give each weight memory of its own again; groups lie apart from now on."""
+        if self._laid_out and not self._dropped:
+            for group in filter(self._can_lie, self.groups):
+                separate(self._members(group))
+        self._laid_out = False
+        self._readings.moved()
+
+    def rewrite(self, graph: fx.Graph) -> None:
+        """Make one product of each group's in a program's graph, as Dynamo made it, if they lie side by side."""
+        if self._laid_out:
+            fuse(graph, [[member.stand_in for member in self._members(group)] for group in self.groups])
+
+    def _can_lie(self, group: tuple[str, ...]) -> bool:
+        return all(name in self._named for name in group) and can_be_one(self._members(group))
+
+    def _members(self, group: tuple[str, ...]) -> list[Member]:
+        return [self._named[name] for name in group]
+
     def drop(self) -> None:
         """Drop all tensors, until the next refresh."""
         self._values, self._dropped = None, True
@@ -90,6 +140,7 @@ class PackedStandIns:
             _check_all_read(found)
         read = {module: said for module, (_, said) in found.items() if isinstance(said, ReadWeight)}
         self._modules = {module: self._standing_for(module, said) for module, said in read.items()}
+        self._named = {found[module][0]: Member(module, own) for module, own in self._modules.items()}
         self._children = ShallowCopies(self._modules).of_children(model)
         counted, self.copied = _counted(said for _, said in found.values()), sum(said.copied for said in read.values())
         self.scratch = max((scratch_bytes(said.weight, model.dtype) for said in read.values()), default=0)
@@ -115,6 +166,10 @@ class _Readings:
 
     def forget(self) -> None:
         self._known = {}
+
+    def moved(self) -> None:
+        """Take note that tensors of modules, and what was read of them, are elsewhere."""
+        self._known = {module: (_state(module), said) for module, (_, said) in self._known.items()}
 
     def of(self, model: PreTrainedModel) -> dict[nn.Module, tuple[str, ReadWeight | Stays]]:
         """Return what they say of each module, with its name; UnsupportedModelError if a scale is not finite."""
@@ -169,6 +224,7 @@ def _read(module: nn.Module, dtype: torch.dtype) -> Found:
         said: Found = next(filter(None, (reader.read(module) for reader in _READERS)), None)
         if isinstance(said, ReadWeight):
             check_weight("wrap", said.weight)
+            said = as_parameters(said)
     except (AttributeError, TypeError, ValueError) as error:  # the library may be another version
         return Stays(torch.typename(module), f"it is not as its reader knows it: {error}")
     if not isinstance(said, ReadWeight):

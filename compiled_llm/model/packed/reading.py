@@ -36,6 +36,22 @@ def is_a(value: object, *names: str) -> bool:
     return any(kind.__name__ in names for kind in type(value).__mro__)
 
 
+def as_parameters(read: ReadWeight) -> ReadWeight:
+    """Return what was read as parameters over the same memory: no views of others, which would stay alive with them."""
+    # A trial forward copies all tensors that it may write to: those that are no parameters.
+    weight, bias, copied = read
+    optional = (None if tensor is None else _parameter(tensor) for tensor in (weight.zeros, weight.nested, bias))
+    zeros, nested, bias = optional
+    codes, scales = _parameter(weight.codes), _parameter(weight.scales)
+    return ReadWeight(weight._replace(codes=codes, scales=scales, zeros=zeros, nested=nested), bias, copied)
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    bare: Tensor = empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return nn.Parameter(bare, requires_grad=False)
+
+
 def bias_of(module: nn.Module) -> Tensor | None:
     """Return a module's bias as programs read it."""
     bias: Tensor | None = getattr(module, "bias", None)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from compiled_llm.model.packed.reading import ReadWeight
 from compiled_llm_ops import packed_linear
+from compiled_llm_ops.packed.formats import PackedFormat
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -17,9 +18,13 @@ _TENSORS = ("codes", "scales", "zeros", "nested", "bias")
 
 
 class StandInLinear(nn.Module):
-    """A linear layer that multiplies by our op; its buffers are the library's tensors, or views of them."""
+    """A linear layer that multiplies by our op; its parameters are over the library's memory."""
 
     # What the op takes besides is one tuple of plain values, by which layers are compared.
+
+    codes: Tensor
+    nested: Tensor | None
+    bias: Tensor | None
 
     def __init__(self, module: nn.Module, read: ReadWeight) -> None:
         """Stand for a module, whose hooks it has."""
@@ -29,8 +34,13 @@ class StandInLinear(nn.Module):
         self.out_features, self.in_features = read.weight.shape
         self._how, self._kinds = _how(read), _kinds(read)
         for name in _TENSORS:
-            self.register_buffer(name, None)
+            self.register_parameter(name, None)
         self.take(read)
+
+    @property
+    def format(self) -> PackedFormat:
+        """The way its weight is packed."""
+        return PackedFormat(*self._how[1:])
 
     def fits(self, read: ReadWeight) -> bool:
         """Whether programs that have it may go on with another reading of its module."""
@@ -38,15 +48,15 @@ class StandInLinear(nn.Module):
 
     def take(self, read: ReadWeight) -> None:
         """Multiply by what was read from now on."""
-        self._buffers.update(zip(_TENSORS, _tensors(read), strict=True))
+        vars(self)["_parameters"].update(zip(_TENSORS, _tensors(read), strict=True))
 
     def addresses(self) -> list[int]:
         """Return where its tensors are."""
-        return [0 if tensor is None else tensor.data_ptr() for tensor in self._buffers.values()]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in self._parameters.values()]
 
     def drop(self) -> None:
         """Drop its tensors until it takes others."""
-        self._buffers.update(dict.fromkeys(_TENSORS))
+        self._parameters.update(dict.fromkeys(_TENSORS))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``, ``[..., N]``, of the input's dtype."""

@@ -32,6 +32,7 @@ class FusedGroup(NamedTuple):
     biases: tuple[str, ...]  # names of their biases, ``[O]`` each; empty if they have none
 
 
+_OURS = "compiled_llm"  # the namespace of our ops
 _MATMULS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "baddbmm", "einsum", "mv", "bilinear"})
 _MATMULS |= {"conv1d", "conv2d", "conv3d", "scaled_dot_product_attention", "_grouped_mm", "grouped_mm", "_scaled_mm"}
 
@@ -49,6 +50,8 @@ class LinearRecorder(TorchFunctionMode):
         super().__init__()
         # The inputs are kept, so that no id is used twice; a new version is another input.
         self._calls: list[tuple[Tensor, int, Tensor, Tensor | None]] = []
+        # calls of ops of ours with two tensors first: an input, its version, and a weight
+        self.of_ours: list[tuple[Tensor, int, Tensor]] = []
         # names of functions that multiply matrices, which are no linear layers with plain weights
         self.other_matmuls: dict[str, None] = {}
 
@@ -59,11 +62,17 @@ class LinearRecorder(TorchFunctionMode):
                 return made
         elif (name := getattr(func, "__name__", "")) in _MATMULS and not _is_outer(args):
             self.other_matmuls[name] = None
+        elif isinstance(func, torch._ops.OpOverload) and func.namespace == _OURS:
+            self._note_of_ours(*args[:2])
         return func(*args, **(kwargs or {}))
 
     def _note(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         if not input.is_inference():  # those have no versions
             self._calls.append((input, version_of(input), weight, bias))
+
+    def _note_of_ours(self, input: object = None, weight: object = None) -> None:
+        if isinstance(input, Tensor) and isinstance(weight, Tensor) and not input.is_inference():
+            self.of_ours.append((input, version_of(input), weight))
 
     def groups(self, model: nn.Module) -> list[FusedGroup]:
         """Return the groups among the plain ``nn.Linear`` modules of ``model``; no weight is in two."""

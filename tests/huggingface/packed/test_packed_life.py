@@ -10,6 +10,8 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
@@ -20,7 +22,7 @@ from compiled_llm.execution.lifecycle import runner_lifecycle
 from compiled_llm.model.packed import part
 from compiled_llm.model.version.tensors import tensors_of
 from support.huggingface.pairs import OPTIONS
-from support.packed_layers import ao_int8, bnb_int8, bnb_nf4, fp8_blocks, gptq, packed_model, unpacked_model
+from support.packed_layers import ao_int8, bnb_int8, bnb_nf4, ct_typed, fp8_blocks, gptq, packed_model, unpacked_model
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_llama
 
@@ -82,7 +84,7 @@ def test_an_engine_serves_packed_weights_and_sleeps() -> None:
     assert own.compiled.stats().weights == {"int4-g32: compiled_llm": 14}
 
 
-@pytest.mark.parametrize("pack", [gptq, ao_int8, bnb_int8, bnb_nf4, fp8_blocks])
+@pytest.mark.parametrize("pack", [gptq, ao_int8, bnb_int8, bnb_nf4, ct_typed, fp8_blocks])
 def test_packed_weights_move_to_host_memory_and_back(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU too, to other memory; what still held the old one would keep it on the device."""
     monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
@@ -91,7 +93,7 @@ def test_packed_weights_move_to_host_memory_and_back(pack: Any, monkeypatch: pyt
     stand_ins: Any = own.compiled.facts.stand_ins
     with Engine(own, tokenizer=None) as engine:
         engine.sleep(weights=True)
-        assert all(tensor is None for module in stand_ins._modules.values() for tensor in module._buffers.values())
+        assert all(tensor is None for module in stand_ins._modules.values() for tensor in module._parameters.values())
         assert not before & addresses(own)
         engine.wake()
     assert torch.equal(answer(own), tokens)
@@ -140,3 +142,31 @@ def test_new_weights_of_another_form_are_refused(tmp_path: Path) -> None:
     with Engine(own, tokenizer=None) as engine, pytest.raises(ValueError, match="the model is quantised"):
         engine.update_weights(tmp_path)
     assert isinstance(own.model.layers[0].mlp.up_proj, nn.Linear)
+
+
+class NewMemory(TorchDispatchMode):
+    """Notes results that share no memory with their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage().data_ptr() for tensor in held_in((args, kwargs))}
+        new = [tensor for tensor in held_in(made) if tensor.untyped_storage().data_ptr() not in known]
+        self.made += [(tensor.dtype, tensor.nbytes) for tensor in new]
+        return made
+
+
+def held_in(values: Any) -> list[Any]:
+    return [value for value in tree_leaves(values) if type(value) in (torch.Tensor, nn.Parameter)]
+
+
+@pytest.mark.parametrize("pack", [ct_typed, fp8_blocks])
+def test_wrap_copies_no_codes_and_unpacks_one_layer_at_a_time(pack: Any) -> None:
+    own = packed(pack)
+    with NewMemory() as new:
+        compiled_llm.wrap(own, **OPTIONS)
+    assert not sum(nbytes for dtype, nbytes in new.made if dtype in (torch.int8, torch.float8_e4m3fn))
+    assert max(nbytes for _, nbytes in new.made) <= 4 * 64 * 128

@@ -44,7 +44,7 @@ def _packed(layer: Any, weights: Any, packed: Tensor) -> PackedWeight | Stays:
     table = _table(layer.weight_scale)
     zeros: Tensor | None = None
     if not weights.symmetric:
-        zeros = numbers_in(layer.weight_zero_point.detach().t(), bits).t()[:outputs]
+        zeros = numbers_in(layer.weight_zero_point.detach().t(), bits).t()[:outputs].contiguous()
     format = PackedFormat(f"uint{bits}", outputs=_outputs(table), inputs=inputs_of_a_scale(inputs, table.shape[1]))
     return PackedWeight(format, packed.detach().view(torch.uint8), table, zeros, (outputs, inputs))
 

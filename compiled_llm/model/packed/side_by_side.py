@@ -1,0 +1,186 @@
+"""Packed weights that multiply one input, side by side in memory, so that one product can read them all."""
+
+# As plain weights are (``model.weights.fused_weights``): the tensors stay their library's, the same objects, each now a
+# view of its part of one storage. Codes lie by outputs, and so do their tables, or the layers stay apart.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from compiled_llm.compat.torch.tensors import example_of, inputs_by_tensor, is_wrapper, storage_owners
+from compiled_llm.model.packed.stand_in_linear import StandInLinear
+from compiled_llm.model.version.tensors import tensors_of
+
+_ALIGNMENT = 16  # bytes, as of plain weights
+_LAYOUTS = ("rows", "high_first")
+_STACKED = ("codes", "scales", "zeros")
+
+
+class Member(NamedTuple):
+    """A layer of a group: the library's, and what stands for it."""
+
+    module: nn.Module
+    stand_in: StandInLinear
+
+
+def can_be_one(group: Sequence[Member]) -> bool:
+    """Whether layers have one format, whose codes and tables lie by outputs."""
+    first = group[0].stand_in
+    format, outputs = first.format, [member.stand_in.out_features for member in group[:-1]]
+    if format.layout not in _LAYOUTS or not format.outputs or any(count % format.outputs for count in outputs):
+        return False
+    return first.nested is None and all(
+        (own.format, own.in_features, own.bias is None) == (format, first.in_features, first.bias is None)
+        and own.nested is None
+        for own in (member.stand_in for member in group)
+    )
+
+
+def are_one(group: Sequence[Member]) -> bool:
+    """Whether all tensors of a group lie side by side."""
+    return all(map(_is_one, _stacks(group)))
+
+
+def lay_out(group: Sequence[Member]) -> bool:
+    """Lay a group's tensors side by side, one kind after the other; False if a tensor cannot move."""
+    # Nobody may read them meanwhile, and ``can_be_one``.
+    stacks = [(stack, _holders(stack, group)) for stack in _stacks(group) if not _is_one(stack)]
+    if not all(_can_move(stack, holders) for stack, holders in stacks):
+        return False
+    for stack, holders in stacks:
+        _move(stack, holders)
+    return True
+
+
+def separate(group: Sequence[Member]) -> None:
+    """Give each tensor a storage of its own again."""
+    for stack in filter(_is_one, _stacks(group)):
+        for tensor, holders in zip(stack, _holders(stack, group), strict=True):
+            _move([tensor], [holders])
+
+
+def _stacks(group: Sequence[Member]) -> list[list[Tensor]]:
+    """Return codes, scales and zeros, those of each layer in turn."""
+    tensors = ([member.stand_in._parameters[name] for member in group] for name in _STACKED)
+    return [[entry for entry in stack if entry is not None] for stack in tensors if stack[0] is not None]
+
+
+def _is_one(stack: Sequence[Tensor]) -> bool:
+    return (
+        len({(entry.untyped_storage().data_ptr(), entry.dtype, entry.shape[1:]) for entry in stack}) == 1
+        and all(entry.is_contiguous() and entry.data_ptr() % _ALIGNMENT == 0 for entry in stack)
+        and all(first.data_ptr() + first.nbytes == second.data_ptr() for first, second in pairwise(stack))
+    )
+
+
+def _holders(stack: Sequence[Tensor], group: Sequence[Member]) -> list[list[Tensor]]:
+    """Return, for each tensor of a stack, all that have its memory: itself, and those of its library's module."""
+    return [
+        [*{id(held): held for held in (tensor, *_sharing(tensor, member.module))}.values()]
+        for tensor, member in zip(stack, group, strict=True)
+    ]
+
+
+def _sharing(tensor: Tensor, module: nn.Module) -> Iterator[Tensor]:
+    first, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+    for held in tensors_of(module):
+        shared = not is_wrapper(held) and held.untyped_storage().data_ptr() == storage
+        if shared and first <= held.data_ptr() < first + tensor.nbytes:
+            yield held
+
+
+def _can_move(stack: Sequence[Tensor], holders: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether tensors lie by outputs, and nobody else has their memory."""
+    owners: dict[int, int] = {}
+    for held in chain.from_iterable(holders):
+        address = held.untyped_storage().data_ptr()
+        owners[address] = owners.get(address, 0) + 1
+    return (
+        len({(entry.device, entry.dtype, entry.shape[1:]) for entry in stack}) == 1
+        and all(entry.is_contiguous() and entry.nbytes % _ALIGNMENT == 0 for entry in stack)
+        and not any(entry.device.type == "cpu" and entry.is_shared() for entry in stack)
+        and not any(held.is_inference() or held.nbytes != entry.nbytes for entry, _, held in _each(stack, holders))
+        and all(
+            storage_owners(entry.untyped_storage()) == owners[entry.untyped_storage().data_ptr()] for entry in stack
+        )
+    )
+
+
+def _each(stack: Sequence[Tensor], holders: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Yield each tensor with its first byte in a storage of all, and with each that has its memory."""
+    start = 0
+    for entry, those in zip(stack, holders, strict=True):
+        yield from ((entry, start, held) for held in those)
+        start += entry.nbytes
+
+
+def _move(stack: Sequence[Tensor], holders: Sequence[Sequence[Tensor]]) -> None:
+    """Put tensors into one new storage, all that have their memory included."""
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([entry.detach().flatten().view(torch.uint8) for entry in stack])
+        views = [
+            torch.empty(0, dtype=held.dtype, device=held.device).set_(
+                whole.untyped_storage(), start // held.element_size(), held.size(), held.stride()
+            )
+            for _, start, held in _each(stack, holders)
+        ]
+        if whole.is_cuda:
+            torch.cuda.synchronize(whole.device)  # all reads of the old storages are done before these are freed
+        for (_, _, held), view in zip(_each(stack, holders), views, strict=True):
+            held.data = view
+    if whole.is_cuda:
+        torch.cuda.empty_cache()  # the allocator would keep what the next group, being larger, cannot use
+
+
+def fuse(graph: fx.Graph, groups: Sequence[Sequence[StandInLinear]]) -> None:
+    """Make one product of those of one input, followed by slices of its output, in a graph as Dynamo made it."""
+    # ``groups`` must lie side by side whenever the graph runs.
+    input_of, op = inputs_by_tensor(graph), torch.ops.compiled_llm.packed_linear.default
+    by_codes: dict[object, dict[object, fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=op):
+        by_codes.setdefault(node.args[1], {})[node.args[0]] = node
+    for group in groups:
+        calls = [by_codes.get(input_of(own.codes), {}) for own in group]
+        for rows in [*calls[0]]:
+            if all(rows in found for found in calls):
+                biases = [input_of(own.bias) for own in group if own.bias is not None]
+                _fuse(graph, [found[rows] for found in calls], group, biases)
+
+
+def _fuse(graph: fx.Graph, products: Sequence[fx.Node], group: Sequence[StandInLinear], biases: Sequence[Any]) -> None:
+    first: Any = min(products)
+    rows, *tensors, _, _ = cast("tuple[Any, ...]", products[0].args[:7])
+    total = sum(own.out_features for own in group)
+    stacks = [[own._parameters[name] for own in group] for name in _STACKED]
+    with graph.inserting_before(first):
+        wholes = [
+            None if node is None else _whole(graph, node, stack)
+            for node, stack in zip(tensors[:3], stacks, strict=True)
+        ]
+        bias = None if group[0].bias is None else _joined(graph, biases, group[0].bias, example_of(rows))
+        product = graph.call_function(first.target, (rows, *wholes, None, bias, total, *products[0].args[7:]))
+        product.meta.update({key: value for key, value in first.meta.items() if key != "example_value"})
+        start = 0
+        for node, own in zip(products, group, strict=True):
+            part = graph.call_function(torch.narrow, (product, -1, start, own.out_features))
+            part.meta.update(node.meta)
+            node.replace_all_uses_with(part)
+            start += own.out_features
+    for node in products:
+        graph.erase_node(node)
+
+
+def _whole(graph: fx.Graph, first: Any, stack: Sequence[Any]) -> fx.Node:
+    """Return a view of a whole stack, made from its first entry, where it begins."""
+    size = [sum(map(len, stack)), *stack[0].shape[1:]]
+    return graph.call_function(torch.ops.aten.as_strided.default, (first, size, list(stack[0].stride())))
+
+
+def _joined(graph: fx.Graph, biases: Sequence[Any], first: Tensor, rows: Tensor) -> fx.Node:
+    joined = graph.call_function(torch.cat, ([*biases],))
+    return joined if first.dtype == rows.dtype else graph.call_method("to", (joined, rows.dtype))

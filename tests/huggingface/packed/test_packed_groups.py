@@ -1,0 +1,181 @@
+"""Packed layers that read one input are one product in programs, their weights side by side in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import compiled_llm
+from compiled_llm import Engine
+from compiled_llm.compat.torch.tensors import is_wrapper
+from compiled_llm.compilation import backend
+from compiled_llm.execution.lifecycle import runner_lifecycle
+from compiled_llm.model.version.tensors import tensors_of
+from support.huggingface.pairs import OPTIONS
+from support.packed_layers import (
+    ao_float8,
+    ao_int8,
+    bnb_int8,
+    bnb_nf4,
+    ct_packed,
+    ct_typed,
+    gptq,
+    packed_model,
+    unpacked_model,
+)
+from support.parity import greedy, mixed_prompts
+from support.tiny_models import tiny_llama
+
+PROMPTS = mixed_prompts([5, 3], 128, seed=0)
+TOGETHER = 4
+"""Products of a layer: of queries, keys and values, of attention's output, and two of the MLP."""
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+PACKS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "words of compressed-tensors": ct_packed,
+    "with zeros, which are copies": lambda linear: ct_packed(linear, symmetric=False),
+    "int8": ct_typed,
+    "NF4 of bitsandbytes": bnb_nf4,
+    "int8 of bitsandbytes": bnb_int8,
+    "float8 of torchao": ao_float8,
+    "int8 of torchao": ao_int8,
+}
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many packed products each graph has; graphs run as our passes leave them."""
+    counted = list[int]()
+
+    def compiled(module: fx.GraphModule, inputs: object, options: object) -> Any:
+        op = torch.ops.compiled_llm.packed_linear.default
+        counted.append(len(module.graph.find_nodes(op="call_function", target=op)))
+        return module.forward
+
+    monkeypatch.setattr(backend, "compile_with_inductor", compiled)
+    return counted
+
+
+def packed(pack: Callable[[nn.Linear], nn.Module] = ct_packed, **options: Any) -> Any:
+    return packed_model(tiny_llama(eos_token_id=None, num_hidden_layers=1, **options), pack)
+
+
+def wrapped(own: Any) -> Any:
+    return compiled_llm.wrap(own, **{**OPTIONS, "mode": "compile", "fuse_projections": True})
+
+
+def answer(own: Any) -> Tensor:
+    return greedy(own, PROMPTS, 6)
+
+
+def expected_of(own: Any) -> Tensor:
+    return answer(unpacked_model(compiled_llm.unwrap(copy.deepcopy(own))))
+
+
+def storages(own: Any, *names: str) -> set[int]:
+    """Where the codes of layers lie."""
+    layers = [module for name, module in own.named_modules() if name.endswith(names)]
+    return {held(layer).untyped_storage().data_ptr() for layer in layers}
+
+
+def held(layer: nn.Module) -> Tensor:
+    """The codes of a layer, as its library has them."""
+    held = [tensor for tensor in tensors_of(layer) if not is_wrapper(tensor) and tensor.dtype != torch.float32]
+    return max(held, key=Tensor.numel)
+
+
+def addresses(own: Any) -> set[int]:
+    return {tensor.data_ptr() for module in own.modules() for tensor in tensors_of(module)}
+
+
+@pytest.mark.drawn(most=2)
+@pytest.mark.parametrize("name", PACKS)
+def test_projections_of_one_input_are_one_product_until_the_model_is_unwrapped(name: str, products: list[int]) -> None:
+    own = packed(PACKS[name], attention_bias=True)
+    expected, before = answer(unpacked_model(own)), tensors(own)
+    assert [len(storages(own, *group)) for group in GROUPS] == [3, 2]
+    wrapped(own)
+    assert torch.equal(answer(own), expected)
+    assert set(products) == {TOGETHER}
+    assert own.compiled.stats().recompiles == 0
+    assert [len(storages(own, *group)) for group in GROUPS] == [1, 1]
+    assert all(map(torch.equal, tensors(own), before))
+    compiled_llm.unwrap(own)
+    assert [len(storages(own, *group)) for group in GROUPS] == [3, 2]
+    assert all(map(torch.equal, tensors(own), before))
+    codes = held(own.model.layers[0].self_attn.q_proj)
+    assert codes.untyped_storage().nbytes() == codes.nbytes
+
+
+def tensors(own: Any) -> list[Tensor]:
+    """All numbers that the library has, as they are now."""
+    found = [tensor for module in own.modules() for tensor in tensors_of(module) if not is_wrapper(tensor)]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def test_words_along_the_inputs_stay_apart() -> None:
+    assert wrapped(packed(gptq)).compiled.facts.groups_of_stand_ins == ()
+
+
+def test_weights_that_were_taken_out_are_laid_side_by_side_again(products: list[int]) -> None:
+    own = wrapped(packed())
+    before = answer(own)
+    attention = own.model.layers[0].self_attn
+    attention.k_proj.weight_scale.data = -attention.k_proj.weight_scale
+    attention.k_proj.stands_for.neg_()
+    attention.v_proj.weight_packed.data = attention.v_proj.weight_packed.clone()
+    expected = expected_of(own)
+    assert not torch.equal(before, expected)
+    assert torch.equal(answer(own), expected)
+    assert len(storages(own, "q_proj", "k_proj", "v_proj")) == 1
+    assert set(products) == {TOGETHER}
+
+
+@pytest.mark.whole
+def test_a_weight_that_somebody_else_holds_stays_where_it_is(products: list[int]) -> None:
+    own = packed()
+    alias = own.model.layers[0].mlp.up_proj.weight_packed.data
+    expected = answer(unpacked_model(own))
+    assert torch.equal(answer(wrapped(own)), expected)
+    assert set(products) == {TOGETHER + 1}
+    assert own.model.layers[0].mlp.up_proj.weight_packed.data_ptr() == alias.data_ptr()
+
+
+def test_a_group_that_can_no_longer_be_one_is_compiled_apart(products: list[int]) -> None:
+    own = wrapped(packed())
+    before, layer = answer(own), own.model.layers[0].mlp.up_proj
+    layer.weight_packed.data = layer.weight_packed.clone()
+    alias = layer.weight_packed.data
+    assert torch.equal(answer(own), before)
+    assert products[-1] == TOGETHER + 1
+    assert alias.data_ptr() == layer.weight_packed.data_ptr()
+    with torch.no_grad():
+        alias.bitwise_not_()
+        layer.stands_for.copy_(-layer.stands_for - layer.weight_scale.repeat_interleave(32, 1))
+    assert torch.equal(answer(own), expected_of(own))
+
+
+def test_copies_have_groups_of_their_own() -> None:
+    own = wrapped(packed())
+    copied: Any = copy.deepcopy(own)
+    assert len(copied.compiled.facts.groups_of_stand_ins) == 2
+    assert copied.compiled.facts.groups_of_stand_ins == own.compiled.facts.groups_of_stand_ins
+    assert not addresses(own) & addresses(copied)
+
+
+def test_groups_sleep_and_wake(monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+    monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
+    own = wrapped(packed(bnb_nf4))
+    tokens, before = answer(own), addresses(own)
+    with Engine(own, tokenizer=None) as engine:
+        engine.sleep(weights=True)
+        assert not before & addresses(own)
+        engine.wake()
+    assert torch.equal(answer(own), tokens)
+    assert len(storages(own, "gate_proj", "up_proj")) == 1
+    assert set(products) == {TOGETHER}
