@@ -27,8 +27,15 @@ def check_config(model: PreTrainedModel, stored: Mapping[str, Any]) -> None:
             f"update_weights: the folder's config.json is of a {kind}, and the model is a {model.config.model_type}; "
             "give weights of the same model"
         )
-    if stored.get("quantization_config") is not None:
-        raise ValueError("update_weights: the weights in the folder are quantised; give weights as they are trained")
+    theirs, ours = stored.get("quantization_config"), _quantisation(model)
+    if stored and (theirs is None) != (ours is None):
+        said = "quantised, and those of the model are not" if theirs else "not quantised, and those of the model are"
+        raise ValueError(f"update_weights: the weights in the folder are {said}; give weights like the model's")
+    if stored and theirs is not None and (differing := _differing(theirs, ours)):
+        raise ValueError(
+            f"update_weights: the weights in the folder are quantised in another way ({', '.join(differing)}); give "
+            "weights of the same quantisation"
+        )
     if stored and (differences := list(_differences(_read(type(model.config), stored), _plain(model.config)))):
         more = len(differences) - _SHOWN
         raise ValueError(
@@ -36,6 +43,25 @@ def check_config(model: PreTrainedModel, stored: Mapping[str, Any]) -> None:
             f"{f'; and {more} more' if more > 0 else ''}: the model would compute something else with its weights; "
             "give weights of the same model, or load the folder as another one"
         )
+
+
+def method_of(model: PreTrainedModel) -> str:
+    """Return transformers' name of the way in which a model was quantised as it was loaded; nothing if it was not."""
+    config = _quantisation(model)
+    method = "" if config is None else str(getattr(config.get("quant_method"), "value", config.get("quant_method")))
+    return method or ("a quantizer" if getattr(model, "hf_quantizer", None) is not None else "")
+
+
+def _quantisation(model: PreTrainedModel) -> dict[str, Any] | None:
+    config: Any = getattr(model.config, "quantization_config", None)
+    said: dict[str, Any] | None = config.to_dict() if hasattr(config, "to_dict") else config
+    return said
+
+
+def _differing(theirs: Mapping[str, Any], ours: Any) -> list[str]:
+    """Name what two ways to quantise have otherwise, of what both say."""
+    plain = json.loads(json.dumps(ours, default=str))
+    return sorted(name for name in theirs.keys() & plain.keys() if theirs[name] != plain[name])
 
 
 def _read(kind: type[PretrainedConfig], stored: Mapping[str, Any]) -> dict[str, Any]:

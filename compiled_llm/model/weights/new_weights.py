@@ -15,11 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.huggingface import Misfits, load_checkpoint
-from compiled_llm.model.weights.config_of_weights import check_config
+from compiled_llm.model.weights.config_of_weights import check_config, method_of
 from compiled_llm.model.weights.fused_weights import finish
 from compiled_llm.model.weights.weights_folder import StoredTensor, read_config, stored_tensors
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_PACKED = {
+    torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+"""What codes and their scales are in files that hold them as the model does, which is never converted."""
+_AS_IN_FILES = ("fp8", "compressed-tensors")
+"""The ways to quantise whose modules hold what their files do."""
 _NAMES_SHOWN = 3
 
 
@@ -59,10 +66,8 @@ def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, tensor in own.items():
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             _refuse_quantised(f"{name} is a {type(tensor).__name__}")
-        if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
-            _refuse_quantised(f"{name} has the dtype {tensor.dtype}")
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        _refuse_quantised("it was loaded with a quantization_config")
+    if (method := method_of(model)) and method not in _AS_IN_FILES:
+        _refuse_quantised(f"by {method}, after its files were read")
     return own
 
 
@@ -71,9 +76,15 @@ def _refuse_quantised(why: str) -> None:
 
 
 def _check_dtypes(stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> None:
-    """Check that stored dtypes are floating point; buffers that hold integers keep theirs."""
+    """Check that stored dtypes are floating point, or the model's of codes; buffers that hold integers keep theirs."""
     for name, tensor in stored.items():
-        if tensor.dtype not in _FLOATS and (name not in own or own[name].is_floating_point()):
+        if isinstance(own.get(name), nn.Parameter) and (packed := _PACKED.get(own[name].dtype)) is not None:
+            if tensor.dtype != packed:
+                raise ValueError(
+                    f"update_weights: {name} has the dtype {tensor.dtype} in the folder, and {own[name].dtype} in the "
+                    "model; give weights of the same quantisation, or load them as another model"
+                )
+        elif tensor.dtype not in _FLOATS and (name not in own or own[name].is_floating_point()):
             raise ValueError(
                 f"update_weights: {name} has the dtype {tensor.dtype} in the folder; give weights of the dtypes "
                 f"{', '.join(_FLOATS)}"

@@ -144,6 +144,41 @@ def test_new_weights_of_another_form_are_refused(tmp_path: Path) -> None:
     assert isinstance(own.model.layers[0].mlp.up_proj, nn.Linear)
 
 
+def fp8_config(own: Any, **more: Any) -> Any:
+    own.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [32, 32], **more}
+    return own
+
+
+def test_new_weights_of_the_same_quantisation_are_written_in_their_place(tmp_path: Path) -> None:
+    own, other = fp8_config(packed()), fp8_config(packed_model(tiny_llama(1, eos_token_id=None), fp8_blocks))
+    before, expected = answer(unpacked_model(own)), answer(unpacked_model(other))
+    other.save_pretrained(tmp_path)
+    compiled_llm.wrap(own, **OPTIONS)
+    assert torch.equal(answer(own), before)
+    weight, address = own.model.layers[0].mlp.up_proj.weight, own.model.layers[0].mlp.up_proj.weight.data_ptr()
+    with Engine(own, tokenizer=None) as engine:
+        engine.update_weights(tmp_path)
+    assert torch.equal(answer(own), expected)
+    assert own.model.layers[0].mlp.up_proj.weight is weight
+    assert weight.data_ptr() == address
+
+
+def test_new_weights_of_another_quantisation_are_refused(tmp_path: Path) -> None:
+    own = compiled_llm.wrap(fp8_config(packed()), **OPTIONS)
+    tokens = answer(own)
+    folders = {
+        "not quantised, and those of the model are": tiny_llama(1),
+        r"in another way \(weight_block_size\)": fp8_config(packed(), weight_block_size=[64, 32]),
+        "proj.weight has the dtype F32 in the folder, and torch.float8_e4m3fn": fp8_config(tiny_llama(1)),
+    }
+    with Engine(own, tokenizer=None) as engine:
+        for number, (message, other) in enumerate(folders.items()):
+            other.save_pretrained(tmp_path / str(number))
+            with pytest.raises(ValueError, match=message):
+                engine.update_weights(tmp_path / str(number))
+    assert torch.equal(answer(own), tokens)
+
+
 class NewMemory(TorchDispatchMode):
     """Notes results that share no memory with their inputs."""
 
