@@ -13,7 +13,6 @@ from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.invariant import InvariantProducts, InvariantSums
 from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
-from compiled_llm.compilation.passes.overlapping import OverlappingProducts
 from compiled_llm.compilation.passes.products import OuterProducts, SkinnyProducts
 from compiled_llm.config import WrapConfig
 
@@ -27,11 +26,11 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
     _, backend, ops = config.backend_on(device.type)
     if not decodes:
         appended: list[Pass] = [PreparedInAppend()] if backend.rope_append else []
-        return [OuterProducts(), *appended, *fused, OverlappingProducts()]
+        return [OuterProducts(), *appended, *fused]
     prepared: list[Pass] = [PreparedInAttention(ops)] if ops is not None and ops.prepare else []
     if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
-        return [OuterProducts(), *prepared, *fused, OverlappingProducts()]
-    return [OuterProducts(), *prepared, NormedSums(), *fused, NormedProducts(), OverlappingProducts()]
+        return [OuterProducts(), *prepared, *fused]
+    return [OuterProducts(), *prepared, NormedSums(), *fused, NormedProducts()]
 
 
 def _invariant_passes(config: WrapConfig, device: torch.device, decodes: bool) -> list[Pass]:

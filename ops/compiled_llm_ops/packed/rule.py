@@ -30,7 +30,7 @@ MAX_OF_TORCH, MAX_OF_SHORT_GROUPS = 2, 16
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
 
-FEWEST_ROUNDED = 65
+FEWEST_ROUNDED = 33
 """Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so."""
 
 TILE_ROWS = (8, 16, 32, 64, 128)
@@ -82,8 +82,8 @@ JOINED = (
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
 # 4 bits. With 128 outputs, sums and numbers take 220 registers of a thread.
 
-FEWEST_JOINED = {"bytes": 17, "halves": 17, "words_by_input": 9, "tiles": 17, "words_by_output": 1}
-"""Rows from which on codes are joined in order, by how a kernel reads a weight."""
+FEWEST_JOINED: dict[str, int] = {}
+"""Rows from which on codes are joined in order, by how a kernel reads a weight; none yet: it was not measured."""
 
 SUM_STEPS = 1.0  # blocks of inputs that are multiplied in the time in which a further part is written and added
 
@@ -119,7 +119,7 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.TORCH
     if m > MAX_ROWS or not inputs or short:
         return Library.UNPACKED
-    if m >= FEWEST_JOINED[_kind(format, inputs)] and can_be_joined(weight, dtype):
+    if m >= FEWEST_JOINED.get(_kind(format, inputs), MAX_ROWS + 1) and can_be_joined(weight, dtype):
         return joined_tiling_for(m, format, *weight.shape, processors)
     return tiling_for(m, format, *weight.shape, processors)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_llm_ops.packed import int4pack
+from compiled_llm_ops.packed import int4pack, rule
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import DTYPES
-from compiled_llm_ops.packed.rule import Library, can_be_rounded, choose
-from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling
+from compiled_llm_ops.packed.rule import FEWEST_STEPS, TILES, Library, can_be_rounded, choose
+from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, can_be_joined
 from compiled_llm_ops.packed.unpack import unpack
 from support.ops.packed_weights import FORMATS
 
@@ -43,6 +43,19 @@ def test_every_choice_can_be_launched(name: str) -> None:
                 assert weight.format.bits == 8
             elif choice is Library.ROUNDED:
                 assert can_be_rounded(weight)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tilings_with_codes_joined_in_order_can_be_launched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "FEWEST_JOINED", dict.fromkeys((*TILES, "words_by_output"), 1))
+    weight = described(name, 6144, 4096)
+    for m in (1, 17, 33, 65, 256):
+        choice = choose(m, weight, torch.bfloat16, 132)
+        if isinstance(choice, PackedLinearTiling):
+            assert choice.joined == can_be_joined(weight, torch.bfloat16)
+            assert not weight.format.inputs or weight.format.inputs % choice.inputs == 0
+            assert 1 <= choice.splits <= 4096 // choice.inputs // FEWEST_STEPS
+            assert choice.rows >= min(m, 128)
 
 
 def test_products_that_are_left_to_cublas() -> None:

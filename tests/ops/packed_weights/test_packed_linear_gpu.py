@@ -1,0 +1,69 @@
+"""Products with packed weights on a GPU, by each kernel there is: compared with float64, and the same bits twice.
+
+Shapes: M rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm_ops.packed.linear import multiply_packed
+from compiled_llm_ops.packed.rule import JOINED, MAX_BLOCK, JoinedTile
+from compiled_llm_ops.packed.tilings import PackedLinearTiling, block_inputs, can_be_joined
+from support.gpu import needs_cuda, on_gpu, seeded
+from support.ops.packed_weights import FORMATS, LARGEST_E4M3, Made, make
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+
+N, K = 320, 640
+
+
+def made_on_gpu(name: str) -> Made:
+    """A weight without codes of e4m3 that are not numbers, whose zeros that are no integers are of bfloat16."""
+    codes = torch.randint(1 << FORMATS[name][0].bits, (N, K), device="cpu")
+    if FORMATS[name][0].code == "e4m3":
+        codes = codes.where(codes & 0x7F <= LARGEST_E4M3, 0x3C) & 0xBF
+    made = make(name, N, K, codes=codes)
+    weight = made.weight
+    if weight.zeros is not None and weight.zeros.is_floating_point():
+        weight = weight._replace(scales=weight.scales.bfloat16(), zeros=weight.zeros.bfloat16())
+    return Made(on_gpu(weight), made.values.cuda())
+
+
+def check(out: Tensor, rows: Tensor, made: Made) -> None:
+    expected = rows.double() @ made.values.T
+    near = 0.05 if made.weight.format.may_round else 0.01  # rows may be rounded to e4m3
+    assert float((out.double() - expected).norm() / expected.norm()) < near
+
+
+@seeded
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_the_rule_takes(name: str, seed: int) -> None:
+    made = made_on_gpu(name)
+    for m in (1, 2, 7, 16, 17, 33, 64, 100, 200, 300):
+        rows = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        out = multiply_packed(rows, made.weight)
+        check(out, rows, made)
+        assert torch.equal(multiply_packed(rows, made.weight), out)
+        for _ in range(3):  # one after the other, each while the previous one ends
+            assert torch.equal(multiply_packed(rows + 0, made.weight, overlap=True), out)
+
+
+@seeded
+@pytest.mark.parametrize("tile", JOINED, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_joined_in_order(name: str, tile: JoinedTile, seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.joined import multiply
+
+    made = made_on_gpu(name)
+    if not can_be_joined(made.weight, torch.bfloat16):
+        pytest.skip("not joined")
+    inputs = block_inputs(made.weight.format, MAX_BLOCK)
+    rows = torch.randn(tile.rows - 3, K, device="cuda", dtype=torch.bfloat16)
+    for splits in (1, 3):
+        tiling = PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, splits, tile.warps, joined=True)
+        out = multiply(rows, made.weight, None, tiling, pdl=False)
+        check(out, rows, made)
+        assert torch.equal(multiply(rows, made.weight, None, tiling, pdl=True), out)
