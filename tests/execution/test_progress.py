@@ -82,7 +82,7 @@ def test_a_terminal_of_80_columns_shows_one_line(monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_inductor) -> None:
-    model = compiled_llm.wrap(tiny_qwen3(), mode=mode, max_batch_size=8, kv_memory="400 tokens")
+    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode=mode, max_batch_size=8, kv_memory="400 tokens")
     capsys.readouterr()
     for sizes in ([2], [3, 1, 2]):
         model.compiled.warmup(sizes)
@@ -99,7 +99,7 @@ def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_
 
 
 def test_who_watches_hears_the_words_of_stderr_though_they_are_not_shown(capsys, without_inductor) -> None:
-    model = compiled_llm.wrap(tiny_qwen3(), mode="compile", kv_memory="400 tokens", progress=False)
+    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="compile", kv_memory="400 tokens", progress=False)
     heard: list[tuple[str, int | None, int | None]] = []
     with watched(lambda doing, step=None, steps=None: heard.append((doing, step, steps))):
         model.compiled.warmup([2])
