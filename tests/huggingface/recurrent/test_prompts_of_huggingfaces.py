@@ -73,6 +73,17 @@ def test_a_cache_of_huggingfaces_is_read_and_gets_the_states_back(family: str, k
     assert_account_is_empty(model)
 
 
+def test_jambas_several_new_tokens_go_on_from_its_states(seed: int) -> None:
+    """HuggingFace's own forward forgets the states then: its logits over a cache are not those of the whole text."""
+    model, plain, inputs = wrapped_family("Jamba"), plain_family("Jamba"), same_lengths(seed)
+    words = torch.tensor(prompts_of([3, 3], seed + 1))
+    first = greedy(model, inputs, 6, return_dict_in_generate=True, **{CACHE: CACHES["dynamic"](model)}, **NEVER)
+    given = next_turn(inputs, first, words)
+    whole = {name: given[name] for name in inputs}
+    expected = greedy(plain, whole, 9, **NEVER)
+    torch.testing.assert_close(greedy(model, given, 9, **NEVER), expected)
+
+
 @pytest.mark.parametrize("family", sorted(ALL_RECURRENT))
 def test_a_users_cache_that_counts_no_columns_stays_huggingfaces(family: str, seed: int) -> None:
     model, plain, inputs = wrapped_family(family), plain_family(family), same_lengths(seed)
