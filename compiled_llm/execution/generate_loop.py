@@ -80,7 +80,8 @@ class GenerateLoop:
 
         Raises:
             ValueError: the prompt is empty or not of tokens of the model, ``max_new_tokens`` is negative, the model
-                has too few positions for both, or there would be more rows than ``max_batch_size``.
+                has too few positions for both or sees prompts both ways, or there would be more rows than
+                ``max_batch_size``.
             OutOfPagesError: the pages it may need are not free; nothing was taken.
         """
         ids, stored = checked_prompt(self.model_runner, prompt, max_new_tokens)

@@ -14,7 +14,12 @@ from compiled_llm.execution.model_runner import ModelRunner
 
 def checked_prompt(model_runner: ModelRunner, prompt: ArrayLike, max_new_tokens: int) -> tuple[NDArray[np.int64], int]:
     """Return a prompt's tokens ``[Q]``, and how many its row will store; ValueError as ``GenerateLoop.admit``."""
-    ids = np.asarray(prompt)
+    ids, facts = np.asarray(prompt), model_runner.state.facts
+    if facts.sees_prompts_both_ways:
+        raise ValueError(
+            f"prompt: {facts.model_class.__name__} sees the tokens of a prompt both ways, which HuggingFace's forward "
+            "alone computes; call model.generate"
+        )
     if ids.size == 0:
         raise ValueError("prompt is empty: give at least one token")
     vocabulary = model_runner.vocabulary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -114,6 +115,8 @@ def test_prompts_that_are_seen_both_ways_are_huggingfaces(family, inputs, seed):
         pytest.raises(RuntimeError, match="the model sees their tokens both ways"),
     ):
         engine.generate([[5, 6, 7]])
+    with pytest.raises(ValueError, match=r"prompt: PaliGemma.* both ways, .*; call model.generate"):
+        wrapped.compiled.generate_loop().admit(np.array([5, 6, 7]), 4)
     assert_account_is_empty(wrapped)
 
 
