@@ -53,6 +53,7 @@ class Way:
     by_call: bool = False
     ours: bool | None = False  # whether kernels of ours multiply; None if the library's choice decides it
     rounds: bool = False  # whether the library rounds activations where our kernels do not
+    cuda: str = "not tried"  # what has run on a GPU
 
     def __str__(self) -> str:
         return self.name
@@ -66,7 +67,8 @@ class Way:
         modes = " | ".join("refused" if self.refuses(mode) else served for mode in MODES)
         kernels = {True: "ours", False: "the library's", None: "by the library's choice"}[self.ours]
         kernels = "—" if self.plain or all(map(self.refuses, MODES)) else kernels
-        return f"| {self.name} | {modes} | {kernels} |"
+        cuda = "—" if all(map(self.refuses, MODES)) else "as plain weights" if self.plain else self.cuda
+        return f"| {self.name} | {modes} | {kernels} | {cuda} |"
 
 
 def model() -> PreTrainedModel:
@@ -274,6 +276,7 @@ WAYS = [
         _left_packed,
         "compressed_tensors",
         ours=True,
+        cuda="random weights",
     ),
     Way("GPTQ, loaded with GPTQModel", lambda: loaded(_packed("gptq")), "gptqmodel", ours=None),
     Way(
