@@ -18,6 +18,9 @@ from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.judged_answers import judged
+from support.engine.unread_launches import check_launched, launch_unread
+from support.execution.drafters import let_sizes_turn
 from support.execution.twins import BEYOND_NOISE, DEVICE, OPTIONS, SMALL, in_float32, rms, small_qwen3
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
 
@@ -229,6 +232,59 @@ def test_steps_with_log_probabilities_return_while_the_device_sleeps(roomy: PreT
             assert not over, f"two launches took {took:.3f} s, when the device had woken up"
         answers = [handle.result(timeout=60).token_ids for handle in handles]
     check_greedy(seed, list(zip(zip(prompts, settings, strict=True), answers, strict=True)))
+
+
+def test_steps_that_guess_return_while_the_device_sleeps(
+    roomy: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks that are repeated, other sizes, a row that goes, one that is admitted, and pages that rows enter."""
+    let_sizes_turn(monkeypatch)
+    config = {"method": "ngram", "num_speculative_tokens": 7}
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    prompts = [[50 + number, *range(3, 15)] * 3 for number in range(4)]
+    with Engine(roomy, max_num_seqs=3, speculative_config=config, prefix_cache=False) as engine:
+        for number in range(2):  # what these sizes need is captured
+            handles = [engine.submit(prompt, params) for prompt in prompts]
+            while min(len(handle.requests[0].tokens) for handle in handles[:3]) < 40:
+                time.sleep(0.001)
+            with engine._engine_thread.paused(), roomy.compiled.loop_lock.taken():
+                loop = engine._engine_thread.loop
+                assert loop is not None
+                torch.cuda.synchronize()
+                asleep = torch.cuda.Event()
+                torch.cuda.set_sync_debug_mode("error" if number else "default")
+                try:
+                    torch.cuda._sleep(SLEEP)
+                    asleep.record()
+                    start = time.perf_counter()
+                    launched = launch_unread(loop, handles[1].requests[0])
+                    took, over = time.perf_counter() - start, asleep.query()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                check_launched(launched, 3)
+                assert number == 0 or not over, f"nine launches took {took:.3f} s, when the device had woken up"
+            for index in (0, 2, 3):
+                assert len(handles[index].result(timeout=60).token_ids) == params.max_tokens
+    assert roomy.compiled.stats().recompiles == 0
+    assert_account_is_empty(roomy)
+
+
+def test_two_thousand_steps_that_guess_miss_no_more_of_float32s_best_tokens_than_others(
+    roomy: PreTrainedModel, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each size of steps in turn, and texts that repeat themselves, so that guesses are found."""
+    exact, draw = in_float32(small_qwen3(seed)), random.Random(seed)
+    stems = [[draw.randrange(SMALL["vocab_size"]) for _ in range(5 + number)] for number in range(8)]
+    prompts, new, steps = [stem * 3 for stem in stems], 200, 2000
+    without = judged(roomy, exact, prompts, new, steps)
+    let_sizes_turn(monkeypatch)
+    config = {"method": "ngram", "num_speculative_tokens": 7}
+    guessing = judged(roomy, exact, prompts, new, steps, speculative_config=config)
+    print(f"without guesses {without}, with {guessing}")
+    assert not guessing.is_worse_than(without)
+    stats = roomy.compiled.stats()
+    assert (stats.graph_breaks, stats.recompiles, stats.cudagraph_skips) == (0, 0, 0)
+    assert_account_is_empty(roomy)
 
 
 def test_scores_of_recorded_steps_are_their_own(roomy: PreTrainedModel, seed: int) -> None:

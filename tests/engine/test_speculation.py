@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import re
+import time
 import zlib
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.draft_stats import DraftStats
 from compiled_llm.engine.drafts import engine_drafts
 from compiled_llm.engine.drafts.config import check_model
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Batch, StepOutput, Tap
 from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.part import Drafts
 from compiled_llm.execution.growth import grown
+from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache import memory
 from compiled_llm.kvcache.row import Row, reject
 from compiled_llm.requests.outputs import RequestOutput
@@ -32,8 +41,10 @@ from compiled_llm.server.openai.metrics import _EngineCollector
 from support.commands.command_line import invoke
 from support.engine.crowd import VOCABULARY, Crowd, NaiveDevice, PoisonedPool, next_token
 from support.engine.tiny_engines import greedy, wrapped
+from support.engine.unread_launches import check_launched, launch_unread
 from support.execution.drafters import KINDS, Kind, knowing, let_sizes_turn
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.noting import note_calls
 from support.parity import assert_account_is_empty
 
 pytestmark = pytest.mark.core
@@ -338,6 +349,40 @@ def test_what_the_prefix_cache_keeps_is_what_plain_steps_have_written(
 
 
 @pytest.mark.usefixtures("one_thread", "reading")
+def test_pages_of_a_second_pass_are_those_without_guesses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests whose texts begin in the prefix cache, and go on beyond it, guess; all of their pages are read back."""
+    model, asked = wrapped(max_batch_size=8, page_size=3), asked_for(seed)[3:9]
+    first = answered(model, asked)
+    more = [([*prompt, *output.token_ids, 9, 8], own) for (prompt, own), output in zip(asked, first, strict=True)]
+    let_sizes_turn(monkeypatch)
+    stored: list[list[Tensor]] = []
+    for config in (None, NGRAMS):
+        with Engine(model, max_num_seqs=8, speculative_config=config) as engine:
+            engine.generate(*map(list, zip(*asked, strict=True)))
+            outputs = engine.generate(*map(list, zip(*more, strict=True)))
+            assert all(
+                output.cached_tokens > len(prompt) - 7 for output, (prompt, _) in zip(outputs, more, strict=True)
+            )
+            texts = [[*output.prompt_token_ids, *output.token_ids][:-1] for output in outputs]
+            stored.append([pages for text in texts for pages in pages_of(model, text)])
+    assert len(stored[0]) == 2 * len(more), "keys and values of one layer"
+    for own, other in zip(*stored, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+    assert_account_is_empty(model)
+
+
+def pages_of(model: Any, text: list[int]) -> list[Tensor]:
+    """Return what the prefix cache has of a text, of each layer, ``[K, T, D]`` keys and values: all full pages."""
+    runner = model.compiled.model_runner()
+    row = Row(runner.pool, 0)
+    row.begin_from(runner.prefixes.match(np.array(text)).pages)
+    assert row.length > len(text) - 2 * runner.config.page_size, "all of it but the last page"
+    found = [part for layer in range(len(runner.state.specs)) for part in runner.state.read(layer, row)]
+    row.free()
+    return found
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
 def test_requests_that_the_host_constrains_run_beside_others(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def odd(tokens: list[int], logits: Any) -> Any:
         logits[::2] = -float("inf")
@@ -380,6 +425,32 @@ def test_a_cancelled_request_keeps_tokens_that_are_its_own(seed: int, monkeypatc
         tokens = handle.result().token_ids
         assert 20 < len(tokens) <= 200
         assert tokens == expected.token_ids[: len(tokens)]
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_launches_wait_for_nothing_while_rows_come_and_go(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose device sleeps: nine launches follow each other, and nobody reads one."""
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    let_sizes_turn(monkeypatch)
+    model = wrapped()
+    asked = [([40 + number, 20, 21, 20, 21, 20], greedy(120)) for number in range(4)]
+    expected = answered(model, asked)
+    with Engine(model, max_num_seqs=3, speculative_config=NGRAMS) as engine:
+        handles = [engine.submit(*each) for each in asked]
+        while min(len(handle.requests[0].tokens) for handle in handles[:3]) < 8:
+            time.sleep(0.001)
+        with engine._engine_thread.paused(), model.compiled.loop_lock.taken():
+            loop = engine._engine_thread.loop
+            assert loop is not None
+            with monkeypatch.context() as patch:
+                of_all = ((AcceptedTokens, "sync"), (Readback, "array"), (Readback, "result"))
+                waits = [note_calls(patch, owner, name, lambda own: own) for owner, name in of_all]
+                launched = launch_unread(loop, handles[1].requests[0])
+            assert not any(waits)
+        check_launched(launched, 3)
+        for number in (0, 2, 3):
+            assert handles[number].result(60).token_ids == expected[number].token_ids
     assert_account_is_empty(model)
 
 
@@ -455,6 +526,36 @@ def test_warmup_prepares_steps_that_guess(monkeypatch: pytest.MonkeyPatch, seed:
     assert after.drafts is not None
     assert after.drafts.drafts > 0
     assert (after.cold_starts, after.cuda_graphs) == (before.cold_starts, before.cuda_graphs)
+
+
+SENTENCES = (
+    "{} is a word. I like the word {}. {} is a word. I like the word",
+    "{'name': '{}', 'kind': 'thing'}, {'name': '{}s', 'kind': 'thing'}, {'name': '{}",
+    "Buy one {}, buy two {}s, buy one {}, buy two",
+    "- the {} is red\n- the {} is blue\n- the {} is red\n- the",
+    "def {}(a, b):\n    return a + b\n\ndef other_{}(a, b):\n    return a +",
+)
+WORDS = "house", "river", "pencil", "garden", "doctor", "window", "summer", "letter"
+
+
+@pytest.mark.whole
+def test_guesses_of_real_text_are_accepted(demo_model_dir: Path) -> None:
+    """SmolLM2 goes on with forty texts that repeat themselves."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+    model = wrapped(8000, AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32), max_batch_size=40)
+    texts = [sentence.replace("{}", word) for sentence in SENTENCES for word in WORDS]
+    asked = [(tokenizer(text)["input_ids"], greedy(12)) for text in texts]
+    assert len(asked) == 40
+    with Engine(model, max_num_seqs=40, speculative_config=NGRAMS) as engine:
+        outputs = engine.generate(*map(list, zip(*asked, strict=True)))
+        drafts = engine.stats().drafts
+    assert drafts is not None
+    print(drafts)
+    assert drafts.accepted_tokens > 0
+    assert drafts.accepted_per_position[0] > len(asked)
+    with Engine(model, max_num_seqs=40) as engine:
+        assert_same(outputs, engine.generate(*map(list, zip(*asked, strict=True))))
+    assert_account_is_empty(model)
 
 
 def test_metrics_have_the_names_of_vllms(seed: int) -> None:

@@ -105,6 +105,7 @@ def vllm_settings(job: dict[str, Any]) -> dict[str, Any]:
         **({"disable_cascade_attn": False} if job["cascade"] else {}),
         **({"num_gpu_blocks_override": job["pages"]} if job["pages"] else {}),
         **({"kv_cache_dtype": "fp8"} if job["fp8"] else {}),
+        **({"speculative_config": job["speculation"]} if job["speculation"] else {}),
     }
 
 

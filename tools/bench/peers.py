@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from models import vocabulary_of, write_config
@@ -34,9 +35,16 @@ class Peer(Contender):
     name = "vllm"
 
     def __init__(
-        self, python: str, streams: bool = False, cascade: bool = False, fp8: bool = False, pages: int | None = None
+        self,
+        python: str,
+        streams: bool = False,
+        cascade: bool = False,
+        fp8: bool = False,
+        pages: int | None = None,
+        speculation: dict[str, Any] | None = None,
     ) -> None:
         self.python, self.streams, self.cascade, self.fp8, self.pages = python, streams, cascade, fp8, pages
+        self.speculation = speculation
 
     def obstacle(self, setup: Setup) -> str | None:
         if setup.name == "demo" or setup.name.lower().endswith(".gguf"):
@@ -62,6 +70,7 @@ class Peer(Contender):
                 "length": max(LEAST_LENGTH, 16 + max(work.prompt + work.new for work in setup.workloads)),
                 "gpu_share": GPU_SHARE,
                 "pages": self.pages,
+                "speculation": self.speculation,
             }
             python = shlex.split(self.python) or [sys.executable]
             yield [*python, os.fspath(HERE / "peer_worker.py"), json.dumps(job)]

@@ -1,0 +1,32 @@
+"""Launches of an engine's loop whose tokens nobody reads: rows go, others are admitted, and sizes of steps change."""
+
+from __future__ import annotations
+
+from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.request import Request
+
+TURNS = 9
+
+
+def launch_unread(loop: Loop, gone: Request) -> list[tuple[int, int, int]]:
+    """Launch plans, and end a request after the third; return of each how many rows decode, prompts, and tokens a row.
+
+    Another request waits for its place. The engine is paused.
+    """
+    launched = []
+    for turn in range(TURNS):
+        if turn == 3:
+            loop.scheduler.end(gone, "cancelled")
+        plan = loop.scheduler.plan()
+        if not loop._repeat(plan):
+            loop.model_runner.thread.call(loop._launch, plan)
+        loop.scheduler.launched(plan)
+        launched.append((len(plan.decode), len(plan.extend), plan.new_tokens))
+    return launched
+
+
+def check_launched(launched: list[tuple[int, int, int]], rows: int) -> None:
+    """Steps of several sizes ran, a prompt beside some, and as many rows after it."""
+    assert {1, 2, 4, 8} == {new for _, _, new in launched}
+    assert [prompts for _, prompts, _ in launched].count(1) == 1
+    assert [decoding for decoding, _, _ in launched] == [rows] * 3 + [rows - 1] + [rows] * (TURNS - 4)
