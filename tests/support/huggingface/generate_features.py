@@ -231,6 +231,10 @@ FEATURES: dict[str, list[Feature]] = {
         ),
         Feature("`prompt_lookup_num_tokens`", [generate(lengths=(30,), prompt_lookup_num_tokens=3, max_new_tokens=30)]),
         Feature(
+            "`prompt_lookup_num_tokens` with `output_scores`",
+            [generate(lengths=(6,), prompt_lookup_num_tokens=3, output_scores=True, **SEVERAL)],
+        ),
+        Feature(
             "`assistant_early_exit`: HuggingFace's forward drafts, ours checks",
             [generate(lengths=(6,), assistant_early_exit=1, max_new_tokens=20)],
         ),
