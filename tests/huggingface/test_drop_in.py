@@ -96,7 +96,9 @@ def test_a_model_that_was_compiled_gives_all_back(
 ) -> None:
     if not lowers:
         request.getfixturevalue("without_inductor")
-    model: Any = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), **{**OPTIONS, "mode": "compile", "fuse_projections": fuses})
+    model: Any = compiled_llm.wrap(
+        tiny_qwen3(num_hidden_layers=1), **{**OPTIONS, "mode": "compile", "fuse_projections": fuses}
+    )
     greedy(model, inputs, 4)
     assert model.compiled.graphs
     pages, weight = model.compiled.model_runner().state.pages[0], next(model.parameters())
