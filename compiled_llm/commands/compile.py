@@ -17,6 +17,7 @@ from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
+from compiled_llm.commands.serve.command import speculative_config_of
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import MAX_NUM_SEQS
@@ -51,6 +52,12 @@ def compile_ahead(
             rich_help_panel=_PREPARED,
         ),
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON", help="Compile steps that guess tokens, too, as in `serve`.", rich_help_panel=_PREPARED
+        ),
+    ] = None,
     same_model: shared.SameModel = None,
     mode: shared.RunningMode = "cuda-graphs",
     backend: shared.Backend = "auto",
@@ -78,6 +85,7 @@ def compile_ahead(
         sizes = integers("--warmup", warmup)
         if wrong := [size for size in sizes if size > max_num_seqs]:
             raise ValueError(f"--warmup {wrong[0]}: there is room for {max_num_seqs} requests; raise --max-num-seqs")
+        speculation = speculative_config_of(speculative_config)
         if profile is not None:
             Profile.read(profile)  # tells at once that it is damaged
         check_driver(device.value)
@@ -92,7 +100,7 @@ def compile_ahead(
             from compiled_llm.commands.loading.load import fetched, load
 
             loaded, tokenizer = load(fetched(source, not quiet), dtype.value, device.value, progress=not quiet)
-            manifest = compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile)
+            manifest = compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile, speculation)
         size = sum(entry.nbytes for entry in manifest.files.values())
         typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
 
@@ -105,8 +113,9 @@ def compiled_into(
     max_num_seqs: int,
     sizes: list[int],
     profile: Path | None,
+    speculation: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Compile for batches of ``sizes``, or all if none is named."""
+    """Compile for batches of ``sizes``, or all if none is named, and for guesses by the settings of ``speculation``."""
     import compiled_llm
     from compiled_llm.compat.torch.inductor import uncached_graphs
     from compiled_llm.compilation.artifacts import stand_in_compiler
@@ -119,7 +128,8 @@ def compiled_into(
     model = compiled_llm.wrap(loaded, max_batch_size=max_num_seqs, **options)
     if profile is not None:
         model.compiled.warming.read(profile).save(folder / PROFILE)
-    with compiled_llm.Engine(model, tokenizer=tokenizer, max_num_seqs=max_num_seqs, watch_model=False) as engine:
+    engines: dict[str, Any] = {"max_num_seqs": max_num_seqs, "watch_model": False, "speculative_config": speculation}
+    with compiled_llm.Engine(model, tokenizer=tokenizer, **engines) as engine:
         default = [1, min(2, max_num_seqs)] if model.device.type == "cpu" else buckets_up_to(max_num_seqs)
         engine.warmup(sizes or default)
         model_runner = model.compiled.model_runner()

@@ -35,6 +35,8 @@ from support.tiny_models import tiny_llama
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 NOTHING = {"graphs": 0, "C++ kernels": 0, "Triton kernels": 0, "FlashInfer kernels": 0}
+GUESSES = {"method": "ngram", "num_speculative_tokens": 1}
+GUESSING = ("--speculative-config", json.dumps(GUESSES))
 OF_TORCH = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 """The variables that torch sets when it compiles anything."""
 
@@ -59,7 +61,7 @@ def artifacts(
     if not request.config.getoption("whole"):
         compile_for_several_rows(model_folder, target, profile)
         return target
-    done = compiled(model_folder, target, "--max-num-seqs", "64", "--profile", str(profile), "--quiet")
+    done = compiled(model_folder, target, "--max-num-seqs", "64", "--profile", str(profile), "--quiet", *GUESSING)
     assert done.returncode == 0, done.stderr
     assert list(target.parent.iterdir()) == [target]
     return target
@@ -75,7 +77,7 @@ def compile_for_several_rows(model_folder: Path, target: Path, profile: Path) ->
         patch.setattr(compile, "_run_some_requests", lambda engine: None)
         torch._dynamo.utils.counters.clear()  # which tell of graphs that cannot be kept
         model = loaded(model_folder)
-        compile.compiled_into(folder, model, character_tokenizer(), {"progress": False}, 64, [2], profile)
+        compile.compiled_into(folder, model, character_tokenizer(), {"progress": False}, 64, [2], profile, GUESSES)
 
 
 @pytest.fixture(autouse=True)
@@ -206,6 +208,18 @@ def test_an_engine_has_the_room_that_was_compiled_for(model_folder: Path, artifa
         compiled_llm.Engine(model, max_num_seqs=65)
     with compiled_llm.Engine(model, max_num_seqs=8) as engine:
         engine.generate([[5, 6], [7]] * 4, compiled_llm.SamplingParams(max_tokens=3, seed=0))
+    assert model.compiled.stats().builds == NOTHING
+
+
+def test_steps_that_guess_are_in_it(model_folder: Path, artifacts: Path) -> None:
+    model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
+    params = compiled_llm.SamplingParams(max_tokens=40, temperature=0.0)
+    with compiled_llm.Engine(model, max_num_seqs=2, speculative_config=GUESSES) as engine:
+        engine.warmup([2])
+        engine.generate([[5, 6, 7] * 4, [8, 9] * 5], params)
+        stats = engine.stats()
+    assert stats.drafts is not None
+    assert stats.drafts.draft_tokens > 0
     assert model.compiled.stats().builds == NOTHING
 
 

@@ -190,6 +190,8 @@ def test_profiles_that_cannot_be_used_are_refused_and_the_next_call_works(tmp_pa
 def test_a_profile_names_only_steps_that_can_be_prepared_ahead():
     prepared: dict[StepKey | str, int] = {StepKey.decode(4): 2, StepKey.prefill(16, 2): 1, StepKey.sampling(4, True): 5}
     assert used_steps(prepared | {StepKey.decode(4, 2): 3, PREFILL_EMBEDDED: 1}) == prepared
+    guessing = StepKey.decode(2, 8)._replace(wants=("accepted of ngram",))
+    assert used_steps({guessing: 5, StepKey.decode(2): 1}) == {StepKey.decode(2): 6}
 
 
 # ---- any profile, any budget

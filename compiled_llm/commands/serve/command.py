@@ -96,7 +96,7 @@ class ServeOptions(NamedTuple):
 
     def engine_options(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in ("max_num_seqs", "max_model_len", "max_queue")}
-        options["speculative_config"] = _speculative_config(self.speculative_config)
+        options["speculative_config"] = speculative_config_of(self.speculative_config)
         return {"tokenizer_eos": True, "max_step_ms": _step_limit(self.max_step_ms), **options}
 
     def prepare(self, engine: Engine, structured: bool) -> None:
@@ -193,7 +193,7 @@ def serve(
 def _check(served: ServeOptions, drain_seconds: float) -> None:
     WrapConfig.from_options(served.wrap_options())
     _step_limit(served.max_step_ms)
-    _speculative_config(served.speculative_config)
+    speculative_config_of(served.speculative_config)
     if served.limit_mm_per_prompt is not None and served.images:
         check_has("images", "--limit-mm-per-prompt")
     if served.max_num_seqs < 1:
@@ -279,7 +279,7 @@ def _step_limit(text: str) -> MaxStep:
     raise ValueError(f"--max-step-ms {text}: give milliseconds above 0, auto or none")
 
 
-def _speculative_config(text: str | None) -> dict[str, Any] | None:
+def speculative_config_of(text: str | None) -> dict[str, Any] | None:
     """Return the options that a JSON object gives, once they are checked; None for none."""
     if text is None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from compiled_llm.compilation.artifacts.profile import Profile
@@ -13,9 +14,17 @@ from compiled_llm.execution.model_runner import ModelRunner
 
 def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
     """Return how often steps were used that can be prepared ahead: of decode, those of one new token a row."""
-    # Those that give more outputs, or the logits of all tokens, are prepared when they are asked for.
-    keys = (key for key in used if isinstance(key, StepKey) and not key.wants and key.phase != "scoring")
-    return {key: used[key] for key in keys if key.phase != "decode" or key.new_tokens_per_row == 1}
+    # Those that give more outputs, or the logits of all tokens, are prepared when they are asked for. One that feeds in
+    # guesses stands for a plain one of as many rows: what guesses prepares its own steps for the same rows.
+    uses: Counter[StepKey] = Counter()
+    for key, count in used.items():
+        if not isinstance(key, StepKey) or key.phase == "scoring":
+            continue
+        if key.accepts:
+            uses[StepKey.decode(key.rows)] += count
+        elif not key.wants and (key.phase != "decode" or key.new_tokens_per_row == 1):
+            uses[key] += count
+    return dict(uses)
 
 
 def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callable[[str], None]) -> None:
