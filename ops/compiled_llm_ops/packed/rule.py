@@ -1,9 +1,8 @@
 """Which kernel multiplies rows with a packed weight on CUDA, and how it is cut up."""
 
 # The constants were fitted to times of the products of a layer of Qwen3-8B, [6144 x 4096], [24576 x 4096] and
-# [4096 x 12288], in bfloat16 with weights from memory, at M 1 to 1,024 on an H200. Those of ``JOINED`` follow from what
-# was compiled: instructions, registers, and bytes of rows that programs read again.
-# ``tools/fit_tilings.py --only packed`` measures all on any GPU.
+# [4096 x 12288], in bfloat16 with weights from memory, each while the previous one ends, at M 1 to 1,024 on an H200.
+# ``tools/fit_tilings.py --only packed`` measures them again, on any GPU.
 # Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ from compiled_llm_ops.packed.tilings import (
     way_of,
 )
 
-MAX_OF_TORCH, MAX_OF_SHORT_GROUPS = 2, 16
+MAX_OF_TORCH, MAX_OF_SHORT_GROUPS = 1, 16
 """Rows up to which torch's kernel multiplies with tiles, and with tiles that ours cannot read: groups of 32 and 64."""
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
 
-FEWEST_ROUNDED = 33
-"""Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so."""
+FEWEST_ROUNDED, FEWEST_ROUNDED_OF_MANY, MANY_OUTPUTS = 65, 33, 128
+"""Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so; fewer rows with so many
+outputs for each multiprocessor, which cuBLAS does not split."""
 
 TILE_ROWS = (8, 16, 32, 64, 128)
 
@@ -63,29 +63,34 @@ FEWEST_ROWS = {"tiles": 16, "words_by_output": 16}  # rows of a tile at least
 
 
 class JoinedTile(NamedTuple):
-    """How a product whose codes are joined is cut up, with tiles of so many rows."""
+    """How a product whose codes are joined in order is cut up, with tiles of so many rows."""
 
     rows: int
     outputs: int
     stages: int  # blocks of inputs on their way at a time
-    warps: int
-    resident: int  # programs of a multiprocessor, with fewer of which it waits
+    programs: float  # for each multiprocessor, up to which a tile's inputs are split
 
 
-JOINED = (
-    JoinedTile(16, 128, 4, 4, 3),
-    JoinedTile(32, 128, 4, 4, 2),
-    JoinedTile(64, 128, 4, 4, 2),
-    JoinedTile(128, 128, 3, 8, 1),
-)
-"""Each multiplies up to so many rows; more are several tiles of the last."""
+_64 = JoinedTile(64, 128, 4, 2.0)
+JOINED = {
+    "bytes": (JoinedTile(16, 64, 6, 3.0), JoinedTile(32, 64, 4, 3.0), _64),
+    "halves": (JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), JoinedTile(64, 64, 4, 2.0), _64),
+    "nf4": (JoinedTile(32, 64, 4, 3.0), JoinedTile(64, 64, 4, 6.0), _64),
+    "words_by_input": (JoinedTile(16, 128, 4, 6.0), JoinedTile(32, 128, 4, 3.0), _64),
+    "words_by_output": (JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), _64),
+    "tiles": (JoinedTile(16, 128, 4, 3.0), JoinedTile(32, 128, 4, 3.0), _64),
+}
+"""By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
-# 4 bits. With 128 outputs, sums and numbers take 220 registers of a thread.
+# 4 bits. Tiles of 128 rows, with 8 warps, are up to a tenth faster with more than 64 rows; one of them, for int8, gave
+# other bits the second time, so that none is taken until it is known why.
 
-FEWEST_JOINED: dict[str, int] = {}
-"""Rows from which on codes are joined in order, by how a kernel reads a weight; none yet: it was not measured."""
+JOINED_WARPS = 4
 
-SUM_STEPS = 1.0  # blocks of inputs that are multiplied in the time in which a further part is written and added
+FEWEST_JOINED = {"bytes": 9, "halves": 9, "nf4": 17, "words_by_input": 1, "words_by_output": 1, "tiles": 1}
+"""Rows from which on codes are joined in order."""
+
+MAX_ROWS_OF = {"nf4": 128}  # in place of MAX_ROWS: its table takes longer than bits do
 
 FEWEST_STEPS = 4  # blocks of inputs that a program multiplies at least
 MAX_SPLITS = 8
@@ -111,15 +116,17 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.UNPACKED
     if m == 1 and format.code == "e4m3" and takes_few_rows(format):
         return FewRowsTiling(outputs=8, inputs=1024, prefetched=2, warps=4)
-    if m >= FEWEST_ROUNDED and dtype is torch.bfloat16 and can_be_rounded(weight):
+    many = weight.shape[0] >= MANY_OUTPUTS * processors
+    fewest = FEWEST_ROUNDED_OF_MANY if many else FEWEST_ROUNDED
+    if m >= fewest and dtype is torch.bfloat16 and can_be_rounded(weight):
         return Library.ROUNDED
     inputs = block_inputs(format, MAX_BLOCK)
     short = inputs > 0 and way_of(format, inputs) == "gathered"
     if m <= (MAX_OF_SHORT_GROUPS if short else MAX_OF_TORCH) and dtype is torch.bfloat16 and int4pack.is_taken(weight):
         return Library.TORCH
-    if m > MAX_ROWS or not inputs or short:
+    if not inputs or short or m > MAX_ROWS_OF.get(_kind(format, inputs), MAX_ROWS):
         return Library.UNPACKED
-    if m >= FEWEST_JOINED.get(_kind(format, inputs), MAX_ROWS + 1) and can_be_joined(weight, dtype):
+    if m >= FEWEST_JOINED[_kind(format, inputs)] and can_be_joined(weight, dtype):
         return joined_tiling_for(m, format, *weight.shape, processors)
     return tiling_for(m, format, *weight.shape, processors)
 
@@ -127,7 +134,8 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
     """Return how a product on tensor cores is cut up, whose codes are not joined by the kernel for that."""
     inputs = block_inputs(format, MAX_BLOCK)
-    kind = _kind(format, inputs)
+    way = way_of(format, inputs)
+    kind = format.layout if way == "planes" else way
     rows = next((rows for rows in TILE_ROWS if rows >= max(m, FEWEST_ROWS.get(kind, 0))), TILE_ROWS[-1])
     tile = TILES[kind][TILE_ROWS.index(rows)]
     tiles = -(-m // rows) * -(-n // tile.outputs)
@@ -137,24 +145,19 @@ def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) ->
 
 
 def joined_tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
-    """Return how a product whose codes are joined is cut up: each multiprocessor has as little to do as may be."""
+    """Return how a product is cut up whose codes are joined in order."""
     inputs = block_inputs(format, MAX_BLOCK)
-    tile = next((tile for tile in JOINED if tile.rows >= m), JOINED[-1])
-    tiles, steps = -(-m // tile.rows) * -(-n // tile.outputs), -(-k // inputs)
-
-    def cost(splits: int) -> float:
-        programs = max(-(-tiles * splits // processors), tile.resident)
-        return programs * -(-steps // splits) + SUM_STEPS * splits
-
-    splits = min(range(1, max(1, min(steps // FEWEST_STEPS, MAX_SPLITS)) + 1), key=cost)
-    stages = min(tile.stages, 3) if format.bits == 8 and tile.rows == 64 else tile.stages  # two fit
-    return PackedLinearTiling(tile.rows, tile.outputs, inputs, stages, splits, tile.warps, joined=True)
+    tiles_of = JOINED[_kind(format, inputs)]
+    tile = next((tile for tile in tiles_of if tile.rows >= m), tiles_of[-1])
+    tiles = -(-m // tile.rows) * -(-n // tile.outputs)
+    splits = min(int(tile.programs * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
+    return PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), JOINED_WARPS, joined=True)
 
 
 def _kind(format: PackedFormat, inputs: int) -> str:
-    """Return how a kernel reads a weight, as tables above name it."""
+    """Return how a kernel reads a weight, as tables of joined codes name it."""
     way = way_of(format, inputs)
-    return format.layout if way == "planes" else way
+    return "nf4" if format.code == "nf4" else format.layout if way == "planes" else way
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:
