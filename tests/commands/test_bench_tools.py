@@ -114,7 +114,7 @@ def test_shapes_have_as_many_parameters_as_the_models_that_they_are_named_for(
 def test_quantised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     path = tmp_path / "figures.json"
-    quick = "--model tiny --layers 1 --device cpu --dtype float32 --mode eager --rows 1,2 --new 2 --json"
+    quick = "--model tiny --layers 1 --device cpu --dtype float32 --mode eager --rows 1,2 --prompts 9 --new 2 --json"
     monkeypatch.setattr(sys, "argv", ["quantised.py", *quick.split(), str(path)])
     importlib.import_module("quantised").main()
     found = json.loads(path.read_text())
@@ -122,7 +122,7 @@ def test_quantised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
         "bfloat16": [],
         **{name: [7] for name in ("int4-g128", "nf4", "fp8-block", "int8")},
     }
-    assert all(list(one["ms"]) == ["1", "2"] for one in found.values())
+    assert all(list(one["ms"]) == ["1", "2"] and list(one["prompt_ms"]) == ["9"] for one in found.values())
     assert "nf4-g64: compiled_llm" in capsys.readouterr().out
 
 

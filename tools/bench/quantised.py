@@ -30,11 +30,12 @@ RUNS = 3
 def main() -> None:
     options = _options()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    prompts = [int(tokens) for tokens in options.prompts.split(",")]
     dtype, rows = getattr(torch, options.dtype), [int(count) for count in options.rows.split(",")]
     found: dict[str, dict[str, Any]] = {}
     for name in _contenders(options):
-        found[name] = _measured(name, options, dtype, device, rows)
-        _print(name, found, rows)
+        found[name] = _measured(name, options, dtype, device, rows, prompts)
+        _print(name, found)
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1))
         gc.collect()
@@ -47,9 +48,14 @@ def _contenders(options: argparse.Namespace) -> list[str]:
 
 
 def _measured(
-    name: str, options: argparse.Namespace, dtype: torch.dtype, device: torch.device, rows: list[int]
+    name: str,
+    options: argparse.Namespace,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: list[int],
+    prompts: list[int],
 ) -> dict[str, Any]:
-    """Return milliseconds of a decode step by rows, of the middle run, and what the model takes."""
+    """Return milliseconds of a decode step by rows and of a prompt by tokens, of the middle runs, and its memory."""
     start = time.perf_counter()
     if options.load:
         model = AutoModelForCausalLM.from_pretrained(options.load, dtype=dtype, device_map=device).eval()
@@ -59,7 +65,7 @@ def _measured(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     if name != "huggingface":
-        tokens = max(rows) * (PROMPT + options.new + 64)
+        tokens = max(max(rows) * (PROMPT + options.new + 64), *(prompt + 64 for prompt in prompts))
         packed = False if name == "library" else "auto"
         compiled_llm.wrap(
             model, max_batch_size=max(rows), kv_memory=f"{tokens} tokens", packed=packed, mode=options.mode
@@ -71,8 +77,9 @@ def _measured(
         f"{name}: ready after {ready:.0f} s, {loaded / 2**20:,.0f} MiB loaded, {peak / 2**20:,.0f} at most", flush=True
     )
     steps = {count: _step(model, count, options.new, device) for count in rows}
+    first = {count: _first(model, count, device) for count in prompts}
     weights = model.compiled.stats().weights if name != "huggingface" else {}
-    return {"ms": steps, "loaded": loaded, "peak": peak, "weights": weights, "ready_s": ready}
+    return {"ms": steps, "prompt_ms": first, "loaded": loaded, "peak": peak, "weights": weights, "ready_s": ready}
 
 
 def _step(model: Any, rows: int, new: int, device: torch.device) -> float:
@@ -86,6 +93,13 @@ def _step(model: Any, rows: int, new: int, device: torch.device) -> float:
     return statistics.median(took)
 
 
+def _first(model: Any, tokens: int, device: torch.device) -> float:
+    """Return milliseconds of a prompt of one row and its first token."""
+    inputs = _prompt(model, 1, device, tokens)
+    took = [_seconds(model, inputs, 1, device) for _ in range(RUNS + 2)]
+    return statistics.median(took[2:]) * 1e3
+
+
 def _seconds(model: Any, inputs: dict[str, torch.Tensor], new: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -96,15 +110,19 @@ def _seconds(model: Any, inputs: dict[str, torch.Tensor], new: int, device: torc
     return time.perf_counter() - start
 
 
-def _prompt(model: Any, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
-    ids = torch.randint(1, model.config.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
+def _prompt(model: Any, rows: int, device: torch.device, tokens: int = PROMPT) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(rows))
     return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
 
 
-def _print(name: str, found: dict[str, dict[str, Any]], rows: list[int]) -> None:
-    first, own = next(iter(found.values()))["ms"], found[name]["ms"]
-    figures = (f"{count}: {own[count]:.3f} ms ({first[count] / own[count]:.2f}x)" for count in rows)
-    print(f"{name} {found[name]['weights']}\n  rows {'; '.join(figures)}", flush=True)
+def _print(name: str, found: dict[str, dict[str, Any]]) -> None:
+    before, own = next(iter(found.values())), found[name]
+    print(f"{name} {own['weights']}", flush=True)
+    for kind, figures in (("rows", "ms"), ("prompts", "prompt_ms")):
+        beside = ((count, took, before[figures][count] / took) for count, took in own[figures].items())
+        print(
+            f"  {kind} {'; '.join(f'{count}: {took:.3f} ms ({over:.2f}x)' for count, took, over in beside)}", flush=True
+        )
 
 
 def _options() -> argparse.Namespace:
@@ -113,6 +131,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--load", help="a quantised model in place of random weights: a folder or hub id")
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
+    parser.add_argument("--prompts", default="128,512,1024,8192", help="tokens of prompts of one row")
     parser.add_argument("--layers", type=int, help="how many of the shape's layers; all by default")
     parser.add_argument("--new", type=int, default=64, help="steps that are timed in a run")
     parser.add_argument("--dtype", default="bfloat16")
