@@ -110,6 +110,8 @@ def test_the_least_recently_used_make_room(model, encoded):
             assert_answers(engine, first, CAT, 7)
         assert kept(model) == 0
     assert encoded == [1] * 6
+    with pytest.raises(ValueError, match="mm_encoder_cache_gb=-1: give GiB, 0 for none"):
+        Engine(model, mm_encoder_cache_gb=-1)
 
 
 def test_salts_share_nothing(engine, encoded):
@@ -141,11 +143,6 @@ def test_other_weights_of_the_encoder_are_seen():
         expected = alone(changed, prompt_of(QWEN, 9, CAT, 7, 8), 9)
         assert expected != answer(QWEN, (9, CAT, 7, 8), 9)
         assert asked(engine, 9, CAT, 7, 8) == expected
-
-
-def test_a_cache_that_is_no_size_is_refused(model):
-    with pytest.raises(ValueError, match="mm_encoder_cache_gb=-1: give GiB, 0 for none"):
-        Engine(model, mm_encoder_cache_gb=-1)
 
 
 def test_features_of_another_picture_would_be_found(engine, monkeypatch):
