@@ -112,7 +112,7 @@ class AsyncClient(BaseClient):
             with listeners.listening() as wakeup:
                 while not ready():
                     await wakeup.wait()
-                    wakeup.clear()
+                    wakeup.is_set = False
 
         try:
             await asyncio.wait_for(waiting(), timeout)

@@ -17,7 +17,7 @@ from compiled_llm.commands.importing import importing
 from compiled_llm.commands.loading.source import locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
-from compiled_llm.commands.serve.command import speculative_config_of
+from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
 from compiled_llm.server.defaults import MAX_NUM_SEQS

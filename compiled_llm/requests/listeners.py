@@ -32,9 +32,6 @@ class Wakeup:
         if future is not None and not future.done():  # its task may have been cancelled
             future.set_result(None)
 
-    def clear(self) -> None:
-        self.is_set = False
-
     def wait(self) -> asyncio.Future[None]:
         """Return what its task awaits; one task at a time."""
         self._future = future = self._loop.create_future()

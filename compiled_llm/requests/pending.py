@@ -120,7 +120,7 @@ class PendingAnswers(ABC, Generic[A]):
     async def _ended(self) -> RequestOutput:
         with self.end_listeners.listening() as wakeup:
             while not self.done:
-                wakeup.clear()
+                wakeup.is_set = False
                 if not self.done:
                     await wakeup.wait()
         return self.result()

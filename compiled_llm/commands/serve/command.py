@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from contextlib import suppress
@@ -19,6 +18,7 @@ from compiled_llm.commands.loading.source import Source, locate
 from compiled_llm.commands.options import shared
 from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, integers
 from compiled_llm.commands.options.groups import with_groups
+from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.commands.serve import options
 from compiled_llm.commands.serve.http import HttpFlags, run_with_api_server, usual_count
 from compiled_llm.commands.serve.leash import end_with_parent
@@ -277,22 +277,6 @@ def _step_limit(text: str) -> MaxStep:
         if (limit := float(text)) > 0:
             return limit
     raise ValueError(f"--max-step-ms {text}: give milliseconds above 0, auto or none")
-
-
-def speculative_config_of(text: str | None) -> dict[str, Any] | None:
-    """Return the options that a JSON object gives, once they are checked; None for none."""
-    if text is None:
-        return None
-    check_has("drafts", "--speculative-config")
-    try:
-        given = json.loads(text)
-        feature("drafts", "engine").SpeculativeConfig.of(given)
-    except json.JSONDecodeError as error:
-        example = '{"method": "ngram", "num_speculative_tokens": 7}'
-        raise ValueError(f"--speculative-config {text}: is no JSON: {error}; give '{example}', for example") from error
-    except ValueError as error:
-        raise ValueError(str(error).replace("speculative_config", "--speculative-config", 1)) from error
-    return dict(given)
 
 
 def _number_or_text(value: str) -> float | str:

@@ -21,7 +21,6 @@ from compiled_llm.engine.images.encoder_cache import EncoderCache
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.resumed import begun_cache, can_resume, encoded
 from compiled_llm.engine.steps.request import RequestError
-from compiled_llm.engine.steps.taps import PlanTap
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
@@ -71,9 +70,7 @@ class RequestImages:
 
     # ---- in the model's executor
 
-    def run(
-        self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[PlanTap]
-    ) -> Tensor:
+    def run(self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension) -> Tensor:
         """Fill a row up to the end of the pictures; returns ``[0]`` int64, no token is sampled after them.
 
         Raises:

@@ -328,7 +328,7 @@ class Loop:
             yield output.tokens, output.accepted
         for chunk in prepared.apart:
             try:
-                yield chunk.apart.run(self.model_runner, self._persistent, chunk.extension, prepared.taps), None
+                yield chunk.apart.run(self.model_runner, self._persistent, chunk.extension), None
             except RequestError as error:  # it fails alone, once the tokens of others are read
                 self._failed.append(_FailedChunk(chunk.request, error))
 

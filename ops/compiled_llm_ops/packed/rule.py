@@ -134,8 +134,7 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
     """Return how a product on tensor cores is cut up, whose codes are not joined by the kernel for that."""
     inputs = block_inputs(format, MAX_BLOCK)
-    way = way_of(format, inputs)
-    kind = format.layout if way == "planes" else way
+    kind = _reading(format, inputs)
     rows = next((rows for rows in TILE_ROWS if rows >= max(m, FEWEST_ROWS.get(kind, 0))), TILE_ROWS[-1])
     tile = TILES[kind][TILE_ROWS.index(rows)]
     tiles = -(-m // rows) * -(-n // tile.outputs)
@@ -154,10 +153,15 @@ def joined_tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: 
     return PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), JOINED_WARPS, joined=True)
 
 
-def _kind(format: PackedFormat, inputs: int) -> str:
-    """Return how a kernel reads a weight, as tables of joined codes name it."""
+def _reading(format: PackedFormat, inputs: int) -> str:
+    """Return how a kernel reads a weight, as ``TILES`` names it."""
     way = way_of(format, inputs)
-    return "nf4" if format.code == "nf4" else format.layout if way == "planes" else way
+    return format.layout if way == "planes" else way
+
+
+def _kind(format: PackedFormat, inputs: int) -> str:
+    """Return how the kernel that joins codes reads a weight, as ``JOINED`` names it."""
+    return "nf4" if format.code == "nf4" else _reading(format, inputs)
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

@@ -82,7 +82,7 @@ class Answers:
                 listening.enter_context(handle.listeners.listening(wakeup))
             self.finished = False
             while not self.finished:
-                wakeup.clear()
+                wakeup.is_set = False
                 self.finished = self._are_finished()
                 yield
                 if not self.finished:

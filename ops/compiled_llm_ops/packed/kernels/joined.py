@@ -15,10 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import TILE_OUTPUTS, PackedWeight
 from compiled_llm_ops.packed.kernels.codes import scale_at
@@ -29,7 +27,7 @@ from compiled_llm_ops.packed.kernels.pairs import (
     tiles_to_numbers,
     words_to_numbers,
 )
-from compiled_llm_ops.packed.kernels.tiles import options, store_outputs, sum_parts
+from compiled_llm_ops.packed.kernels.tiles import finish_tile, options, parts_of
 from compiled_llm_ops.packed.tilings import PackedLinearTiling
 
 
@@ -151,20 +149,7 @@ def _packed_joined(
     if GROUP_K == 0 and not SCALED:
         sums = sums * (scale if ALIKE else scale[:, None])
     offs_m = first_row + tl.arange(0, ROWS)
-    if PDL:
-        gdc_wait()  # a program without a step has not waited
-    if SPLIT:
-        inside = tl.arange(0, BN)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tiles = tl.num_programs(0) * tl.num_programs(1)
-        tl.store(parts + (part * tiles + tile) * (BN * ROWS) + inside, sums)
-        tl.debug_barrier()  # every thread's part is written before one of them says so
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.debug_barrier()
-            total = sum_parts(parts + tile * (BN * ROWS) + inside, splits, tiles * (BN * ROWS))
-            store_outputs(y, bias, total, outputs, offs_m, M, N)
-            tl.store(counters + tile, 0)
-    else:
-        store_outputs(y, bias, sums, outputs, offs_m, M, N)
+    finish_tile(y, bias, sums, parts, counters, tile, part, outputs, offs_m, M, N, splits, ROWS, BN, SPLIT, PDL)
 
 
 def multiply(
@@ -175,11 +160,7 @@ def multiply(
     rows = rows.clone() if rows.data_ptr() % 16 else rows  # TMA reads from multiples of 16 bytes
     m, y = rows.shape[0], rows.new_empty(rows.shape[0], n)
     tiles = -(-m // tiling.rows), -(-n // tiling.outputs)
-    parts = counters = None
-    if tiling.splits > 1:
-        count = tiles[0] * tiles[1]
-        parts = rows.new_empty(tiling.splits * count * tiling.rows * tiling.outputs, dtype=torch.float32)
-        counters = zeroed_counters.take(count, rows.device)
+    parts, counters = parts_of(tiles[0] * tiles[1], tiling, rows.device)
     scaled = zeros is not None and zeros.is_floating_point()
     codes, block = _codes_and_block(weight, tiling)
     grid = (*tiles, tiling.splits)

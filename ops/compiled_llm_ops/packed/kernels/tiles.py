@@ -160,6 +160,15 @@ def _packed_tensor_cores(
             sums += row_sums[None, :] * (shift if ALIKE else shift[:, None])  # pyright: ignore[reportPossiblyUnboundVariable]
     offs_n = first + tl.arange(0, BN)
     offs_m = first_row + tl.arange(0, ROWS)
+    finish_tile(y, bias, sums, parts, counters, tile, part, offs_n, offs_m, M, N, splits, ROWS, BN, SPLIT, PDL)
+
+
+@triton.jit
+def finish_tile(
+    y, bias, sums, parts, counters, tile, part, offs_n, offs_m, M, N, splits,
+    ROWS: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Store a tile, or a part of its sums; the last program of a tile sums all parts and stores it."""
     if PDL:
         gdc_wait()  # a program without a step has not waited
     if SPLIT:
@@ -170,14 +179,14 @@ def _packed_tensor_cores(
         if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.debug_barrier()
             total = sum_parts(parts + tile * (BN * ROWS) + inside, splits, tiles * (BN * ROWS))
-            store_outputs(y, bias, total, offs_n, offs_m, M, N)
+            _store_outputs(y, bias, total, offs_n, offs_m, M, N)
             tl.store(counters + tile, 0)
     else:
-        store_outputs(y, bias, sums, offs_n, offs_m, M, N)
+        _store_outputs(y, bias, sums, offs_n, offs_m, M, N)
 
 
 @triton.jit
-def store_outputs(y, bias, sums, offs_n, offs_m, M, N):
+def _store_outputs(y, bias, sums, offs_n, offs_m, M, N):
     if bias is not None:
         sums += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[:, None]
     mask = (offs_m < M)[None, :] & (offs_n < N)[:, None]
@@ -198,11 +207,7 @@ def multiply(
     codes, m = as_bytes(weight), rows.shape[0]
     tiles = -(-m // tiling.rows), -(-n // tiling.outputs)
     y = rows.new_empty(m, n)
-    parts = counters = None
-    if tiling.splits > 1:
-        count = tiles[0] * tiles[1]
-        parts = rows.new_empty(tiling.splits * count * tiling.rows * tiling.outputs, dtype=torch.float32)
-        counters = zeroed_counters.take(count, rows.device)
+    parts, counters = parts_of(tiles[0] * tiles[1], tiling, rows.device)
     way = way_of(format, tiling.inputs)
     grid = (*tiles, tiling.splits)
     _packed_tensor_cores[grid](
@@ -215,6 +220,14 @@ def multiply(
         PDL=pdl, **options(tiling.warps, pdl),
     )  # fmt: skip
     return y
+
+
+def parts_of(tiles: int, tiling: PackedLinearTiling, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return memory for the sums of so many tiles' parts, and the tiles' counters; None if one program has a tile."""
+    if tiling.splits == 1:
+        return None, None
+    parts = torch.empty(tiling.splits * tiles * tiling.rows * tiling.outputs, dtype=torch.float32, device=device)
+    return parts, zeroed_counters.take(tiles, device)
 
 
 def options(warps: int, pdl: bool) -> dict[str, Any]:
