@@ -20,7 +20,9 @@ from compiled_llm.engine.device_loss import device_lost
 from compiled_llm.engine.images.encoder_cache import EncoderCache
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.resumed import begun_cache, can_resume, encoded
+from compiled_llm.engine.steps.plan import RunsApart
 from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.steps.taps import PlanTap
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
@@ -31,7 +33,7 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.requests.users_code import described
 
 
-class RequestImages:
+class RequestImages(RunsApart):
     """A prompt with pictures: its inputs, which are kept until its answers have ended.
 
     Attributes:
@@ -70,7 +72,9 @@ class RequestImages:
 
     # ---- in the model's executor
 
-    def run(self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension) -> Tensor:
+    def run(
+        self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[PlanTap]
+    ) -> Tensor:
         """Fill a row up to the end of the pictures; returns ``[0]`` int64, no token is sampled after them.
 
         Raises:

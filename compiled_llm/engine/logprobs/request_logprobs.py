@@ -16,6 +16,7 @@ from torch import Tensor
 from compiled_llm.engine.logprobs.entries import Logprobs
 from compiled_llm.engine.logprobs.score_tokens import ScoredTokens, score_tokens
 from compiled_llm.engine.logprobs.scores import Scores
+from compiled_llm.engine.steps.plan import RunsApart
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.taps import PlanTap
 from compiled_llm.execution.batch import Extension
@@ -27,7 +28,7 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.sampling_params import SamplingParams
 
 
-class RequestLogprobs:
+class RequestLogprobs(RunsApart):
     """A request's log-probabilities."""
 
     # ``most`` is the number of most likely tokens that are wanted besides the sampled ones, ``prompt_most`` the same of

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +21,7 @@ from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.engine_options import LogprobsMode
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
 from compiled_llm.engine.steps.late_launch import LateLaunch
-from compiled_llm.engine.steps.plan import Chunk, StepPlan
+from compiled_llm.engine.steps.plan import Chunk, RunsApart, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput, engine_taps
@@ -327,8 +327,9 @@ class Loop:
             output = self.model_runner.run(batch, self._persistent)
             yield output.tokens, output.accepted
         for chunk in prepared.apart:
+            apart = cast(RunsApart, chunk.apart)
             try:
-                yield chunk.apart.run(self.model_runner, self._persistent, chunk.extension), None
+                yield apart.run(self.model_runner, self._persistent, chunk.extension, prepared.taps), None
             except RequestError as error:  # it fails alone, once the tokens of others are read
                 self._failed.append(_FailedChunk(chunk.request, error))
 

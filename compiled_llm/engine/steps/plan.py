@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.decode.persistent_batch import PersistentBatch
+from compiled_llm.execution.model_runner import ModelRunner
+
+
+class RunsApart(Protocol):
+    """Who computes chunks of a request in launches of their own."""
+
+    timed: bool  # whether the time that a launch takes tells how long others take
+
+    def run(
+        self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[Any]
+    ) -> Tensor:
+        """Compute a chunk, in the model's executor; return the tokens sampled after it, ``[0]`` or ``[1]`` int64."""
+        ...
 
 
 class Chunk(NamedTuple):
@@ -17,8 +33,7 @@ class Chunk(NamedTuple):
     request: Request
     ids: NDArray[np.int64]  # ``[Q]`` int64
     is_last: bool  # a token is sampled after them
-    # who computes them in a launch of their own, by its ``run``: a request's ``scores`` or ``images``; None for steps
-    apart: Any = None
+    apart: RunsApart | None = None  # who computes them apart, a request's ``scores`` or ``images``; None for steps
 
     @property
     def timed(self) -> bool:
