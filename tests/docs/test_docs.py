@@ -14,32 +14,23 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compiled_llm
-from support.characters import character_tokenizer
 from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
+from support.docs.tiny_chat import loaded, served, tiny_chat_model
 from support.huggingface.vision import make
 from support.huggingface.word_processor import qwen_processor
-from support.server.engine_processes import engine_in_thread, operating
-from support.server.running_servers import running_server
 from support.tiny_gguf import write_gguf
-from support.tiny_models import tiny_llama, tiny_qwen3
+from support.tiny_models import tiny_llama
 
 ALLOWED_SKIPS = 4
 GGUF = Path("models") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-CHAT = (
-    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 WITH_CODE = [page for page in PAGES if blocks_of(page)]
 WITH_DEMO = [
     page
@@ -50,13 +41,7 @@ WITH_DEMO = [
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, with a tokenizer of one token a character."""
-    folder = tmp_path_factory.mktemp("docs") / "tiny"
-    tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return folder
+    return tiny_chat_model(tmp_path_factory.mktemp("docs") / "tiny")
 
 
 @pytest.fixture
@@ -95,28 +80,6 @@ def namespace(
     with served(model_folder, monkeypatch) if "compiled-llm serve" in page.read_text() else nullcontext():
         yield found
     torch.set_num_threads(threads)
-
-
-@contextmanager
-def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What `compiled-llm serve demo` serves in another terminal, with `--uds llm.sock`, over HTTP, and operations."""
-    model, tokenizer = loaded(folder)
-    engine = compiled_llm.Engine(compiled_llm.wrap(model, kv_memory="2000 tokens"), tokenizer=tokenizer)
-    path = Path("llm.sock")
-    with (
-        engine,
-        engine_in_thread(engine, path, tokenizer=folder) as loop,
-        operating(engine, loop, Path("operations.sock"), folder),
-        running_server(path, names=("demo", "Qwen/Qwen3-0.6B")) as api_server,
-    ):
-        there, client = {"http://localhost:8000/v1": f"{api_server.url}/v1"}, openai.OpenAI
-        monkeypatch.setattr(openai, "OpenAI", lambda base_url, **options: client(base_url=there[base_url], **options))
-        yield
-
-
-def loaded(folder: Path) -> tuple[Any, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    return AutoModelForCausalLM.from_pretrained(folder), tokenizer
 
 
 @pytest.mark.usefixtures("without_inductor")
