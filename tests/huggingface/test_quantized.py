@@ -31,6 +31,7 @@ from transformers import (
 import compiled_llm
 from support.docs.pages import DOCS
 from support.huggingface.pairs import OPTIONS
+from support.packed_layers import fp8_blocks, packed_model
 from support.parity import greedy, mixed_prompts
 from support.tiny_gguf import write_gguf
 from support.tiny_models import tiny_llama
@@ -53,7 +54,8 @@ class Way:
     by_call: bool = False
     ours: bool | None = False  # whether kernels of ours multiply; None if the library's choice decides it
     rounds: bool = False  # whether the library rounds activations where our kernels do not
-    cuda: str = "not tried"  # what has run on a GPU
+    like: Callable[[], PreTrainedModel] | None = None  # makes it unpacked, if it cannot run unwrapped
+    cuda: str = ""  # what has run on a GPU
 
     def __str__(self) -> str:
         return self.name
@@ -66,13 +68,14 @@ class Way:
         served = "✓ by the call" if self.by_call else "✓"
         modes = " | ".join("refused" if self.refuses(mode) else served for mode in MODES)
         kernels = {True: "ours", False: "the library's", None: "by the library's choice"}[self.ours]
-        kernels = "—" if self.plain or all(map(self.refuses, MODES)) else kernels
-        cuda = "—" if all(map(self.refuses, MODES)) else "as plain weights" if self.plain else self.cuda
+        refused = all(map(self.refuses, MODES))
+        kernels = "—" if self.plain or refused else kernels
+        cuda = "—" if refused else self.cuda or ("as plain weights" if self.plain else "not tried")
         return f"| {self.name} | {modes} | {kernels} | {cuda} |"
 
 
-def model() -> PreTrainedModel:
-    return tiny_llama(eos_token_id=None, num_hidden_layers=2)
+def model(seed: int = 0) -> PreTrainedModel:
+    return tiny_llama(seed, eos_token_id=None, num_hidden_layers=2)
 
 
 @cache
@@ -133,7 +136,7 @@ def _from_gguf() -> PreTrainedModel:
 
 
 @cache
-def _compressed() -> str:
+def _compressed(seed: int = 0) -> str:
     """Four bits a weight, by compressed-tensors."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -143,7 +146,7 @@ def _compressed() -> str:
         apply_quantization_config,
     )
 
-    path, compressed = tempfile.mkdtemp(), model()
+    path, compressed = tempfile.mkdtemp(), model(seed)
     weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=GROUP)
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
     apply_quantization_config(compressed, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
@@ -159,12 +162,33 @@ def _compressed() -> str:
     return path
 
 
-def _left_packed() -> PreTrainedModel:
+def _left_packed(path: str = "") -> PreTrainedModel:
     """The hook by which a first call unpacks all weights is taken away; it can no longer run unwrapped then."""
-    made = loaded(_compressed())
+    made = loaded(path or _compressed())
     made.ct_decompress_hook.remove()
     del made.ct_decompress_hook
     return made  # type: ignore[no-any-return]
+
+
+@cache
+def _fp8() -> str:
+    """Eight bits a weight, as transformers stores them."""
+    path, packed = tempfile.mkdtemp(), packed_model(model(), fp8_blocks)
+    packed.config.quantization_config = {
+        "quant_method": "fp8",
+        "weight_block_size": [GROUP, GROUP],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    packed.save_pretrained(path)
+    return path
+
+
+def _from_fp8(gpu: bool) -> PreTrainedModel:
+    """On a CPU; beside no GPU, transformers unpacks FP8 as it loads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: gpu)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        return loaded(_fp8(), device_map="cpu")  # type: ignore[no-any-return]
 
 
 @cache
@@ -233,6 +257,14 @@ WAYS = [
     Way("`torch.ao.quantization.quantize_dynamic`", lambda: _dynamic({nn.Linear}), "", PACKED, COMPILED, by_call=True),
     Way("the same, `lm_head` alone", lambda: _dynamic({"lm_head"}), "", PACKED, COMPILED, by_call=True),
     Way("a GGUF file, unpacked by transformers", _from_gguf, plain=True),
+    Way("FP8 by blocks of transformers, loaded where no GPU is", lambda: _from_fp8(False), plain=True, cuda="—"),
+    Way(
+        "the same, loaded where one is",
+        lambda: _from_fp8(True),
+        ours=True,
+        cuda="random weights",
+        like=lambda: _from_fp8(False),
+    ),
     Way("torchao, `Int8WeightOnlyConfig`", lambda: _torchao("Int8WeightOnlyConfig"), "torchao", ours=True),
     Way(
         "the same with `include_input_output_embeddings`",
@@ -277,6 +309,7 @@ WAYS = [
         "compressed_tensors",
         ours=True,
         cuda="random weights",
+        like=lambda: loaded(_compressed()),
     ),
     Way("GPTQ, loaded with GPTQModel", lambda: loaded(_packed("gptq")), "gptqmodel", ours=None),
     Way(
@@ -314,14 +347,15 @@ def cases() -> list[Any]:
 
 
 def marks(way: Way, mode: str) -> list[pytest.MarkDecorator]:
-    plain = [pytest.mark.whole] if way.plain and mode == "compile" else []  # as others' weights are
-    return [*plain, pytest.mark.skipif(not installed(way.needs), reason=f"no {way.needs}")]
+    known = mode == "compile" and (way.plain or (way.like is not None and not way.needs))  # as others' weights are
+    whole = [pytest.mark.whole] if known else []
+    return [*whole, pytest.mark.skipif(not installed(way.needs), reason=f"no {way.needs}")]
 
 
 @cache
 def unwrapped(way: Way) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of the model as it is, and last logits."""
-    plain: Any = loaded(_compressed()) if way.load is _left_packed else way.load()
+    plain: Any = (way.like or way.load)()
     with torch.no_grad():
         return greedy(plain, PROMPTS, 8), plain(**UNPADDED).logits[:, -1]
 
@@ -347,14 +381,14 @@ def test_a_quantised_model_gives_huggingfaces_tokens_or_is_refused_by_the_name_o
             near = 0.3 if way.rounds else 1e-4
             torch.testing.assert_close(model(**UNPADDED).logits[:, -1], logits, rtol=near, atol=near)
         compiled_llm.unwrap(model)
-    if way.load is not _left_packed:
+    if way.like is None:
         torch.testing.assert_close(greedy(model, PROMPTS, 8), tokens)
 
 
 OURS = [
     pytest.param(way, id=str(way), marks=pytest.mark.skipif(not installed(way.needs), reason=f"no {way.needs}"))
     for way in WAYS
-    if way.ours and way.load is not _left_packed
+    if way.ours and way.like is None
 ]
 
 
@@ -374,7 +408,7 @@ def test_packed_false_leaves_products_to_the_library(way: Way) -> None:
     [
         pytest.param(way, id=str(way), marks=pytest.mark.skipif(not installed(way.needs), reason=f"no {way.needs}"))
         for way in WAYS
-        if not (way.plain or way.refuses("eager") or way.load is _left_packed)
+        if not (way.plain or way.refuses("eager") or way.like)
     ],
 )
 @torch.no_grad()
@@ -383,6 +417,16 @@ def test_rows_change_each_other_exactly_where_the_page_says_so(way: Way) -> None
     model, rows = way.load(), mixed_prompts([9, 9, 9, 9], 128, seed=0)["input_ids"]
     alone = torch.cat([model(row[None]).logits for row in rows])
     assert torch.allclose(model(rows).logits, alone, rtol=1e-3, atol=1e-3) != way.by_call
+
+
+@pytest.mark.skipif(not installed("compressed_tensors"), reason="no compressed_tensors")
+def test_new_weights_of_compressed_tensors_are_written_over_packed_ones() -> None:
+    expected = greedy(loaded(_compressed(1)), PROMPTS, 8)
+    own: Any = compiled_llm.wrap(_left_packed(), **OPTIONS)
+    assert not torch.equal(greedy(own, PROMPTS, 8), expected)
+    with compiled_llm.Engine(own, tokenizer=None) as engine:
+        engine.update_weights(_compressed(1))
+    torch.testing.assert_close(greedy(own, PROMPTS, 8), expected)
 
 
 def test_packed_weights_can_be_wrapped_again() -> None:

@@ -9,7 +9,7 @@ from compiled_llm_ops import packed_linear
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import multiply_packed, scratch_bytes, why_no_kernel
 from compiled_llm_ops.packed.unpack import unpack
-from support.ops.packed_weights import FORMATS, LARGEST_E4M3, make
+from support.ops.packed_weights import FORMATS, IN_ROWS, LARGEST_E4M3, make, side_by_side
 
 pytestmark = pytest.mark.core
 
@@ -68,6 +68,13 @@ def test_groups_of_zeros_are_zeros(name: str, seed: int) -> None:
     if weight.zeros is not None:
         weight = weight._replace(zeros=torch.zeros_like(weight.zeros))
     assert not multiply_packed(torch.randn(3, inputs), weight).any()
+
+
+@pytest.mark.parametrize("name", IN_ROWS)
+def test_side_by_side_weights_are_those_apart(name: str, seed: int) -> None:
+    both = [make(name, outputs, 256).weight for outputs in (128, 53)]
+    apart = torch.cat([unpack(weight) for weight in both])
+    torch.testing.assert_close(unpack(side_by_side(both)), apart, rtol=0, atol=0, equal_nan=True)
 
 
 def test_codes_that_are_not_numbers_are_not() -> None:

@@ -16,9 +16,9 @@ from compiled_llm.compat.torch.tensors import example_of, inputs_by_tensor, is_w
 from compiled_llm.model.packed.stand_in_linear import StandInLinear
 from compiled_llm.model.version.tensors import tensors_of
 
-_ALIGNMENT = 16  # bytes, as of plain weights
 _LAYOUTS = ("rows", "high_first")
-_STACKED = ("codes", "scales", "zeros")
+_STACKED = {"codes": 16, "scales": 1, "zeros": 1}
+"""What lies side by side, and at multiples of how many bytes each part begins: TMA reads codes, none reads tables."""
 
 
 class Member(NamedTuple):
@@ -43,37 +43,40 @@ def can_be_one(group: Sequence[Member]) -> bool:
 
 def are_one(group: Sequence[Member]) -> bool:
     """Whether all tensors of a group lie side by side."""
-    return all(map(_is_one, _stacks(group)))
+    return all(_is_one(*stack) for stack in _stacks(group))
 
 
 def lay_out(group: Sequence[Member]) -> bool:
     """Lay a group's tensors side by side, one kind after the other; False if a tensor cannot move."""
     # Nobody may read them meanwhile, and ``can_be_one``.
-    stacks = [(stack, _holders(stack, group)) for stack in _stacks(group) if not _is_one(stack)]
-    if not all(_can_move(stack, holders) for stack, holders in stacks):
+    apart = [stack for stack in _stacks(group) if not _is_one(*stack)]
+    stacks = [(stack, alignment, _holders(stack, group)) for stack, alignment in apart]
+    if not all(_can_move(*those) for those in stacks):
         return False
-    for stack, holders in stacks:
+    for stack, _, holders in stacks:
         _move(stack, holders)
     return True
 
 
 def separate(group: Sequence[Member]) -> None:
     """Give each tensor a storage of its own again."""
-    for stack in filter(_is_one, _stacks(group)):
+    for stack in (stack for stack, alignment in _stacks(group) if _is_one(stack, alignment)):
         for tensor, holders in zip(stack, _holders(stack, group), strict=True):
             _move([tensor], [holders])
 
 
-def _stacks(group: Sequence[Member]) -> list[list[Tensor]]:
-    """Return codes, scales and zeros, those of each layer in turn."""
-    tensors = ([member.stand_in._parameters[name] for member in group] for name in _STACKED)
-    return [[entry for entry in stack if entry is not None] for stack in tensors if stack[0] is not None]
+def _stacks(group: Sequence[Member]) -> Iterator[tuple[list[Tensor], int]]:
+    """Yield codes, scales and zeros, those of each layer in turn, and where each may begin."""
+    for name, alignment in _STACKED.items():
+        stack = [member.stand_in._parameters[name] for member in group]
+        if stack[0] is not None:
+            yield [entry for entry in stack if entry is not None], alignment
 
 
-def _is_one(stack: Sequence[Tensor]) -> bool:
+def _is_one(stack: Sequence[Tensor], alignment: int) -> bool:
     return (
         len({(entry.untyped_storage().data_ptr(), entry.dtype, entry.shape[1:]) for entry in stack}) == 1
-        and all(entry.is_contiguous() and entry.data_ptr() % _ALIGNMENT == 0 for entry in stack)
+        and all(entry.is_contiguous() and entry.data_ptr() % alignment == 0 for entry in stack)
         and all(first.data_ptr() + first.nbytes == second.data_ptr() for first, second in pairwise(stack))
     )
 
@@ -94,7 +97,7 @@ def _sharing(tensor: Tensor, module: nn.Module) -> Iterator[Tensor]:
             yield held
 
 
-def _can_move(stack: Sequence[Tensor], holders: Sequence[Sequence[Tensor]]) -> bool:
+def _can_move(stack: Sequence[Tensor], alignment: int, holders: Sequence[Sequence[Tensor]]) -> bool:
     """Whether tensors lie by outputs, and nobody else has their memory."""
     owners: dict[int, int] = {}
     for held in chain.from_iterable(holders):
@@ -102,7 +105,7 @@ def _can_move(stack: Sequence[Tensor], holders: Sequence[Sequence[Tensor]]) -> b
         owners[address] = owners.get(address, 0) + 1
     return (
         len({(entry.device, entry.dtype, entry.shape[1:]) for entry in stack}) == 1
-        and all(entry.is_contiguous() and entry.nbytes % _ALIGNMENT == 0 for entry in stack)
+        and all(entry.is_contiguous() and entry.nbytes % alignment == 0 for entry in stack)
         and not any(entry.device.type == "cpu" and entry.is_shared() for entry in stack)
         and not any(held.is_inference() or held.nbytes != entry.nbytes for entry, _, held in _each(stack, holders))
         and all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from support.packed_layers import (
     bnb_nf4,
     ct_packed,
     ct_typed,
+    fp8_blocks,
     gptq,
     packed_model,
     unpacked_model,
@@ -37,9 +39,13 @@ TOGETHER = 4
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 PACKS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "FP8 of transformers": fp8_blocks,
+    "with scales of e8m0, which are copies": lambda linear: fp8_blocks(linear, scale_fmt="ue8m0"),
     "words of compressed-tensors": ct_packed,
     "with zeros, which are copies": lambda linear: ct_packed(linear, symmetric=False),
+    "bytes of compressed-tensors": lambda linear: ct_packed(linear, 8),
     "int8": ct_typed,
+    "float8": lambda linear: ct_typed(linear, torch.float8_e4m3fn),
     "NF4 of bitsandbytes": bnb_nf4,
     "int8 of bitsandbytes": bnb_int8,
     "float8 of torchao": ao_float8,
@@ -61,8 +67,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-def packed(pack: Callable[[nn.Linear], nn.Module] = ct_packed, **options: Any) -> Any:
-    return packed_model(tiny_llama(eos_token_id=None, num_hidden_layers=1, **options), pack)
+def packed(pack: Callable[[nn.Linear], nn.Module] = ct_packed, seed: int = 0, **options: Any) -> Any:
+    return packed_model(tiny_llama(seed, eos_token_id=None, num_hidden_layers=1, **options), pack)
 
 
 def wrapped(own: Any) -> Any:
@@ -168,14 +174,23 @@ def test_copies_have_groups_of_their_own() -> None:
     assert not addresses(own) & addresses(copied)
 
 
-def test_groups_sleep_and_wake(monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+def test_groups_sleep_wake_and_take_new_weights(
+    monkeypatch: pytest.MonkeyPatch, products: list[int], tmp_path: Path
+) -> None:
+    """With zeros, of which bytes are made: their groups are laid side by side again."""
     monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
-    own = wrapped(packed(bnb_nf4))
+    own, other = (packed(PACKS["with zeros, which are copies"], seed=seed) for seed in (0, 1))
+    for one in (own, other):
+        one.config.quantization_config = {"quant_method": "compressed-tensors"}
+    other.save_pretrained(tmp_path)
+    wrapped(own)
     tokens, before = answer(own), addresses(own)
     with Engine(own, tokenizer=None) as engine:
         engine.sleep(weights=True)
         assert not before & addresses(own)
         engine.wake()
-    assert torch.equal(answer(own), tokens)
+        assert torch.equal(answer(own), tokens)
+        engine.update_weights(tmp_path)
+    assert torch.equal(answer(own), answer(unpacked_model(other)))
     assert len(storages(own, "gate_proj", "up_proj")) == 1
     assert set(products) == {TOGETHER}

@@ -22,7 +22,17 @@ from compiled_llm.execution.lifecycle import runner_lifecycle
 from compiled_llm.model.packed import part
 from compiled_llm.model.version.tensors import tensors_of
 from support.huggingface.pairs import OPTIONS
-from support.packed_layers import ao_int8, bnb_int8, bnb_nf4, ct_typed, fp8_blocks, gptq, packed_model, unpacked_model
+from support.packed_layers import (
+    PACK,
+    ao_int8,
+    bnb_int8,
+    bnb_nf4,
+    ct_typed,
+    fp8_blocks,
+    gptq,
+    packed_model,
+    unpacked_model,
+)
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_llama
 
@@ -135,48 +145,75 @@ def test_artifacts_are_made_for_a_format() -> None:
     json.dumps(needs(own))
 
 
-def test_new_weights_of_another_form_are_refused(tmp_path: Path) -> None:
-    own = packed(ao_int8)
-    compiled_llm.wrap(own, **OPTIONS)
-    tiny_llama().save_pretrained(tmp_path)
-    with Engine(own, tokenizer=None) as engine, pytest.raises(ValueError, match="the model is quantised"):
-        engine.update_weights(tmp_path)
-    assert isinstance(own.model.layers[0].mlp.up_proj, nn.Linear)
+AS_IN_FILES = [name for name in PACK if name.startswith(("transformers", "compressed-tensors"))]
+"""Those whose modules hold what their files do."""
 
 
-def fp8_config(own: Any, **more: Any) -> Any:
-    own.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [32, 32], **more}
+def with_config(name: str, own: Any, **more: Any) -> Any:
+    """A model that says what it was quantised by, as one that its library has loaded."""
+    method = {"transformers": "fp8", "NF4": "bitsandbytes", "GPTQ": "gptq", "AWQ": "awq"}
+    found = next((method[key] for key in method if key in name), name.partition(",")[0])
+    own.config.quantization_config = {"quant_method": found, "weight_block_size": [32, 32], **more}
     return own
 
 
-def test_new_weights_of_the_same_quantisation_are_written_in_their_place(tmp_path: Path) -> None:
-    own, other = fp8_config(packed()), fp8_config(packed_model(tiny_llama(1, eos_token_id=None), fp8_blocks))
+def of_seed(name: str, seed: int, **more: Any) -> Any:
+    return with_config(
+        name, packed_model(tiny_llama(seed, eos_token_id=None, num_hidden_layers=1), PACK[name][1]), **more
+    )
+
+
+@pytest.mark.parametrize("name", AS_IN_FILES)
+def test_new_weights_of_the_same_quantisation_are_written_in_their_place(name: str, tmp_path: Path) -> None:
+    own, other = of_seed(name, 0), of_seed(name, 1)
     before, expected = answer(unpacked_model(own)), answer(unpacked_model(other))
     other.save_pretrained(tmp_path)
-    compiled_llm.wrap(own, **OPTIONS)
+    compiled_llm.wrap(own, **OPTIONS, packed=True)
     assert torch.equal(answer(own), before)
-    weight, address = own.model.layers[0].mlp.up_proj.weight, own.model.layers[0].mlp.up_proj.weight.data_ptr()
+    state = own.state_dict(keep_vars=True)
+    addresses = [tensor.data_ptr() for tensor in state.values()]
     with Engine(own, tokenizer=None) as engine:
         engine.update_weights(tmp_path)
     assert torch.equal(answer(own), expected)
-    assert own.model.layers[0].mlp.up_proj.weight is weight
-    assert weight.data_ptr() == address
+    assert not torch.equal(before, expected)
+    assert all(own.state_dict(keep_vars=True)[name] is tensor for name, tensor in state.items())
+    assert [tensor.data_ptr() for tensor in state.values()] == addresses
+
+
+@pytest.mark.parametrize("name", [name for name in PACK if name not in AS_IN_FILES])
+def test_new_weights_for_modules_that_hold_others_than_files_do_are_refused(name: str, tmp_path: Path) -> None:
+    own = of_seed(name, 0)
+    tiny_llama(1, num_hidden_layers=1).save_pretrained(tmp_path)
+    compiled_llm.wrap(own, **OPTIONS)
+    tokens = answer(own)
+    with Engine(own, tokenizer=None) as engine, pytest.raises(ValueError, match=r"quantised.*; load it again"):
+        engine.update_weights(tmp_path)
+    assert torch.equal(answer(own), tokens)
 
 
 def test_new_weights_of_another_quantisation_are_refused(tmp_path: Path) -> None:
-    own = compiled_llm.wrap(fp8_config(packed()), **OPTIONS)
-    tokens = answer(own)
-    folders = {
-        "not quantised, and those of the model are": tiny_llama(1),
-        r"in another way \(weight_block_size\)": fp8_config(packed(), weight_block_size=[64, 32]),
-        "proj.weight has the dtype F32 in the folder, and torch.float8_e4m3fn": fp8_config(tiny_llama(1)),
+    fp8, words = "transformers, blocks", "compressed-tensors, 4 bits"
+    plain = tiny_llama(1, num_hidden_layers=1)
+    folders: dict[str, tuple[str, Any]] = {
+        "not quantised, and those of the model are": (fp8, plain),
+        r"in another way \(weight_block_size\)": (fp8, of_seed(fp8, 0, weight_block_size=[64, 32])),
+        "proj.weight has the dtype F32 in the folder, and torch.float8_e4m3fn": (
+            fp8,
+            with_config(fp8, tiny_llama(1, num_hidden_layers=1)),
+        ),
+        r"in another way \(quant_method\)": (words, of_seed(fp8, 0)),
+        r"weight_packed has the shape .*, and .* in the model": (
+            words,
+            with_config(words, of_seed("compressed-tensors, 8 bits", 0)),
+        ),
     }
-    with Engine(own, tokenizer=None) as engine:
-        for number, (message, other) in enumerate(folders.items()):
-            other.save_pretrained(tmp_path / str(number))
-            with pytest.raises(ValueError, match=message):
-                engine.update_weights(tmp_path / str(number))
-    assert torch.equal(answer(own), tokens)
+    for number, (message, (name, other)) in enumerate(folders.items()):
+        own = compiled_llm.wrap(of_seed(name, 0), **OPTIONS)
+        tokens = answer(own)
+        other.save_pretrained(tmp_path / str(number))
+        with Engine(own, tokenizer=None) as engine, pytest.raises(ValueError, match=message):
+            engine.update_weights(tmp_path / str(number))
+        assert torch.equal(answer(own), tokens)
 
 
 class NewMemory(TorchDispatchMode):

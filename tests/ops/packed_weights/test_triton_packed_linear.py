@@ -28,17 +28,9 @@ from compiled_llm_ops.packed.tilings import (
 )
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
-from support.ops.packed_weights import FORMATS, LARGEST_E4M3, Made, make
+from support.ops.packed_weights import FORMATS, IN_ROWS, Made, finite, side_by_side
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
-
-
-def finite(name: str, outputs: int, inputs: int) -> Made:
-    """A weight without codes of e4m3 that are not numbers."""
-    codes = torch.randint(1 << FORMATS[name][0].bits, (outputs, inputs))
-    if FORMATS[name][0].code == "e4m3":
-        codes = codes.where(codes & 0x7F <= LARGEST_E4M3, 0x3C) & 0xBF  # at most 1.875 in size
-    return make(name, outputs, inputs, codes=codes)
 
 
 @interpreted
@@ -86,6 +78,26 @@ def test_one_and_two_rows_of_8_bits(name: str, m: int, n: int, k: int, seed: int
     for prefetched in (0, 2):
         tiling = FewRowsTiling(outputs=4, inputs=128, prefetched=prefetched, warps=4)
         check(multiply_few(rows, made.weight, bias, tiling, pdl=False), rows, made, bias)
+
+
+@interpreted
+@pytest.mark.parametrize("name", IN_ROWS)
+def test_side_by_side_products_have_the_bits_of_those_apart(name: str, seed: int) -> None:
+    """By each kernel, cut up alike: the sums of an output have one order."""
+    from compiled_llm_ops.packed.kernels import few_rows, joined, tiles
+
+    both = [finite(name, outputs, 256).weight for outputs in (128, 64)]
+    whole, format = side_by_side(both), both[0].format
+    dtype = torch.bfloat16 if format.code == "e4m3" else torch.float16
+    rows, cut = torch.randn(5, 256).to(dtype), PackedLinearTiling(16, 64, block_inputs(format, 128), 2, 2, 4)
+    multiplies = [lambda weight: tiles.multiply(rows, weight, None, cut, pdl=False)]
+    if can_be_joined(whole, dtype):
+        multiplies += [lambda weight: joined.multiply(rows, weight, None, cut._replace(joined=True), pdl=False)]
+    if takes_few_rows(format):
+        few = FewRowsTiling(outputs=8, inputs=128, prefetched=1, warps=4)
+        multiplies += [lambda weight: few_rows.multiply_few(rows[:1], weight, None, few, pdl=False)]
+    for multiply in multiplies:
+        assert torch.equal(multiply(whole), torch.cat([multiply(own) for own in both], -1))
 
 
 @interpreted

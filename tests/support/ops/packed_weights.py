@@ -5,6 +5,7 @@ Shapes: N outputs, K inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,13 @@ FORMATS: dict[str, tuple[PackedFormat, str]] = {
 }
 """What each library has: the format, and whether its zeros are ``taken`` from codes or ``added`` after scaling."""
 
+IN_ROWS = [
+    name
+    for name, (format, kind) in FORMATS.items()
+    if format.layout in ("rows", "high_first") and format.outputs and kind != "nested"
+]
+"""Formats whose weights can lie side by side, as one for several products."""
+
 LARGEST_E4M3 = 0x7E  # 448; the code after it is not a number
 
 
@@ -78,6 +86,26 @@ def make(name: str, outputs: int, inputs: int, *, scale: float = 1.0, codes: Ten
         values += zeros[rows, columns].double()
     packed = PackedWeight(format, lay_out(format, codes), scales, zeros, (outputs, inputs), nested)
     return Made(packed, values)
+
+
+def finite(name: str, outputs: int, inputs: int) -> Made:
+    """A weight from random codes, without those of e4m3 that are not numbers."""
+    codes = torch.randint(1 << FORMATS[name][0].bits, (outputs, inputs))
+    if FORMATS[name][0].code == "e4m3":
+        codes = codes.where(codes & 0x7F <= LARGEST_E4M3, 0x3C) & 0xBF  # at most 1.875 in size
+    return make(name, outputs, inputs, codes=codes)
+
+
+def side_by_side(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """One weight of all outputs, as programs have of layers that read one input."""
+    first = weights[0]
+    scales, zeros = torch.cat([own.scales for own in weights]), None
+    if first.zeros is not None:
+        zeros = torch.cat([own.zeros for own in weights if own.zeros is not None])
+    codes, outputs = torch.cat([own.codes.view(torch.uint8) for own in weights]), sum(own.shape[0] for own in weights)
+    return first._replace(
+        codes=codes.view(first.codes.dtype), scales=scales, zeros=zeros, shape=(outputs, first.shape[1])
+    )
 
 
 def _values(format: PackedFormat, codes: Tensor, zeros: Tensor | None) -> Tensor:
