@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from compiled_llm.engine.draft_stats import DraftStats
+from compiled_llm.engine.encoder_cache_stats import EncoderCacheStats
 from compiled_llm.engine.steps.latencies import Latency, Waits
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
@@ -41,6 +42,8 @@ class EngineStats:
         pages: the page account, shared with ``generate`` and caches; None before memory is allocated, and asleep.
         states: the same of the states of recurrent layers; None also without such layers.
         drafts: the tokens that were guessed, and those that were right; None without ``speculative_config``.
+        encoder_cache: the use of what encoders have made of pictures, of all engines of the model; None before the
+            first picture.
     """
 
     running: int = 0
@@ -64,6 +67,7 @@ class EngineStats:
     pages: PageAccount | None = None
     states: StateAccount | None = None
     drafts: DraftStats | None = None
+    encoder_cache: EncoderCacheStats | None = None
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
@@ -98,6 +102,7 @@ def _stats_of_runner(model_runner: ModelRunner) -> dict[str, Any]:
         "uncompiled": model_runner.uncompiled,
         "pages": model_runner.pool.account(),
         "states": None if model_runner.pool.states is None else model_runner.pool.states.account(),
+        "encoder_cache": getattr(model_runner.parts.get("encoder_cache"), "stats", None),
     }
 
 

@@ -233,6 +233,14 @@ class DraftCounts(Struct, frozen=True):
     accepted_per_position: list[int]
 
 
+class EncoderCacheCounts(Struct, frozen=True):
+    """The use of what encoders have made of pictures; fields as of ``EncoderCacheStats``."""
+
+    queries: int
+    hits: int
+    nbytes: int
+
+
 class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     """The state of the engine process, with how many clients are connected; fields as of ``EngineStats``."""
 
@@ -259,6 +267,7 @@ class StatsReply(Struct, tag="stats", frozen=True, kw_only=True):
     inter_token_histogram: HistogramCounts | None = None
     uncompiled: Uncompiled | None = None
     drafts: DraftCounts | None = None
+    encoder_cache: EncoderCacheCounts | None = None
 
 
 class TokensReply(Struct, tag="tokens", frozen=True):

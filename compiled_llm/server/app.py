@@ -25,7 +25,7 @@ from compiled_llm.server.settings import ApiServerSettings
 
 def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
     app = FastAPI(title="compiled_llm", version=OWN_VERSION, lifespan=_lifespan, docs_url=None, redoc_url=None)
-    app.state.api_server = ApiServer(settings, link)
+    app.state.api_server = api_server = ApiServer(settings, link)
     app.state.metrics = metrics.ApiServerMetrics(settings.figures)
     rooms = (chat, completions, responses, tokenize, status, metrics)
     for room in rooms:
@@ -39,7 +39,7 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
         from compiled_llm.server.tracing import TracingMiddleware, tracer_provider
 
         app.add_middleware(TracingMiddleware, provider=tracer_provider(settings.otlp_traces_endpoint))
-    app.add_middleware(Guard, settings=settings, metrics=app.state.metrics)
+    app.add_middleware(Guard, settings=settings, metrics=app.state.metrics, reads_images=api_server.reads_images)
     if settings.cors_origins:  # outside the guard: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,

@@ -8,6 +8,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from ipaddress import ip_address
 
@@ -38,8 +39,16 @@ _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")
 class Guard:
     """A guard that lets requests through that may come in, and answers the others."""
 
-    def __init__(self, app: ASGIApp, settings: ApiServerSettings, metrics: ApiServerMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ApiServerSettings,
+        metrics: ApiServerMetrics,
+        reads_images: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``reads_images`` says whether the model does, as far as it is known; bodies may be longer then."""
         self._app = app
+        self._reads_images = reads_images
         self._settings = settings
         self._hosts = settings.hosts
         self._keys = [_digest(key) for key in settings.api_keys]
@@ -138,9 +147,9 @@ class Guard:
         return limited
 
     def _check_length(self, length: int) -> None:
-        most = self._settings.max_body_bytes
+        most = self._settings.body_bytes(self._reads_images())
         if length > most:
-            raise ApiError(413, f"the body can have {most:,} bytes", code="body_too_long")
+            raise ApiError(413, f"the body can have {most:,} bytes (--max-body-bytes)", code="body_too_long")
 
 
 class _LoggedRequest:

@@ -14,11 +14,14 @@ from typing import Any
 
 from compiled_llm.server.defaults import (
     CLIENT_SECONDS,
+    MAX_BODY_BYTES,
+    MAX_BODY_BYTES_WITH_IMAGES,
     MAX_CONNECTIONS,
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
     MAX_IMAGES,
     MAX_UNSENT,
+    MOST_BODY_BYTES,
     MOST_IMAGE_PIXELS,
 )
 
@@ -36,7 +39,7 @@ class ApiServerSettings:
         api_keys: one of which requests have to bear; none for no check.
         allowed_hosts: further names in the ``Host`` header; ``*`` for any.
         cors_origins: of pages of other servers that may use this one from a browser.
-        max_body_bytes: of a request.
+        max_body_bytes: of a request; None for 8 MiB, and for 32 MiB if the model reads pictures.
         max_choices: answers that one request can ask for, prompts times ``n``.
         max_connections: of clients, at a time.
         max_unsent: tokens of a request that wait for a client that does not read, before it ends.
@@ -69,7 +72,7 @@ class ApiServerSettings:
     cors_origins: tuple[str, ...] = ()
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int | None = None
     max_choices: int = 128
     max_connections: int = MAX_CONNECTIONS
     max_unsent: int = MAX_UNSENT
@@ -112,6 +115,8 @@ class ApiServerSettings:
             raise ValueError(f"--cors-origin {wrong[0]}: give it as browsers do, https://page.example, or * for any")
 
         self._check_images()
+        if self.max_body_bytes is not None and not 1 <= self.max_body_bytes <= MOST_BODY_BYTES:
+            raise ValueError(f"--max-body-bytes {self.max_body_bytes}: must be from 1 to {MOST_BODY_BYTES}")
         if (endpoint := self.otlp_traces_endpoint) is not None and not _ENDPOINT.fullmatch(endpoint):
             raise ValueError(
                 f"--otlp-traces-endpoint {endpoint}: spans are sent by HTTP: give a URL as http://localhost:4318/v1/traces"
@@ -126,6 +131,12 @@ class ApiServerSettings:
             raise ValueError(f"--allowed-local-media-path {folder}: there is no such folder")
         if wrong := [name for name in self.allowed_media_domains if not _DOMAIN.fullmatch(name)]:
             raise ValueError(f"--allowed-media-domains {wrong[0]}: give the name of a host alone, as images.example")
+
+    def body_bytes(self, reads_images: bool) -> int:
+        """Return how many bytes the body of a request can have, by whether the model reads pictures."""
+        if self.max_body_bytes is not None:
+            return self.max_body_bytes
+        return MAX_BODY_BYTES_WITH_IMAGES if reads_images else MAX_BODY_BYTES
 
     @property
     def is_local(self) -> bool:

@@ -13,6 +13,7 @@ from compiled_llm.server.settings import ApiServerSettings
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
+        ({"max_body_bytes": 2**27}, "--max-body-bytes 134217728: must be from 1 to 67108864"),
         ({"max_image_bytes": 0}, "--max-image-bytes 0"),
         ({"max_image_pixels": 2**40}, "--max-image-pixels"),
         ({"allowed_local_media_path": Path("/none")}, "there is no such folder"),
@@ -22,6 +23,12 @@ from compiled_llm.server.settings import ApiServerSettings
 def test_impossible_settings_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         ApiServerSettings(names=("a",), **wrong)
+
+
+def test_bodies_are_longer_where_pictures_are_read():
+    settings = ApiServerSettings(names=("a",))
+    assert [settings.body_bytes(images) for images in (False, True)] == [2**23, 2**25]
+    assert ApiServerSettings(names=("a",), max_body_bytes=9).body_bytes(True) == 9
 
 
 @pytest.mark.parametrize(("limit", "count"), [('{"image": 4}', 4), ('{"image": 0, "video": 0}', 0), ("{}", 16)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +29,7 @@ from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.reporting.progress import Watcher, watched
 from compiled_llm.features import check_has, feature
-from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE
+from compiled_llm.server.defaults import MAX_NUM_SEQS, MAX_QUEUE, MM_ENCODER_CACHE_GB
 from compiled_llm.server.image_limit import images_in
 from compiled_llm.server.own_process import serve_arguments
 
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from compiled_llm.huggingface.handle import CompiledModel
     from compiled_llm.protocol.messages import Ready
     from compiled_llm.server.engine_process.kept_profile import KeptProfile
+
+
+_OF_ENGINES = "max_num_seqs", "max_model_len", "max_queue", "mm_encoder_cache_gb"
 
 
 class ServeOptions(NamedTuple):
@@ -69,6 +73,7 @@ class ServeOptions(NamedTuple):
     check_pages: str
     speculative_config: str | None
     limit_mm_per_prompt: str | None = None
+    mm_encoder_cache_gb: float = MM_ENCODER_CACHE_GB
 
     @property
     def log(self) -> tuple[str, str] | None:
@@ -95,7 +100,7 @@ class ServeOptions(NamedTuple):
         return {**options, "progress": self.shows_progress, **memory, **scales, **artifacts}
 
     def engine_options(self) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in ("max_num_seqs", "max_model_len", "max_queue")}
+        options = {name: getattr(self, name) for name in _OF_ENGINES}
         options["speculative_config"] = speculative_config_of(self.speculative_config)
         return {"tokenizer_eos": True, "max_step_ms": _step_limit(self.max_step_ms), **options}
 
@@ -130,6 +135,7 @@ def serve(
     max_step_ms: options.MaxStepMs = "auto",
     speculative_config: options.SpeculativeConfig = None,
     limit_mm_per_prompt: options.LimitMmPerPrompt = None,
+    mm_encoder_cache_gb: options.MmEncoderCacheGb = MM_ENCODER_CACHE_GB,
     drain_seconds: options.DrainSeconds = 30.0,
     warmup: options.Warmup = "",
     profile: options.ProfilePath = None,
@@ -178,6 +184,7 @@ def serve(
             check_pages=check_pages.value,
             speculative_config=speculative_config,
             limit_mm_per_prompt=limit_mm_per_prompt,
+            mm_encoder_cache_gb=mm_encoder_cache_gb,
         )
         _check(served, drain_seconds)
         source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)
@@ -196,6 +203,8 @@ def _check(served: ServeOptions, drain_seconds: float) -> None:
     speculative_config_of(served.speculative_config)
     if served.limit_mm_per_prompt is not None and served.images:
         check_has("images", "--limit-mm-per-prompt")
+    if not 0 <= served.mm_encoder_cache_gb < math.inf:
+        raise ValueError(f"--mm-encoder-cache-gb {served.mm_encoder_cache_gb:g}: must be 0 or more")
     if served.max_num_seqs < 1:
         raise ValueError(f"--max-num-seqs {served.max_num_seqs}: must be at least 1")
     if served.max_model_len is not None and served.max_model_len < 1:
@@ -260,6 +269,12 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
     processor = None if images is None or place is None else images.processor_of(lambda: load_processor(place))
     engine = compiled_llm.Engine(model, tokenizer=tokenizer, processor=processor, **options)
     ready = ready_of(model, engine, source.name, tokenizer, *source.tokenizer_place, source.chat_template)
+    if ready.images:
+        logger.info(
+            "compiled_llm: a request can have %d pictures (--limit-mm-per-prompt); up to %g GiB keep what the encoder "
+            "makes of them (--mm-encoder-cache-gb)",
+            *(served.images, served.mm_encoder_cache_gb),
+        )
     served.prepare(engine, bool(ready.form_ends))
     if kept is not None:
         kept.begin(cast("CompiledModel", model.compiled))

@@ -49,6 +49,7 @@ class HttpFlags(OptionGroup):
     stream_interval: options.StreamInterval = 1
     allowed_local_media_path: options.AllowedLocalMediaPath = None
     allowed_media_domains: options.AllowedMediaDomains = None
+    max_body_bytes: options.MaxBodyBytes = None
     max_image_bytes: options.MaxImageBytes = MAX_IMAGE_BYTES
     max_image_pixels: options.MaxImagePixels = MAX_IMAGE_PIXELS
     api_server_count: options.ApiServerCount = None

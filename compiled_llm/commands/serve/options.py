@@ -93,6 +93,14 @@ AllowedMediaDomains = Annotated[
         help="Let requests name pictures at http and https addresses of this host. Can be given several times.",
     ),
 ]
+MaxBodyBytes = Annotated[
+    int | None,
+    _http(
+        metavar="BYTES",
+        help="Refuse requests that are longer than this. The default is 8 MiB, and 32 MiB for a model that reads "
+        "pictures, which requests have as base64.",
+    ),
+]
 MaxImageBytes = Annotated[int, _http(metavar="BYTES", help="Refuse pictures whose file is larger than this.")]
 MaxImagePixels = Annotated[
     int, _http(metavar="PIXELS", help="Refuse pictures with more pixels than this, before they are decoded.")
@@ -155,6 +163,14 @@ LimitMmPerPrompt = Annotated[
     _serving(
         metavar="JSON",
         help="How many pictures a request can have: '{\"image\": 4}'. With 0, the model is loaded without its eyes.",
+    ),
+]
+MmEncoderCacheGb = Annotated[
+    float,
+    _serving(
+        metavar="GIB",
+        help="Keep what the model's encoder makes of pictures in so much of the device's memory, for those that come "
+        "again; 0 for none.",
     ),
 ]
 DrainSeconds = Annotated[

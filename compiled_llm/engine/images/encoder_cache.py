@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.engine.encoder_cache_stats import EncoderCacheStats
 from compiled_llm.execution.model_runner import ModelRunner
 
 _NAME = "encoder_cache"
-"""In ``stats().memory``."""
+"""In ``stats().memory``, and in the engine's ``stats()``."""
 
 
 class Features(NamedTuple):
@@ -33,12 +34,13 @@ class EncoderCache:
 
     Attributes:
         nbytes: what they take.
+        queries: how often one was looked for.
         hits: how often one was found.
         generation: how often it was cleared; what was computed in an earlier one is not kept.
     """
 
     def __init__(self) -> None:
-        self.nbytes = self.hits = self.generation = 0
+        self.nbytes = self.queries = self.hits = self.generation = 0
         self._kept: OrderedDict[Hashable, Features] = OrderedDict()
         self._lock = lock()  # it is cleared by any thread
 
@@ -52,6 +54,7 @@ class EncoderCache:
 
     def get(self, key: Hashable) -> Features | None:
         with self._lock:
+            self.queries += 1
             if (features := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 self.hits += 1
@@ -67,6 +70,11 @@ class EncoderCache:
             while self.nbytes > limit:
                 _, oldest = self._kept.popitem(last=False)
                 self.nbytes -= oldest.nbytes
+
+    @property
+    def stats(self) -> EncoderCacheStats:
+        """Its counts."""
+        return EncoderCacheStats(self.queries, self.hits, self.nbytes)
 
     def clear(self) -> None:
         """Forget all, since the model's weights have changed, or its memory is wanted."""

@@ -21,6 +21,7 @@ from compiled_llm.server.openai.figures import (
     ACCEPTED,
     COUNTERS,
     DRAFTS,
+    ENCODER_CACHE,
     GAUGES,
     HISTOGRAMS,
     PAGES,
@@ -89,6 +90,9 @@ class _EngineCollector(Collector):
             yield self._pages()
         if self._stats.drafts is not None:
             yield from self._drafts(self._stats.drafts)
+        if (cache := self._stats.encoder_cache) is not None:
+            for field, (name, text) in ENCODER_CACHE.items():
+                yield CounterMetricFamily(f"compiled_llm_{name}", text, getattr(cache, field))
 
     @staticmethod
     def _drafts(drafts: DraftCounts) -> Iterator[Metric]:

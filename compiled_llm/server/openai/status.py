@@ -103,10 +103,9 @@ async def model(name: str, request: Request) -> ModelCard:
 
 def _card(name: str, api_server: ApiServer) -> ModelCard:
     ready = api_server.link.model.ready if api_server.link.is_ready else None
-    sees = ready is not None and ready.images and api_server.settings.limit_mm_per_prompt > 0
     return ModelCard(
         id=name,
         created=api_server.settings.created,
         max_model_len=None if ready is None else ready.max_tokens,
-        input_modalities=["text", "image"] if sees else ["text"],
+        input_modalities=["text", "image"] if api_server.reads_images() else ["text"],
     )

@@ -29,11 +29,11 @@ OF_ENGINE_PROCESSES = frozenset(
         "max_num_seqs",
     }
     | {"chat_template", "eager_first", "max_step_ms", "mode", "profile", "quiet", "speculative_config", "tokenizer"}
-    | {"limit_mm_per_prompt", "warmup"}
+    | {"limit_mm_per_prompt", "mm_encoder_cache_gb", "warmup"}
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(
-    {"allowed_local_media_path", "allowed_media_domains", "max_image_bytes", "max_image_pixels"}
+    {"allowed_local_media_path", "allowed_media_domains", "max_body_bytes", "max_image_bytes", "max_image_pixels"}
     | {
         "escape_special_tokens",
         "otlp_traces_endpoint",

@@ -68,6 +68,7 @@ def test_a_chat_over_http_shows_a_picture(seen):
 def test_serve_loads_a_model_with_its_eyes(folder, answer):
     body = {"messages": shown(data_url((folder / "a.png").read_bytes())), "max_tokens": 5, "temperature": 0}
     options = ("--mode", "eager", "--device", "cpu", "--limit-mm-per-prompt", '{"image": 1}')
+    options = (*options, "--mm-encoder-cache-gb", "0.5")
     with serving(folder, *options) as (_, url), httpx.Client(base_url=url, timeout=PATIENCE) as http:
         until(lambda: http.get("/ready").status_code == 200)
         assert http.get("/v1/models").json()["data"][0]["input_modalities"] == ["text", "image"]

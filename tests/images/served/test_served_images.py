@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from typing import Any
 
 import openai
@@ -102,6 +103,29 @@ def test_a_camera_s_turn_is_followed(seen, client):
     file = as_file(picture, "PNG", exif=exif)
     same = expected(seen, shown("x"), picture.rotate(-90, expand=True))
     assert asked(client, shown(data_url(file))).choices[0].message.content == same.text
+
+
+def test_what_comes_again_is_counted(seen, client):
+    def counts() -> list[int]:
+        text = seen.server.http.get("/metrics").text
+        names = [f"compiled_llm_mm_cache_{name}_total " for name in ("queries", "hits")]
+        return [int(float(line.split()[1])) for name in names for line in text.splitlines() if line.startswith(name)]
+
+    url = data_url(as_file(painted(10)))
+    asked(client, shown(url))
+    queries, hits = counts()
+    asked(client, [{"role": "system", "content": "w9"}, *shown(url)])
+    assert counts() == [queries + 1, hits + 1]
+    assert seen.engine.stats().encoder_cache.nbytes > 0
+
+
+def test_a_body_with_pictures_may_be_longer_than_one_of_text(seen):
+    body = json.dumps({"messages": shown(data_url(as_file(painted(11)))), "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"}
+    for size, status in ((2**23 + 1, 200), (2**25 + 1, 413)):
+        response = seen.server.http.post("/v1/chat/completions", content=body.ljust(size), headers=headers)
+        assert response.status_code == status, response.text
+    assert response.json()["error"]["message"] == "the body can have 33,554,432 bytes (--max-body-bytes)"
 
 
 def test_text_alone_goes_as_ever(seen, client):

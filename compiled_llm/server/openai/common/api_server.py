@@ -72,6 +72,10 @@ class ApiServer:
         """Whether requests are answered by all API servers of the server."""
         return self.link.is_ready and self.all_ready
 
+    def reads_images(self) -> bool:
+        """Return whether the model reads pictures, and requests can have some; False before it is ready."""
+        return self.link.is_ready and self.link.model.ready.images and self.settings.limit_mm_per_prompt > 0
+
     def model_for(self, name: str | None) -> Model:
         """Return the model; ApiError if a request names another one, or it is not ready."""
         if name is not None and name not in self.settings.names:
