@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
 MAX_BIASED = 300  # how many tokens ``logit_bias`` may have, as in OpenAI's API
+MAX_LOGPROB_TOKEN_IDS = 128  # how many ``logprob_token_ids`` there may be, as in vLLM
 
 _LATER = (
     *("guided_decoding", "best_of"),
@@ -37,6 +38,7 @@ SEEDS = 2**62  # seeds are below this
 
 _CONTRADICTS = "contradicts the form of the answer, which says when it ends"
 _SCORES = "must be from 0 to 20, or None for none"
+_NAMED = f"must be distinct token ids, from 1 to {MAX_LOGPROB_TOKEN_IDS} of them, or None for none"
 _FORM = "must be StructuredOutputsParams(...), or None for any text"
 
 
@@ -171,6 +173,9 @@ class SamplingParams(SamplingNumbers):
         min_tokens: as many come before an end-of-sequence token, one of ``stop_token_ids`` or the end of a stop string.
         logprobs: give each token's log-probability, and those of as many of the most likely tokens, at most 20; None
             for none.
+        logprob_token_ids: give, with each token, the log-probabilities of these, at most 128, over the whole
+            vocabulary and whatever was drawn, in place of those of the most likely ones. ``logprobs`` is None then, or
+            how many they are.
         prompt_logprobs: give those of the prompt's tokens too, from the second on. What the prefix cache has of them is
             not computed again.
         prompt_logprobs_start: how many of the prompt's first tokens need no ``prompt_logprobs``, and get None: their
@@ -207,6 +212,7 @@ class SamplingParams(SamplingNumbers):
     max_tokens: Annotated[int | None, Number("must be 0 or more, or None for no limit", {"ge": 0})] = 16
     min_tokens: Annotated[int, Number("must be 0 or more", {"ge": 0})] = 0
     logprobs: Annotated[int | None, Number(_SCORES, {"ge": 0, "le": 20})] = None
+    logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: Annotated[int | None, Number(_SCORES, {"ge": 0, "le": 20})] = None
     prompt_logprobs_start: Annotated[int, Number("must be 0 or more; 0 is all of the prompt", {"ge": 0})] = 0
     logit_bias: Mapping[int, float] | None = None
@@ -233,6 +239,10 @@ class SamplingParams(SamplingNumbers):
         self._keep("stop", _strings, _are_strings, "must be a string or several, none of them empty")
         self._keep("stop_token_ids", tuple, _are_tokens, "must be token ids")
         self._keep("allowed_token_ids", tuple, _are_some_tokens, "must be token ids, one at least, or None for all")
+        self._keep("logprob_token_ids", tuple, _are_named_tokens, _NAMED)
+        named = None if self.logprob_token_ids is None else len(self.logprob_token_ids)
+        as_many = named is None or self.logprobs in (None, named)
+        self._check("logprobs", as_many, f"must be None, or {named}, the number of logprob_token_ids")
         self._keep("bad_words", tuple, _are_words, "must be words, none of them empty")
         self._keep("logit_bias", dict, _are_biases, f"must be from -100 to 100, for {MAX_BIASED} tokens at most")
         for name in ("include_stop_str_in_output", "skip_special_tokens"):
@@ -250,6 +260,11 @@ class SamplingParams(SamplingNumbers):
     def scored_from(self) -> int:
         """The first of a prompt's tokens that may have log-probabilities: nothing says how likely the very first is."""
         return max(1, self.prompt_logprobs_start)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of how many other tokens each of its tokens has log-probabilities; None for none, not even its own."""
+        return self.logprobs if self.logprob_token_ids is None else len(self.logprob_token_ids)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -285,6 +300,10 @@ def _are_tokens(values: Any) -> bool:
 
 def _are_some_tokens(values: Any) -> bool:
     return _are_tokens(values) and len(values) > 0
+
+
+def _are_named_tokens(values: Any) -> bool:
+    return _are_some_tokens(values) and len(set(values)) == len(values) <= MAX_LOGPROB_TOKEN_IDS
 
 
 def _are_words(values: Any) -> bool:

@@ -101,6 +101,7 @@ DIFFERENCES: dict[str, Callable[..., None]] = {
     "structured_outputs": refuses_form({"json": {"type": "array", "items": {"$ref": "other.json"}}}),
     "min_tokens": test_structured_outputs.test_min_tokens_hold_as_far_as_the_form_goes_on,
     "logits_processors": test_logits_processors.test_tokens_equal_huggingface_with_the_same_processor,
+    "logprob_token_ids": refuses({"logprob_token_ids": [3, 3]}),
     "logprobs": equally_likely_tokens_share_a_rank,
 }
 """Each line of the table, and what shows it: a function here, or a test of another module."""

@@ -94,6 +94,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": 5}, "stop_token_ids=5 must be token ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids=[] must be token ids, one at least"),
     ({"allowed_token_ids": [-1]}, "allowed_token_ids=[-1] must be token ids"),
+    *(
+        ({"logprob_token_ids": given}, "must be distinct token ids, from 1 to 128 of them, or None for none")
+        for given in ([], [3, 3], [-1], list(range(129)), 7)
+    ),
+    ({"logprob_token_ids": [5, 6], "logprobs": 1}, "logprobs=1 must be None, or 2, the number of logprob_token_ids"),
     ({"bad_words": "word"}, "bad_words='word' must be words"),
     ({"bad_words": [" "]}, "bad_words=[' '] must be words, none of them empty"),
     ({"logit_bias": {5: 101}}, "logit_bias={5: 101} must be from -100 to 100, for 300 tokens at most"),
@@ -122,6 +127,7 @@ def test_impossible_settings_name_field_value_and_range(values, message):
 AT_SUBMIT: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {VOCABULARY: 1}}, "logit_bias: token ids are from 0 to 379; got 380"),
     ({"allowed_token_ids": [3, 900]}, "allowed_token_ids: token ids are from 0 to 379; got 900"),
+    ({"logprob_token_ids": [3, 900]}, "logprob_token_ids: token ids are from 0 to 379; got 900"),
     ({"bad_words": ["3 " * 9]}, "is 9 tokens, and it can be 8"),
     ({"allowed_token_ids": [9], "bad_words": ["9"]}, "leave no token to choose"),
     ({"allowed_token_ids": ENDS, "min_tokens": 1}, "leave no token to choose"),

@@ -259,6 +259,7 @@ def asked_for(seed: int) -> Asked:
     settings = [
         *(greedy(24), greedy(1), greedy(2), greedy(3), greedy(30, logprobs=2)),
         *(drawn(24, seed), drawn(24, seed, top_p=0.8, logprobs=3), drawn(24, seed, top_k=3), drawn(9, seed, min_p=0.2)),
+        *(greedy(24, logprob_token_ids=[22, 90, 20]), drawn(9, seed, logprob_token_ids=[7])),
         *(drawn(24, seed, repetition_penalty=1.4), drawn(24, seed, presence_penalty=0.7, frequency_penalty=0.4)),
         *(drawn(24, seed, logit_bias={20: 2.0}), drawn(24, seed, allowed_token_ids=few)),
         drawn(24, seed, allowed_token_ids=few, stop_token_ids=[22], min_tokens=5),

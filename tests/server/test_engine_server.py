@@ -70,6 +70,7 @@ def assert_logprobs_equal(ours: Any, theirs: Any) -> None:
     "params",
     [
         settings(n=3, logprobs=2, prompt_logprobs=1),
+        settings(n=2, logprob_token_ids=[70, 5, 41]),
         settings(max_tokens=60, stop=["a", "e", "s"], min_tokens=3),
         settings(structured_outputs=StructuredOutputsParams(json={"enum": ["x", 7]}), ignore_eos=False, n=2),
     ],

@@ -95,7 +95,7 @@ def requests_for(
     ends = stops if params.ignore_eos else stops | eos
     forms = [None] * params.n if params.structured_outputs is None else grammars.forms_of(params, eos, width)
     processors = tuple(map(Processor.of, params.logits_processors or ()))
-    scored = params.logprobs is not None or params.prompt_logprobs is not None
+    scored = params.num_logprobs is not None or params.prompt_logprobs is not None
     scores = needed("logprobs", "engine").TAP.asked(params=params) if scored else None
     requests: list[Request] = []
     samplings = {} if samplings is None else samplings

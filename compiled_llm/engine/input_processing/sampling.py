@@ -59,7 +59,7 @@ def _numbers(params: SamplingParams) -> dict[str, Any]:
 
 
 def _check_tokens(params: SamplingParams, vocabulary: int) -> None:
-    for name in ("logit_bias", "allowed_token_ids"):
+    for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
         largest = max(getattr(params, name) or (0,))
         if largest >= vocabulary:
             raise ValueError(f"{name}: token ids are from 0 to {vocabulary - 1}; got {largest}")

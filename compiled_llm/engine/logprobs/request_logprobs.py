@@ -31,15 +31,16 @@ from compiled_llm.requests.sampling_params import SamplingParams
 class RequestLogprobs(RunsApart):
     """A request's log-probabilities."""
 
-    # ``most`` is the number of most likely tokens that are wanted besides the sampled ones, ``prompt_most`` the same of
-    # its prompt's, None for none at all. ``scored`` and ``prompt_scored``, from ``first`` on, have those of each token;
-    # those of one may be there before it.
+    # ``most`` is the number of tokens that are wanted besides the sampled ones, the likeliest ones or those ``named``;
+    # ``prompt_most`` that of its prompt's likeliest ones; None for none at all. ``scored`` and ``prompt_scored``, from
+    # ``first`` on, have those of each token; those of one may be there before it.
 
     timed = True  # chunks of its prompt take as long as others
 
     def __init__(self, request: Request, params: SamplingParams) -> None:
         self.request = request
-        self.most, self.prompt_most = params.logprobs, None if request.index else params.prompt_logprobs
+        self.named = params.logprob_token_ids
+        self.most, self.prompt_most = params.num_logprobs, None if request.index else params.prompt_logprobs
         self.first = params.scored_from
         self.scored, self.prompt_scored = Scores(), Scores()
         self._prefixes: PrefixTree | None = None
@@ -48,7 +49,9 @@ class RequestLogprobs(RunsApart):
 
     def entries(self, tokens: Sequence[int], count: int = 0) -> Logprobs | None:
         """Return the entries of ``tokens`` after the first ``count``; None if they are not wanted."""
-        return None if self.most is None else Logprobs(self.scored, tokens, self.most, count)
+        if self.most is None:
+            return None
+        return Logprobs(self.scored, tokens, self.most if self.named is None else self.named, count)
 
     def entries_of_prompt(self) -> Logprobs | None:
         """Return the entries of a prompt's tokens, as far as computed, the first ones None; None if not wanted."""

@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens, and of the most likely ones, from the logits of some rows."""
 
 # They are computed outside of compiled and captured programs, for rows that ask for them alone.
-# Shapes: R rows that ask for them, V vocabulary, K most likely tokens.
+# Shapes: R rows that ask for them, V vocabulary, K most likely tokens, or named ones.
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ class SampledDraws(NamedTuple):
 
 
 class ScoredTokens(NamedTuple):
-    """Log-probabilities of some rows, on the host, of sampled tokens and of the most likely ones.
+    """Log-probabilities of some rows, on the host, of sampled tokens and of the most likely ones, or of named ones.
 
     Attributes:
         chosen: ``[R]`` float32, of the sampled tokens.
         ranks: ``[R]`` int32: 1 plus the number of more likely tokens.
-        values: ``[R, K]`` float32, the largest ones, in descending order; ``tokens``, ``[R, K]`` int32, are theirs.
+        values: ``[R, K]`` float32, the largest ones, in descending order, or those of the named tokens.
+        others: ``[R, K]`` int32, the tokens of the largest ones; the ranks of the named ones.
     """
 
     sampled: NDArray[np.float32]
     ranks: NDArray[np.int32]
     values: NDArray[np.float32]
-    tokens: NDArray[np.int32]
+    others: NDArray[np.int32]
 
     @classmethod
     def unpacked(cls, numbers: NDArray[np.int32], rows: int) -> ScoredTokens:
@@ -59,30 +60,47 @@ class ScoredTokens(NamedTuple):
         """Return each row's numbers by itself, copied, so that keeping one row's does not keep the others'."""
         floats = self.sampled[:, None], self.values[:, :num_logprobs]
         sampled, values = (part.view(np.int32) for part in floats)
-        numbers = np.concatenate([sampled, self.ranks[:, None], values, self.tokens[:, :num_logprobs]], axis=1)
+        numbers = np.concatenate([sampled, self.ranks[:, None], values, self.others[:, :num_logprobs]], axis=1)
         rows: list[bytes] = numbers.view(f"V{4 * numbers.shape[1]}").ravel().tolist()
         return rows
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, num_logprobs: int, draws: SampledDraws | None = None) -> Tensor:
+def score_tokens(logits: Tensor, tokens: Tensor, others: int | Tensor, draws: SampledDraws | None = None) -> Tensor:
     """Compute log-probabilities in float32, without waiting: ``[R * (2 + 2 * K)]`` int32, for ``unpacked``.
 
     Args:
         logits: ``[R, V]``, at least one row.
         tokens: ``[R]`` int64, the sampled ones; an invalid one (-1) counts as the first.
-        num_logprobs: K, at most V.
+        others: K, at most V, or ``[R, K]`` int64, the named tokens; invalid ones (-1) count as the first.
         draws: changes of the distribution that tokens were sampled from; None for that of the model.
     """
-    if draws is None:
-        return top_logprobs(logits, tokens, num_logprobs).view(-1)
+    if draws is None and isinstance(others, int):
+        return top_logprobs(logits, tokens, others).view(-1)
     rows = max(1, _AT_ONCE // logits.shape[1])
     parts = []
     for start in range(0, len(logits), rows):
         some = slice(start, start + rows)
-        places = draws._replace(slots=draws.slots[some], positions=draws.positions[some])
-        scores = processed(logits[some], tokens[some], places)
-        parts.append(top_logprobs(scores, tokens[some], num_logprobs))
+        scores = logits[some]
+        if draws is not None:
+            places = draws._replace(slots=draws.slots[some], positions=draws.positions[some])
+            scores = processed(scores, tokens[some], places)
+        parts.append(_numbers(scores, tokens[some], others if isinstance(others, int) else others[some]))
     return torch.cat(parts).view(-1)
+
+
+def _numbers(scores: Tensor, tokens: Tensor, others: int | Tensor) -> Tensor:
+    """Return ``[R, 2 + 2 * K]`` int32: bits of log-probabilities and ranks of ``tokens``, then what others have."""
+    if isinstance(others, int):
+        return top_logprobs(scores, tokens, others)
+    return torch.cat([top_logprobs(scores, tokens, 0), _named(scores, others)], dim=1)
+
+
+def _named(scores: Tensor, named: Tensor) -> Tensor:
+    """Return ``[R, 2 * K]`` int32: the bits of the named tokens' log-probabilities, and their ranks."""
+    values = torch.log_softmax(scores, dim=-1, dtype=torch.float32)
+    own = values.gather(1, named.clamp(min=0))
+    ranks = [(values > one).sum(dim=-1, keepdim=True) for one in own.split(1, dim=1)]
+    return torch.cat([own.view(torch.int32), torch.cat(ranks, dim=1).int() + 1], dim=1)
 
 
 def processed(logits: Tensor, tokens: Tensor, draws: SampledDraws) -> Tensor:

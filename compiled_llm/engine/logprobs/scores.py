@@ -13,8 +13,8 @@ class TokenScores(NamedTuple):
 
     sampled: float  # its log-probability
     rank: int  # 1 plus the number of more likely tokens
-    values: tuple[float, ...]  # log-probabilities of the most likely ``tokens``, in descending order
-    tokens: tuple[int, ...]
+    values: tuple[float, ...]  # log-probabilities of the most likely tokens, in descending order, or of named ones
+    others: tuple[int, ...]  # the most likely tokens; the ranks of named ones
 
 
 class Scores:
@@ -30,7 +30,7 @@ class Scores:
         self._size = 1  # of one token's, in bytes, once there is one
 
     def append(self, numbers: bytes) -> None:
-        """Keep the next token's, an entry of ``ScoredTokens.packed``; all have as many of the most likely tokens."""
+        """Keep the next token's, an entry of ``ScoredTokens.packed``; all have as many of other tokens."""
         self._size = len(numbers)  # first: other threads read as many as there are bytes
         self._numbers += numbers
 
@@ -43,7 +43,7 @@ class Scores:
 
     @property
     def num_logprobs(self) -> int:
-        """Of how many of the most likely tokens each has; there is one."""
+        """Of how many other tokens each has; there is one."""
         return self._size // 8 - 1
 
     def part(self, start: int, end: int) -> Scores:
@@ -53,10 +53,10 @@ class Scores:
         return part
 
     def packed(self, num_logprobs: int) -> list[bytes]:
-        """Return each token's as ``append`` takes them, with so many of the most likely tokens or fewer."""
+        """Return each token's as ``append`` takes them, with those of so many other tokens or fewer."""
         form, each = _form(num_logprobs), (self[index] for index in range(len(self)))
         return [
-            form.pack(token.sampled, token.rank, *token.values[:num_logprobs], *token.tokens[:num_logprobs])
+            form.pack(token.sampled, token.rank, *token.values[:num_logprobs], *token.others[:num_logprobs])
             for token in each
         ]
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
@@ -85,28 +86,42 @@ class Watch(PlanTap):
         super().__init__()
         self._model_runner, self._processed = model_runner, processed
         self._requests = {request.running_row: request for request in requests}
-        self._groups: dict[Row, _Group] = {}  # by the first row of a launch
+        self._groups: dict[Row, tuple[Sequence[Row], list[_Group]]] = {}  # by the first row of a launch, with all rows
 
     def sampled(self, step: StepOutput) -> None:
-        rows, group = step.rows, self._groups.get(step.rows[0])
-        if group is None or group.rows != rows:
-            group = self._groups[rows[0]] = _Group(rows, self._requests, self._processed)
-        if group.requests and step.logits is not None:
-            numbers, each = group.compute(self._model_runner, step), len(step.tokens) // len(rows)
+        if step.logits is None:
+            return
+        for group in self._groups_of(step.rows):
+            numbers, each = group.compute(self._model_runner, step), len(step.tokens) // len(step.rows)
             self._arriving.append(ArrivingLogprobs(group.requests, self._model_runner.readbacks.start(numbers), each))
+
+    def _groups_of(self, rows: Sequence[Row]) -> list[_Group]:
+        """Return who wants those of the most likely tokens, and who names tokens; no group is empty."""
+        known, groups = self._groups.get(rows[0], ((), []))
+        if known != rows:
+            names, most_likely = dict[Row, Request](), dict[Row, Request]()
+            for row in rows:
+                if (request := self._requests.get(row)) is not None:
+                    (most_likely if request.scores.named is None else names)[row] = request
+            groups = [_Group(rows, wanting, self._processed) for wanting in (most_likely, names) if wanting]
+            self._groups[rows[0]] = rows, groups
+        return groups
 
 
 class _Group:
-    """The requests of one launch that want log-probabilities."""
+    """The requests of one launch that want log-probabilities, of the most likely tokens or of those that they name."""
 
     def __init__(self, rows: Sequence[Row], wanting: Mapping[Row, Request], processed: bool) -> None:
+        """At least one row is ``wanting``."""
         self.rows = rows
-        self.requests = [wanting[row] for row in rows if row in wanting]
-        self._most = max((request.scores.most or 0 for request in self.requests), default=0)
+        self.requests = list(wanting.values())
+        self._most: int = max(request.scores.most for request in self.requests)
+        self._named = _padded([request.scores.named or () for request in self.requests], self._most)
         at = [place for place, row in enumerate(rows) if row in wanting]
         self._at = None if len(at) == len(rows) else np.array(at, dtype=np.int64)
         self._kinds = _kinds(self.requests) if processed else None
-        self._there: Tensor | None = None  # where on the device, once that has been uploaded
+        self._there: Tensor | None = None  # on the device, once they have been uploaded
+        self._names: Tensor | None = None  # ``[R * K]`` int64, likewise
 
     def compute(self, model_runner: ModelRunner, step: StepOutput) -> Tensor:
         logits, tokens = step.logits if self._kinds is None or step.processed is None else step.processed, step.tokens
@@ -116,10 +131,20 @@ class _Group:
                 (self._there,) = model_runner.state.staging.to_device([self._at])
             logits, tokens = (_of_rows(own, self._there, len(self.rows)) for own in (logits, tokens))
         draws = None if self._kinds is None else self._draws(model_runner, step.rows, self._kinds)
-        numbers = score_tokens(logits, tokens, min(self._most, logits.shape[1]), draws)
+        numbers = score_tokens(logits, tokens, self._others(model_runner, logits, len(tokens)), draws)
         if len(tokens) > len(self.requests):  # what does not count of several tokens a row gets a rank of 0
             numbers.view(len(tokens), -1)[:, 1].masked_fill_(tokens < NOT_A_TOKEN, 0)
         return numbers
+
+    def _others(self, model_runner: ModelRunner, logits: Tensor, tokens: int) -> int | Tensor:
+        """Return of how many other tokens there are to be log-probabilities, or of which, with each of ``tokens``."""
+        if not self._named.size:
+            return min(self._most, logits.shape[1])
+        if self._names is None:
+            (self._names,) = model_runner.state.staging.to_device([self._named.ravel()])
+        names: Tensor = self._names.view(self._named.shape)
+        each: Tensor = names.repeat_interleave(tokens // len(names), dim=0)
+        return each
 
     def _draws(self, model_runner: ModelRunner, all_rows: Sequence[Row], kinds: int) -> SampledDraws:
         """Return how the rows were sampled: of each step, since slots and positions change."""
@@ -128,6 +153,13 @@ class _Group:
         positions = np.array([row.position for row in rows], dtype=np.int64)
         slots, at = state.staging.to_device([state.slots.of(rows, len(rows)), positions])
         return SampledDraws(slots, at, state.slots.tables, kinds)
+
+
+def _padded(named: Sequence[Sequence[int]], most: int) -> NDArray[np.int64]:
+    """Return the tokens that each request names as ``[R, K]``, -1 after its last; empty if none names any."""
+    if not any(named):
+        return np.zeros(0, dtype=np.int64)
+    return np.array([[*tokens, *(-1 for _ in range(most - len(tokens)))] for tokens in named], dtype=np.int64)
 
 
 def _of_rows(tensor: Tensor, there: Tensor, count: int) -> Tensor:

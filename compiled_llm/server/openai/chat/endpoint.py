@@ -183,7 +183,8 @@ class _ChatResponseWriter:
         )
 
     def _logprobs(self, places: list[list[Entry]]) -> ChatLogprobs:
-        return chat_logprobs(places, self._body.top_logprobs or 0, self._names)
+        top_logprobs = None if self._body.logprob_token_ids else self._body.top_logprobs or 0
+        return chat_logprobs(places, top_logprobs, self._names)
 
 
 def _begins(choice: Choice) -> ChunkChoice:

@@ -18,15 +18,19 @@ def entries_of(logprobs: Iterable[dict[int, Logprob]]) -> list[list[Entry]]:
     return [[(token, entry.logprob, entry.rank) for token, entry in place.items()] for place in logprobs]
 
 
-def chat_logprobs(places: Sequence[Sequence[Entry]], top_logprobs: int, names: TokenNames) -> ChatLogprobs:
-    """Return the log-probabilities of tokens: for each its own entry, and ``top_logprobs`` of the most likely ones."""
+def chat_logprobs(places: Sequence[Sequence[Entry]], top_logprobs: int | None, names: TokenNames) -> ChatLogprobs:
+    """Return the log-probabilities of tokens: for each its own entry, and ``top_logprobs`` of the most likely ones.
+
+    Without a number, all entries that a token has, in their order.
+    """
     return ChatLogprobs(content=[_place(entries, top_logprobs, names) for entries in places], refusal=None)
 
 
-def _place(entries: Sequence[Entry], top_logprobs: int, names: TokenNames) -> TokenLogprob:
+def _place(entries: Sequence[Entry], top_logprobs: int | None, names: TokenNames) -> TokenLogprob:
     own, *_ = entries
-    first = sorted((entry for entry in entries if entry[2] <= top_logprobs), key=itemgetter(2))[:top_logprobs]
-    top = [_entry(entry, names) for entry in first]
+    if top_logprobs is not None:
+        entries = sorted((entry for entry in entries if entry[2] <= top_logprobs), key=itemgetter(2))[:top_logprobs]
+    top = [_entry(entry, names) for entry in entries]
     return TokenLogprob(top_logprobs=top, **_entry(own, names).model_dump())
 
 

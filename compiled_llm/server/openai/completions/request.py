@@ -43,6 +43,7 @@ class CompletionRequest(ChoiceFields):
         """Return the sampling parameters with a form; ApiError or ValueError if fields contradict each other."""
         if self.best_of not in (None, self.answers):
             raise invalid(f"best_of: has to be n={self.answers}; no answers are drawn and left out", "best_of")
+        named = self.check_named(self.logprobs is not None)
         self.check_stream()
         if self.prompt_logprobs_start and self.echo:
             raise invalid("prompt_logprobs_start: without echo, which has all of the prompt", "prompt_logprobs_start")
@@ -51,7 +52,7 @@ class CompletionRequest(ChoiceFields):
         return self.params(
             defaults,
             max_tokens=most,
-            logprobs=self.logprobs,
+            logprobs=None if named else self.logprobs,
             prompt_logprobs=max(scores, default=None),
             prompt_logprobs_start=self.prompt_logprobs_start,
             structured_outputs=None if form is None else form.params,

@@ -124,7 +124,7 @@ def test_each_endpoint_takes_each_setting(name: str, engine: Engine, api_server:
 def test_every_setting_is_tried() -> None:
     """Functions alone cannot be sent."""
     params = [name for setting in (*GREEDY.values(), *DRAWN.values()) for name in setting.params]
-    tried = {*params, *OF_TEXTS, "n", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
+    tried = {*params, *OF_TEXTS, "n", "logprobs", "logprob_token_ids", "prompt_logprobs", "prompt_logprobs_start"}
     assert set(SamplingParams.__dataclass_fields__) == tried | {"logits_processors"}
 
 
@@ -229,6 +229,31 @@ def test_log_probabilities_are_huggingfaces(plain: PreTrainedModel, engine: Engi
     asked = {"input": "the fox", "max_output_tokens": 9, "seed": 5, "ignore_eos": True, **include}
     (part,) = api_server.post(RESPONSES, **asked)["output"][0]["content"]
     check(of_content(part["logprobs"], outputs[1].token_ids), 1, begin_chat)
+
+
+def test_named_tokens_have_the_engine_s_log_probabilities(engine: Engine, api_server: RunningServer) -> None:
+    """Whole and streamed: the answer's own token, then those that are named, in their order."""
+    named, params = [70, 5, 41], {"max_tokens": 4, "seed": 5, "ignore_eos": True}
+    chat: list[Any] = [{"role": "user", "content": "the fox"}]
+    outputs = engine.generate([PROMPTS[2], chat], SamplingParams(**params, logprob_token_ids=named))
+    expected = [of_engine(output.token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    def check(scored: Scored, expected: Scored) -> None:
+        for (token, value, others), (own, likely, entries) in zip(scored, expected, strict=True):
+            assert token == own
+            assert value == pytest.approx(likely, abs=1e-3)
+            assert list(others.values()) == pytest.approx(list(entries.values()), abs=1e-3)
+            assert set(entries) == {own, *named}
+
+    asked = {**params, "return_tokens_as_token_ids": True, "logprob_token_ids": named}
+    text = {"prompt": PROMPTS[2], "logprobs": 0, **asked}
+    check(of_text(api_server.post(TEXT, **text)["choices"][0]["logprobs"]), expected[0])
+    check([entry for part in streamed(api_server, TEXT, **text) for entry in of_text(part)], expected[0])
+    question = {"messages": chat, "logprobs": True, **asked}
+    whole = api_server.post(CHAT, **question)["choices"][0]["logprobs"]["content"]
+    parts = [entry for part in streamed(api_server, CHAT, **question) for entry in part["content"]]
+    for entries in (whole, parts):
+        check(of_content(entries, [id_of(entry["token"]) for entry in entries]), expected[1])
 
 
 # ---- what is not said
