@@ -49,7 +49,7 @@ class EngineDrafts:
         self._rows: Sequence[Row] = ()
         self._said = self._step = 0
         self.counts = DraftStats()
-        longest = int(self._drafts.texts.tokens.shape[1])
+        longest = self._drafts.texts.longest_text
         self.max_positions = longest if max_model_len is None else min(longest, max_model_len)
         self._told = False
 

@@ -16,12 +16,15 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.state.slots import SLOTS_FOR_A_ROW
-from compiled_llm.kvcache.memory import free_bytes, mark_static, room_of
+from compiled_llm.kvcache.memory import free_bytes, mark_for_any_room, room_of
 from compiled_llm.kvcache.row import Row
 from compiled_llm_ops import build_sampling
 
 UNKNOWN = -1
 """Stands for a token of which only the embedding is known."""
+
+_ALIGNED = 16
+"""Texts begin at multiples of it, of which kernels read several tokens at once."""
 
 
 class Texts:
@@ -29,6 +32,7 @@ class Texts:
 
     Attributes:
         tokens: ``[X, L]`` int32.
+        longest_text: how many tokens a row may have, at most L.
         limits: ``[X]`` int32, how many drafts of each slot's row may count.
         longest: ``[X]`` int32, how many of its last tokens are looked up at most, and at least ``shortest``.
     """
@@ -39,15 +43,17 @@ class Texts:
     def __init__(self, state: RunnerState) -> None:
         """Allocate; ValueError says how many bytes are missing."""
         self._staging, slots = state.staging, state.slots
-        self._deferring, self._padding = slots.deferring, slots.padding
-        longest = min(state.max_positions, state.pool.tokens_in(state.pool.total))
-        shape, device = (slots.padding + 1, longest), state.device
+        self._deferring = slots.deferring
+        self.longest_text = min(state.max_positions, state.pool.tokens_in(state.pool.total))
+        shape, device = _shape(slots.padding + 1, self.longest_text), state.device
         _check_room(shape, device, free_bytes(device))
         try:
             with torch.inference_mode(False):
-                self.tokens = mark_static(torch.full(shape, UNKNOWN, dtype=torch.int32, device=device))
+                self.tokens = mark_for_any_room(torch.full(shape, UNKNOWN, dtype=torch.int32, device=device))
+                # L follows from how many pages there are, which is not built into the code either.
+                torch._dynamo.mark_dynamic(self.tokens, 1)
                 columns = (torch.zeros(shape[0], dtype=torch.int32, device=device) for _ in range(3))
-                self.limits, self.longest, self.shortest = map(mark_static, columns)
+                self.limits, self.longest, self.shortest = map(mark_for_any_room, columns)
         except torch.OutOfMemoryError as error:
             raise ValueError(_too_large(shape, device, free_bytes(device))) from error
         self._numbers = np.zeros((3, shape[0]), dtype=np.int32)  # what the three columns have
@@ -102,7 +108,12 @@ def texts_of(model_runner: ModelRunner) -> Texts:
 def check_memory(config: WrapConfig, rows: int, max_positions: int, device: torch.device) -> None:
     """Raise ValueError if the texts of so many rows will find too little memory beside pages that are not there yet."""
     longest, left = room_of(config, device, max_positions)
-    _check_room((SLOTS_FOR_A_ROW * rows + 1, longest), device, left)
+    _check_room(_shape(SLOTS_FOR_A_ROW * rows + 1, longest), device, left)
+
+
+def _shape(slots: int, longest: int) -> tuple[int, int]:
+    """Return X and L for texts of up to ``longest`` tokens."""
+    return slots, -(-longest // _ALIGNED) * _ALIGNED
 
 
 def _check_room(shape: tuple[int, int], device: torch.device, left: int) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compilation import drafts
-from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED, NOT_DRAFTED
+from compiled_llm.compilation.drafts import BAD_COUNTS, NEW_TOKENS, NOT_ACCEPTED, NOT_DRAFTED, NgramDrafter
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, SamplingTables
+from compiled_llm.execution.drafts.texts import Texts
 from compiled_llm_ops.contracts.page_checks import CHAIN_KNOWN, CHAIN_ORIGIN, CHAIN_SKIPPED
 from support.compilation.drafted_cases import DRAFTERS, SETTINGS, START, STEPS, case_of, check, ngrams_of
 from support.compilation.drafted_rows import Known, Rows, always, never, parts_of, some_of, sometimes, tiny_model
@@ -137,18 +138,23 @@ def test_taps_hear_of_what_does_not_count(goes_back: bool, seed: int, monkeypatc
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("count", [1, 3])
 def test_each_number_of_tokens_has_a_program_that_is_one_graph(count: int, seed: int) -> None:
+    """Texts may have another size, as those of a model with more pages have, and room for more rows."""
     case = case_of(3, seed)
     model = tiny_model(3, mode="compile")
     programs = model.compiled.model_runner().graph_manager.programs
-    for new in (2, 4, 2):
-        rows = Rows(parts_of(model), 3, case.prompts[:count], SETTINGS[:count], START)
+    for new, room in ((2, 8), (4, 8), (2, 16)):
+        other = tiny_model(3, rows=room)
+        texts = Texts(other.compiled.model_runner().state)
+        texts.longest.fill_(3)
+        drafter = NgramDrafter(texts.tokens, texts.longest, texts.shortest)
+        rows = Rows(parts_of(model), 3, case.prompts[:count], SETTINGS[:count], START, texts=texts.tokens)
         if count == 1:
             rows.inputs = rows.inputs._replace(**{name: getattr(rows.inputs, name)[:1] for name in OF_ROWS})
 
         def compiled(parted: Any, forward: Any, inputs: Any, tables: Any, pages: Any, specs: Any) -> Any:
             return programs.prepared(Arguments(parted, inputs, tables, pages, specs))()
 
-        answers = [rows.drafted(ngrams_of(rows), new, compiled) for _ in range(3)]
+        answers = [rows.drafted(drafter, new, compiled) for _ in range(3)]
         sampled = [[token for step in answers for token in step[row].tolist() if token >= 0] for row in range(count)]
         for row, own in enumerate(sampled):
             assert own == case.answers[row, : len(own)].tolist()

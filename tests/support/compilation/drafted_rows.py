@@ -73,14 +73,18 @@ class Rows:
         settings: Sequence[Sampling],
         start: int,
         taps: tuple[StepTap, ...] = (),
+        texts: Tensor | None = None,
     ) -> None:
         """Store the prompts but for their last tokens, which the rows feed in first; ``start`` is their position."""
+        # ``texts`` ``[X, L]`` int32 are overwritten; if None, they are as long as rows may be.
         self.parts, self.prompts, device = parts, prompts, parts.model.device
         self.tables = tables_of(settings, VOCABULARY, str(device))
         entries, count, each = len(settings) + 1, len(prompts), -(-LENGTH // page_size)
         pages = torch.arange(1, count * each + 1, dtype=torch.int32).view(count, each)
         pages = torch.cat([pages.flip(1), torch.zeros(1, each, dtype=torch.int32)])  # the null page is padding's
-        self.texts = torch.full((entries, LENGTH), 77, dtype=torch.int32, device=device)  # what nobody may read
+        if texts is None:
+            texts = torch.empty((entries, LENGTH), dtype=torch.int32, device=device)
+        self.texts = texts.fill_(77)  # what nobody may read
         self.limits = torch.tensor([7] * count + [0], dtype=torch.int32, device=device)
         slots = torch.tensor([*reversed(range(count)), entries - 1])  # in another order, and one row of padding
         lengths = torch.tensor([len(prompts[slot]) if slot < count else 1 for slot in slots], dtype=torch.int32)

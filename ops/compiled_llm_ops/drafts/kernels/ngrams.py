@@ -22,6 +22,9 @@ from compiled_llm_ops.drafts.contracts import NgramDrafts
 _PART, _WARPS = 2048, 4
 """Tokens that a program looks through, and the warps that do."""
 
+_PARTS = 64
+"""Parts whose best places are compared at once: texts of any length run the same kernel."""
+
 _PLACES = tl.constexpr(2**32)
 _WHOLE = tl.constexpr(2**30)
 """Is added to places after which k tokens come; texts are shorter."""
@@ -36,7 +39,7 @@ def ngram_drafts(args: NgramDrafts) -> tuple[Tensor, Tensor]:
     counts = torch.empty(rows, dtype=torch.int32, device=texts.device)
     given = (texts, args.slots, args.lengths)
     _find_earlier[(rows, parts)](*given, args.longest, args.shortest, found, length, k, PART=_PART, num_warps=_WARPS)
-    sizes = {"PART": _PART, "PARTS": triton.next_power_of_2(parts), "K": triton.next_power_of_2(k)}
+    sizes = {"PART": _PART, "PARTS": _PARTS, "K": triton.next_power_of_2(k)}
     _copy_following[(rows,)](*given, found, tokens, counts, length, parts, k, **sizes, num_warps=1)
     return tokens, counts
 
@@ -76,9 +79,13 @@ def _copy_following(
 ):  # fmt: skip
     """Write what follows the best place of all parts; grid ``(B,)``."""
     row = tl.program_id(0).to(tl.int64)
-    count, part, at = tl.minimum(tl.load(lengths + row), length), tl.arange(0, PARTS), tl.arange(0, K)
-    looked = part * PART < count - 1
-    best = tl.max(tl.load(found + row * parts + part, mask=looked & (part < parts), other=-1), axis=0)
+    count, at = tl.minimum(tl.load(lengths + row), length), tl.arange(0, K)
+    places = tl.full((PARTS,), -1, tl.int64)
+    for first in range(0, tl.cdiv(count - 1, PART), PARTS):  # others have found nothing
+        part = first + tl.arange(0, PARTS)
+        looked = part * PART < count - 1
+        places = tl.maximum(places, tl.load(found + row * parts + part, mask=looked, other=-1))
+    best = tl.max(places, axis=0)
     place = best % _WHOLE + 1 + at
     exists = (best >= 0) & (place < count) & (at < k)
     token = tl.load(texts + tl.load(slots + row) * length + place, mask=exists, other=-1)
