@@ -30,6 +30,7 @@ FEATURES = {
 
 LATE_FEATURES = {
     "images": _modules("engine.images.part", "server.images.part"),
+    "lm_eval": _modules("commands.lm_eval"),
 }
 """Those of which nothing is imported before a request asks for it."""
 

@@ -18,6 +18,7 @@ from compiled_llm.commands.known_commands import KnownCommands
 from compiled_llm.commands.serve.api_server import api_server
 from compiled_llm.commands.serve.command import serve
 from compiled_llm.commands.serve.serve_command import ServeCommand
+from compiled_llm.features import LATE_FEATURES, feature
 
 app = typer.Typer(
     cls=KnownCommands,
@@ -51,3 +52,6 @@ app.command(context_settings={"allow_extra_args": True})(client)
 app.command()(explain)
 app.add_typer(bench, name="bench")
 app.command()(doctor)
+for name in LATE_FEATURES:
+    if (added := feature(name, "commands")) is not None:
+        added.register(app)

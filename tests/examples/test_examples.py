@@ -120,3 +120,11 @@ def test_lora_example(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, again, none = (line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[:4])
     assert first == again
     assert len({first, second, none}) == 3
+
+
+def test_evaluate_example(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    run("evaluate")
+    right, there = capsys.readouterr().out.splitlines()[-2:]
+    assert right.startswith("right: ")
+    assert int(there.rpartition(" ")[2]) > 0

@@ -136,6 +136,12 @@ FEATURES = {
         line='compiled_llm/features.py: "images": ',
         asks="Engine(model()).submit([{'role': 'user', 'content': [{'type': 'image', 'image': 'a.png'}]}])",
     ),
+    "lm-eval": Feature(
+        "lm[_-]eval",
+        ("compiled_llm/integrations/lm_eval", "compiled_llm/commands/lm_eval.py"),
+        ("integrations/test_lm_eval_command.py",),
+        line='compiled_llm/features.py: "lm_eval": ',
+    ),
     "structured outputs": Feature(
         "structured_output|grammar",
         ("compiled_llm/engine/grammars",),  # `generate` follows grammars of xgrammar's processor without it

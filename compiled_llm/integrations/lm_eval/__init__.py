@@ -1,0 +1,1 @@
+"""lm-eval: a model of its registry whose requests an engine answers."""
