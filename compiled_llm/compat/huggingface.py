@@ -252,6 +252,21 @@ class implementations_read:  # noqa: N801
                     _become(config, _base_of(type(config)))
 
 
+def class_of_config(config: PretrainedConfig) -> type[PretrainedConfig]:
+    """Return a config's own class, also while a thread reads another implementation than the one that it names."""
+    return _base_of(type(config)) if isinstance(config, _View) else type(config)
+
+
+def is_view(kind: type) -> bool:
+    """Return whether a class is what a config has meanwhile."""
+    return issubclass(kind, _View)
+
+
+def implementations_of_this_thread() -> tuple[str | None, str | None]:
+    """Return whose attention and experts configs name to this thread in place of their own; None for their own."""
+    return _attention_of_this_thread(), _experts_of_this_thread()
+
+
 def reads_chosen_implementations() -> bool:
     """Return whether this thread is in a block of ``implementations_read``, which every forward of ours runs in."""
     return _threads_own.chosen

@@ -247,6 +247,14 @@ def traced_code() -> frozenset[CodeType]:
     return frozenset(get_traced_code() or ())
 
 
+def before_dynamo(function: FunctionType) -> FunctionType:
+    """Return the method of ``nn.Module`` that Dynamo has put this one in place of; others as they are."""
+    if function.__module__ != "torch._dynamo.mutation_guard":
+        return function
+    held = (cell.cell_contents for cell in function.__closure__ or ())
+    return next((value for value in held if isinstance(value, FunctionType)), function)
+
+
 def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
     """Return why a function made by ``own_copy`` was compiled again, by graph; Dynamo keeps the last 64 compiles."""
     from torch._dynamo.utils import get_compilation_metrics

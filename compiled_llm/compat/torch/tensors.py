@@ -125,6 +125,12 @@ def version_of(tensor: Tensor) -> int:
     return version
 
 
+def dispatch_keys(tensor: Tensor) -> int:
+    """Return a number for how torch calls operations on a tensor: those of inference mode, for one, have another."""
+    keys: int = torch._C._dispatch_keys(tensor).raw_repr()
+    return keys
+
+
 def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy tensors into others of the same types and sizes, in few launches; public functions take one for each."""
     if into:

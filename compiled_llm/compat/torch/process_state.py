@@ -1,0 +1,129 @@
+"""The state of a process that torch traces and compiles by: what Dynamo guards beside arguments, and settings."""
+
+# Torch's own key for compiled code (``FxGraphHashDetails``) has most of it, but takes a graph and the whole compiler.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch._inductor.config
+import torch.fx.experimental._config
+import torch.utils.deterministic
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch._C._functorch import peek_interpreter_stack
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from compiled_llm.compat.torch.dynamo import off_by_stance, switched_off
+
+_IN_WORDS = {
+    "grad_mode": "torch.is_grad_enabled",
+    "autocast_state": "torch.autocast",
+    "torch_function": "torch functions of subclasses",
+    "torch_function_all_disabled": "torch functions of modes",
+    "deterministic_algorithms": "torch.use_deterministic_algorithms",
+    "deterministic_algorithms_warn_only": "torch.use_deterministic_algorithms(warn_only)",
+    "allow_tf32": "torch.backends.cuda.matmul.allow_tf32",
+    "allow_fp16_reduce": "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduce": "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "num_threads": "torch.get_num_threads",
+    "default_dtype": "torch.set_default_dtype",
+}
+"""What ``GlobalStateGuard``, Dynamo's guard of the process's state, calls that which users call otherwise."""
+
+_SETTINGS = {
+    "torch._dynamo.config": torch._dynamo.config,
+    "torch._functorch.config": torch._functorch.config,
+    "torch._inductor.config": torch._inductor.config,
+    "torch.fx.experimental._config": torch.fx.experimental._config,
+}
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("recompile_limit", "accumulated_recompile_limit", "debug_dir_root", "base_dir", "log_file_name", "verbose"),
+        *("cache_size_limit", "accumulated_cache_size_limit", "log_compilation_metrics", "profile_cache_file"),
+        *("assume_static_by_default", "automatic_dynamic_shapes"),
+    }
+)
+"""Settings that bound how often torch compiles, or say where it writes; the last are ours: ``dynamic=False``."""
+
+
+def state() -> dict[str, object]:
+    """Return the state of this thread and process, by names that a user understands; values are those of JSON."""
+    guarded: dict[str, object] = json.loads(GlobalStateGuard().__getstate__())  # type: ignore[attr-defined]
+    return {
+        **{_IN_WORDS.get(name, f"Dynamo's {name}"): value for name, value in guarded.items()},
+        "torch.inference_mode": torch.is_inference_mode_enabled(),
+        "torch.set_default_device": str(_device.CURRENT_DEVICE),
+        "torch.set_float32_matmul_precision": _said(torch.get_float32_matmul_precision),
+        **_precisions(),
+        "torch.utils.deterministic.fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "attention kernels of torch": [enabled() for enabled in _attention_kernels()],
+        "torch function modes": [_name_of(mode) for mode in _get_current_function_mode_stack()],
+        "torch dispatch modes": [_name_of(mode) for mode in _get_current_dispatch_mode_stack()],
+        "torch.func": peek_interpreter_stack() is not None,
+        "torch.autograd.forward_ad": torch.autograd.forward_ad._current_level,
+        "torch.jit.trace": torch._C._get_tracing_state() is not None,
+        "saved tensors' hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "torch.distributed": _distributed(),
+        "torch.compiler.set_stance": off_by_stance(),
+        "torch.compile": switched_off(),
+    }
+
+
+def settings() -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
+    """Yield the settings of Dynamo, AOTAutograd and Inductor that code depends on; last, those others than torch's."""
+    # As Inductor's own key has them: it leaves out what is only about caches, processes and traces of its own.
+    for name, module in _SETTINGS.items():
+        read: dict[str, Any] = module.save_config_portable(ignore_private_configs=False)
+        kept = {setting: value for setting, value in read.items() if setting not in _WITHOUT_EFFECT}
+        entries: dict[str, Any] = module._config
+        yield name, kept, frozenset(setting for setting, value in kept.items() if value != entries[setting].default)
+
+
+def _name_of(mode: object) -> str:
+    device = f" {mode.device}" if isinstance(mode, _device.DeviceContext) else ""
+    return f"{type(mode).__module__}.{type(mode).__qualname__}{device}"
+
+
+def _precisions() -> dict[str, object]:
+    """Return the precisions that newer functions of torch set; older and newer ones may contradict each other."""
+    places = {
+        "torch.backends": torch.backends,
+        "torch.backends.cuda.matmul": torch.backends.cuda.matmul,
+        "torch.backends.cudnn": torch.backends.cudnn,
+        "torch.backends.mkldnn": torch.backends.mkldnn,
+        "torch.backends.mkldnn.matmul": getattr(torch.backends.mkldnn, "matmul", None),
+    }
+    return {
+        f"{name}.fp32_precision": _said(partial(getattr, place, "fp32_precision", None))
+        for name, place in places.items()
+    }
+
+
+def _said(read: Callable[[], object]) -> str:
+    try:
+        return str(read())
+    except RuntimeError as error:
+        return str(error)
+
+
+def _attention_kernels() -> tuple[Callable[[], bool], ...]:
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled, cuda.cudnn_sdp_enabled
+
+
+def _distributed() -> list[int] | None:
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return [distributed.get_rank(), distributed.get_world_size()]

@@ -1,0 +1,1 @@
+"""Programs that are taken as they were kept, without a trace."""

@@ -1,0 +1,82 @@
+"""Hashes of code objects, the same in each process, and the names that they read."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+_CACHED = 16_384  # functions of a model, with those of its classes that nobody traces
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+def digest(text: str) -> str:
+    """Return 20 hexadecimal digits."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=10).hexdigest()
+
+
+@functools.lru_cache(_CACHED)
+def code_digest(code: CodeType) -> str:
+    """Return the hash of all that code does; lines and files do not count."""
+    # ``marshal`` would write what depends on references and on the order of sets.
+    names = (code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    handlers = getattr(code, "co_exceptiontable", b"")  # from Python 3.11 on
+    return digest(repr((code.co_code, handlers, names, counts, _constant(code.co_consts))))
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, CodeType):
+        return code_digest(value)
+    if isinstance(value, tuple):
+        return f"({','.join(map(_constant, value))})"
+    if isinstance(value, frozenset):
+        return f"{{{','.join(sorted(map(_constant, value)))}}}"
+    if isinstance(value, slice):
+        return f"slice{_constant((value.start, value.stop, value.step))}"
+    return f"{type(value).__name__} {value!r}"
+
+
+@functools.lru_cache(_CACHED)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in code, and in the functions inside it."""
+    return frozenset(name for each in _with_inner(code) for name in each.co_names)
+
+
+@functools.lru_cache(_CACHED)
+def codes_in(code: CodeType) -> frozenset[str]:
+    """Return the hashes of code and of the functions inside it."""
+    return frozenset(map(code_digest, _with_inner(code)))
+
+
+def words_in(code: CodeType) -> Iterator[str]:
+    """Yield what code may read attributes by: the names in it, and its texts, which ``getattr`` takes."""
+    yield from names_in(code)
+    for each in _with_inner(code):
+        yield from each.co_varnames  # a keyword, or a parameter that stands for one
+        for value in each.co_consts:
+            yield from filter(str.isidentifier, _texts(value))
+
+
+@functools.lru_cache(_CACHED)
+def imports(code: CodeType) -> bool:
+    """Whether code imports a module while it runs."""
+    return any(_IMPORT in each.co_code[::2] for each in _with_inner(code))
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _with_inner(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (tuple, frozenset)):
+        for entry in value:
+            yield from _texts(entry)

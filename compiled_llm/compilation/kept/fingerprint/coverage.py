@@ -1,0 +1,83 @@
+"""Whether hashes cover all that Dynamo guards: nothing else would notice a change once nobody checks its guards."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
+
+from torch import nn
+
+from compiled_llm.compat.huggingface import is_view
+from compiled_llm.compat.torch.guards import OF_PROCESS, OF_SIZES, Guarded, Step
+from compiled_llm.compilation.kept.fingerprint.walk import BOOKKEEPING, UNSAID, Walk, is_plain
+
+_OF_OUTLINES = re.compile(r"\._(tensors|number|like|beside)\b")
+"""Attributes that only the layers of an outline have; the model's own layers are hashed, each of them."""
+
+_OF_MODULES_CLASS = re.compile(r"dict\(type\(L\['model'\].*\)(\.__mro__\[\d+\])?\.__dict__\)")
+"""Attributes of classes of a model's modules: all are hashed, but layers of an outline have one class more."""
+
+_HELD = (".__closure__", ".__defaults__", ".__kwdefaults__", ".__mro__", ".__dict__)", ".__dict__", "._fields")
+"""The ends of expressions that Python makes a new value of each time, or that hold parts of a function or class."""
+
+_BETWEEN = (CellType, CodeType, property, staticmethod, classmethod)
+
+_OWN = ("compiled_llm", "compiled_llm_ops")
+_HAVE_VERSIONS = ("compiled_llm.", "compiled_llm_ops.", "torch._dynamo.polyfills")
+"""Modules that traces of any model are made with: our files are an entry, and Dynamo's are torch's version."""
+
+
+def uncovered(guards: Iterable[Guarded], walk: Walk, per_call: Collection[str]) -> list[str]:
+    """Return what Dynamo guards and no hash would notice; arguments ``per_call`` are compared in each call."""
+    return list({guard.about or guard.kind: None for guard in guards if not _covers(guard, walk, per_call)})
+
+
+def _covers(guard: Guarded, walk: Walk, per_call: Collection[str]) -> bool:
+    if guard.kind in OF_PROCESS or guard.kind == OF_SIZES:
+        return True
+    if any(guard.about.startswith(f"L['{name}']") for name in per_call):
+        return True
+    if guard.missing or not guard.way:
+        return bool(_OF_OUTLINES.search(guard.about) or _OF_MODULES_CLASS.match(guard.about))
+    return _covers_way(guard.way, walk)
+
+
+def _covers_way(way: tuple[Step, ...], walk: Walk) -> bool:
+    leaf, outer = way[-1], way[:-1]
+    if any(step.name in UNSAID for step in way):
+        return False
+    if str(way[0].name).startswith("__builtins_dict__"):
+        return type(leaf.value).__name__ in ("builtin_function_or_method", "type")
+    at = next((at for at in reversed(range(len(outer))) if not _is_between(outer[at])), None)
+    if at is None:  # a global of the program's own function, or one that Dynamo has set for a module
+        return isinstance(leaf.value, ModuleType) or _is_between(leaf) or walk.saw(leaf.value)
+    owner = outer[at].value
+    if isinstance(owner, ModuleType):
+        name = str(way[at + 1].name)
+        if owner is nn.modules.module and name.startswith("_global_"):
+            return True  # hooks on all modules: with some, no program is kept
+        if f"{owner.__name__}.{name}" in BOOKKEEPING:
+            return True
+        return owner.__name__.startswith(_HAVE_VERSIONS) or walk.read(owner, name)
+    return walk.opened(owner) if _is_between(leaf) else walk.saw(leaf.value) or _has_version(owner, leaf.value)
+
+
+def functions_read(guards: Iterable[Guarded]) -> Iterator[FunctionType]:
+    """Yield functions that a trace has looked into; some of them were called by Dynamo, and not traced."""
+    for guard in guards:
+        yield from (step.value for step in guard.way[:-1] if isinstance(step.value, FunctionType))
+
+
+def _has_version(owner: object, value: object) -> bool:
+    """Whether a class is Python's, or a config's class of ours while a thread reads other implementations."""
+    if not isinstance(owner, type):
+        return False
+    ours = is_view(owner) and str(getattr(value, "__module__", "")).partition(".")[0] in _OWN
+    return ours or owner.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _is_between(step: Step) -> bool:
+    """Whether a step is no value of its own, but belongs to the one that it is read from."""
+    return step.expression.endswith(_HELD) or isinstance(step.value, _BETWEEN) or is_plain(step.value)

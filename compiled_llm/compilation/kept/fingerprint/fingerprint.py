@@ -1,0 +1,205 @@
+"""The fingerprint of a traced program: whether it may be taken in another process, and if not, what differs."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+import compiled_llm_ops
+from compiled_llm.compat.torch.dynamo import traced_code
+from compiled_llm.compat.torch.guards import Guarded, guards_now
+from compiled_llm.compat.torch.modes import hooks_on_all_modules
+from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
+from compiled_llm.compilation.kept.fingerprint.coverage import functions_read, uncovered
+from compiled_llm.compilation.kept.fingerprint.surroundings import process_state, versions
+from compiled_llm.compilation.kept.fingerprint.walk import UnhashableError, Walk
+from compiled_llm.model.version.code import Place
+
+PER_CALL = ("inputs", "tables", "pages")
+"""The arguments of a program that differ from call to call: whoever calls it compares their kinds and layouts."""
+
+_LIBRARIES = tuple(
+    str(Path(folder).resolve())
+    for folder in (
+        *(Path(torch.__file__).parent, Path(compiled_llm_ops.__file__).parent, Path(__file__).parents[3]),
+        sysconfig.get_path("stdlib"),
+    )
+)
+_OPS = frozenset({"aten", "prims", "prim", "compiled_llm", "inductor", "higher_order"})
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The hashes of all that a trace has read, or why there are none.
+
+    Attributes:
+        entries: hashes by readable names; all of them are the same where the program may be taken.
+        refused: what the program depends on that cannot be hashed; None if there is nothing.
+        traced: the hashes of traced code: functions with such code are looked into.
+        looked_up: the names of attributes that hold objects and were looked into.
+        places: where a change in this process is to be noticed, for ``ModelVersion.watch_code``; not kept.
+    """
+
+    entries: Mapping[str, str]
+    refused: str | None = None
+    traced: frozenset[str] = frozenset()
+    looked_up: frozenset[str] = frozenset()
+    places: Sequence[Place] = field(default=(), compare=False)
+
+    @classmethod
+    def of_trace(
+        cls,
+        model: nn.Module,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        graph: fx.Graph | None = None,
+        beside: Mapping[str, object] | None = None,
+    ) -> Fingerprint:
+        """Return that of the trace of ``function`` that a backend is called in, within ``AttentionSwitch.paged``.
+
+        ``model`` is what the program stands for, no outline of it; ``arguments`` are all of the program's, by name;
+        ``beside`` are plain values that the compiled code depends on, too, such as options.
+        """
+        codes = traced_code()
+        read = {**arguments, "model": model}
+        guards = [*guards_now(read, cast(FunctionType, function).__globals__)]
+        looked_into = {code_digest(each.__code__) for each in functions_read(guards)}
+        traced = frozenset(map(code_digest, codes)) | looked_into
+        words = frozenset(word for code in codes for word in words_in(code))
+        walk, refused = _walked(model, function, read, beside or {}, traced, words)
+        refused = refused or _why_not(walk, codes, guards, graph)
+        return cls(_entries_of(walk), refused, traced, frozenset(walk.looked_up), _places(walk))
+
+    def now(
+        self,
+        model: nn.Module,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        beside: Mapping[str, object] | None = None,
+    ) -> Fingerprint:
+        """Return what the same hashes are of these objects, within ``AttentionSwitch.paged``; arguments as above."""
+        read = {**arguments, "model": model}
+        walk, refused = _walked(model, function, read, beside or {}, self.traced, self.looked_up)
+        return Fingerprint(_entries_of(walk), refused, self.traced, self.looked_up, _places(walk))
+
+    def differences(
+        self,
+        model: nn.Module,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        beside: Mapping[str, object] | None = None,
+    ) -> list[str]:
+        """Return in words how these objects, this process and its settings differ from what was traced."""
+        return self.compared(self.now(model, function, arguments, beside))
+
+    def compared(self, now: Fingerprint) -> list[str]:
+        """Return in words how what there is now differs; nothing if the program may be taken."""
+        if refused := self.refused or now.refused:
+            return [refused]
+        return compare(self.entries, now.entries)
+
+    def encoded(self) -> dict[str, Any]:
+        """Return it as values of JSON."""
+        return {
+            "entries": dict(self.entries),
+            "refused": self.refused,
+            "traced": sorted(self.traced),
+            "looked_up": sorted(self.looked_up),
+        }
+
+    @classmethod
+    def decoded(cls, said: Any) -> Fingerprint:
+        """Read what ``encoded`` returns; ValueError if it is something else."""
+        try:
+            entries, refused = said["entries"], said["refused"]
+            words = [*entries, *entries.values(), *said["traced"], *said["looked_up"]]
+            if not all(isinstance(word, str) for word in words) or not isinstance(refused, (str, type(None))):
+                raise ValueError("a fingerprint consists of texts")
+            return cls(entries, refused, frozenset(said["traced"]), frozenset(said["looked_up"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no fingerprint: {type(error).__name__}: {error}") from None
+
+
+def compare(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Return in words how entries differ; the process's are compared by this, too, whenever a step is made."""
+    names = [*there, *(name for name in here if name not in there)]
+    return [_in_words(name, there, here) for name in names if there.get(name) != here.get(name)]
+
+
+def _in_words(name: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    if name not in there:
+        return f"{name} is new"
+    return f"{name} differs" if name in here else f"{name} is gone"
+
+
+def _walked(
+    model: nn.Module,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    beside: Mapping[str, object],
+    traced: frozenset[str],
+    words: frozenset[str],
+) -> tuple[Walk, str | None]:
+    walk = Walk(model, traced, words)
+    roots = {name: value for name, value in arguments.items() if name not in PER_CALL}
+    kinds = {f"kinds of {name}": [*_kinds_in(arguments[name])] for name in PER_CALL if name in arguments}
+    if hooks_on_all_modules():
+        return walk, "there are hooks on all modules of the process"
+    try:
+        walk.over({"program": function, **roots, **kinds, **beside})
+    except UnhashableError as error:
+        return walk, str(error)
+    return walk, None
+
+
+def _kinds_in(value: Any) -> Iterator[type]:
+    """Yield the classes of a value and of those inside it, each once; of tensors and plain values none."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield type(value)
+    elif type(value).__module__.partition(".")[0] in ("compiled_llm", "compiled_llm_ops"):
+        yield type(value)
+        value = tuple(vars(value).values()) if hasattr(value, "__dict__") else ()
+    if isinstance(value, (tuple, list)):
+        yield from dict.fromkeys(kind for entry in value for kind in _kinds_in(entry))
+
+
+def _entries_of(walk: Walk) -> dict[str, str]:
+    return {**versions(), **process_state(), **walk.entries}
+
+
+def _places(walk: Walk) -> list[Place]:
+    return list({(id(owner), name): (owner, name) for owner, name in walk.places}.values())
+
+
+def _why_not(walk: Walk, codes: frozenset[CodeType], guards: list[Guarded], graph: fx.Graph | None) -> str | None:
+    """Return why a trace cannot be kept, although all that was found was hashed; None if it can."""
+    for code in codes:
+        if code_digest(code) not in walk.reached and not _is_of_library(code):
+            return f"the traced function {code.co_name} ({code.co_filename}) is nowhere that is looked into"
+    if missing := uncovered(guards, walk, PER_CALL):
+        return f"it depends on {missing[0]}, which is not hashed"
+    for node in () if graph is None else graph.nodes:
+        if node.op == "call_function" and (call := _unknown_call(node.target)) is not None:
+            return f"it calls {call}, whose code is not looked into"
+    return None
+
+
+def _is_of_library(code: CodeType) -> bool:
+    """Whether code is torch's, Python's or ours, which versions and files stand for."""
+    return code.co_filename.startswith(("<frozen", *_LIBRARIES))
+
+
+def _unknown_call(target: Any) -> str | None:
+    """Return the name of a function that a graph calls, unless it is an operation of torch's or of ours."""
+    if isinstance(target, torch._ops.OpOverload):
+        return None if target.namespace in _OPS else str(target)
+    if isinstance(target, FunctionType):
+        return None if _is_of_library(target.__code__) else f"{target.__module__}.{target.__qualname__}"
+    return None

@@ -1,0 +1,73 @@
+"""Entries for what is beside a model: the process's state, settings of torch, versions, and our own files."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import transformers
+
+import compiled_llm_ops
+from compiled_llm.compat.huggingface import implementations_of_this_thread
+from compiled_llm.compat.own_version import OWN_VERSION
+from compiled_llm.compat.torch.process_state import settings, state
+from compiled_llm.compilation.kept.fingerprint.code import code_digest, digest
+
+_OWN = Path(__file__).parents[3]
+_FOLDERS = (
+    *(_OWN / room for room in ("compat", "compilation", "kinds", "kvcache", "model")),
+    Path(compiled_llm_ops.__file__).parent,
+)
+"""Our code that programs are made by and made of; what calls them hands over arguments, which are compared."""
+
+
+def process_state() -> dict[str, str]:
+    """Return entries for the state of this thread and process, within ``AttentionSwitch.paged``, and for settings."""
+    # A step that is made compares them; one that is repeated does not.
+    entries = {f"the process's {name}": digest(repr(value)) for name, value in state().items()}
+    entries["attention and experts of layers"] = digest(repr(implementations_of_this_thread()))
+    for name, values, others in settings():
+        said = {setting: _said(value) for setting, value in sorted(values.items())}
+        entries.update({f"setting {name}.{setting}": digest(said[setting]) for setting in sorted(others)})
+        entries[f"settings of {name}"] = digest(repr({**said, **dict.fromkeys(others)}))
+    return entries
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Return entries that are the same as long as this process runs."""
+    said = {
+        "version of Python": platform.python_version(),
+        "version of torch": str(torch.__version__),
+        "version of transformers": transformers.__version__,
+        "version of compiled-llm": OWN_VERSION,
+        "compiled_llm's files": "".join(_own_files()),
+    }
+    return {name: digest(value) for name, value in said.items()}
+
+
+def _own_files() -> Iterator[str]:
+    for folder in _FOLDERS:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                yield f"{path.relative_to(folder)} {digest(path.read_text('utf-8', 'surrogateescape'))}"
+
+
+def _said(value: Any) -> str:
+    """Describe a setting: a function by its code, a container by its entries, any other value by its words."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_said(key)}: {_said(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_said, value)))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_said, value))}]"
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)

@@ -1,0 +1,110 @@
+"""What a walk looks into, and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
+from compiled_llm.compilation.kept.fingerprint.walk import UnhashableError, Walk
+
+FACTOR = 2
+
+
+class Thing:
+    """Of no library."""
+
+    value = 1
+
+
+class Layer(nn.Module):
+    def __init__(self, **attributes: object) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        vars(self).update(attributes)
+
+    def forward(self, x: torch.Tensor, *, by: int = 3) -> torch.Tensor:
+        return x * self.scale * FACTOR * by
+
+
+def read_thing(layer: Any) -> Any:
+    return layer.thing.value
+
+
+def entries(model: nn.Module, *traced: FunctionType, **roots: object) -> dict[str, str]:
+    words = {word for function in traced for word in words_in(function.__code__)}
+    walk = Walk(model, {code_digest(function.__code__) for function in traced}, words)
+    walk.over({"model": model, **roots})
+    return walk.entries
+
+
+def test_functions_that_were_traced_are_looked_into_others_are_not(monkeypatch):
+    traced, untraced = entries(Layer(), Layer.forward), entries(Layer())
+    assert f"{__name__}.FACTOR" in traced
+    assert f"{__name__}.FACTOR" not in untraced
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    assert entries(Layer()) == untraced
+    assert entries(Layer(), Layer.forward) != traced
+
+
+def test_keyword_defaults_count(monkeypatch):
+    before = entries(Layer(), Layer.forward)
+    monkeypatch.setitem(Layer.forward.__kwdefaults__, "by", 4)
+    assert entries(Layer(), Layer.forward) != before
+
+
+def test_equal_numbers_of_other_types_are_others():
+    assert len({tuple(entries(Layer(n=n)).items()) for n in (1, 1.0, True, 0.0, -0.0, "1")}) == 6
+
+
+def test_sets_have_no_order_and_dictionaries_do():
+    sets = [{"a", "b", "c"}, {"c", "b", "a"}]
+    assert entries(Layer(), letters=sets[0]) == entries(Layer(), letters=sets[1])
+    assert entries(Layer(), letters={"a": 1, "b": 2}) != entries(Layer(), letters={"b": 2, "a": 1})
+
+
+def test_what_holds_itself_ends():
+    layer = Layer()
+    holding: list[object] = [layer]
+    holding.append(holding)
+    assert entries(layer, holding=holding)
+
+
+def test_one_object_in_two_places_is_not_two_equal_ones():
+    one, other = [1], [1]
+    assert entries(Layer(), pair=(one, one)) != entries(Layer(), pair=(one, other))
+
+
+def test_an_object_of_another_kind_is_refused_by_name_if_traced_code_names_it():
+    layer = Layer(thing=Thing())
+    assert entries(layer, Layer.forward)
+    with pytest.raises(UnhashableError, match=r"model\.thing is an object of .*Thing"):
+        entries(layer, Layer.forward, read_thing, read=read_thing)
+
+
+def test_a_long_container_is_refused_by_name():
+    with pytest.raises(UnhashableError, match=r"words has 10001 entries"):
+        entries(Layer(), words=list(range(10_001)))
+
+
+def test_an_attribute_that_nobody_reads_counts_by_its_name_alone():
+    with_lock = entries(Layer(lock=threading.Lock(), tokenizer=Thing()))
+    assert entries(Layer(lock=threading.Lock(), tokenizer=Thing())) == with_lock
+    assert entries(Layer(lock=threading.Lock())) != with_lock
+
+
+def test_generated_code_has_globals_of_its_own():
+    def generated(value: int) -> FunctionType:
+        scope: dict[str, Any] = {"value": value}
+        exec("def function(x):\n    return x * value", scope)
+        function: FunctionType = scope["function"]
+        return function
+
+    two, three = generated(2), generated(3)
+    assert entries(Layer(), two, function=two) != entries(Layer(), three, function=three)
+    assert entries(Layer(), two, function=two) == entries(Layer(), two, function=generated(2))
