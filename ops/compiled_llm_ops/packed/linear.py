@@ -35,7 +35,7 @@ def packed_linear(args: PackedLinear) -> Tensor:
         group_outputs: how many outputs share a scale; 0 for all.
         group_inputs: how many inputs share a scale; 0 for all.
         may_round: whether a kernel may round rows to e4m3, by 128 inputs.
-        overlap: as of ``skinny_linear``.
+        overlap: as of ``skinny_linear``: the previous kernel must write nothing of the weight then, nor its tables.
 
     Returns:
         ``[..., N]``, contiguous.

@@ -82,8 +82,8 @@ JOINED = {
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
-# 4 bits. Tiles of 128 rows, with 8 warps, are up to a tenth faster with more than 64 rows; one of them, for int8, gave
-# other bits the second time, so that none is taken until it is known why.
+# 4 bits. Tiles of 128 rows, with 8 warps, were up to a tenth faster with more than 64 rows; one of them, for int8, gave
+# other bits the second time (``tiles.ended``), and none has been measured since that is mended.
 
 JOINED_WARPS = 4
 

@@ -51,7 +51,19 @@ def compiled(
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
+    check_operands_in_registers(made.asm["ptx"])
+    return made
+
+
+def check_operands_in_registers(code: str) -> None:
+    """Tensor cores read an operand in registers while the kernel goes on: it must wait before it writes the next one.
+
+    With operands in shared memory, some products may still run while the next ones begin.
+    """
+    in_registers = re.search(r"wgmma\.mma_async\S+\s+\{[^}]*\},\s*\{", code)
+    left = {int(count) for count in re.findall(r"wgmma\.wait_group\S*\s+(\d+)", code)} - {0}
+    assert not (in_registers and left), f"{max(left)} products may still read registers that are written"
 
 
 def in_order(code: str) -> list[str]:

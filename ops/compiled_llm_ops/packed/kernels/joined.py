@@ -3,6 +3,9 @@
 # Blocks of rows and of codes come by TMA, which fills in zeros outside: rows of padding are not read. A weight is the
 # first operand, from registers. Each thread makes the numbers that its instruction takes: two neighbouring inputs of an
 # output at a time, from a byte of codes or from the words that have them.
+# Before a program waits for the previous kernel, it reads codes, scales and zeros, as all kernels of packed weights do
+# (see ``pdl``). A model's are written by no kernel of its programs. Who writes them (new weights, weights that come
+# back from host memory, tables that readers make) has waited for the device before a program is launched.
 # Shapes: M rows, N outputs, K inputs.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
@@ -27,7 +30,7 @@ from compiled_llm_ops.packed.kernels.pairs import (
     tiles_to_numbers,
     words_to_numbers,
 )
-from compiled_llm_ops.packed.kernels.tiles import finish_tile, options, parts_of
+from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, parts_of
 from compiled_llm_ops.packed.tilings import PackedLinearTiling
 
 
@@ -137,7 +140,7 @@ def _packed_joined(
         weights = _weights(codes, first, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
         rows = x.load([first_row, after_waiting(k) if PDL else k])
         if GROUP_K == 0 or SCALED:
-            sums = tl.dot(weights, rows.T, sums)
+            sums = ended(tl.dot(weights, rows.T, sums))
         else:
             sums += tl.dot(weights, rows.T) * (scale if ALIKE else scale[:, None])
         if SCALED:

@@ -23,8 +23,10 @@ from compiled_llm_ops.kernels.counters import zeroed_counters
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels.codes import halves_at, planes_at, scale_at, shift_at, weights_at
-from compiled_llm_ops.packed.kernels.ptx import text_for
+from compiled_llm_ops.packed.kernels.ptx import interprets, text_for
 from compiled_llm_ops.packed.tilings import PackedLinearTiling, way_of
+
+_COMPILED: tl.constexpr = tl.constexpr(not interprets())
 
 
 @triton.jit
@@ -89,6 +91,17 @@ def _product(
 
 
 @triton.jit
+def ended(sums):
+    """Return sums that tensor cores have ended, whose registers of codes may be written from then on."""
+    # Tensor cores read these registers while a program goes on. Of sums that only the next block's product reads,
+    # Triton 3.6 waits for all but the last seven instructions, and writes the next block's codes into registers that
+    # those may still read. What reads the sums in each turn, and be it nothing but a copy, has it wait for all.
+    if _COMPILED:
+        sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return sums
+
+
+@triton.jit
 def sum_parts(parts, splits, stride):
     """Return the sum of what programs have computed of a tile, in the order of their inputs."""
     total = tl.load(parts)
@@ -135,6 +148,7 @@ def _packed_tensor_cores(
                 sums, x, codes, first, offs_m, k, M, N, K, blocks,
                 CODE, LAYOUT, WAY, APART, ROWS, BN, BK, MASKED, ASM, PDL,
             )  # fmt: skip
+            sums = ended(sums)
             if zeros is not None:
                 row_sums += tl.sum(rows.to(tl.float32), 1)
         else:
