@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ import compiled_llm
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.kvcache.cuda_virtual_memory import mapped_bytes
 from compiled_llm.kvcache.pool import PagePool
+from support.execution.launches import launches_of_steps
 from support.execution.model_changes import (
     Changing,
     in_place,
@@ -168,18 +168,7 @@ def test_a_decode_step_launches_one_graph_and_no_kernel_beside_it(small: PreTrai
         generate_loop.admit([7] * length, 20)
     for _ in range(3):
         generate_loop.step()
-    cuda = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=cuda):
-        torch.cuda.synchronize()  # the profiler has to be started on this thread before any other
-
-    def launches_of(steps: int) -> list[str]:
-        with torch.profiler.profile(activities=cuda) as profile:
-            for _ in range(steps):
-                generate_loop.step()
-            torch.cuda.synchronize()
-        return [event.name for event in profile.events() if re.match("cu(da)?(Graph)?Launch", event.name)]
-
-    launches = small.compiled.model_runner().thread.call(launches_of, 4)
+    launches = launches_of_steps(small, generate_loop, 4)
     generate_loop.close()
     if not launches:
         pytest.skip("the profiler shows no launches on this machine")

@@ -15,19 +15,16 @@ from compiled_llm_ops.packed.linear import multiply_packed
 from compiled_llm_ops.packed.rule import JOINED, JOINED_WARPS, MAX_BLOCK, JoinedTile
 from compiled_llm_ops.packed.tilings import PackedLinearTiling, block_inputs, can_be_joined
 from support.gpu import needs_cuda, on_gpu, seeded
-from support.ops.packed_weights import FORMATS, LARGEST_E4M3, Made, make
+from support.ops.packed_weights import FORMATS, IN_ROWS, Made, finite, side_by_side
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 N, K = 320, 640
 
 
-def made_on_gpu(name: str) -> Made:
+def made_on_gpu(name: str, n: int = N, k: int = K) -> Made:
     """A weight without codes of e4m3 that are not numbers, whose zeros that are no integers are of bfloat16."""
-    codes = torch.randint(1 << FORMATS[name][0].bits, (N, K), device="cpu")
-    if FORMATS[name][0].code == "e4m3":
-        codes = codes.where(codes & 0x7F <= LARGEST_E4M3, 0x3C) & 0xBF
-    made = make(name, N, K, codes=codes)
+    made = finite(name, n, k)
     weight = made.weight
     if weight.zeros is not None and weight.zeros.is_floating_point():
         weight = weight._replace(scales=weight.scales.bfloat16(), zeros=weight.zeros.bfloat16())
@@ -69,3 +66,41 @@ def test_codes_joined_in_order(name: str, tile: JoinedTile, seed: int) -> None:
         out = multiply(rows, made.weight, None, tiling, pdl=False)
         check(out, rows, made)
         assert torch.equal(multiply(rows, made.weight, None, tiling, pdl=True), out)
+
+
+CHAINED = ["torchao int8", "torchao float8 by row", "compressed-tensors int4, channel", "torchao int4, tiles"]
+"""Formats of which a block's product is added by the next one."""
+
+
+@seeded
+@pytest.mark.parametrize(("tile", "warps"), [((16, 64, 6), 4), ((32, 64, 4), 4), ((64, 128, 4), 4), ((128, 128, 3), 8)])
+@pytest.mark.parametrize("name", CHAINED)
+def test_products_have_the_same_bits_each_time(name: str, tile: tuple[int, int, int], warps: int, seed: int) -> None:
+    """Tensor cores have ended before the next block's numbers take the place of those that they read."""
+    from compiled_llm_ops.packed.kernels.joined import multiply
+
+    made = made_on_gpu(name, 1024, 2048)
+    weight, (rows_of_tile, outputs, stages) = made.weight, tile
+    tiling = PackedLinearTiling(
+        rows_of_tile, outputs, block_inputs(weight.format, MAX_BLOCK), stages, 2, warps, joined=True
+    )
+    rows = torch.randn(4 * rows_of_tile, 2048, device="cuda", dtype=torch.bfloat16)
+    out = multiply(rows, weight, None, tiling, pdl=False)
+    check(out, rows, made)
+    different = sum((multiply(rows, weight, None, tiling, pdl=True) != out).any() for _ in range(300))
+    assert int(different) == 0
+
+
+@seeded
+@pytest.mark.parametrize("name", IN_ROWS)
+def test_side_by_side_products_have_the_bits_of_those_apart(name: str, seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.joined import multiply
+
+    both = [made_on_gpu(name, outputs).weight for outputs in (256, 128)]
+    whole = side_by_side(both)
+    if not can_be_joined(whole, torch.bfloat16):
+        pytest.skip("not joined")
+    rows = torch.randn(30, K, device="cuda", dtype=torch.bfloat16)
+    tiling = PackedLinearTiling(32, 64, block_inputs(whole.format, MAX_BLOCK), 4, 2, JOINED_WARPS, joined=True)
+    apart = torch.cat([multiply(rows, own, None, tiling, pdl=False) for own in both], -1)
+    assert torch.equal(multiply(rows, whole, None, tiling, pdl=False), apart)
