@@ -10,6 +10,9 @@ import torch
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.config import WrapConfig
 
+PREFILL, PREFILL_ALONE = "prefill", "prefill of rows without cached tokens"
+"""Names of programs that parts have others of, too, for steps with outputs that these do not give."""
+
 ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
 
 

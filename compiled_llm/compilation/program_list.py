@@ -13,13 +13,12 @@ from functools import partial
 
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.options import decode_options, prefill_options
-from compiled_llm.compilation.program import Program, ProgramInputs
+from compiled_llm.compilation.program import PREFILL as PREFILL, PREFILL_ALONE as PREFILL_ALONE, Program, ProgramInputs
 from compiled_llm.compilation.steps import decode_step, prefill_step, unpaged_step
 from compiled_llm.features import FEATURES, feature
 
-PREFILL, DECODE_ONE, DECODE_MANY = "prefill", "decode, batch 1", "decode, larger batches"
+DECODE_ONE, DECODE_MANY = "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
-PREFILL_ALONE = "prefill of rows without cached tokens"
 UNPAGED = "forward without pages"
 DECODE_SHARED = "decode, shared pages read once"
 DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"

@@ -32,6 +32,22 @@ def prefill_step(
     specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
     """Run packed tokens through the model: ``[L, V]`` logits in its dtype, ``[C]`` int64 next tokens, and more."""
+    out = forward_of_prompts(model, forward, inputs, tables, pages, specs, logits_to_keep=inputs.keep, **_asked(inputs))
+    logits: Tensor = out.logits[0]
+    sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
+    return StepOutputs(logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables), emitted(inputs, out))
+
+
+def forward_of_prompts(
+    model: PreTrainedModel,
+    forward: Forward,
+    inputs: PrefillInputs,
+    tables: SamplingTables,
+    pages: list[Tensor],
+    specs: tuple[KVCacheSpec, ...],
+    **asked: Any,
+) -> Any:
+    """Run packed tokens through the model, let taps see them, and return the model's output."""
     # Each layer has a memory in ``pages``, which its spec reads and writes.
     tokens = (inputs.token_rows, inputs.token_positions)
     table = (inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
@@ -46,16 +62,13 @@ def prefill_step(
         model,
         position_ids=inputs.positions,
         use_cache=False,
-        logits_to_keep=inputs.keep,
         **({"inputs_embeds": ids} if embedded else {"input_ids": ids}),
-        **_asked(inputs),
+        **asked,
         **{BATCH_ARGUMENT: batch},
     )
     for tap in inputs.taps:
         tap.prefilled(inputs, torch.zeros_like(inputs.positions[0]) if embedded else ids[0])
-    logits: Tensor = out.logits[0]
-    sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
-    return StepOutputs(logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables), emitted(inputs, out))
+    return out
 
 
 def unpaged_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,9 +43,16 @@ class Answer(PendingAnswer):
 
     def completion(self) -> Completion:
         whole = super().completion()
+        if self.request.pooled is not None:
+            return replace(whole, pooled=self.pooled)
         if self.request.emitted is None:
             return whole
         return replace(whole, hidden_states=self.hidden_states, emitted=self.emitted)
+
+    @property
+    def pooled(self) -> array[float] | None:
+        """The vector of its prompt, float32, once it has ended well; None before, or if none is wanted."""
+        return self.request.pooled.vector if self.request.pooled and self.finish_reason == "length" else None
 
     @property
     def hidden_states(self) -> dict[int, Tensor] | None:

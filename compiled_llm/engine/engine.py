@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.admission.policies import AdmissionName
@@ -32,6 +33,7 @@ from compiled_llm.engine.steps.loop import LoopSettings, Mixed
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.engine.wanted import wanted_of
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
@@ -184,6 +186,7 @@ class Engine:
         *,
         hidden_states: Sequence[int] | None = None,
         emitted: Sequence[str] | None = None,
+        pooled: bool = False,
     ) -> list[RequestOutput]:
         """Answer one prompt or several, and wait for all: one output each, in their order; arguments as of ``submit``.
 
@@ -198,9 +201,10 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
-        listed, model_runner = with_params(prompts, params), self._checked_runner()
+        model_runner = self._checked_runner()
+        params, wanted = wanted_of(self._runtime.facts, params, hidden_states, emitted, pooled)
         samplings = dict[int, RequestSampling]()
-        wanted = self._wanted(hidden_states, emitted)
+        listed = with_params(prompts, params)
         handles = [self._handle(model_runner, *entry, wanted, samplings) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
             self._add(handles)
@@ -219,6 +223,7 @@ class Engine:
         cache_salt: Hashable = None,
         hidden_states: Sequence[int] | None = None,
         emitted: Sequence[str] | None = None,
+        pooled: bool = False,
     ) -> RequestHandle:
         """Begin to answer a prompt, and return at once.
 
@@ -232,6 +237,8 @@ class Engine:
                 answers, whatever the prefix cache has of it.
             emitted: names under which traced hooks emit what its output has (``Completion.emitted``); otherwise as
                 ``hidden_states``.
+            pooled: have the vector of the prompt's last token (``Completion.pooled``) in place of an answer; ``embed``
+                and ``classify`` make of it what is mostly wanted.
 
         Raises:
             ValueError: the prompt or its settings are impossible, there is no such layer or no hook, or the host has
@@ -240,8 +247,9 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
         """
         waiting: dict[str, Any] = {"priority": priority, "timeout": timeout, "salt": cache_salt}
-        wanted = self._wanted(hidden_states, emitted)
-        handle = self._handle(self._checked_runner(), prompt, params or SamplingParams(), wanted, **waiting)
+        model_runner = self._checked_runner()
+        params, wanted = wanted_of(self._runtime.facts, params, hidden_states, emitted, pooled)
+        handle = self._handle(model_runner, prompt, params or SamplingParams(), wanted, **waiting)
         self.begin(handle)
         return handle
 
@@ -255,13 +263,44 @@ class Engine:
         self._add([handle])
         self._engine_thread.start_thread()
 
-    def _wanted(
-        self, hidden_states: Sequence[int] | None, emitted: Sequence[str] | None
-    ) -> Callable[[Request], None] | None:
-        if hidden_states is None and emitted is None:
-            return None
-        asked: Callable[..., Callable[[Request], None]] = needed("hidden_states", "engine").TAP.asked
-        return asked(hidden_states=hidden_states, emitted=emitted, facts=self._runtime.facts)
+    def embed(
+        self,
+        texts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        dimensions: int | None = None,
+        *,
+        prompt_name: str | None = None,
+        pooling: Literal["last"] | None = None,
+    ) -> Tensor:
+        """Return the embeddings of texts, ``[N, dimensions]`` float32 on the CPU: of each the last hidden state.
+
+        They are pooled, begun with a prompt and made as long as 1 as the files of sentence-transformers in the model's
+        folder say.
+
+        Args:
+            texts: one or several, each a text or its token ids, which get no prompt.
+            dimensions: how many of an embedding's numbers are kept, the first ones; None for all.
+            prompt_name: which of the folder's prompts texts begin with; None for its default, mostly none.
+            pooling: ``"last"`` to take the last token, and length 1, where the folder does not say so.
+
+        Raises:
+            ValueError: the folder says nothing, or pools in another way; the model is a classifier; or a text, or
+                another argument, is impossible.
+            RuntimeError: a text has no vector, which is cancelled or has failed; or as ``generate``.
+        """
+        vectors: Tensor = needed("pooling", "engine").embed(
+            *(self, self._runtime.facts.model, texts, dimensions, prompt_name, pooling)
+        )
+        return vectors
+
+    def classify(self, texts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> Tensor:
+        """Return what a classifier's head says of texts, ``[N, labels]`` float32 on the CPU, as ``model(...).logits``.
+
+        Raises:
+            ValueError: the model has no head of a ``...ForSequenceClassification``, or a text is impossible.
+            RuntimeError: as ``embed``.
+        """
+        scores: Tensor = needed("pooling", "engine").classify(self, self._runtime.facts.model, texts)
+        return scores
 
     def _add(self, handles: Sequence[RequestHandle]) -> None:
         self._engine_thread.add(handles, self._max_queue)
@@ -285,7 +324,9 @@ class Engine:
         images = None
         if shows_images(prompt):
             if enter is not None:
-                raise ValueError("hidden_states, emitted: there are none of a prompt with pictures; leave them out")
+                raise ValueError(
+                    "hidden_states, emitted, pooled: there are none of a prompt with pictures; leave them out"
+                )
             salt = waiting.get("salt")
             images = needed("images", "engine").images_of(
                 *(prompt, self._processor, params, model_runner, salt, self._encoder_cache)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
@@ -46,6 +47,8 @@ class Completion:
             last, which was sampled and never fed in. Fewer if it was cancelled before.
         emitted: of the same tokens, what traced hooks have emitted: ``[tokens, ...]`` on the CPU by each name of
             ``submit(emitted=...)``.
+        pooled: with ``submit(pooled=True)``, once it has ended well, the numbers of the prompt's last token, float32:
+            its last hidden state, or the scores of a classifier.
     """
 
     index: int
@@ -57,6 +60,7 @@ class Completion:
     logprobs: Sequence[dict[int, Logprob]] | None = field(default=None, repr=False)
     hidden_states: dict[int, Tensor] | None = field(default=None, repr=False, compare=False)
     emitted: dict[str, Tensor] | None = field(default=None, repr=False, compare=False)
+    pooled: array[float] | None = field(default=None, repr=False)
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -142,6 +142,13 @@ FEATURES = {
         ("integrations/test_lm_eval_command.py",),
         line='compiled_llm/features.py: "lm_eval": ',
     ),
+    "pooling": Feature(
+        "pooling|embed(?!d)|classif",
+        ("compiled_llm/compilation/pooling.py", "compiled_llm/engine/pooling", "compiled_llm/requests/pooling"),
+        ("pooling",),
+        line='compiled_llm/features.py: "pooling": ',
+        asks="Engine(model()).embed([5], pooling='last')",
+    ),
     "structured outputs": Feature(
         "structured_output|grammar",
         ("compiled_llm/engine/grammars",),  # `generate` follows grammars of xgrammar's processor without it

@@ -11,6 +11,9 @@ STEPS: tuple[Phase, ...] = ("decode", "prefill", "scoring")  # those that run th
 ACCEPTED = "accepted"
 """How a want begins that is no output of the model: of each row's new tokens the device decides how many count."""
 
+POOLED = "pooled"
+"""How a want begins that stands in place of logits: the step gives other numbers of tokens, and samples none."""
+
 
 class StepKey(NamedTuple):
     """A phase and a padded size; steps of one key can be replays of one CUDA graph."""

@@ -73,13 +73,18 @@ class RequestImages(RunsApart):
     # ---- in the model's executor
 
     def run(
-        self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[PlanTap]
+        self,
+        model_runner: ModelRunner,
+        persistent: PersistentBatch,
+        extensions: Sequence[Extension],
+        taps: Sequence[PlanTap],
     ) -> Tensor:
         """Fill a row up to the end of the pictures; returns ``[0]`` int64, no token is sampled after them.
 
         Raises:
             RequestError: HuggingFace's forward has failed; nothing else has.
         """
+        (extension,) = extensions
         row = cast(Row, extension.row)
         persistent.invalidate_rows([row])
         try:

@@ -72,10 +72,15 @@ class RequestLogprobs(RunsApart):
         return at if self.prompt_most is not None and at < len(self.request.prompt) - 1 else None
 
     def run(
-        self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[PlanTap]
+        self,
+        model_runner: ModelRunner,
+        persistent: PersistentBatch,
+        extensions: Sequence[Extension],
+        taps: Sequence[PlanTap],
     ) -> Tensor:
         """Run a chunk of its prompt with all logits, without waiting for it; in the model's executor."""
         # Returns ``[1]`` int64, the token that was sampled after it; ``[0]`` if the chunk does not end the prompt.
+        (extension,) = extensions
         row, count = cast(Row, extension.row), len(extension.ids)
         start = row.length
         persistent.invalidate_rows([row])

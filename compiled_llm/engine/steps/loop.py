@@ -326,12 +326,14 @@ class Loop:
             self.mixed_steps += batch.mixed
             output = self.model_runner.run(batch, self._persistent)
             yield output.tokens, output.accepted
-        for chunk in prepared.apart:
-            apart = cast(RunsApart, chunk.apart)
+        for _, alike in itertools.groupby(prepared.apart, key=_launch_of):
+            chunks = [*alike]
+            apart = cast(RunsApart, chunks[0].apart)
+            extensions = [chunk.extension for chunk in chunks]
             try:
-                yield apart.run(self.model_runner, self._persistent, chunk.extension, prepared.taps), None
-            except RequestError as error:  # it fails alone, once the tokens of others are read
-                self._failed.append(_FailedChunk(chunk.request, error))
+                yield apart.run(self.model_runner, self._persistent, extensions, prepared.taps), None
+            except RequestError as error:  # they fail alone, once the tokens of others are read
+                self._failed += [_FailedChunk(chunk.request, error) for chunk in chunks]
 
     def _prepared_for(self, plan: StepPlan) -> _Prepared:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
@@ -418,6 +420,11 @@ class Loop:
             for tap in self._taps:
                 tap.read(arrived, done)
         return changed
+
+
+def _launch_of(chunk: Chunk) -> int:
+    """Return what chunks that run apart, and in one launch, have in common."""
+    return id(chunk.apart if chunk.apart is not None and chunk.apart.together else chunk)
 
 
 def _as_of_now(request: Request, sampling: Sampling | None) -> Sampling | None:

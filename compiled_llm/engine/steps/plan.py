@@ -19,11 +19,17 @@ class RunsApart(Protocol):
     """Who computes chunks of a request in launches of their own."""
 
     timed: bool  # whether the time that a launch takes tells how long others take
+    together: bool = False  # whether it takes chunks that follow one another in a plan at once; else each alone
 
     def run(
-        self, model_runner: ModelRunner, persistent: PersistentBatch, extension: Extension, taps: Sequence[Any]
+        self,
+        model_runner: ModelRunner,
+        persistent: PersistentBatch,
+        extensions: Sequence[Extension],
+        taps: Sequence[Any],
     ) -> Tensor:
-        """Compute a chunk, in the model's executor; return the tokens sampled after it, ``[0]`` or ``[1]`` int64."""
+        """Compute chunks that it runs in a plan, in the model's executor; return the tokens sampled after them."""
+        # ``[N]`` int64, of N chunks that end a prompt, in their order.
         ...
 
 
@@ -33,7 +39,8 @@ class Chunk(NamedTuple):
     request: Request
     ids: NDArray[np.int64]  # ``[Q]`` int64
     is_last: bool  # a token is sampled after them
-    apart: RunsApart | None = None  # who computes them apart, a request's ``scores`` or ``images``; None for steps
+    # who computes them apart: a request's ``scores`` or ``images``, or what all that are pooled share; None for steps
+    apart: RunsApart | None = None
 
     @property
     def timed(self) -> bool:

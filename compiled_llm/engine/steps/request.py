@@ -50,6 +50,7 @@ class Request:
     scores: Any = None
     emitted: Any = None
     images: Any = None
+    pooled: Any = None  # its ``RequestPooled``, if it asks for the vector of its prompt in place of an answer
     listeners: Listeners | None = None  # to its tokens as they come
     prefix_owner: Request | None = None  # the answer whose prompt this one shares, and waits for; None for the first
     submitted: float = 0.0

@@ -268,8 +268,9 @@ class Scheduler:
             end = min(end, unseen)
         left = self._left_for_next(request, end) if not apart and start + room == end < len(request.known) else 0
         ids = request.known[start : request.cut_after(start, end - left)]
-        extend.append(Chunk(request, ids, start + len(ids) == len(request.known), request.scores if apart else None))
-        if self._keeps_planned and not apart:
+        by = request.scores if apart else None if request.pooled is None else request.pooled.launches
+        extend.append(Chunk(request, ids, start + len(ids) == len(request.known), by))
+        if self._keeps_planned and by is None:
             self._keep_planned(request, start + len(ids))
         return room - len(ids) - left
 

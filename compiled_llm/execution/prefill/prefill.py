@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.compilation.graphs.step_key import POOLED, StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, with_outputs
 from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of
@@ -362,8 +362,10 @@ class Prefill:
         """Return the shape in which a prefill can be captured; None if it cannot."""
         # Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
         # tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none that gives hidden states
-        # of many tokens.
+        # of many tokens, and none that gives something in place of logits, which has another size.
         if not self._captures or embeddings is not None or len(slots) not in (0, wanted):
+            return None
+        if any(want.startswith(POOLED) for want in wants):
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None

@@ -1,0 +1,32 @@
+"""What requests have besides tokens, or in place of them, as features give it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.features import needed
+from compiled_llm.model.classifiers import is_classifier
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.requests.sampling_params import SamplingParams
+
+
+def wanted_of(
+    facts: ModelFacts,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    hidden_states: Sequence[int] | None,
+    emitted: Sequence[str] | None,
+    pooled: bool,
+) -> tuple[Any, Callable[[Request], None] | None]:
+    """Return the settings of requests, and what lets them have what they ask for; ValueError if it cannot be had."""
+    outputs = hidden_states is not None or emitted is not None
+    if pooled or is_classifier(facts.model):
+        settings: tuple[Any, Callable[[Request], None]] = needed("pooling", "engine").settings_of(
+            *(facts, params, outputs, pooled)
+        )
+        return settings
+    if not outputs:
+        return params, None
+    asked: Callable[..., Callable[[Request], None]] = needed("hidden_states", "engine").TAP.asked
+    return params, asked(hidden_states=hidden_states, emitted=emitted, facts=facts)

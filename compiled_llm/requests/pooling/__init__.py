@@ -1,0 +1,1 @@
+"""Vectors of prompts, in an engine and in an API server."""
