@@ -22,6 +22,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from compiled_llm.compat.torch.dynamo import off_by_stance, switched_off
+from compiled_llm.compat.torch.modes import hooks_on_all_modules
 
 _IN_WORDS = {
     "grad_mode": "torch.is_grad_enabled",
@@ -87,6 +88,45 @@ def settings() -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
         kept = {setting: value for setting, value in read.items() if setting not in _WITHOUT_EFFECT}
         entries: dict[str, Any] = module._config
         yield name, kept, frozenset(setting for setting, value in kept.items() if value != entries[setting].default)
+
+
+class StateCheck:
+    """The state of this thread and process, remembered, and compared in some microseconds; settings are left out.
+
+    Who compiles reads settings, and what is compiled reads none.
+    """
+
+    def __init__(self) -> None:
+        self._guarded, self._beside = GlobalStateGuard(), _beside_guarded()
+
+    def holds(self) -> bool:
+        """Whether all of it is as it was."""
+        return self._guarded.check() and self._beside == _beside_guarded()
+
+
+def _beside_guarded() -> tuple[object, ...]:
+    """Return what ``state`` has besides that which Dynamo's own guard compares."""
+    inside = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()) if inside else ()
+    return (
+        torch.is_inference_mode_enabled(),
+        _device.CURRENT_DEVICE,
+        _said(torch.get_float32_matmul_precision),
+        [torch._C._get_fp32_precision_getter(*place) for place in _PRECISIONS],
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        [enabled() for enabled in _attention_kernels()],
+        [*map(type, modes)],
+        peek_interpreter_stack() is not None,
+        torch.autograd.forward_ad._current_level,
+        torch._C._get_tracing_state() is not None,
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        torch.is_anomaly_enabled(),
+        off_by_stance(),
+        hooks_on_all_modules(),
+    )
+
+
+_PRECISIONS = (("generic", "all"), ("cuda", "matmul"), ("cuda", "all"), ("mkldnn", "all"), ("mkldnn", "matmul"))
 
 
 def _name_of(mode: object) -> str:

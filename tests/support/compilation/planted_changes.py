@@ -188,7 +188,7 @@ def _hide_a_builtin(stack: ExitStack, model: Any) -> None:
     stack.enter_context(mock.patch.object(masking_utils, "isinstance", issubclass, create=True))
 
 
-_OF_CODE = {
+OF_CODE = {
     "forward of a layer's class": put(qwen3.Qwen3MLP, "forward", another_forward, "Qwen3MLP"),
     "a method that a layer's class inherits": put(qwen3.Qwen3MLP.__mro__[1], "_call_impl", another_forward, "Module"),
     "a new method that hides one": Planted(
@@ -212,7 +212,7 @@ _OF_CODE = {
     "another file of ours": Planted(_another_file, "compiled_llm's files"),
 }
 
-_OF_MODEL = {
+OF_MODEL = {
     "rms_norm_eps": in_model("model.norm", "variance_epsilon", 1e-3, "model.norm"),
     "a layer's number": in_model("model.layers.0.self_attn", "layer_idx", 3, "model.layers.0.self_attn"),
     "an entry of the config": in_model("config", "hidden_act", "gelu", "config.hidden_act"),
@@ -231,7 +231,7 @@ _OF_MODEL = {
     "another activation": Planted(_another_activation, "model.layers.0.mlp"),
 }
 
-_OF_PROCESS = {
+OF_PROCESS = {
     "matmul precision": Planted(_prefer_precision, "matmul_precision"),
     "deterministic algorithms": called(torch.use_deterministic_algorithms, True, False, "deterministic"),
     "autocast": within(lambda: torch.autocast("cpu", torch.bfloat16), "autocast"),
@@ -256,4 +256,4 @@ _OF_PROCESS = {
     ),
 }
 
-PLANTED: dict[str, Planted] = {**_OF_CODE, **_OF_MODEL, **_OF_PROCESS}
+PLANTED: dict[str, Planted] = {**OF_CODE, **OF_MODEL, **OF_PROCESS}

@@ -15,7 +15,7 @@ import transformers
 import compiled_llm_ops
 from compiled_llm.compat.huggingface import implementations_of_this_thread
 from compiled_llm.compat.own_version import OWN_VERSION
-from compiled_llm.compat.torch.process_state import settings, state
+from compiled_llm.compat.torch.process_state import StateCheck, settings, state
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, digest
 
 _OWN = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ _FOLDERS = (
 
 def process_state() -> dict[str, str]:
     """Return entries for the state of this thread and process, within ``AttentionSwitch.paged``, and for settings."""
-    # A step that is made compares them; one that is repeated does not.
+    # ``ProcessWatch`` compares the state again in each step that is made; one that is repeated does not.
     entries = {f"the process's {name}": digest(repr(value)) for name, value in state().items()}
     entries["attention and experts of layers"] = digest(repr(implementations_of_this_thread()))
     for name, values, others in settings():
@@ -36,6 +36,17 @@ def process_state() -> dict[str, str]:
         entries.update({f"setting {name}.{setting}": digest(said[setting]) for setting in sorted(others)})
         entries[f"settings of {name}"] = digest(repr({**said, **dict.fromkeys(others)}))
     return entries
+
+
+class ProcessWatch:
+    """The state of this thread and process, as when it was made: what is compared when a step is made."""
+
+    def __init__(self) -> None:
+        self._state, self._read = StateCheck(), implementations_of_this_thread()
+
+    def holds(self) -> bool:
+        """Whether it is as it was; within ``AttentionSwitch.paged``, as when it was made."""
+        return self._read == implementations_of_this_thread() and self._state.holds()
 
 
 @functools.cache

@@ -40,6 +40,7 @@ from compiled_llm.compat.huggingface import class_of_config
 from compiled_llm.compat.torch.dynamo import before_dynamo
 from compiled_llm.compat.torch.tensors import dispatch_keys, wrapped_in
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, codes_in, digest, imports, names_in
+from compiled_llm.model.version.code import CALLED, places_of
 from compiled_llm.model.version.module_state import names_read
 
 UNSAID = frozenset(
@@ -111,7 +112,9 @@ class Walk:
         self._by_kind: dict[type, Callable[[Any, str], str]] = {}
         self._looked: set[tuple[ModuleType, frozenset[str]]] = set()
         self._left: deque[tuple[str, Callable[[], str]]] = deque()
-        self._kinds = frozenset(str(type(module)) for module in model.modules())
+        self._modules = [*model.modules()]
+        self._kinds = frozenset(str(type(module)) for module in self._modules)
+        self._methods: set[str] = set()
         for name, module in model.named_modules(prefix="model"):
             self._name(module, name)
 
@@ -124,6 +127,8 @@ class Walk:
         while self._left:
             name, describe = self._left.popleft()
             self.entries[name] = digest(describe())
+        for kind in {type(module): None for module in self._modules}:
+            self.places += places_of([kind], sorted(self._methods & {*dir(kind)} | CALLED))
 
     def saw(self, value: object) -> bool:
         """Whether a value was found, so that another in its place changes an entry."""
@@ -330,9 +335,19 @@ class Walk:
 
     def _parts_of_class(self, kind: type, name: str) -> str:
         bases = [self.said(base, name) for base in kind.__mro__[1:]]
+        self._watch(kind, *(member for member, value in vars(kind).items() if self._counts(member, value)))
         members = sorted(vars(kind).items())
         said = (f"{member}: {self._member(member, value, name)}" for member, value in members if _is_said(member))
         return "; ".join((*bases, *said))
+
+    def _counts(self, member: str, value: object) -> bool:
+        """Whether a member of a class is plain, or was traced: another one in its place makes another trace."""
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if not isinstance(function, FunctionType):
+            return _is_said(member) and is_plain(value)
+        if traced := code_digest(before_dynamo(function).__code__) in self._traced:
+            self._methods.add(member)
+        return traced
 
     def _member(self, member: str, value: object, name: str) -> str:
         if isinstance(value, (FunctionType, staticmethod, classmethod, property, functools.cached_property)):
