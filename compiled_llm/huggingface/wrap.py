@@ -16,7 +16,13 @@ from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.huggingface.batch.continuous_batching import EngineManager
 from compiled_llm.huggingface.call.keywords import takes_fields_of
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.wrapped_model import WrappedModel, forget_inner_calls, note_inner_calls, wrapped_class
+from compiled_llm.huggingface.wrapped_model import (
+    WrappedModel,
+    class_in_programs,
+    forget_inner_calls,
+    note_inner_calls,
+    wrapped_class,
+)
 from compiled_llm.kinds.registry import as_they_were, let_layers_pack
 from compiled_llm.model.checks import check_attention, check_layers, check_model, check_placement, on_fastest_backend
 from compiled_llm.model.facts import ModelFacts
@@ -24,6 +30,7 @@ from compiled_llm.model.layers.experts import experts_of
 from compiled_llm.model.places import leading_to_explain
 from compiled_llm.model.probes.layers_of import layers_of
 from compiled_llm.model.probes.position_probe import default_positions
+from compiled_llm.model.shallow_copies import shallow_copy
 from compiled_llm.model.stand_ins import stand_ins_for
 from compiled_llm.model.weights.foreign_weights import check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder
@@ -73,7 +80,10 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     check_placement(checked, config)
     check_attention(checked, config)
     stand_ins = stand_ins_for(checked, config.packed)
+    base = type(checked)
+    run = class_in_programs(checked)
     tried = checked if stand_ins is None else stand_ins.standing_in(checked)
+    tried = tried if run is base else shallow_copy(tried, run)
     check_weights(tried, config)
     if config.uses_trees_on(checked.device.type):
         prepare_cudagraph_trees()
@@ -86,11 +96,10 @@ def wrap(model: ModelT, **options: Any) -> ModelT:
     check_layers(checked, layers, config)
     if config.batch_invariant:
         check_invariance(checked, recorder, bool(experts_of(checked)), packed=stand_ins is not None)
-    base = type(checked)
     groups, positions = recorder.groups(checked), default_positions(tried)
     let_layers_pack(checked)
     try:
-        facts = ModelFacts.of(checked, base, layers, groups, positions, stand_ins=stand_ins)
+        facts = ModelFacts.of(checked, run, layers, groups, positions, stand_ins=stand_ins)
         runtime = CompiledModel(facts, config)
     except BaseException:  # artifacts may be of another model
         as_they_were(checked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from compiled_llm.compat.torch.module_calls import note_calls, stop_noting
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.features import needed
 from compiled_llm.huggingface.batch.continuous_batching import manager_for
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache_choice import CacheChoice
@@ -38,6 +40,7 @@ from compiled_llm.huggingface.inspection.overrides import forget_restored_forwar
 from compiled_llm.huggingface.inspection.signatures import MethodSignature
 from compiled_llm.huggingface.paths import original_path, run_drafted_loop, run_huggingfaces_loop, run_our_loop
 from compiled_llm.kinds.registry import let_layers_pack
+from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
 from compiled_llm.model.stand_ins import Groups, stand_ins_for
@@ -273,22 +276,14 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the subclass of ``base`` that wrapped models have, always the same one."""
     # It carries the name of ``base``, so that whatever is written to a config names the model's own class.
     if base not in _classes:
+        run: Callable[..., Any] = needed("pooling", "huggingface").classify if is_classifier(base) else _run
 
         @functools.wraps(base.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return run_forward(base.forward, self, args, kwargs)
+            return run(base, self, args, kwargs)
 
         forward = taking_old_names(forward, base.forward)
         forward.__signature__ = MethodSignature.of(base.forward)  # type: ignore[attr-defined]
-
-        prepare: Any = base.prepare_inputs_for_generation  # type: ignore[attr-defined]
-
-        @functools.wraps(prepare)
-        def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return cast(Any, base).prepare_inputs_for_generation(self, *args, **kwargs)  # it may be replaced
-
-        prepare_inputs_for_generation = taking_old_names(prepare_inputs_for_generation, prepare)
-        prepare_inputs_for_generation.__signature__ = MethodSignature.of(prepare)  # type: ignore[attr-defined]
 
         def reduce_ex(self: Any, protocol: int) -> Any:
             state = {name: value for name, value in self.__dict__.items() if name != "compiled"}
@@ -300,7 +295,7 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             base.__setstate__(self, state)
             let_layers_pack(self)
             stand_ins = stand_ins_for(self, config.packed, groups)
-            facts = ModelFacts.of(self, base, *learnt, stand_ins=stand_ins)
+            facts = ModelFacts.of(self, class_in_programs(self, base), *learnt, stand_ins=stand_ins)
             self.compiled = CompiledModel(facts, config)
             note_inner_calls(self)
 
@@ -309,14 +304,46 @@ def wrapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
             "forward": forward,
-            "generate": taking_old_names(WrappedModel.generate, cast(Any, base).generate),
-            "prepare_inputs_for_generation": prepare_inputs_for_generation,
+            **_generating(base),
             "__reduce_ex__": reduce_ex,
             "__setstate__": setstate,
         }
         made = cast(type[PreTrainedModel], type(base.__name__, (WrappedModel, base), members))
         _classes.setdefault(base, made)  # another thread may have been faster
     return _classes[base]
+
+
+def _run(base: type[PreTrainedModel], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run_forward(base.forward, self, args, kwargs)
+
+
+def _generating(base: Any) -> dict[str, Any]:
+    """Return the methods of generation of a wrapped class."""
+    if is_classifier(base):
+        return {"generate": needed("pooling", "huggingface").refuse_to_generate}
+    prepare: Any = base.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.prepare_inputs_for_generation(self, *args, **kwargs)  # it may be replaced
+
+    prepare_inputs_for_generation = taking_old_names(prepare_inputs_for_generation, prepare)
+    prepare_inputs_for_generation.__signature__ = MethodSignature.of(prepare)  # type: ignore[attr-defined]
+    return {
+        "generate": taking_old_names(WrappedModel.generate, base.generate),
+        "prepare_inputs_for_generation": prepare_inputs_for_generation,
+    }
+
+
+def class_in_programs(model: PreTrainedModel, base: type[PreTrainedModel] | None = None) -> type[PreTrainedModel]:
+    """Return the class whose forward programs run, of a model of class ``base``; its own if None."""
+    base = base or type(model)
+    if not is_classifier(base):
+        return base
+    classifiers = needed("pooling", "huggingface")
+    classifiers.check(model)
+    scoring: type[PreTrainedModel] = classifiers.scoring_class(base)
+    return scoring
 
 
 def note_inner_calls(model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from compiled_llm.kinds.registry import CODECS
 from compiled_llm.kinds.scales import check_scales
 from compiled_llm.kinds.support import kinds_of, refusal
 from compiled_llm.model.attention_switch import attention_function_of_user
+from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.inputs import in_training
 from compiled_llm.model.layer_probe import accepts_logits_to_keep
 from compiled_llm.model.sizes import attention_geometries
@@ -44,11 +45,14 @@ def check_model(model: object) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"wrap: model is {_no_model(model)}")
     name = type(model).__name__
-    if not isinstance(model, GenerationMixin) or not model.can_generate():
-        raise UnsupportedModelError(f"wrap: {name} cannot generate; give a ...ForCausalLM")
+    scores = is_classifier(model)
+    if not scores and (not isinstance(model, GenerationMixin) or not model.can_generate()):
+        raise UnsupportedModelError(
+            f"wrap: {name} cannot generate; give a ...ForCausalLM, or a ...ForSequenceClassification of its family"
+        )
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"wrap: {name} is an encoder-decoder; only decoder-only causal LMs can be wrapped")
-    if not accepts_logits_to_keep(model):
+    if not (scores or accepts_logits_to_keep(model)):
         raise UnsupportedModelError(f"wrap: {name}.forward has no logits_to_keep, which packed prefill needs")
     check_rope(model)
     if (found := training_difference(model.named_modules())) is not None:

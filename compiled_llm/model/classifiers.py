@@ -8,5 +8,6 @@ _ENDING = "ForSequenceClassification"
 
 
 def is_classifier(model: Any) -> bool:
-    """Whether a HuggingFace model has such a head, by the name of its class."""
-    return any(kind.__name__.endswith(_ENDING) for kind in type(model).__mro__)
+    """Whether a HuggingFace model, or a class of them, has such a head, by its name."""
+    kind = model if isinstance(model, type) else type(model)
+    return kind.__name__.endswith(_ENDING)

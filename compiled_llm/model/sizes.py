@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.torch.tensors import fake_tensors
 from compiled_llm.kinds.kind import Layer
+from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.restore import attributes_restored
 from compiled_llm_ops import Geometry
 
@@ -35,8 +36,10 @@ def _matrices(model: PreTrainedModel) -> Iterator[nn.Parameter]:
 
 
 def logits_width(model: PreTrainedModel) -> int:
-    """Return V, how many logits a token has."""
+    """Return V, how many logits a token has; of a classifier one for each label."""
     head: Any = model.get_output_embeddings()
+    if is_classifier(model):
+        return int(model.config.num_labels or 0)
     if head is None:
         return int(model.config.get_text_config(decoder=True).vocab_size)
     weight: Any = getattr(head, "weight", None)

@@ -144,7 +144,10 @@ FEATURES = {
     ),
     "pooling": Feature(
         "pooling|embed(?!d)|classif",
-        ("compiled_llm/compilation/pooling.py", "compiled_llm/engine/pooling", "compiled_llm/requests/pooling"),
+        (
+            *("compiled_llm/compilation/pooling.py", "compiled_llm/engine/pooling", "compiled_llm/requests/pooling"),
+            "compiled_llm/huggingface/pooling",
+        ),
         ("pooling",),
         line='compiled_llm/features.py: "pooling": ',
         asks="Engine(model()).embed([5], pooling='last')",

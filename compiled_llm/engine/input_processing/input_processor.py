@@ -180,5 +180,5 @@ def _named(longest: int, model_runner: ModelRunner) -> str:
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Return the end-of-sequence tokens that ``generate`` would stop at."""
-    ends = None if model.generation_config is None else model.generation_config.eos_token_id
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # classifiers have no such config
     return frozenset([ends] if isinstance(ends, int) else ends or ())

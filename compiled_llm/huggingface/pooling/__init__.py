@@ -1,0 +1,1 @@
+"""Classifiers, whose heads score a whole text."""
