@@ -126,6 +126,27 @@ def test_quantised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
     assert "nf4-g64: compiled_llm" in capsys.readouterr().out
 
 
+@pytest.mark.whole
+def test_quantised_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    quick = "--model tiny --layers 1 --device cpu --dtype float32 --mode eager --rows 1 --prompts 9 --new 2"
+    command = [sys.executable, str(TOOLS / "quantised.py"), *quick.split(), "--formats", "nf4", "--at-once", "--json"]
+    subprocess.run([*command, str(path)], check=True, capture_output=True)
+    assert [len(one["weights"]) for one in json.loads(path.read_text()).values()] == [0, 1]
+
+
+def test_packed_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS.parent))
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["packed_rows.py", "--device", "cpu", "--dtype", "float32", "--products", "128x128", "--rows", "1-2"],
+    )
+    with pytest.raises(SystemExit):
+        importlib.import_module("packed_rows").main()
+    assert capsys.readouterr().out.count("at worst") == 8
+
+
 def test_all_of_a_random_packed_model_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors of CUDA, so that no GPU is needed."""
     monkeypatch.syspath_prepend(str(TOOLS))

@@ -2,6 +2,7 @@
 
 python tools/bench/quantised.py --model qwen3-8b --formats int4-g128,nf4,fp8-block,int8 --rows 1,2,4,8,16,32,64,128,256
 python tools/bench/quantised.py --model tiny --device cpu --dtype float32 --rows 1,2 --new 4      # anywhere
+python tools/bench/quantised.py --at-once --json FILE       # compiles all formats at once, times one after the other
 python tools/bench/quantised.py --load FOLDER --rows 1,8    # a quantised model: our kernels, its library's, HuggingFace
 
 Weights are random, and packed as libraries do; with `--load` they are those of a model, and its library is needed.
@@ -12,8 +13,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import statistics
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +35,56 @@ RUNS = 3
 def main() -> None:
     options = _options()
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    prompts = [int(tokens) for tokens in options.prompts.split(",")]
-    dtype, rows = getattr(torch, options.dtype), [int(count) for count in options.rows.split(",")]
     found: dict[str, dict[str, Any]] = {}
-    for name in _contenders(options):
-        found[name] = _measured(name, options, dtype, device, rows, prompts)
+    for name, measured in (_at_once if options.at_once else _in_turn)(options, device):
+        found[name] = measured
         _print(name, found)
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1))
+
+
+def _in_turn(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in _contenders(options):
+        yield name, _measured(name, options, device, nullcontext)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _at_once(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measure each in a process of its own, which compiles beside the others, and has the device alone for its runs."""
+    names, context = _contenders(options), multiprocessing.get_context("spawn")
+    ready, turns = context.Barrier(len(names)), [context.Event() for _ in names]
+    with ProcessPoolExecutor(len(names), context, _begin, (ready, turns)) as pool:
+        jobs = [pool.submit(_measured_in_turn, name, number, options, device) for number, name in enumerate(names)]
+        for name, job in zip(names, jobs, strict=True):
+            yield name, job.result()
+
+
+_turns: dict[str, Any] = {}
+"""Of a process: the barrier that all pass when they are ready, and an event for each that ends its runs."""
+
+
+def _begin(ready: Any, turns: Any) -> None:
+    _turns.update(ready=ready, turns=turns)
+
+
+def _measured_in_turn(name: str, number: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    @contextmanager
+    def alone() -> Iterator[None]:
+        _turns["ready"].wait()
+        if number:
+            _turns["turns"][number - 1].wait()
+        try:
+            yield
+        finally:
+            _turns["turns"][number].set()
+
+    try:
+        return _measured(name, options, device, alone)
+    except BaseException:
+        _turns["ready"].abort()
+        raise
 
 
 def _contenders(options: argparse.Namespace) -> list[str]:
@@ -48,14 +92,14 @@ def _contenders(options: argparse.Namespace) -> list[str]:
 
 
 def _measured(
-    name: str,
-    options: argparse.Namespace,
-    dtype: torch.dtype,
-    device: torch.device,
-    rows: list[int],
-    prompts: list[int],
+    name: str, options: argparse.Namespace, device: torch.device, alone: Callable[[], AbstractContextManager[None]]
 ) -> dict[str, Any]:
-    """Return milliseconds of a decode step by rows and of a prompt by tokens, of the middle runs, and its memory."""
+    """Return milliseconds of a decode step by rows and of a prompt by tokens, of the middle runs, and its memory.
+
+    The runs are made inside ``alone``, once everything is compiled and captured.
+    """
+    prompts = [int(tokens) for tokens in options.prompts.split(",")]
+    dtype, rows = getattr(torch, options.dtype), [int(count) for count in options.rows.split(",")]
     start = time.perf_counter()
     if options.load:
         model = AutoModelForCausalLM.from_pretrained(options.load, dtype=dtype, device_map=device).eval()
@@ -71,13 +115,17 @@ def _measured(
             model, max_batch_size=max(rows), kv_memory=f"{tokens} tokens", packed=packed, mode=options.mode
         )
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    model.generate(**_prompt(model, rows[0], device), max_new_tokens=2, do_sample=False)
+    for count in rows:
+        _seconds(model, _prompt(model, count, device), 4, device)
+    for tokens in prompts:
+        _seconds(model, _prompt(model, 1, device, tokens), 1, device)
     ready = time.perf_counter() - start
     print(
         f"{name}: ready after {ready:.0f} s, {loaded / 2**20:,.0f} MiB loaded, {peak / 2**20:,.0f} at most", flush=True
     )
-    steps = {count: _step(model, count, options.new, device) for count in rows}
-    first = {count: _first(model, count, device) for count in prompts}
+    with alone():
+        steps = {count: _step(model, count, options.new, device) for count in rows}
+        first = {count: _first(model, count, device) for count in prompts}
     weights = model.compiled.stats().weights if name != "huggingface" else {}
     return {"ms": steps, "prompt_ms": first, "loaded": loaded, "peak": peak, "weights": weights, "ready_s": ready}
 
@@ -137,6 +185,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device")
     parser.add_argument("--mode", default="cuda-graphs")
+    parser.add_argument("--at-once", action="store_true", help="compile all formats at once, in processes of their own")
     parser.add_argument("--json", help="a file for all figures")
     return parser.parse_args()
 

@@ -2,7 +2,7 @@
 
 # The constants were fitted to times of the products of a layer of Qwen3-8B, [6144 x 4096], [24576 x 4096] and
 # [4096 x 12288], in bfloat16 with weights from memory, each while the previous one ends, at M 1 to 1,024 on an H200.
-# ``tools/fit_tilings.py --only packed`` measures them again, on any GPU.
+# ``tools/fit_tilings.py --only packed`` measures them again, on any GPU; ``tools/packed_rows.py`` tries all rows.
 # Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations

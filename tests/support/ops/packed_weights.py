@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compiled_llm_ops.packed.formats import NF4, PackedFormat, PackedWeight, table_shape
 
@@ -139,9 +140,10 @@ def lay_out(format: PackedFormat, codes: Tensor) -> Tensor:
             words[:, n // 8] += codes[n] << 4 * (0, 4, 1, 5, 2, 6, 3, 7)[n % 8]
     else:
         words = torch.zeros(-(-outputs // 8), -(-inputs // 1024) * 8, 32, 4, dtype=torch.int64)
-        for n in range(outputs):
-            for k in range(inputs):
+        padded = pad(codes, (0, -inputs % 1024, 0, -outputs % 8))
+        for n in range(8):  # those of all tiles at once
+            for k in range(128):
                 within = k % 32
                 column, nibble = within % 8 // 2, within // 8 + 4 * (within % 2)
-                words[n // 8, k // 128, n % 8 * 4 + column, k % 128 // 32] += int(codes[n, k]) << 4 * nibble
+                words[:, :, n * 4 + column, k // 32] += padded[n::8, k::128] << 4 * nibble
     return torch.where(words < 2**31, words, words - 2**32).int()
