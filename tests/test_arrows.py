@@ -30,6 +30,7 @@ FLOORS = [
     {"compiled_llm"},  # `import compiled_llm` itself, which the rooms below must not need
     {"demo_model"},
     {"server"},
+    {"trl"},  # a short name of what users import
     {"integrations"},
     {"client"},  # an API server of the server is one, too
     {"huggingface"},

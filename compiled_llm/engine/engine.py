@@ -152,7 +152,7 @@ class Engine:
         speculation = speculation_of(speculative_config, self._runtime, max_num_seqs)
         self._runtime.make_room(max_num_seqs)
         self._model = model
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._logprobs_mode = max_num_seqs, logprobs_mode
         self._max_model_len = max_model_len
         self._tokenizer, self._processor = tokenizer, processor
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
@@ -405,6 +405,16 @@ class Engine:
         """Return what has happened so far."""
         self._runtime.home.check()
         return self._engine_thread.placed.stats(self._engine_thread.waiting)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The wrapped model that it answers by."""
+        return self._model
+
+    @property
+    def logprobs_mode(self) -> LogprobsMode:
+        """What log-probabilities are of."""
+        return self._logprobs_mode
 
     @property
     def tokenizer(self) -> Any:

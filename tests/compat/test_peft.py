@@ -8,7 +8,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import layer as lora_layers
 
-from compiled_llm.compat.peft import ACTIVE, ADAPTED, acting_adapters, by_adapter, is_lora_layer
+from compiled_llm.compat.training.peft import ACTIVE, ADAPTED, acting_adapters, by_adapter, is_lora_layer
 from support.tiny_models import tiny_llama
 
 ADAPTED_LAYERS = ["q_proj", "embed_tokens"]

@@ -128,3 +128,11 @@ def test_evaluate_example(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     right, there = capsys.readouterr().out.splitlines()[-2:]
     assert right.startswith("right: ")
     assert int(there.rpartition(" ")[2]) > 0
+
+
+def test_grpo_example(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    names = run("grpo")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward ")]
+    assert len(lines) == names["STEPS"]
+    assert all(line.endswith("ratio 1.0000") for line in lines)

@@ -151,6 +151,10 @@ FEATURES = {
         ("pooling",),
         line='compiled_llm/features.py: "pooling": ',
         asks="Engine(model()).embed([5], pooling='last')",
+    "TRL": Feature(
+        "(?<!con)trl",  # of "control"
+        ("compiled_llm/integrations/trl", "compiled_llm/trl.py", "compiled_llm/compat/training/trl.py"),
+        ("integrations/test_trl_refusals.py",),
     ),
     "structured outputs": Feature(
         "structured_output|grammar",

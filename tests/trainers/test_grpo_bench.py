@@ -16,7 +16,12 @@ from support.docs.pages import CHECKOUT, figures
 
 TOOLS = CHECKOUT / "tools" / "bench"
 QUICK = ("--prompts=2", "--answers=2", "--prompt=8", "--new=8", "--micro=2", "--steps=2")
-WAYS = ("hf-generate", "compiled-llm:generate-batch:eager", "compiled-llm:engine:eager")
+WAYS = (
+    "hf-generate",
+    "compiled-llm:generate-batch:eager",
+    "compiled-llm:engine:eager",
+    "compiled-llm:sample-with:eager",
+)
 pytestmark = pytest.mark.skipif(not TOOLS.is_dir(), reason="no checkout")
 
 

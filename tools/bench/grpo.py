@@ -29,6 +29,7 @@ from compiled_llm.config import Mode, WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.kvcache.cuda_virtual_memory import mapped_bytes
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.trl import sample_with
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # of a `rollout_func`
 
@@ -154,6 +155,9 @@ class Policy(Contender):
         """The model, and a `rollout_func` if TRL is not to call the model."""
         yield clock.setup.model(), None
 
+    def attach(self, trainer: GRPOTrainer) -> None:
+        """Have something else sample for a trainer that was made."""
+
 
 class OurPolicy(Policy):
     """The wrapped model; a mode that is not named is `wrap`'s choice."""
@@ -203,6 +207,30 @@ class OverEngine(OurPolicy):
                 }
 
             yield model, rollout
+
+
+class BySampleWith(OurPolicy):
+    """An engine that `sample_with` gives the trainer, and that sleeps while TRL trains."""
+
+    def __init__(self, mode: Mode | None) -> None:
+        super().__init__("sample-with", mode)
+        self._engine: Engine | None = None
+
+    @contextmanager
+    def policy(
+        self, clock: StepClock, asked: Grpo, tokenizer: PreTrainedTokenizerFast
+    ) -> Iterator[tuple[Any, RolloutFunc | None]]:
+        with (
+            super().policy(clock, asked, tokenizer) as (model, _),
+            Engine(model, tokenizer=tokenizer, max_num_seqs=asked.rows) as self._engine,
+        ):
+            yield model, None
+
+    def attach(self, trainer: GRPOTrainer) -> None:
+        assert self._engine is not None
+        trainer.args.generation_kwargs = {"ignore_eos": True}  # what no answer has is no token, either
+        trainer.eos_token_ids = []
+        sample_with(self._engine, trainer, sleep=True)
 
 
 def logprobs_of(output: Any) -> list[float]:
@@ -258,7 +286,7 @@ def main(
         raise typer.BadParameter(f"--micro: {micro} does not divide {asked.rows} answers; give a divisor of these")
     known: list[Policy] = [Policy("hf-generate", batched=False), Policy("hf-generate-batch", batched=True)]
     for mode in (None, *get_args(Mode)):
-        known += [OurPolicy("generate-batch", mode), OverEngine(mode, logprobs)]
+        known += [OurPolicy("generate-batch", mode), OverEngine(mode, logprobs), BySampleWith(mode)]
     with bench(model, device, [Workload(asked.rows, prompt, new)], json, commit) as run:
         tokenizer = tokenizer_of(vocabulary_of(model))
 
@@ -270,7 +298,7 @@ def main(
                 tempfile.TemporaryDirectory() as folder,
                 contender.policy(clock, asked, tokenizer) as (policy, rollout),
             ):
-                TimedTrainer(
+                trainer = TimedTrainer(
                     clock,
                     asked,
                     policy,
@@ -279,7 +307,9 @@ def main(
                     train_dataset=asked.texts(1 + steps),
                     processing_class=tokenizer,
                     rollout_func=rollout,
-                ).train()
+                )
+                contender.attach(trainer)
+                trainer.train()
                 if clock.memory:
                     weights = float(sum(weight.nbytes for weight in policy.parameters()))
                     run.report.memory[contender.name] = {"weights": weights, **clock.memory}

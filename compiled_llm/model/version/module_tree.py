@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from compiled_llm.compat.huggingface import captures_outputs
 from compiled_llm.compat.known_functions import asks_for_gradients, author_of
-from compiled_llm.compat.peft import is_lora_layer
 from compiled_llm.compat.torch.modes import hooks_on_all_modules
+from compiled_llm.compat.training.peft import is_lora_layer
 from compiled_llm.model.version.training import Difference, training_difference
 
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")  # looked up: they may have been replaced

@@ -1,0 +1,73 @@
+"""The private parts of TRL's trainers by which another engine than vLLM samples for them.
+
+``tests/trainers/test_sample_with.py`` names what breaks: a trainer that no longer asks ``vllm_generation``, or asks it
+for more.
+
+| what | versions | ends when |
+| --- | --- | --- |
+| ``use_vllm``, ``vllm_generation``, ``vllm_mode`` and ``_last_loaded_step`` of GRPO's, RLOO's and the distillation \
+trainer, and ``_generate``, at whose end a rollout ends | 1.16 | TRL has a class that backends derive from |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+MADE_FOR = "1.16"
+_ASKED = ("use_vllm", "vllm_mode", "_generate", "max_completion_length", "temperature", "eos_token_ids")
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ValueError unless a trainer samples through ``vllm_generation``, and nobody else does so for it."""
+    if missing := [name for name in _ASKED if not hasattr(trainer, name)]:
+        raise ValueError(
+            f"trainer={type(trainer).__name__}: has no {', '.join(missing)}, by which GRPOTrainer, RLOOTrainer and "
+            f"DistillationTrainer of TRL {MADE_FOR} sample; installed is {_version()}: pip install 'trl=={MADE_FOR}.*'"
+        )
+    if trainer.args.use_vllm:
+        raise ValueError("use_vllm=True: vLLM samples for this trainer; leave it out of the trainer's arguments")
+    if (processes := trainer.accelerator.num_processes) > 1:
+        raise ValueError(
+            f"trainer: trains in {processes} processes, and an engine samples in its own alone; start one process"
+        )
+
+
+def sample_by(trainer: Any, sampler: Any, rollout_ended: Callable[[], None] | None = None) -> None:
+    """Let a trainer sample by an object with ``sync_weights()`` and ``generate(...)`` in place of vLLM's.
+
+    ``rollout_ended`` is called after each rollout, whatever its end, before the trainer computes losses.
+    """
+    # What a second call for the same trainer put there goes.
+    with suppress(AttributeError):
+        del trainer._generate
+    if rollout_ended is not None:
+        own, ended = trainer._generate, rollout_ended
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return own(*args, **kwargs)
+            finally:
+                ended()
+
+        trainer._generate = generate
+    trainer.use_vllm, trainer.vllm_mode = True, "colocate"
+    trainer.vllm_generation = sampler
+    trainer._last_loaded_step = -1  # of no step: weights are looked at before the first rollout
+
+
+def without_checkpointing(model: Any) -> AbstractContextManager[None]:
+    """Return TRL's own context in which a model's layers are not checkpointed, so that they use a cache."""
+    from trl.models.utils import disable_gradient_checkpointing
+
+    context: AbstractContextManager[None] = disable_gradient_checkpointing(model)
+    return context
+
+
+def _version() -> str:
+    try:
+        return version("trl")
+    except PackageNotFoundError:
+        return "none"

@@ -1,0 +1,1 @@
+"""TRL: its trainers sample by an engine of the model that they train."""

@@ -1,0 +1,145 @@
+"""Rollouts of TRL's trainers by an engine of the model that is trained: one copy of the weights, nothing to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from compiled_llm.compat.training.trl import check_trainer, sample_by, without_checkpointing
+from compiled_llm.engine.engine import Engine
+from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.structured_outputs import StructuredOutputsParams
+
+
+def sample_with(engine: Engine, trainer: Any, *, sleep: bool = False) -> None:
+    """Let a trainer of TRL's sample its rollouts by an engine of the model that it trains.
+
+    Sampling settings are the trainer's arguments, ``generation_kwargs`` and ``vllm_structured_outputs_regex`` among
+    them. Rollouts have their log-probabilities, by which TRL corrects; tools and environments go on as they are, and a
+    later turn finds the pages of the earlier ones. There is one copy of the weights: a training step is seen at once.
+
+    Args:
+        engine: of the model that is given to the trainer, or that lies beneath its adapter.
+        trainer: TRL's ``GRPOTrainer``, ``RLOOTrainer`` or ``DistillationTrainer``, in one process; with
+            ``use_vllm=False``.
+        sleep: give the pages to the training step, and take them back for the next rollout.
+
+    Raises:
+        TypeError: the engine is none of this process, as a client is.
+        ValueError: the trainer samples otherwise, trains another model or in several processes, or corrects by
+            log-probabilities of what tokens are drawn from, which this engine does not give.
+    """
+    if not isinstance(engine, Engine):
+        raise TypeError(
+            f"engine={engine!r}: must be an Engine of the model that is trained; for one in another process, give the "
+            "trainer a rollout_func"
+        )
+    check_trainer(trainer)
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    if getattr(trained, "get_base_model", lambda: trained)() is not engine.model:
+        raise ValueError(
+            f"engine: answers by another {type(engine.model).__name__} than the one that is trained; give the trainer "
+            "the wrapped model, and the engine the same one"
+        )
+    sampler = Sampler(engine, trainer, sleep)
+    sampler.check_log_probabilities()
+    sample_by(trainer, sampler, sampler.end_rollout if sleep else None)
+
+
+class Sampler:
+    """What TRL calls in place of its connection to vLLM."""
+
+    def __init__(self, engine: Engine, trainer: Any, sleep: bool) -> None:
+        self._engine, self._trainer, self._sleep = engine, trainer, sleep
+
+    @property
+    def llm(self) -> Any:
+        """What TRL reads of vLLM: the most tokens of a request, beyond which it takes back what a tool has said."""
+        config = SimpleNamespace(max_model_len=self._engine.describe().max_tokens)
+        return SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+
+    def sync_weights(self) -> None:
+        """Forget what was computed with the weights before the last optimizer's step; called once a step."""
+        self._engine.reset_prefix_cache()
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        images: Sequence[Any] | None,
+        num_generations: int,
+        profiler: Any = None,
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+        """Return prompts, answers, and of each answer's tokens the log-probability and the token, in lists of one.
+
+        Args:
+            prompts: token ids, each prompt as often as it is to be answered.
+            images: of each prompt; refused.
+            num_generations: how often each prompt is there.
+            profiler: entered around the rollout.
+
+        Raises:
+            ValueError: a prompt has pictures, or settings that no request can have.
+            RuntimeError: an answer has failed.
+        """
+        if images is not None and any(images):
+            raise ValueError(
+                "images: TRL gives their tokens already laid out, which an engine does not take; without sample_with "
+                "the trainer samples by the wrapped model's own generate"
+            )
+        if self._sleep:
+            self._engine.wake()
+        with profiler or nullcontext(), without_checkpointing(self._trainer.model):
+            outputs = self._engine.generate([*prompts], self._params())
+        answers = [output.outputs[0] for output in outputs]
+        for output in outputs:
+            if output.finish_reason == "error":
+                raise RuntimeError(f"a rollout has failed: {output.error}") from output.error
+        found = [
+            [entries[token] for token, entries in zip(a.token_ids, a.logprobs or (), strict=True)] for a in answers
+        ]
+        return (
+            [*prompts],
+            [answer.token_ids for answer in answers],
+            [[[entry.logprob] for entry in entries] for entries in found],
+            [[[token] for token in answer.token_ids] for answer in answers],
+        )
+
+    def check_log_probabilities(self) -> None:
+        """Raise ValueError if the trainer corrects by log-probabilities other than the engine's."""
+        # TRL divides its own logits by the temperature, and compares.
+        corrects = getattr(self._trainer, "vllm_importance_sampling_correction", False)
+        plain = SamplingParams(max_tokens=1)
+        params = self._params()
+        changed = [name for name in _CHANGE if getattr(params, name) != getattr(plain, name)]
+        if corrects and changed and self._engine.logprobs_mode != "processed_logprobs":
+            raise ValueError(
+                f"{', '.join(f'{name}={getattr(params, name)}' for name in changed)}: the trainer corrects by "
+                "log-probabilities of what tokens are drawn from; make it Engine(model, "
+                "logprobs_mode='processed_logprobs')"
+            )
+
+    def end_rollout(self) -> None:
+        """Give the pages to the training step."""
+        if not self._engine.asleep:
+            self._engine.sleep()
+
+    def _params(self) -> SamplingParams:
+        trainer = self._trainer
+        given: dict[str, Any] = {
+            "temperature": trainer.temperature,
+            "top_p": trainer.top_p,
+            "top_k": trainer.top_k or 0,
+            "min_p": trainer.min_p or 0.0,
+            "repetition_penalty": trainer.repetition_penalty,
+            "max_tokens": trainer.max_completion_length,
+            "stop_token_ids": [*trainer.eos_token_ids],
+            **(trainer.args.generation_kwargs or {}),
+        }
+        if (pattern := getattr(trainer.args, "vllm_structured_outputs_regex", None)) is not None:
+            given["structured_outputs"] = StructuredOutputsParams(regex=pattern)
+        return SamplingParams(logprobs=0, **given)
+
+
+_CHANGE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

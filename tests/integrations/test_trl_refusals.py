@@ -1,0 +1,85 @@
+"""Trainers that an engine cannot sample for are refused before anything changes; TRL need not be here.
+
+`tests/trainers/test_sample_with.py` has its trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import compiled_llm
+from compiled_llm import Engine
+from compiled_llm.trl import sample_with
+from support.tiny_models import tiny_qwen3
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="eager", kv_memory="1000 tokens", progress=False)
+    with Engine(model) as engine:
+        yield engine
+
+
+class Trainer(SimpleNamespace):
+    def _generate(self, prompts: list[str]) -> list[str]:
+        return prompts
+
+
+def trainer(model: Any, **others: Any) -> Any:
+    """What is read of a trainer."""
+    accelerator = SimpleNamespace(num_processes=others.pop("processes", 1), unwrap_model=lambda model: model)
+    args = SimpleNamespace(use_vllm=others.pop("use_vllm", False), generation_kwargs=others.pop("settings", None))
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    asked = {"use_vllm": args.use_vllm, "vllm_mode": "server", "max_completion_length": 8, "eos_token_ids": [1]}
+    given = {"model": model, "accelerator": accelerator, "args": args, **plain, **asked, **others}
+    return Trainer(**given, vllm_importance_sampling_correction=True)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"use_vllm": True}, "use_vllm=True: vLLM samples for this trainer"),
+        ({"processes": 2}, "trains in 2 processes"),
+        ({"temperature": 0.7}, r"temperature=0\.7: the trainer corrects by .*logprobs_mode='processed_logprobs'"),
+        ({"top_p": 0.9, "top_k": 5}, r"top_p=0\.9, top_k=5: the trainer corrects"),
+        ({"settings": {"max_new_tokens": 3}}, "max_new_tokens"),
+    ],
+    ids=str,
+)
+def test_a_trainer_is_refused(engine: Engine, others: dict[str, Any], said: str) -> None:
+    refused = trainer(engine.model, **others)
+    before = dict(vars(refused))
+    with pytest.raises((ValueError, TypeError), match=said):
+        sample_with(engine, refused)
+    assert vars(refused) == before
+
+
+def test_another_model_or_engine_or_trainer_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="answers by another Qwen3ForCausalLM than the one that is trained"):
+        sample_with(engine, trainer(tiny_qwen3(num_hidden_layers=1)))
+    with pytest.raises(TypeError, match="must be an Engine of the model that is trained"):
+        sample_with(SimpleNamespace(), trainer(engine.model))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"trainer=SimpleNamespace: has no use_vllm, .* TRL 1\.16 sample"):
+        sample_with(engine, SimpleNamespace())
+
+
+def test_an_engine_may_be_given_again_and_sleeps_between_rollouts(engine: Engine) -> None:
+    taken = trainer(engine.model)
+    for _ in range(2):
+        sample_with(engine, taken, sleep=True)
+    assert (taken.use_vllm, taken.vllm_mode, taken._last_loaded_step) == (True, "colocate", -1)
+    assert taken.vllm_generation.llm.llm_engine.model_config.max_model_len == engine.describe().max_tokens
+    assert taken._generate(["a"]) == ["a"]
+    assert engine.asleep
+    engine.wake()
+
+
+def test_pictures_are_refused_with_the_way_that_works(engine: Engine) -> None:
+    taken = trainer(engine.model)
+    sample_with(engine, taken)
+    with pytest.raises(ValueError, match="without sample_with the trainer samples by the wrapped model's own generate"):
+        taken.vllm_generation.generate(prompts=[[5]], images=[[object()]], num_generations=1)
