@@ -151,6 +151,7 @@ FEATURES = {
         ("pooling",),
         line='compiled_llm/features.py: "pooling": ',
         asks="Engine(model()).embed([5], pooling='last')",
+    ),
     "TRL": Feature(
         "(?<!con)trl",  # of "control"
         ("compiled_llm/integrations/trl", "compiled_llm/trl.py", "compiled_llm/compat/training/trl.py"),
