@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -427,6 +428,25 @@ def test_new_weights_of_compressed_tensors_are_written_over_packed_ones() -> Non
     with compiled_llm.Engine(own, tokenizer=None) as engine:
         engine.update_weights(_compressed(1))
     torch.testing.assert_close(greedy(own, PROMPTS, 8), expected)
+
+
+@pytest.mark.skipif(not installed("bitsandbytes"), reason="no bitsandbytes")
+def test_an_adapter_is_merged_into_packed_weights_as_without_us() -> None:
+    """PEFT unpacks a weight, adds to it, and packs it again."""
+
+    def merged(wrap: bool) -> tuple[Any, Tensor]:
+        own: Any = _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        if wrap:
+            greedy(compiled_llm.wrap(own, **OPTIONS), PROMPTS, 8)
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        return own, greedy(peft.get_peft_model(own, config).merge_and_unload(), PROMPTS, 8)
+
+    (own, tokens), (plain, expected) = merged(True), merged(False)
+    assert torch.equal(tokens, expected)
+    weights = [model.model.layers[0].self_attn.q_proj.weight for model in (own, plain)]
+    assert torch.equal(weights[0].data, weights[1].data)
+    assert torch.equal(weights[0].quant_state.absmax, weights[1].quant_state.absmax)
 
 
 def test_packed_weights_can_be_wrapped_again() -> None:
