@@ -44,7 +44,7 @@ def _is_unpaged(inputs: ProgramInputs) -> bool:
 
 
 def _decode(name: str, one_row: bool, several: bool, shared: bool = False) -> Program:
-    """Return a program of decode steps; those of several tokens serve calls that verify drafts."""
+    """Return a program of decode steps; those of several tokens feed in what ``GenerateLoop.feed`` is given."""
     serves = partial(_decodes, one_row=one_row, several=several, shared=shared)
     options = partial(decode_options, one_row=one_row)
     return Program(name, serves, decode_step, options, decodes=True, on_demand=several or shared)

@@ -20,7 +20,6 @@ from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap
 from compiled_llm.execution.decode.decode_step import Arriving
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.limits import checked_prompt
 from compiled_llm.execution.model_runner import ModelRunner
@@ -316,34 +315,10 @@ class GenerateLoop:
                 logits processors), or would have more tokens than the model positions.
             OutOfPagesError: as ``step``.
         """
-        self._check_fed("feed", tokens)
+        self._check_fed(tokens)
         readback = self._thread.call(self._feed, tokens.squeeze(1) if tokens.shape[1] == 1 else tokens)
         sampled: NDArray[np.int64] = readback.array().reshape(tokens.shape)
         return sampled
-
-    def verify(self, tokens: Tensor, accept: Callable[[Tensor], Tensor]) -> Verification:
-        """Feed in tokens as ``feed`` does, let the device decide how many of each row count, and wait for nothing.
-
-        The others are forgotten. Until the result is read, the host knows upper bounds of the rows' lengths: pages are
-        taken for those. What needs exact ones waits for them: ``Row.fork``, ``Row.rewind``, a step of other rows or of
-        another number of tokens, and each step whose attention is planned on the host. Read each result after the next
-        step has been launched.
-
-        Args:
-            tokens: ``[B, q]``, two at least for each row.
-            accept: takes ``[B, q]`` int64, the token sampled after each; returns ``[B]``, how many count, 1 to q,
-                without a wait for the device. Runs in the model's executor.
-
-        Raises:
-            ValueError: as ``feed``; or a row has penalties, which would count tokens that it forgets.
-            OutOfPagesError: as ``step``.
-        """
-        self._check_fed("verify", tokens)
-        if tokens.shape[1] < 2:
-            raise ValueError("verify: two tokens for each row are needed at least; call step for one")
-        if self.model_runner.state.slots.remember(self.rows):
-            raise ValueError("verify: a row has penalties, which count tokens that it may forget; call feed")
-        return self._thread.call(self._verify, tokens, accept)
 
     def _check_room(self, rows: int) -> None:
         most = self.model_runner.max_batch_size
@@ -357,17 +332,16 @@ class GenerateLoop:
                 f"{list(tokens.shape)}"
             )
 
-    def _check_fed(self, method: str, tokens: Tensor) -> None:
+    def _check_fed(self, tokens: Tensor) -> None:
         if self._pending:
-            raise RuntimeError(f"{method}: a prompt waits for its prefill; call step first")
+            raise RuntimeError("feed: a prompt waits for its prefill; call step first")
         if tokens.dim() != 2 or len(tokens) != len(self.rows) or 0 in tokens.shape or tokens.dtype not in _INTEGERS:
             raise ValueError(
                 f"tokens: as many integers for each of {len(self.rows)} rows are needed, one at least; got "
                 f"{tokens.dtype} {list(tokens.shape)}"
             )
         if self._persistent.deferred.defers(self.rows):
-            late = "a row's tokens are sampled late, by a grammar or a logits processor"
-            raise ValueError(f"{method}: {late}; call step")
+            raise ValueError("feed: a row's tokens are sampled late, by a grammar or a logits processor; call step")
 
     def _next_masks(self) -> Masks | None:
         return self._masks() if self._masks is not None and self._persistent.deferred else None
@@ -442,14 +416,6 @@ class GenerateLoop:
         readback = self.model_runner.readbacks.start(step.outputs.tokens[: tokens.numel()])
         self.model_runner.run_capture_slices()
         return readback
-
-    def _verify(self, tokens: Tensor, accept: Callable[[Tensor], Tensor]) -> Verification:
-        self.model_runner.expect_changes()
-        self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
-        self.steps += 1
-        verification = self._persistent.verified(accept)
-        self.model_runner.run_capture_slices()
-        return verification
 
     def _last_logits(self) -> Tensor:
         logits = self._persistent.logits

@@ -31,10 +31,6 @@ class Speculation:
         """The most tokens by which the row may still shrink."""
         return sum([step.new_tokens - 1 for step in self.unread])
 
-    def grow(self, step: SpeculativeStep) -> None:
-        """Note that a step has grown the row by tokens that it may reject."""
-        self.unread += (step,)
-
     def sync(self) -> None:
         """Have the row's length and position exact, waiting for the steps that are unread."""
         for step in self.unread:

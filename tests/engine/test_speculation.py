@@ -169,7 +169,7 @@ class NaiveAccepted:
         self.rows, self._readback, self.new_tokens, self._synced = rows, readback, new_tokens, False
         self.arrived = readback.arrived
         for row in rows:
-            row.speculation.grow(self)
+            row.speculation.unread += (self,)
 
     def result(self) -> list[list[int]]:
         tokens = self._readback.result()

@@ -1,4 +1,4 @@
-"""Rows that feed in several known tokens, of which the device decides how many count: till then the host has bounds."""
+"""Rows that draft: the device decides how many of their tokens count, and until that is read the host has bounds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import compiled_llm
-from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.kvcache.row import Row
-from compiled_llm_ops.reference.backend import Reference
 from support.execution.alone import Alone
 from support.execution.schedule import assert_logits, prompt_of
+from support.execution.scripted_drafts import Launched, Scripted, ScriptedDrafts
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_qwen3
@@ -31,10 +28,6 @@ OVERRIDES: dict[str, Any] = {"eos_token_id": None, "num_hidden_layers": 2}
 
 def wrapped(**options: Any) -> Any:
     return compiled_llm.wrap(tiny_qwen3(**OVERRIDES), **{**OPTIONS, "mode": "eager", **options})
-
-
-def planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
 
 
 class Batch:
@@ -50,23 +43,15 @@ class Batch:
             self.loop.admit(prompt, 120)
         self.loop.step()
         self.loop.drain()
+        self.drafts = ScriptedDrafts(self.loop)
 
-    def verify(self, new: int) -> tuple[Verification, dict[Row, list[int]]]:
-        """Feed in tokens of which some count; return the result on its way, and what it will be."""
-        tokens = [prompt_of(new, self.rng) for _ in self.twins]
-        counts = self.rng.integers(1, new + 1, len(tokens))
+    def draft(self, new: int, counts: list[int] | None = None) -> Launched:
+        """Launch a step that drafts, of which any number of tokens count if these are no ``counts``."""
         bounds = [row.length + new for row in self.loop.rows]
-        result = self.loop.verify(torch.tensor(tokens), lambda sampled: torch.from_numpy(counts))
-        buffers = self.model.compiled.model_runner().decode_buffers
-        if not buffers.follows_pages:  # whose steps are planned for exact lengths
-            assert [row.length for row in self.loop.rows] == bounds
-        expected: dict[Row, list[int]] = {}
-        for row, twin, own, count in zip(self.loop.rows, self.twins, tokens, counts, strict=True):
-            expected[row] = []
-            for token in own[:count]:
-                twin.feed([token])
-                expected[row].append(twin.next)
-        return result, expected
+        drawn = self.rng.integers(1, new + 1, len(self.twins)).tolist()
+        launched = self.drafts.launch(new, counts or drawn, self.twins)
+        assert [row.length for row in self.loop.rows] == bounds
+        return launched
 
     @property
     def lengths(self) -> list[int]:
@@ -87,53 +72,52 @@ class Batch:
     ("mode", "lengths", "new", "set_up"),
     [
         pytest.param(*case, set_up, marks=pytest.mark.whole if case[0] == "compile" else ())
-        for case in (("eager", [4], 2), ("eager", [3, 4, 9], 5), ("compile", [1, 7, 8, 15], 2))
-        for set_up in (None, let_a_cpu_capture, planned)
+        for case in (("eager", [4], 2), ("eager", [3, 4, 9], 4), ("compile", [1, 7, 8, 15], 2))
+        for set_up in (None, let_a_cpu_capture)
     ],
 )
 def test_what_counts_is_what_as_many_steps_give(
     mode: str, lengths: list[int], new: int, set_up: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results are read one step late, and until then lengths are bounds; then steps of one token go on."""
+    """Steps are read one step late, and until then lengths are bounds; then steps of one token go on."""
     if set_up is not None:
         set_up(monkeypatch)
     batch = Batch(wrapped(mode=mode), lengths, seed)
-    before: tuple[Verification, dict[Row, list[int]]] | None = None
+    before: Launched | None = None
     for _ in range(8):
-        result, expected = batch.verify(new)
+        launched = batch.draft(new)
         if before is not None:
-            assert before[0].read() == before[1]
-        assert [row.length - len(row.speculation.unread) * new for row in batch.loop.rows] == [
-            length - len(expected[row]) for row, length in zip(batch.loop.rows, batch.lengths, strict=True)
+            before.check()
+        rows = batch.loop.rows
+        assert [row.length - len(row.speculation.unread) * new for row in rows] == [
+            length - len(launched.expected[row]) for row, length in zip(rows, batch.lengths, strict=True)
         ]
-        assert all(row.length >= length for row, length in zip(batch.loop.rows, batch.lengths, strict=True))
-        before = result, expected
-    assert result.next_tokens.tolist() == [twin.next for twin in batch.twins]
+        assert all(row.length >= length for row, length in zip(rows, batch.lengths, strict=True))
+        before = launched
     for _ in range(5):
         batch.loop.step()
         for twin in batch.twins:
             twin.feed([twin.next])
         assert_logits(batch.loop, *batch.twins)
-    assert result.read() == expected
+    launched.check()
     batch.assert_exact()
     assert batch.model.compiled.stats().recompiles == 0
     batch.close()
 
 
-def test_nothing_is_written_while_the_same_rows_verify(seed: int) -> None:
+def test_nothing_is_written_while_the_same_rows_draft(seed: int) -> None:
     """The device goes on from its own lengths, whether or not the host has read them."""
     batch = Batch(wrapped(), [3, 9], seed)
-    results = [batch.verify(2)]
+    launched = [batch.draft(2)]
     uploads = batch.model.compiled.model_runner().events.uploads
     before = uploads["rows_changed"] + uploads["call_moved_in"]
     for number in range(12):
-        results.append(batch.verify(2))
+        launched.append(batch.draft(2))
         if number % 3:
-            result, expected = results.pop(0)
-            assert result.read() == expected
+            launched.pop(0).check()
     assert uploads["rows_changed"] + uploads["call_moved_in"] == before
-    for result, expected in results:
-        assert result.read() == expected
+    for step in launched:
+        step.check()
     batch.assert_exact()
     batch.close()
 
@@ -180,8 +164,8 @@ def end(batch: Batch) -> None:
 def test_what_needs_exact_lengths_waits_for_them(act: Callable[[Batch], None], seed: int) -> None:
     batch = Batch(wrapped(), [3, 4, 9], seed)
     for _ in range(6):
-        batch.verify(3)
-        batch.verify(3)
+        batch.draft(4)
+        batch.draft(4)
         act(batch)
         batch.loop.step(torch.tensor([7] * len(batch.twins)))
         for twin in batch.twins:
@@ -194,66 +178,22 @@ def test_what_needs_exact_lengths_waits_for_them(act: Callable[[Batch], None], s
     batch.close()
 
 
-def test_drafts_of_which_the_longest_right_beginning_counts_give_the_greedy_text(seed: int) -> None:
-    """The next step's tokens never pass through the host; a draft is right now and then."""
-    batch = Batch(wrapped(), [3, 6], seed)
-    following = torch.tensor([twin.next for twin in batch.twins])
-    texts = [list(twin.fed) for twin in batch.twins]
-    answers = [
-        batch.plain.generate(torch.tensor([text]), max_new_tokens=60, do_sample=False)[0].tolist() for text in texts
-    ]
-    results, rows = [], list(batch.loop.rows)
-    for _ in range(12):
-        at = [len(text) + 1 for text in texts]
-        drafts = torch.tensor([answer[begin : begin + 2] for answer, begin in zip(answers, at, strict=True)])
-        drafts += torch.from_numpy(batch.rng.integers(0, 2, drafts.shape))
-        tokens = torch.cat([following[:, None], drafts], dim=1)
-        result = batch.loop.verify(tokens, lambda sampled, tokens=tokens: right_beginning(tokens, sampled))
-        following = result.next_tokens
-        results.append(result)
-        for row, text in zip(rows, texts, strict=True):
-            kept = result.counts()[rows.index(row)]
-            text += tokens[rows.index(row), :kept].tolist()
-    sampled = [result.read() for result in results]
-    for row, text, answer, twin in zip(rows, texts, answers, batch.twins, strict=True):
-        assert text == answer[: len(text)]
-        assert [token for own in sampled for token in own[row]] == answer[len(twin.fed) + 1 :][
-            : len(text) - len(twin.fed)
-        ]
-        assert row.length == len(text) > len(twin.fed) + 12
-    batch.close()
-
-
-def right_beginning(tokens: Tensor, sampled: Tensor) -> Tensor:
-    return 1 + (tokens[:, 1:] == sampled[:, :-1]).long().cumprod(1).sum(1)
-
-
-def test_counts_that_are_no_counts_never_leave_a_rows_pages(seed: int) -> None:
+def test_a_drafter_that_raises_leaves_rows_that_go_on(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(wrapped(), [3, 4], seed)
-    start = batch.lengths
-    low = batch.loop.verify(torch.ones(2, 3, dtype=torch.int64), lambda sampled: torch.tensor([-5, 99]))
-    assert low.counts().tolist() == [1, 3]
-    low.read()
-    assert [row.length for row in batch.loop.rows] == [start[0] + 1, start[1] + 3]
-    batch.close()
+    batch.draft(2)
+    with monkeypatch.context() as patch:
 
+        def fails(*_: Any) -> Any:
+            raise KeyError("scripted")
 
-def fails(sampled: Tensor) -> Tensor:
-    raise KeyError("rule")
-
-
-@pytest.mark.parametrize(("accept", "error"), [(fails, KeyError), (lambda sampled: sampled, ValueError)])
-def test_a_rule_that_fails_leaves_rows_that_go_on(accept: Any, error: type[Exception], seed: int) -> None:
-    batch = Batch(wrapped(), [3, 4], seed)
-    batch.verify(2)
-    with pytest.raises(error):
-        batch.loop.verify(torch.tensor([[5, 6], [5, 6]]), accept)
-    for twin in batch.twins:
-        twin.feed([5, 6])
+        patch.setattr(Scripted, "propose", fails)
+        with pytest.raises(KeyError, match="scripted"):
+            batch.drafts.launch(2, [0, 0], batch.twins)
     batch.loop.step(torch.tensor([7, 7]))
     for twin in batch.twins:
         twin.feed([7])
     assert_logits(batch.loop, *batch.twins)
+    sync_lengths(batch.loop.rows)
     batch.assert_exact()
     batch.close()
 
@@ -262,9 +202,10 @@ def test_a_step_that_fails_is_undone_alone_when_earlier_tokens_are_rejected_mean
     """What places the rows reads how many tokens count."""
     batch = Batch(wrapped(), [3, 4], seed)
     batch.loop.step(torch.tensor([7, 7]))  # its step is prepared
-    tokens = torch.ones(2, 3, dtype=torch.int64)
-    batch.loop.verify(tokens, lambda sampled: torch.tensor([1, 2])).read()
-    batch.loop.verify(tokens, lambda sampled: torch.tensor([2, 1]))
+    for twin in batch.twins:
+        twin.feed([7])
+    batch.draft(4, [1, 2]).check()
+    batch.draft(4, [2, 1])
     buffers = batch.model.compiled.model_runner().decode_buffers
 
     def place(self: Any, rows: list[Row], *_: Any, **__: Any) -> None:
@@ -281,9 +222,9 @@ def test_a_step_that_fails_is_undone_alone_when_earlier_tokens_are_rejected_mean
 def test_a_row_that_was_freed_rejects_nothing(seed: int) -> None:
     batch = Batch(wrapped(), [3, 4], seed)
     gone = batch.loop.rows[0]
-    result = batch.loop.verify(torch.ones(2, 3, dtype=torch.int64), lambda sampled: torch.tensor([1, 1]))
+    launched = batch.draft(4, [1, 1])
     batch.loop.release(gone)
-    result.read()
+    launched.check()
     assert [(row.length, row.position) for row in (gone, *batch.loop.rows)] == [(0, 0), (5, 5)]
     batch.close()
 
@@ -294,23 +235,14 @@ def test_bounds_take_no_pages_that_were_not_promised(seed: int) -> None:
     row = batch.loop.rows[0]
     row.release_unused()
     row.reserve(16)
+    batch.loop.step(torch.tensor([7]))
+    batch.twins[0].feed([7])
     pool = batch.model.compiled.model_runner().pool
     others = pool.available
     pool.reserve(others)
     for _ in range(8):
-        batch.loop.verify(torch.tensor([[5, 6, 7, 8]]), lambda sampled: torch.tensor([1]))
+        batch.drafts.launch(4, [1], batch.twins)
     row.speculation.sync()
-    assert row.length == 12
+    assert row.length == 13
     pool.give_back((), others)
     batch.close()
-
-
-def test_what_cannot_be_verified_is_refused() -> None:
-    model = wrapped()
-    loop = model.compiled.generate_loop()
-    loop.admit([3, 4], 10, Sampling(repetition_penalty=1.5))
-    loop.step()
-    with pytest.raises(ValueError, match="two tokens"):
-        loop.verify(torch.ones(1, 1, dtype=torch.int64), lambda sampled: sampled[:, 0])
-    with pytest.raises(ValueError, match="penalties"):
-        loop.verify(torch.ones(1, 2, dtype=torch.int64), lambda sampled: sampled[:, 0])

@@ -126,7 +126,7 @@ class UnreadStep:
 
     def __init__(self, row: Row, rejected: int) -> None:
         self._row, self.new_tokens = row, rejected + 1
-        row.speculation.grow(self)
+        row.speculation.unread += (self,)
 
     def sync(self) -> None:
         reject(self, [self._row], [1])

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.execution.batch import StepOutput, Tap
 from compiled_llm.execution.decode.decode_step import DecodeStep
 from compiled_llm.execution.decode.deferred_sampling import DeferredSampling
-from compiled_llm.execution.decode.verification import Verification
 from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.execution.reporting.events import UploadCause
 from compiled_llm.execution.state.runner_state import RunnerState
@@ -22,7 +21,6 @@ from compiled_llm.execution.state.staging import Readbacks
 from compiled_llm.execution.steps.decode_buffers import MovedRow
 from compiled_llm.execution.steps.launch import Launch
 from compiled_llm.execution.steps.steps import Steps
-from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.kvcache.row import Row
 
 _Place: TypeAlias = tuple[int | None, int, int]
@@ -168,20 +166,6 @@ class PersistentBatch:
         else:
             room = min([row.listed * self._page_size - row.length for row in rows])
         return min(room, self._longest - max([row.length for row in rows]))
-
-    def verified(self, accept: Callable[[Tensor], Tensor]) -> Verification:
-        """Let the device decide, by ``accept`` of ``GenerateLoop.verify``, how many new tokens of the step count."""
-        assert self.step is not None, "a step has run"
-        rows, key = self.step.rows, self.step.key
-        try:
-            sampled = self.step.outputs.tokens[: len(rows) * key.new_tokens_per_row]
-            counts, next_tokens = self._buffers.go_back(key, sampled.view(len(rows), -1), accept)
-            readbacks = self._readbacks.start(counts), self._readbacks.start(sampled)
-            with deferred():
-                return Verification(rows, key.new_tokens_per_row, next_tokens, *readbacks)
-        except BaseException:  # the decode buffers may have gone back
-            self.discard_after_failure(rows)
-            raise
 
     # ---- rows come and go
 

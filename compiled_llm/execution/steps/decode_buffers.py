@@ -137,23 +137,6 @@ class DecodeBuffers:
         else:
             self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], tokens.long())
 
-    def go_back(self, step: StepKey, sampled: Tensor, accept: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Let rows forget, on the device, tokens of a step of q a row that do not count, by ``accept``."""
-        # ``sampled`` is ``[rows, q]`` int64. Returns ``[rows]`` int64, how many count, and the token that each goes on
-        # with.
-        counts = accept(sampled.clone()).clamp(1, step.new_tokens_per_row).long()  # beyond are others' pages
-        if counts.shape != sampled.shape[:1]:
-            raise ValueError(f"accept: one number for each of {len(sampled)} rows is needed; got {[*counts.shape]}")
-        inputs, rows = self._view(step), len(sampled)
-        next_tokens = sampled.gather(1, counts[:, None] - 1)[:, 0]
-        for tap in self._state.taps:
-            assert inputs.fed is not None, "several tokens were known"
-            tap.inputs.went_back(inputs.slots[:rows], inputs.fed[:rows], counts, inputs.lengths[:rows])
-        inputs.positions[:rows].add_(counts - step.new_tokens_per_row)
-        inputs.lengths[:rows].add_(counts - step.new_tokens_per_row)
-        self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], next_tokens)
-        return counts, next_tokens
-
     def plan_padding(self, step: StepKey) -> None:
         """Plan a step over rows of padding, if steps are planned."""
         if self._planned is not None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.decode.verification import Verification
+from compiled_llm.compilation.drafts import NEW_TOKENS
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
+from support.execution.scripted_drafts import Launched, ScriptedDrafts
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 
@@ -62,8 +63,9 @@ class Schedule:
         self.waiting: dict[Row, list[int]] = {}
         self.expected: dict[Row, int] = {}  # of the step before
         self.left: dict[Row, int] = {}
-        self.fed = 0  # steps of several known tokens
-        self.unread: list[tuple[Verification, dict[Row, list[int]]]] = []  # of which some count, and what will be read
+        self.fed = 0  # steps of several tokens
+        self.drafts = ScriptedDrafts(generate_loop)
+        self.unread: list[Launched] = []  # of which some tokens count
         self.forks: list[tuple[GenerateLoop, list[Tensor]]] = []
         self.has_next = True  # and not forgotten or computed elsewhere
 
@@ -111,7 +113,7 @@ class Schedule:
         torch.testing.assert_close(logits, torch.stack([self.twins[row].logits for row in rows]), **TOLERANCE)
 
     def feed(self) -> None:
-        """Several known tokens in one step, as a draft model proposes them."""
+        """Several known tokens in one step."""
         rows = self.generate_loop.rows
         count = min(int(self._rng.integers(2, 5)), *(self.left[row] for row in rows))
         tokens = [prompt_of(count, self._rng) for _ in rows]
@@ -123,26 +125,18 @@ class Schedule:
         self.has_next = True
         self.fed += 1
 
-    def verify(self) -> None:
-        """Several tokens in one step, of which the device decides how many count; some results are never read."""
-        rows = list(self.generate_loop.rows)
-        most = min(int(self._rng.integers(2, 5)), *(self.left[row] for row in rows))
-        tokens = [prompt_of(most, self._rng) for _ in rows]
-        counts = torch.from_numpy(self._rng.integers(1, most + 1, len(rows)))
-        result = self.generate_loop.verify(torch.tensor(tokens), lambda sampled: counts)
-        expected: dict[Row, list[int]] = {row: [] for row in rows}
-        for row, own, count in zip(rows, tokens, counts.tolist(), strict=True):
+    def draft(self) -> None:
+        """Drafts in one step, of which the device decides how many count; some results are never read."""
+        rows = self.generate_loop.rows
+        new = int(self._rng.choice([new for new in NEW_TOKENS if new <= min(self.left[row] for row in rows)]))
+        counts = self._rng.integers(1, new + 1, len(rows)).tolist()
+        self.unread.append(self.drafts.launch(new, counts, [self.twins[row] for row in rows]))
+        for row, count in zip(rows, counts, strict=True):
             self.left[row] -= count
-            for token in own[:count]:
-                self.twins[row].feed([token])
-                expected[row].append(self.twins[row].next)
-        self.unread.append((result, expected))
-        self.has_next = True
         self.fed += 1
 
     def read(self) -> None:
-        result, expected = self.unread.pop(int(self._rng.integers(len(self.unread))))
-        assert result.read() == expected
+        self.unread.pop(int(self._rng.integers(len(self.unread)))).check()
 
     def rewind(self) -> None:
         row = list(self.twins)[self._rng.integers(len(self.twins))]
@@ -176,7 +170,7 @@ class Schedule:
         if self.left and self._rng.random() < 0.18:
             self.release(list(self.left)[self._rng.integers(len(self.left))])
         if self.twins and not self.waiting and min(self.left.values()) > 1 and self._rng.random() < 0.25:
-            (self.feed, self.verify)[self._rng.integers(2)]()
+            (self.feed, self.draft)[self._rng.integers(2) if self.has_next else 0]()
         if self.unread and self._rng.random() < 0.4:
             self.read()
         if self.twins and self._rng.random() < 0.12:
