@@ -255,6 +255,11 @@ def before_dynamo(function: FunctionType) -> FunctionType:
     return next((value for value in held if isinstance(value, FunctionType)), function)
 
 
+def is_taken_as_constant(function: FunctionType) -> bool:
+    """Return whether Dynamo calls a function while it traces, and looks neither into it nor at it again."""
+    return bool(vars(function).get("_dynamo_marked_constant"))
+
+
 def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
     """Return why a function made by ``own_copy`` was compiled again, by graph; Dynamo keeps the last 64 compiles."""
     from torch._dynamo.utils import get_compilation_metrics

@@ -87,6 +87,28 @@ def test_an_object_of_another_kind_is_refused_by_name_if_traced_code_names_it():
         entries(layer, Layer.forward, read_thing, read=read_thing)
 
 
+def test_a_function_whose_result_is_taken_as_constant_is_refused_by_name():
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def chosen() -> int:
+        return FACTOR
+
+    with pytest.raises(UnhashableError, match=r"the result of .*chosen was taken as it was"):
+        entries(Layer(), function=chosen)
+
+
+def test_what_a_metaclass_does_counts(monkeypatch):
+    class Meta(type):
+        def __call__(cls, *args: Any) -> Any:
+            return super().__call__(*args)
+
+    class Made(metaclass=Meta):
+        pass
+
+    before = entries(Layer(), kind=Made)
+    monkeypatch.setattr(Meta, "__call__", lambda cls: None)
+    assert entries(Layer(), kind=Made) != before
+
+
 def test_a_long_container_is_refused_by_name():
     with pytest.raises(UnhashableError, match=r"words has 10001 entries"):
         entries(Layer(), words=list(range(10_001)))

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from compiled_llm.compat.huggingface import class_of_config
-from compiled_llm.compat.torch.dynamo import before_dynamo
+from compiled_llm.compat.torch.dynamo import before_dynamo, is_taken_as_constant
 from compiled_llm.compat.torch.tensors import dispatch_keys, wrapped_in
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, codes_in, digest, imports, names_in
 from compiled_llm.model.version.code import CALLED, places_of
@@ -55,6 +55,7 @@ BOOKKEEPING = frozenset({"transformers.utils.generic._registered_model_output_ty
 """Globals in which libraries note what they have seen so far; no value of a trace follows from them."""
 
 _OF_LIBRARIES = frozenset({"torch", "transformers", "compiled_llm", "compiled_llm_ops", "peft"})
+_OURS = ("compiled_llm", "compiled_llm_ops")  # what ours return, ``process_state`` has
 _CALLED_BY_NAME = (
     *(BuiltinFunctionType, BuiltinMethodType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType),
     *(type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add), type(torch.ops.aten), type(torch.ops)),
@@ -268,6 +269,8 @@ class Walk:
     def _function(self, function: FunctionType, where: str) -> str:
         function = before_dynamo(function)
         path, code = _path_of(function), code_digest(function.__code__)
+        if is_taken_as_constant(function) and path.partition(".")[0] not in _OURS:
+            raise UnhashableError(f"the result of {path} was taken as it was (torch.compiler.assume_constant_result)")
         if code not in self._traced:
             return f"function {path} {code}"
         self.reached |= codes_in(function.__code__)
@@ -334,7 +337,7 @@ class Walk:
         return self._later(kind, f"class {_path_of(kind)}", lambda name: self._parts_of_class(kind, name))
 
     def _parts_of_class(self, kind: type, name: str) -> str:
-        bases = [self.said(base, name) for base in kind.__mro__[1:]]
+        bases = [self.said(base, name) for base in (type(kind), *kind.__mro__[1:])]
         self._watch(kind, *(member for member, value in vars(kind).items() if self._counts(member, value)))
         members = sorted(vars(kind).items())
         said = (f"{member}: {self._member(member, value, name)}" for member, value in members if _is_said(member))
