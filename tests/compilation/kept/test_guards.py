@@ -76,6 +76,14 @@ def test_a_guard_that_no_entry_covers_is_named(left_out):
     assert found.refused.startswith("it depends on ")
 
 
+def test_a_trace_that_cannot_be_read_is_not_kept():
+    """Another torch may lack what is asked for: the program runs all the same."""
+    with mock.patch.object(fingerprint, "guards_now", side_effect=AttributeError("gone")):
+        (found,) = fingerprints("Qwen3", 1)
+    assert found.refused == "its trace cannot be read: AttributeError: gone"
+    assert found.compared(found) == [found.refused]
+
+
 def test_all_that_dynamo_compares_of_the_process_has_an_entry():
     guarded = GlobalStateGuard().__getstate__()  # type: ignore[attr-defined]
     assert all(f'"{name}":' in guarded for name in process_state._IN_WORDS), guarded

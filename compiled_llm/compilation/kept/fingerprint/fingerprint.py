@@ -67,6 +67,20 @@ class Fingerprint:
         ``model`` is what the program stands for, no outline of it; ``arguments`` are all of the program's, by name;
         ``beside`` are plain values that the compiled code depends on, too, such as options.
         """
+        try:
+            return cls._of_trace(model, function, arguments, graph, beside)
+        except Exception as error:  # any: what is read may be anything, and not every torch has what is asked for
+            return cls({}, f"its trace cannot be read: {type(error).__name__}: {error}")
+
+    @classmethod
+    def _of_trace(
+        cls,
+        model: nn.Module,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        graph: fx.Graph | None,
+        beside: Mapping[str, object] | None,
+    ) -> Fingerprint:
         codes = traced_code()
         read = {**arguments, "model": model}
         guards = [*guards_now(read, cast(FunctionType, function).__globals__)]
@@ -86,8 +100,11 @@ class Fingerprint:
     ) -> Fingerprint:
         """Return what the same hashes are of these objects, within ``AttentionSwitch.paged``; arguments as above."""
         read = {**arguments, "model": model}
-        walk, refused = _walked(model, function, read, beside or {}, self.traced, self.looked_up)
-        return Fingerprint(_entries_of(walk), refused, self.traced, self.looked_up, _places(walk))
+        try:
+            walk, refused = _walked(model, function, read, beside or {}, self.traced, self.looked_up)
+            return Fingerprint(_entries_of(walk), refused, self.traced, self.looked_up, _places(walk))
+        except Exception as error:  # any: as above
+            return Fingerprint({}, f"it cannot be compared: {type(error).__name__}: {error}")
 
     def differences(
         self,
