@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -510,3 +512,28 @@ def test_on_a_cpu_weights_stay_where_they_are(model, engine):
     before = places(model)
     engine.sleep(weights=True)
     assert places(model) == before
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["pages", "weights"])
+def test_requests_that_draft_go_on_after_it(
+    moves: bool, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, request: pytest.FixtureRequest
+) -> None:
+    """Steps whose lengths are bounds may be unread as it falls asleep; texts are there again when it wakes."""
+    monkeypatch.setattr(Loop, "asynchronous", True)
+    if moves:
+        request.getfixturevalue("weights_move")
+    few = [replace(own, allowed_token_ids=[5, 6, 7, 8]) for own in PARAMS]  # whose texts repeat themselves
+    monkeypatch.setattr(sys.modules[__name__], "PARAMS", few)
+    with Engine(model, max_num_seqs=8) as plain:
+        expected = answers(plain)
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    with Engine(model, max_num_seqs=8, speculative_config=config) as drafting:
+        assert answers(drafting) == expected
+        handles = begun(drafting)
+        drafting.sleep(weights=moves)
+        drafting.wake()
+        assert results(handles) == expected
+        drafts = drafting.stats().drafts
+        assert drafts is not None
+        assert 0 < drafts.accepted_tokens == sum(drafts.accepted_per_position) <= drafts.draft_tokens
+    assert_account_is_empty(model)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.drafts import NEW_TOKENS
 from compiled_llm.execution.generate_loop import GenerateLoop
+from compiled_llm.features import feature
 from compiled_llm.kvcache.row import Row
 from support.execution.alone import Alone
-from support.execution.scripted_drafts import Launched, ScriptedDrafts
 
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 
@@ -64,8 +65,12 @@ class Schedule:
         self.expected: dict[Row, int] = {}  # of the step before
         self.left: dict[Row, int] = {}
         self.fed = 0  # steps of several tokens
-        self.drafts = ScriptedDrafts(generate_loop)
-        self.unread: list[Launched] = []  # of which some tokens count
+        self.drafts: Any = None  # a copy of the package without drafts has none
+        if feature("drafts", "execution") is not None:
+            from support.execution.scripted_drafts import ScriptedDrafts
+
+            self.drafts = ScriptedDrafts(generate_loop)
+        self.unread: list[Any] = []  # launched steps of which some tokens count
         self.forks: list[tuple[GenerateLoop, list[Tensor]]] = []
         self.has_next = True  # and not forgotten or computed elsewhere
 
@@ -128,7 +133,7 @@ class Schedule:
     def draft(self) -> None:
         """Drafts in one step, of which the device decides how many count; some results are never read."""
         rows = self.generate_loop.rows
-        new = int(self._rng.choice([new for new in NEW_TOKENS if new <= min(self.left[row] for row in rows)]))
+        new = int(self._rng.choice([new for new in (2, 4, 8) if new <= min(self.left[row] for row in rows)]))
         counts = self._rng.integers(1, new + 1, len(rows)).tolist()
         self.unread.append(self.drafts.launch(new, counts, [self.twins[row] for row in rows]))
         for row, count in zip(rows, counts, strict=True):
@@ -170,7 +175,7 @@ class Schedule:
         if self.left and self._rng.random() < 0.18:
             self.release(list(self.left)[self._rng.integers(len(self.left))])
         if self.twins and not self.waiting and min(self.left.values()) > 1 and self._rng.random() < 0.25:
-            (self.feed, self.draft)[self._rng.integers(2) if self.has_next else 0]()
+            (self.feed, self.draft)[self._rng.integers(2) if self.has_next and self.drafts is not None else 0]()
         if self.unread and self._rng.random() < 0.4:
             self.read()
         if self.twins and self._rng.random() < 0.12:
