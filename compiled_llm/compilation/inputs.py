@@ -5,12 +5,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from compiled_llm.kinds.rows import AttentionPlans, JointAttention
 from compiled_llm_ops.protocol import DecodeOps
+
+
+class BroughtInputs(Protocol):
+    """What rows of a prefill bring besides ids; a program of its own reads it."""
+
+    @property
+    def program(self) -> Any:
+        """The ``Program`` that runs the step."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[tuple[Tensor, int]]:
+        """Its tensors, each with the dimension whose size changes from call to call."""
+        ...
 
 
 class StepTap(Protocol):
@@ -48,6 +63,7 @@ class PrefillInputs(NamedTuple):
     read: Tensor | None = None  # ``[B]`` int32, the entry of each row's states; None if rows have none
     write: Tensor | None = None  # ``[B]`` int32, the entry of those that it has afterwards; None likewise
     wants: tuple[str, ...] = ()  # outputs of the model that the step gives besides logits, by HuggingFace's names
+    brought: BroughtInputs | None = None  # of rows that have more than ids, which another program reads
 
 
 class UnpagedInputs(NamedTuple):

@@ -81,6 +81,7 @@ def program_for(inputs: ProgramInputs) -> Program:
     """Return the program that runs a step with these inputs."""
     if _UNPAGED.serves(inputs):  # first: its calls are short, and looking through all others takes a part of them
         return _UNPAGED
-    program = next(program for program in PROGRAMS if program.serves(inputs))
+    brought = inputs.brought if isinstance(inputs, PrefillInputs) else None
+    program = next(own for own in PROGRAMS if own.serves(inputs)) if brought is None else brought.program
     wants = inputs.wants
     return program._replace(name=with_outputs(program.name, wants), on_demand=True) if wants else program

@@ -38,7 +38,7 @@ from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.validity import Guards
-from compiled_llm.compilation.inputs import DecodeInputs, UnpagedInputs
+from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.notice import CompilingNotice
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.append import PreparedInAppend
@@ -367,6 +367,9 @@ def _mark_symbolic(arguments: Arguments) -> None:
     for name, tensor in arguments.inputs._asdict().items():
         if isinstance(tensor, Tensor):
             torch._dynamo.mark_dynamic(tensor, 1 if name in ("ids", "positions") else 0)
+    brought = arguments.inputs.brought if isinstance(arguments.inputs, PrefillInputs) else None
+    for tensor, dimension in () if brought is None else brought.sizes:
+        torch._dynamo.mark_dynamic(tensor, dimension)
     for memory in arguments.pages if isinstance(arguments.inputs, UnpagedInputs) else ():
         torch._dynamo.mark_dynamic(memory, 1)
 

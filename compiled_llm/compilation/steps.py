@@ -32,7 +32,14 @@ def prefill_step(
     specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
     """Run packed tokens through the model: ``[L, V]`` logits in its dtype, ``[C]`` int64 next tokens, and more."""
-    out = forward_of_prompts(model, forward, inputs, tables, pages, specs, logits_to_keep=inputs.keep, **_asked(inputs))
+    out = forward_of_prompts(
+        model, forward, inputs, tables, pages, specs, logits_to_keep=inputs.keep, **asked_of(inputs)
+    )
+    return sampled_after(inputs, tables, out)
+
+
+def sampled_after(inputs: PrefillInputs, tables: SamplingTables, out: Any) -> StepOutputs:
+    """Sample the next tokens from what a model has returned for packed tokens."""
     logits: Tensor = out.logits[0]
     sampled_at = inputs.positions[0, inputs.keep[inputs.sampled]] + 1
     return StepOutputs(logits, sample(logits[inputs.sampled], inputs.slots, sampled_at, tables), emitted(inputs, out))
@@ -48,6 +55,23 @@ def forward_of_prompts(
     **asked: Any,
 ) -> Any:
     """Run packed tokens through the model, let taps see them, and return the model's output."""
+    embedded = inputs.ids.dim() == 3
+    ids = inputs.ids if embedded else known_ids(inputs.ids, tables)
+    read = {"inputs_embeds" if embedded else "input_ids": ids, "position_ids": inputs.positions, **asked}
+    told = torch.zeros_like(inputs.positions[0]) if embedded else ids[0]
+    return forward_of_packed(model, forward, inputs, pages, specs, told, **read)
+
+
+def forward_of_packed(
+    model: PreTrainedModel,
+    forward: Forward,
+    inputs: PrefillInputs,
+    pages: list[Tensor],
+    specs: tuple[KVCacheSpec, ...],
+    told: Tensor,
+    **read: Any,
+) -> Any:
+    """Run packed tokens, of which ``forward`` reads these arguments and taps are told ids ``[T]``."""
     # Each layer has a memory in ``pages``, which its spec reads and writes.
     tokens = (inputs.token_rows, inputs.token_positions)
     table = (inputs.qo_indptr, inputs.indptr, inputs.indices, inputs.last_page_len)
@@ -56,18 +80,9 @@ def forward_of_prompts(
     if inputs.read is not None and inputs.write is not None:
         states = StateRows(inputs.token_rows, inputs.qo_indptr, inputs.read, inputs.write)
     batch = PagedBatch(pages, specs, rows, states=states)
-    embedded = inputs.ids.dim() == 3
-    ids = inputs.ids if embedded else _known(inputs.ids, tables)
-    out = forward(
-        model,
-        position_ids=inputs.positions,
-        use_cache=False,
-        **({"inputs_embeds": ids} if embedded else {"input_ids": ids}),
-        **asked,
-        **{BATCH_ARGUMENT: batch},
-    )
+    out = forward(model, use_cache=False, **read, **{BATCH_ARGUMENT: batch})
     for tap in inputs.taps:
-        tap.prefilled(inputs, torch.zeros_like(inputs.positions[0]) if embedded else ids[0])
+        tap.prefilled(inputs, told)
     return out
 
 
@@ -141,14 +156,14 @@ def forward_of_rows(
 ) -> Any:
     """Run new tokens ``[B, q]`` of rows through the model, let taps see them, and return the model's output."""
     batch = PagedBatch(pages, specs, _rows(inputs, ids.shape[1]), states=_states(inputs))
-    asked = {**_asked(inputs), BATCH_ARGUMENT: batch}
+    asked = {**asked_of(inputs), BATCH_ARGUMENT: batch}
     out = forward(model, input_ids=ids, position_ids=positions_of(inputs, ids), use_cache=False, **asked)
     for tap in inputs.taps:
         tap.decoded(inputs, ids)
     return out
 
 
-def _asked(inputs: PrefillInputs | DecodeInputs) -> dict[str, bool]:
+def asked_of(inputs: PrefillInputs | DecodeInputs) -> dict[str, bool]:
     """Return the outputs that HuggingFace's forward is asked for; not every forward takes the question."""
     return {f"output_{name}": True for name in inputs.wants}
 
@@ -159,7 +174,7 @@ def emitted(inputs: PrefillInputs | DecodeInputs, out: Any) -> Emitted:
     return {**{number: layer.flatten(0, 1) for number, layer in enumerate(layers)}, **getattr(out, "emitted", {})}
 
 
-def _known(ids: Tensor, tables: SamplingTables) -> Tensor:
+def known_ids(ids: Tensor, tables: SamplingTables) -> Tensor:
     """Return token ids: in place of a negative one, which the host did not know, what the slot ``-1 - id`` has next."""
     return torch.where(ids < 0, tables.next_token[(-1 - ids).clamp(min=0)], ids)
 

@@ -77,6 +77,7 @@ class Engine:
         tokenizer_eos: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         mm_encoder_cache_gb: float = 0.25,
+        images_in_steps: bool = True,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -114,6 +115,8 @@ class Engine:
                 saves that time if only this engine uses the model.
             tokenizer_eos: end answers at the tokenizer's ``eos_token``, too, as vLLM and ``compiled-llm serve`` do; as
                 ``generate``, only at those of ``model.generation_config`` if False.
+            images_in_steps: let steps compute prompts with pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, as those of
+                text; ``warmup`` compiles that if there is a processor. Else HuggingFace's forward does, between steps.
             speculative_config: guess tokens, and check several of a request in one step: the same tokens in fewer
                 steps, if guesses are right. A dictionary with vLLM's names: ``method``, which is ``"ngram"``, the text
                 of the request itself; ``num_speculative_tokens``, how many are guessed at most, 1 to 7 (7); and how
@@ -158,7 +161,7 @@ class Engine:
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
-        self._max_queue, self._encoder_cache = max_queue, int(mm_encoder_cache_gb * 2**30)
+        self._max_queue, self._image_settings = max_queue, (int(mm_encoder_cache_gb * 2**30), images_in_steps)
         settings = LoopSettings(
             *(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission),
             *(speculation, max_model_len),
@@ -327,10 +330,8 @@ class Engine:
                 raise ValueError(
                     "hidden_states, emitted, pooled: there are none of a prompt with pictures; leave them out"
                 )
-            salt = waiting.get("salt")
-            images = needed("images", "engine").images_of(
-                *(prompt, self._processor, params, model_runner, salt, self._encoder_cache)
-            )
+            given = (prompt, self._processor, params, model_runner, waiting.get("salt"), *self._image_settings)
+            images = needed("images", "engine").images_of(*given)
         requests = requests_for(
             prompt,
             params,
@@ -399,7 +400,8 @@ class Engine:
         if structured or (self._tokenizer is not None and wanted.structured):
             check_has("structured_outputs", "structured=True")
             self._grammars.prepare(self.token_facts.logits, self.token_facts.eos_token_ids)
-        warm_up(self._runtime, self._engine_thread, wanted, structured, report)
+        shows = self._processor is not None and self._image_settings[1]
+        warm_up(self._runtime, self._engine_thread, wanted, structured, report, shows)
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""

@@ -5,18 +5,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.compilation.program import Program
 from compiled_llm.execution.accepted import AcceptedTokens
+from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.pool import Promise
 from compiled_llm.kvcache.row import Row
 from compiled_llm.kvcache.table import Stored
+
+
+class Brought(Protocol):
+    """What a row brings for its new tokens besides their ids, which a program of its own reads."""
+
+    @property
+    def program(self) -> Program:
+        """It runs launches with such rows, of which others may bring nothing."""
+        ...
+
+    def of(self, start: int, stop: int) -> Brought:
+        """Return that of new tokens ``start`` to ``stop``."""
+        ...
+
+    def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> Any:
+        """Return what ``PrefillInputs.brought`` is in a launch of packed rows, of which some bring the like."""
+        ...
 
 
 class Extension(NamedTuple):
@@ -29,6 +48,7 @@ class Extension(NamedTuple):
     place: int = -1  # while they are packed, the row's in ``Slots.places``, if taps ask; -1 is padding's
     # while they are packed, the entries that hold the row's state before them and after
     states: tuple[int, int] = NO_ENTRY, NO_ENTRY
+    brought: Brought | None = None
 
     @classmethod
     def of(cls, row: Row, ids: NDArray[np.int64], is_last: bool = True) -> Extension:

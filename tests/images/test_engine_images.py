@@ -13,8 +13,7 @@ from transformers import DynamicCache, Qwen3VLForConditionalGeneration
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
-from compiled_llm.engine.images import request_images, resumed
-from compiled_llm.engine.images.request_images import RequestImages
+from compiled_llm.engine.images import part, request_images, resumed
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
@@ -36,6 +35,15 @@ def asked(engine: Engine, *parts: Part, family: str = QWEN, tokens: int = 9, **o
 def engine() -> Iterator[Engine]:
     model = seeing(QWEN)
     with Engine(model) as running:
+        yield running
+    assert_account_is_empty(model)
+
+
+@pytest.fixture
+def original() -> Iterator[Engine]:
+    """Prompts up to their last picture are HuggingFace's to compute."""
+    model = seeing(QWEN)
+    with Engine(model, images_in_steps=False) as running:
         yield running
     assert_account_is_empty(model)
 
@@ -94,20 +102,20 @@ def test_prompts_that_are_seen_both_ways_are_refused(family):
         engine.submit(one_image(family))
 
 
-def test_two_pictures_of_one_size_share_nothing_and_the_same_one_is_computed_once(engine, computed):
+def test_two_pictures_of_one_size_share_nothing_and_the_same_one_is_computed_once(original, computed):
     text = tuple(range(20, 30))
-    assert asked(engine, CAT, *text).cached_tokens == 0
-    assert asked(engine, DOG, *text).cached_tokens == 0
-    assert asked(engine, CAT, *text).cached_tokens == 12
-    assert asked(engine, CAT, *text[:8], 50, 51).cached_tokens == 12
+    assert asked(original, CAT, *text).cached_tokens == 0
+    assert asked(original, DOG, *text).cached_tokens == 0
+    assert asked(original, CAT, *text).cached_tokens == 12
+    assert asked(original, CAT, *text[:8], 50, 51).cached_tokens == 12
     assert computed == [5, 5]
 
 
-def test_text_before_a_picture_is_shared_and_the_picture_is_not(engine, computed):
+def test_text_before_a_picture_is_shared_and_the_picture_is_not(original, computed):
     text = tuple(range(20, 30))
     for parts, cached in (((*text, CAT, 7, 8), 0), ((*text, DOG, 7, 8), 8), ((*text, 7, 8), 8)):
         given = prompt_of(QWEN, *parts) if len(parts) == 13 else list(parts)
-        output = engine.submit(given, greedy(9)).result(PATIENCE)
+        output = original.submit(given, greedy(9)).result(PATIENCE)
         assert output.outputs[0].token_ids == answer(QWEN, parts, 9)
         assert output.cached_tokens == cached
     assert computed == ([15, 7] if RESUMES else [15, 15])
@@ -117,7 +125,7 @@ def test_text_before_a_picture_is_shared_and_the_picture_is_not(engine, computed
 @pytest.mark.parametrize("family", [QWEN, "Qwen2VL", "Qwen2_5_VL", "Qwen3VLMoe", "Glm4v"])
 def test_a_text_that_parts_inside_a_picture_begins_there(family, computed, seed):
     """Pages end within the pictures: the rest of them is computed, and the pages before stay shared."""
-    with Engine(seeing(family, seed=seed)) as engine:
+    with Engine(seeing(family, seed=seed), images_in_steps=False) as engine:
         for parts, cached in (((5, WIDE, 7, 8), 0), ((5, WIDE, 9, 8), 8), ((5, WIDE, CAT, 9, 8), 8)):
             output = asked(engine, *parts, family=family)
             assert output.outputs[0].token_ids == answer(family, parts, 9, seed)
@@ -125,10 +133,10 @@ def test_a_text_that_parts_inside_a_picture_begins_there(family, computed, seed)
     assert computed == ([10, 2, 8] if RESUMES else [10, 10, 16])
 
 
-def test_a_second_turn_goes_on_from_the_first(engine, computed):
-    first = asked(engine, 5, WIDE, 7, 8)
+def test_a_second_turn_goes_on_from_the_first(original, computed):
+    first = asked(original, 5, WIDE, 7, 8)
     parts = (5, WIDE, 7, 8, *first.outputs[0].token_ids, 30, 31)
-    second = asked(engine, *parts)
+    second = asked(original, *parts)
     assert second.outputs[0].token_ids == answer(QWEN, parts, 9)
     assert second.cached_tokens == 20
     assert len(computed) == 1
@@ -201,8 +209,8 @@ def test_a_prompt_that_huggingfaces_forward_refuses_ends_alone(engine):
 # ---- what would be found
 
 
-def differing(prompts: list[tuple[Part, ...]]) -> list[tuple[Part, ...]]:
-    with Engine(seeing(QWEN)) as engine:
+def differing(prompts: list[tuple[Part, ...]], in_steps: bool = True) -> list[tuple[Part, ...]]:
+    with Engine(seeing(QWEN), images_in_steps=in_steps) as engine:
         return [parts for parts in prompts if asked(engine, *parts).outputs[0].token_ids != answer(QWEN, parts, 9)]
 
 
@@ -213,11 +221,16 @@ def test_ids_of_placeholders_as_keys_would_be_found(monkeypatch):
     assert differing(prompts) == [prompts[1]]
 
 
+def _counted(positions: torch.Tensor) -> torch.Tensor:
+    return torch.arange(positions.shape[-1]).expand(positions.shape)
+
+
 def test_positions_without_a_pictures_offset_would_be_found(monkeypatch):
     prompts: list[tuple[Part, ...]] = [(5, WIDE, *range(20, 30))]
-    assert differing(prompts) == []
-    monkeypatch.setattr(RequestImages, "position_after", lambda self, length: length)
-    assert differing(prompts) == prompts
+    positions = part.prompt_positions
+    monkeypatch.setattr(part, "prompt_positions", lambda *given: _counted(positions(*given)))
+    for in_steps in (False, True):
+        assert differing(prompts, in_steps) == prompts
 
 
 def test_a_state_taken_one_token_late_would_be_found(monkeypatch):
@@ -244,7 +257,7 @@ def test_a_state_taken_one_token_late_would_be_found(monkeypatch):
 @pytest.mark.skipif(not RESUMES, reason="prompts are computed from their beginning")
 def test_features_of_other_tokens_would_be_found(monkeypatch):
     prompts: list[tuple[Part, ...]] = [(5, WIDE, *range(20, 30)), (5, WIDE, *range(40, 50))]
-    assert differing(prompts) == []
+    assert differing(prompts, in_steps=False) == []
     joined = resumed._later
     monkeypatch.setattr(resumed, "_later", lambda features, known: [joined(features, 0)[0][:-known]])
-    assert differing(prompts) == [prompts[1]]
+    assert differing(prompts, in_steps=False) == [prompts[1]]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.images.shown_step import PROGRAM
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.execution.twins import on_device, twins_of
 from support.gpu import needs_cuda
@@ -40,13 +41,17 @@ def likely(answer: Any) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([[own.logprob for _, own in step] for step in steps])
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in BOTH_WAYS])
-def test_answers_of_an_engine_are_as_exact_as_huggingfaces(family: str, seed: int) -> None:
+IN_STEPS = ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"]
+ALL = [(family, True) for family in FAMILIES if family not in BOTH_WAYS] + [(family, False) for family in IN_STEPS]
+
+
+@pytest.mark.parametrize(("family", "in_steps"), ALL)
+def test_answers_of_an_engine_are_as_exact_as_huggingfaces(family: str, in_steps: bool, seed: int) -> None:
     """Each by itself, so that prompts are computed, and then all at once, over pages and features that are kept."""
     twins = twins_of(of_family(family, seed).to("cuda", torch.bfloat16), mode="cuda-graphs", max_batch_size=4)
     prompts = prompts_of(family, seed)
     asked = [given if "pixel_values" in given else given["input_ids"][0].tolist() for given in prompts]
-    with Engine(twins.wrapped, max_num_seqs=4) as engine:
+    with Engine(twins.wrapped, max_num_seqs=4, images_in_steps=in_steps) as engine:
         answers = [engine.submit(given, PARAMS).result(timeout=300) for given in asked]
         answers += [handle.result(timeout=300) for handle in [engine.submit(given, PARAMS) for given in asked]]
     errors: dict[str, list[Tensor]] = {"ours": [], "theirs": []}
@@ -67,6 +72,8 @@ def test_answers_of_an_engine_are_as_exact_as_huggingfaces(family: str, seed: in
     stats = twins.wrapped.compiled.stats()
     assert (stats.recompiles, stats.graph_breaks) == (0, 0)
     assert stats.cuda_graphs
+    prepared = twins.wrapped.compiled.model_runner().graph_manager.prefills
+    assert (PROGRAM.name in prepared) is (in_steps and family in IN_STEPS)
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
     gc.collect()

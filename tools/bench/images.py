@@ -4,8 +4,9 @@ python tools/bench/images.py --model qwen3-vl-4b
 python tools/bench/images.py --model tiny --side 8 --text 20 --seconds 2 --mode eager --device cpu
 
 HuggingFace's ``model(...)``, a wrapped ``generate`` and an engine answer the same prompts in turns. Weights and pixel
-values are random; these are made where the model is, and an engine has them on the host, too, where a processor leaves
-them. Each first token of an engine is that of a picture which it has not seen, unless a line says "again".
+values are random; these are made where the model is, and an engine has them on the host, too, where a processor
+leaves them. An engine's steps read pictures, and then HuggingFace's forward computes prompts up to them. Each first
+token of an engine is that of a picture which it has not seen, unless a line says "again".
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class Stopwatch:
 
     def note(self, name: str, ms: float, more: str = "") -> None:
         self.found[name] = ms
-        print(f"{name:58s} {ms:8.2f} ms{more}", flush=True)
+        print(f"{name:80s} {ms:8.2f} ms{more}", flush=True)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -226,7 +227,7 @@ def measure_generate(model: Any, prompts: Prompts, watch: Stopwatch, new: int) -
         watch.note(f"generate: a token after it, {name}", (whole - first) / new)
 
 
-def measure_engine(engine: Engine, prompts: Prompts, watch: Stopwatch, new: int) -> None:
+def measure_engine(engine: Engine, prompts: Prompts, watch: Stopwatch, new: int, name: str) -> None:
     def ask(tokens: int) -> Callable[[Any], Any]:
         return lambda given: engine.submit(given, greedy(tokens)).result()
 
@@ -243,22 +244,26 @@ def measure_engine(engine: Engine, prompts: Prompts, watch: Stopwatch, new: int)
         return {**seen, "input_ids": ids}
 
     ask(1)(seen)
-    for name, given in (("text of that length", text), ("picture", lambda: prompts.of_picture("cpu"))):
-        first = watch.ms(f"engine: first token, {name}", given, ask(1))
-        whole = watch.ms(f"engine: {new + 1} tokens, {name}", given, ask(new + 1))
-        watch.note(f"engine: a token after it, {name}", (whole - first) / new)
-    watch.ms("engine: first token, pixels on the device", prompts.of_picture, ask(1))
-    watch.ms("engine: first token, the same picture and text again", lambda: seen, ask(1))
-    watch.ms("engine: first token, the same picture, other text before", with_other_text, ask(1))
+    for what, given in (("text of that length", text), ("picture", lambda: prompts.of_picture("cpu"))):
+        first = watch.ms(f"{name}: first token, {what}", given, ask(1))
+        whole = watch.ms(f"{name}: {new + 1} tokens, {what}", given, ask(new + 1))
+        watch.note(f"{name}: a token after it, {what}", (whole - first) / new)
+    watch.ms(f"{name}: first token, pixels on the device", prompts.of_picture, ask(1))
+    watch.ms(f"{name}: first token, the same picture and text again", lambda: seen, ask(1))
+    watch.ms(f"{name}: first token, the same picture, other text before", with_other_text, ask(1))
 
 
-def measure_streams(engine: Engine, prompts: Prompts, watch: Stopwatch, seconds: float, every: float) -> None:
+def measure_streams(
+    engine: Engine, prompts: Prompts, watch: Stopwatch, seconds: float, every: float, name: str
+) -> None:
     gaps_beside(engine, prompts, min(2.0, seconds), None)  # captures what is missed
-    for name, apart in ((f"{STREAMS} streams alone", None), (f"{STREAMS} streams, a picture each {every} s", every)):
+    gaps_beside(engine, prompts, min(2.0, seconds), min(every, seconds / 3))  # and beside pictures
+    beside = f"{name}: {STREAMS} streams"
+    for what, apart in ((f"{beside} alone", None), (f"{beside}, a picture each {every} s", every)):
         gaps = gaps_beside(engine, prompts, seconds, apart)
         p50, p99, worst = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)], gaps[-1]
-        watch.note(f"{name}: gap, p50", p50)
-        watch.note(f"{name}: gap, p99", p99, f" (at worst {worst:.2f}, of {len(gaps):,})")
+        watch.note(f"{what}: gap, p50", p50)
+        watch.note(f"{what}: gap, p99", p99, f" (at worst {worst:.2f}, of {len(gaps):,})")
 
 
 def main(
@@ -288,11 +293,12 @@ def main(
         measure_parts(plain, prompts, watch)
     tokens = 4 * STREAMS * 512 + 16 * prompts.length
     wrapped: Any = compiled_llm.wrap(plain, mode=mode, max_batch_size=STREAMS + 2, kv_memory=f"{tokens} tokens")
-    with Engine(wrapped, max_num_seqs=STREAMS + 2) as engine:
-        if "engine" in parts:
-            measure_engine(engine, prompts, watch, new)
-        if "streams" in parts:
-            measure_streams(engine, prompts, watch, seconds, every)
+    for name, in_steps in (("engine", True), ("engine, HuggingFace's prompts", False)):
+        with Engine(wrapped, max_num_seqs=STREAMS + 2, images_in_steps=in_steps) as engine:
+            if "engine" in parts:
+                measure_engine(engine, prompts, watch, new, name)
+            if "streams" in parts:
+                measure_streams(engine, prompts, watch, seconds, every, name)
     if "generate" in parts:
         measure_generate(wrapped, prompts, watch, new)
     print({name: round(nbytes / 2**20) for name, nbytes in wrapped.compiled.stats().memory.items()}, "MiB")

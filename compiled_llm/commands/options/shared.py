@@ -36,7 +36,7 @@ Images = Annotated[
     _input(
         "--image",
         metavar="FILE",
-        help="Show the model this picture, a PNG, JPEG or WebP file. Can be given several times.",
+        help="Show this PNG, JPEG or WebP file. Can be given several times.",
     ),
 ]
 System = Annotated[str | None, _input("--system", metavar="TEXT", help="Begin the chat with this system message.")]

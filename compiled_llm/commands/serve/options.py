@@ -84,32 +84,29 @@ StreamInterval = Annotated[
 ]
 AllowedLocalMediaPath = Annotated[
     Path | None,
-    _http(metavar="PATH", help="Let requests name pictures in this folder, and in those below it, by file: URLs."),
+    _http(metavar="PATH", help="Let requests name pictures below this folder by file: URLs."),
 ]
 AllowedMediaDomains = Annotated[
     list[str] | None,
     _http(
         metavar="HOST",
-        help="Let requests name pictures at http and https addresses of this host. Can be given several times.",
+        help="Let requests name pictures at addresses of this host. Can be given several times.",
     ),
 ]
 MaxBodyBytes = Annotated[
     int | None,
     _http(
         metavar="BYTES",
-        help="Refuse requests that are longer than this. The default is 8 MiB, and 32 MiB for a model that reads "
-        "pictures, which requests have as base64.",
+        help="Refuse longer requests. Default: 8 MiB, or 32 with pictures.",
     ),
 ]
-MaxImageBytes = Annotated[int, _http(metavar="BYTES", help="Refuse pictures whose file is larger than this.")]
-MaxImagePixels = Annotated[
-    int, _http(metavar="PIXELS", help="Refuse pictures with more pixels than this, before they are decoded.")
-]
+MaxImageBytes = Annotated[int, _http(metavar="BYTES", help="Refuse pictures with larger files.")]
+MaxImagePixels = Annotated[int, _http(metavar="PIXELS", help="Refuse pictures with more pixels.")]
 ApiServerCount = Annotated[
     int | None,
     _http(
         metavar="N",
-        help="Handle HTTP in this many processes, all of them for one engine process. The default is a quarter of the "
+        help="Handle HTTP in this many processes. The default is a quarter of the "
         "number of cores, from 2 to 4, and 1 without a GPU or with fewer than 4 cores.",
     ),
 ]
@@ -162,15 +159,14 @@ LimitMmPerPrompt = Annotated[
     str | None,
     _serving(
         metavar="JSON",
-        help="How many pictures a request can have: '{\"image\": 4}'. With 0, the model is loaded without its eyes.",
+        help="Pictures a request can have: '{\"image\": 4}'. With 0, no eyes are loaded.",
     ),
 ]
 MmEncoderCacheGb = Annotated[
     float,
     _serving(
         metavar="GIB",
-        help="Keep what the model's encoder makes of pictures in so much of the device's memory, for those that come "
-        "again; 0 for none.",
+        help="Keep so much of what the encoder makes of pictures.",
     ),
 ]
 DrainSeconds = Annotated[

@@ -14,6 +14,7 @@ from compiled_llm.compat.prompt_positions import prompt_positions
 from compiled_llm.engine.images.inputs import inputs_of as inputs_of
 from compiled_llm.engine.images.keys import digests_of, runs_of, token_keys
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder, in_dtype
+from compiled_llm.engine.images.read_in_steps import prepare as prepare, reads
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kinds.support import FoundKind, refusal
@@ -25,7 +26,13 @@ _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 
 def images_of(
-    prompt: Any, processor: Any, params: SamplingParams, model_runner: ModelRunner, salt: Hashable, cache_bytes: int
+    prompt: Any,
+    processor: Any,
+    params: SamplingParams,
+    model_runner: ModelRunner,
+    salt: Hashable,
+    cache_bytes: int,
+    in_steps: bool = True,
 ) -> RequestImages:
     """Return a prompt with pictures as requests have it.
 
@@ -34,6 +41,7 @@ def images_of(
         processor: the engine's; None if it has none.
         salt: only requests with an equal one find what this one leaves in caches.
         cache_bytes: what an engine keeps of encoders' outputs at most.
+        in_steps: whether steps read pictures where they can.
 
     Raises:
         ValueError: the model has no eyes, the prompt is not one that it can compute, or an option does not go with it.
@@ -60,7 +68,8 @@ def images_of(
     digests = digests_of(pixels, counts)
     encoder = PromptEncoder(pixels, counts, [(salt, digest) for digest in digests], cache_bytes)
     of_tokens = {name: inputs[name] for name in inputs if name not in pixels}
-    return RequestImages(facts, of_tokens, positions, token_keys(ids, runs, digests), runs, encoder)
+    in_steps = in_steps and reads(encoder, model_runner)
+    return RequestImages(facts, of_tokens, positions, token_keys(ids, runs, digests), runs, encoder, in_steps)
 
 
 def check_kinds(kinds: Sequence[FoundKind]) -> None:

@@ -24,25 +24,27 @@ class PromptEncoder:
     """The encoder of one prompt's pictures.
 
     Attributes:
-        patches: how many each of N pictures has; None if they are encoded all together.
+        pixels: the inputs of N pictures.
+        tokens: how many each has.
+        patches: how many each has; None if they are encoded all together.
     """
 
     def __init__(
         self, pixels: Mapping[str, Tensor], tokens: Sequence[int], keys: Sequence[Hashable], limit: int
     ) -> None:
-        """``pixels`` are the inputs of N pictures, known to a cache of ``limit`` bytes by N ``keys``, or by one."""
-        self._pixels, self._keys, self._limit = pixels, keys, limit
+        """The pictures are known to a cache of ``limit`` bytes by N ``keys``, or all of them by one."""
+        self.pixels, self.tokens, self._keys, self._limit = pixels, tokens, keys, limit
         self.patches = patches_of(pixels, tokens) if len(pixels) == 2 else None
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """Return the inputs of pictures as the forward gets them; pixels of those with patches come when missed."""
         moved = {
             name: tensor.to(device, non_blocking=True)
-            for name, tensor in self._pixels.items()
+            for name, tensor in self.pixels.items()
             if self.patches is None or name != "pixel_values"
         }
         if self.patches is not None:
-            pixels = self._pixels["pixel_values"]
+            pixels = self.pixels["pixel_values"]
             moved["pixel_values"] = torch.zeros((), dtype=pixels.dtype, device=device).expand(pixels.shape)
         return moved
 
@@ -79,20 +81,47 @@ class PromptEncoder:
     ) -> Any:
         """Compute the last pictures, of which the grid has so many, and only those that are missed."""
         grid = given.arguments["image_grid_thw"]
-        asked = self._keys[len(self._keys) - len(grid) :]
+
+        def computed(pixels: Mapping[str, Tensor]) -> Any:
+            given.arguments.update(pixels)
+            return compute(*given.args, **given.kwargs)
+
+        asked = range(len(self._keys) - len(grid), len(self._keys))
+        return _joined(self._found(asked, computed, grid.device, cache, generation))
+
+    def _found(
+        self,
+        numbers: Sequence[int],
+        compute: Callable[[Mapping[str, Tensor]], Any],
+        device: torch.device,
+        cache: EncoderCache,
+        generation: int,
+    ) -> list[Features]:
+        """Return the features of pictures, of which those that are missed are computed together."""
+        asked = [self._keys[number] for number in numbers]
         found = {key: features for key in dict.fromkeys(asked) if (features := cache.get(key)) is not None}
         missed = [key for key in dict.fromkeys(asked) if key not in found]
         if missed:
-            given.arguments.update(self._pixels_of([self._keys.index(key) for key in missed], grid.device))
-            for key, features in zip(missed, _apart(compute(*given.args, **given.kwargs)), strict=True):
+            pixels = self._pixels_of([self._keys.index(key) for key in missed], device)
+            for key, features in zip(missed, _apart(compute(pixels)), strict=True):
                 found[key] = features
                 cache.put(key, features, self._limit, generation)
-        return _joined([found[key] for key in asked])
+        return [found[key] for key in asked]
+
+    def features(self, model: Any, numbers: Sequence[int], cache: EncoderCache) -> list[Tensor]:
+        """Return ``[1 + F, K, C]`` of each of some pictures with patches: of the last layer, then of F others."""
+        inner = model.model
+
+        def computed(pixels: Mapping[str, Tensor]) -> Any:
+            return inner.get_image_features(**pixels, return_dict=True)
+
+        found = self._found(numbers, computed, model.device, cache, cache.generation)
+        return [_stacked(own.fields, model.dtype) for own in found]
 
     def _pixels_of(self, numbers: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         assert self.patches is not None, "such pictures are encoded together"
-        pixels = self._pixels["pixel_values"].split(self.patches)
-        grid = self._pixels["image_grid_thw"]
+        pixels = self.pixels["pixel_values"].split(self.patches)
+        grid = self.pixels["image_grid_thw"]
         return {
             "pixel_values": torch.cat([pixels[number] for number in numbers]).to(device, non_blocking=True),
             "image_grid_thw": torch.stack([grid[number] for number in numbers]).to(device, non_blocking=True),
@@ -117,6 +146,12 @@ def _apart(made: Any) -> Iterator[Features]:
                 for layer in layers
             ]
         yield Features(type(made), fields)
+
+
+def _stacked(fields: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """Return the features of one picture's tokens, ``[1 + F, K, C]``."""
+    layers = [own if isinstance(own, Tensor) else own[0] for own in fields.get("deepstack_features") or ()]
+    return torch.stack([fields["pooler_output"][0], *layers]).to(dtype)
 
 
 def _joined(pictures: Sequence[Features]) -> Any:

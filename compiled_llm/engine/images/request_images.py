@@ -1,9 +1,9 @@
-"""The pictures of one prompt, and how HuggingFace's forward computes it up to the last one's end."""
+"""The pictures of one prompt, and how it is computed up to the last one's end: by steps, or HuggingFace's forward."""
 
-# Pages of a row are filled by it, and the text after the pictures is computed by our own steps, as a text's rest after
-# a prefix is. So nothing else knows of pictures: to the prefix tree they are tokens with keys, and to steps a row whose
-# next position is not its length. Shapes: T tokens of the prompt, E of them up to the end of the last picture, A axes
-# of positions.
+# Where steps do not read pictures, pages of a row are filled by that forward, and the text after the pictures is
+# computed by our own steps, as a text's rest after a prefix is. So nothing else knows of pictures: to the prefix tree
+# they are tokens with keys, and to steps a row whose next position is not its length. Shapes: T tokens of the prompt, E
+# of them up to the end of the last picture, A axes of positions.
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from compiled_llm.engine.device_loss import device_lost
 from compiled_llm.engine.images.encoder_cache import EncoderCache
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.resumed import begun_cache, can_resume, encoded
+from compiled_llm.engine.images.shown_prompt import ShownPrompt
 from compiled_llm.engine.steps.plan import RunsApart
 from compiled_llm.engine.steps.request import RequestError
 from compiled_llm.engine.steps.taps import PlanTap
@@ -39,7 +40,8 @@ class RequestImages(RunsApart):
     Attributes:
         ids: ``[T]`` int64, as the processor made them.
         keys: ``[T]`` int64, ids with keys in place of the pictures' tokens (``token_keys``).
-        end: E; the tokens before it are computed by HuggingFace's forward.
+        end: E.
+        in_steps: whether steps compute the tokens before it, in chunks beside other rows.
     """
 
     timed = False  # how long its launch takes tells nothing of others
@@ -52,12 +54,14 @@ class RequestImages(RunsApart):
         keys: NDArray[np.int64],
         runs: Sequence[NDArray[np.int64]],
         encoder: PromptEncoder,
+        in_steps: bool = False,
     ) -> None:
         """``inputs`` are what the processor returned for its tokens; ``positions`` are ``[1, T]`` or ``[A, 1, T]``."""
         # ``runs`` are the places of tokens of pictures, those next to each other together.
         end = int(runs[-1][-1]) + 1
         self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
-        self.keys, self.end = keys, end
+        self.keys, self.end, self.in_steps = keys, end, in_steps
+        self._shown = ShownPrompt(facts, positions, runs, encoder) if in_steps else None
         self._facts, self._encoder = facts, encoder
         self._inputs, self._runs = _up_to(end, inputs), runs
         self._can_resume = encoder.patches is not None and can_resume(facts)
@@ -71,6 +75,15 @@ class RequestImages(RunsApart):
         return int(self._of_tokens[length]) if beyond < 0 else int(self._of_tokens[-1]) + 1 + beyond
 
     # ---- in the model's executor
+
+    def extension(self, row: Row, ids: NDArray[np.int64], is_last: bool, model_runner: ModelRunner) -> Extension:
+        """Return a chunk of a row as steps take it: ``ids``, without keys, their positions, and what they show."""
+        start, end = row.length, row.length + len(ids)
+        own = self.ids[start:end]
+        beyond = int(self._of_tokens[-1]) + 1 + np.arange(max(start, len(self.ids)), end) - len(self.ids)
+        positions = np.concatenate([self._of_tokens[start:end], beyond])
+        extension = Extension(row, np.concatenate([own, ids[len(own) :]]), positions, is_last)
+        return extension if self._shown is None else self._shown.showing(extension, model_runner)
 
     def run(
         self,

@@ -6,12 +6,20 @@ from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report, StepList
-from compiled_llm.features import needed
+from compiled_llm.features import feature, needed
 
 
-def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: StepList, structured: bool, report: Report) -> None:
+def warm_up(
+    runtime: Runtime,
+    engine_thread: EngineThread,
+    wanted: StepList,
+    structured: bool,
+    report: Report,
+    shows: bool = False,
+) -> None:
     """Prepare steps and other launches of requests, while none runs."""
     # ``structured`` prepares sampling under grammars for as many rows, too; a profile says itself which.
+    # ``shows`` prepares prompts with pictures, if steps read them.
     with engine_thread.paused():
         runtime.warming.prepare(wanted, report)
         model_runner = engine_thread.check.checked_runner()
@@ -19,4 +27,7 @@ def warm_up(runtime: Runtime, engine_thread: EngineThread, wanted: StepList, str
             tap.prepare(model_runner)
         if (speculation := engine_thread.placed.settings.speculation) is not None:
             needed("drafts", "engine").prepare(model_runner, speculation, wanted.rows, report)
+        if shows and (images := feature("images", "engine")) is not None:
+            report("preparing prompts with pictures")
+            images.prepare(model_runner)
         model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())

@@ -329,7 +329,7 @@ class Loop:
         for _, alike in itertools.groupby(prepared.apart, key=_launch_of):
             chunks = [*alike]
             apart = cast(RunsApart, chunks[0].apart)
-            extensions = [chunk.extension for chunk in chunks]
+            extensions = [chunk.extension(self.model_runner) for chunk in chunks]
             try:
                 yield apart.run(self.model_runner, self._persistent, extensions, prepared.taps), None
             except RequestError as error:  # they fail alone, once the tokens of others are read
@@ -339,7 +339,7 @@ class Loop:
         """Return the batch of a plan; the scheduler repeats a plan while no request comes or goes."""
         if self._prepared is None or self._prepared.plan is not plan:
             rows = [request.running_row for request in plan.decode]
-            extend = [chunk.extension for chunk in plan.extend if chunk.apart is None]
+            extend = [chunk.extension(self.model_runner) for chunk in plan.extend if chunk.apart is None]
             apart = [chunk for chunk in plan.extend if chunk.apart is not None]
             mixed = self._mixes(rows, extend)
             taps = [own for tap in self._taps if (own := tap.of_plan(plan)) is not None]

@@ -47,9 +47,13 @@ class Chunk(NamedTuple):
         """Whether the time that it takes tells how long others take."""
         return self.apart is None or self.apart.timed
 
-    @property
-    def extension(self) -> Extension:
-        return Extension.of(self.request.running_row, self.ids, self.is_last)
+    def extension(self, model_runner: ModelRunner) -> Extension:
+        """Return it as batches have it, with the pictures that it shows; called in the model's executor."""
+        images = None if self.apart is not None else self.request.images
+        if images is None:
+            return Extension.of(self.request.running_row, self.ids, self.is_last)
+        extension: Extension = images.extension(self.request.running_row, self.ids, self.is_last, model_runner)
+        return extension
 
 
 class StepPlan(NamedTuple):

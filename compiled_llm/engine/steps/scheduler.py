@@ -258,8 +258,8 @@ class Scheduler:
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
         """Add as much of a prompt as there is room for, and return the room that is left."""
         start = request.running_row.length
-        if request.images is not None and start < request.images.end:  # they are computed whole
-            extend.append(Chunk(request, request.known[start : request.images.end], False, request.images))
+        if (images := request.images) is not None and start < images.end and not images.in_steps:  # computed whole
+            extend.append(Chunk(request, request.known[start : images.end], False, images))
             return room - len(extend[-1].ids)
         unseen = request.unseen(start)
         apart = unseen == start

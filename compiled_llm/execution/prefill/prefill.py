@@ -21,7 +21,7 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import POOLED, StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, with_outputs
-from compiled_llm.execution.batch import Extension, Tap, TokenSpan, outputs_of
+from compiled_llm.execution.batch import Brought, Extension, Tap, TokenSpan, outputs_of
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
     Packed,
@@ -104,12 +104,14 @@ class Prefill:
         number: TaskNumber | None = None,
         anchors: bool = True,
         wants: tuple[str, ...] = (),
+        brought: Brought | None = None,
     ) -> None:
         """Compile prefill, if it is not compiled yet, for a call of ``waiting`` rows that waits for it."""
         # ``embedded`` reads embeddings in place of token ids; ``anchors`` are captured, too; ``wants`` are further
-        # outputs.
+        # outputs; of rows that have ``brought`` something, another program is compiled.
         graph_manager = self._graph_manager
-        program = with_outputs(PREFILL_EMBEDDED if embedded else PREFILL, wants)
+        own = PREFILL_EMBEDDED if embedded else PREFILL
+        program = with_outputs(own if brought is None else brought.program.name, wants)
         checked = self._steps.check_model_if_due()
         if program in graph_manager.prefills or graph_manager.eager:
             return
@@ -121,16 +123,17 @@ class Prefill:
             null = [null_extension(length, self._page_size)] * COMPILED_ROWS
             embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
             slots = state.slots.of([], _KEPT - 1)
-            for schedule in self._schedules_of_programs(embedded):
-                self._launch(self._laid_out(null, np.zeros(_KEPT, dtype=np.int64), slots, embeddings, schedule, wants))
+            keep, own_inputs = np.zeros(_KEPT, dtype=np.int64), embedded or brought is not None
+            for schedule in self._schedules_of_programs(own_inputs):
+                self._launch(self._laid_out(null, keep, slots, embeddings, schedule, wants, brought))
         graph_manager.prefills.add(program)
-        if anchors and not (embedded or wants):
+        if anchors and not (own_inputs or wants):
             self.capture_anchors()
 
-    def _schedules_of_programs(self, embedded: bool) -> list[int]:
-        """Return a schedule for each program that prefills run in."""
+    def _schedules_of_programs(self, own_inputs: bool) -> list[int]:
+        """Return a schedule for each program that prefills run in; there is one for those with inputs of their own."""
         alone = [schedule for schedule in self._planner.schedules if self._planner.attends_alone(schedule)]
-        return [self._planner.schedules[0], *([] if embedded else alone)]
+        return [self._planner.schedules[0], *([] if own_inputs else alone)]
 
     def capture_anchors(self) -> None:
         """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured."""
@@ -175,7 +178,8 @@ class Prefill:
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
         """
         wants = outputs_of(taps)
-        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), wants=wants)
+        brought = _brought_in(extensions)
+        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), wants=wants, brought=brought)
         if embeddings is not None:
             self._graph_manager.events.used[PREFILL_EMBEDDED] += 1
             embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
@@ -192,7 +196,7 @@ class Prefill:
         if self._stateful:
             extensions = [_with_states(extension) for extension in extensions]
         # What no CUDA graph gives is not cut; and more logits than rows would be there twice while they are joined.
-        may_replay = embeddings is None and not wants and len(keep) <= len(extensions)
+        may_replay = embeddings is None and brought is None and not wants and len(keep) <= len(extensions)
         most = self._state.config.prefill_tokens
         if may_replay:
             queries = [len(extension.ids) for extension in extensions]
@@ -203,7 +207,7 @@ class Prefill:
             inside = (keep >= start) & (keep < end)
             part = None if embeddings is None else embeddings[start:end]
             sampled = slots[inside] if len(slots) else slots
-            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, part, exact, wants)
+            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, part, exact, wants, brought)
             if taps:
                 spans = _spans(extensions, start, end)
                 for tap in taps:
@@ -243,10 +247,12 @@ class Prefill:
         embeddings: Tensor | None,
         exact: bool,
         wants: tuple[str, ...],
+        brought: Brought | None,
     ) -> StepOutputs:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty."""
         wanted, sampled = len(keep), len(slots)
-        shape = self._shape_to_replay(chunk, wanted, slots, embeddings, wants)
+        own_inputs = embeddings is not None or brought is not None
+        shape = None if own_inputs else self._shape_to_replay(chunk, wanted, slots, wants)
         if shape is not None:
             launch = self._steps.ready(shape, exact=exact)
             self._steps.want_padded(shape, launch.key, functools.partial(self._begin_capture, shape))
@@ -262,8 +268,8 @@ class Prefill:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         if sampled < 2:
             slots = np.concatenate([slots, self._state.slots.of([], 2 - sampled)])
-        schedule = self._planner.schedules[0] if embeddings is not None else self._schedule_for(chunk)
-        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, embeddings, schedule, wants))
+        schedule = self._planner.schedules[0] if own_inputs else self._schedule_for(chunk)
+        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, embeddings, schedule, wants, brought))
         return StepOutputs(logits[:wanted], tokens[:sampled], emitted)
 
     def _schedule_for(self, chunk: Sequence[Extension]) -> int:
@@ -278,6 +284,7 @@ class Prefill:
         embeddings: Tensor | None,
         schedule: int,
         wants: tuple[str, ...],
+        brought: Brought | None,
     ) -> PrefillInputs:
         """Copy a prefill into new tensors on the device, and plan it, which chooses its own schedule."""
         state = self._state
@@ -292,6 +299,8 @@ class Prefill:
         inputs = self._as_inputs(columns, indices, None)._replace(alone=alone, wants=wants)
         if embeddings is not None:
             inputs = inputs._replace(ids=embeddings[None])
+        if brought is not None:
+            inputs = inputs._replace(brought=brought.laid_out(chunk, state.staging))
         if not alone:
             self._planner.plan_prefill(table)
         return inputs
@@ -356,14 +365,13 @@ class Prefill:
         chunk: Sequence[Extension],
         wanted: int,
         slots: NDArray[np.int64],
-        embeddings: Tensor | None,
         wants: tuple[str, ...],
     ) -> StepKey | None:
         """Return the shape in which a prefill can be captured; None if it cannot."""
         # Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
         # tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none that gives hidden states
         # of many tokens, and none that gives something in place of logits, which has another size.
-        if not self._captures or embeddings is not None or len(slots) not in (0, wanted):
+        if not self._captures or len(slots) not in (0, wanted):
             return None
         if any(want.startswith(POOLED) for want in wants):
             return None
@@ -482,6 +490,11 @@ class Prefill:
 
 def _rows(extensions: Sequence[Extension]) -> list[Row]:
     return [cast(Row, extension.row) for extension in extensions]
+
+
+def _brought_in(extensions: Sequence[Extension]) -> Brought | None:
+    """Return what the first row that brings something has brought; None if none does."""
+    return next((own.brought for own in extensions if own.brought is not None), None)
 
 
 def _spans(extensions: Sequence[Extension], start: int, end: int) -> list[TokenSpan]:

@@ -1,0 +1,149 @@
+"""Steps that read pictures, in chunks beside other rows: tokens of HuggingFace's `generate` alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.images import shown, shown_prompt
+from compiled_llm.engine.images.request_images import RequestImages
+from compiled_llm.engine.images.shown_step import PROGRAM
+from compiled_llm.requests.sampling_params import SamplingParams
+from support.engine.tiny_engines import PATIENCE, greedy
+from support.images import Part, Picture, answer, prompt_of, seeing
+from support.parity import assert_account_is_empty
+
+QWEN = "Qwen3VL"
+FAMILIES = [QWEN, "Qwen2VL", "Qwen2_5_VL"]
+CAT, DOG, WIDE = Picture(1), Picture(2), Picture(3, wide=True)
+LONG = tuple(range(40, 60))
+
+
+@pytest.fixture(autouse=True)
+def never_by_huggingface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestImages, "run", None)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, str]]:
+    """Its launches have eight tokens at most, so that chunks cut pictures."""
+    model = seeing(request.param, prefill_tokens=8)
+    with Engine(model, mixed=True) as running:
+        yield running, request.param
+    assert_account_is_empty(model)
+
+
+def begun(engine: Engine, family: str, parts: tuple[Part, ...], **options: Any) -> Any:
+    pictured = any(isinstance(part, Picture) for part in parts)
+    return engine.submit(prompt_of(family, *parts) if pictured else list(parts), greedy(9), **options)
+
+
+def assert_answers(engine: Engine, family: str, *prompts: tuple[Part, ...], **options: Any) -> list[int]:
+    """All at once; returns how many of their tokens the prefix cache had."""
+    handles = [begun(engine, family, parts, **options) for parts in prompts]
+    outputs = [handle.result(PATIENCE) for handle in handles]
+    assert [own.outputs[0].token_ids for own in outputs] == [answer(family, parts, 9) for parts in prompts]
+    return [own.cached_tokens for own in outputs]
+
+
+def test_chunks_cut_pictures(engine):
+    assert_answers(*engine, (5, WIDE, 7, 8))
+    assert_answers(*engine, (*LONG, WIDE, 7, DOG, 8), cache_salt="other")
+
+
+def test_pictures_and_text_run_in_one_launch(engine):
+    before = engine[0].stats().mixed_steps
+    assert_answers(*engine, (5, 6), (9, CAT, 7), (7, 8, 9), (CAT, 3, WIDE, 5), (*LONG, 4), (6, WIDE, *LONG))
+    assert engine[0].stats().mixed_steps > before
+
+
+def test_prompts_begin_inside_a_picture(engine):
+    assert assert_answers(*engine, (4, WIDE, 7, 8)) == [0]
+    assert assert_answers(*engine, (4, WIDE, CAT, 9, 8)) == [8]
+    assert assert_answers(*engine, (4, WIDE, 7, *LONG)) == [12]
+
+
+def test_draws_do_not_depend_on_who_computes(seed, monkeypatch):
+    """The random number of a token follows from its position."""
+    monkeypatch.undo()
+    params, drawn = SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True), []
+    for in_steps in (True, False):
+        with Engine(seeing(QWEN), images_in_steps=in_steps) as engine:
+            drawn.append(engine.submit(prompt_of(QWEN, 5, WIDE, 7, 8), params).result(PATIENCE).outputs[0].token_ids)
+    assert drawn[0] == drawn[1]
+
+
+def test_rows_that_lose_their_pages_show_their_pictures_again(seed):
+    chance = random.Random(seed)
+    model = seeing("Qwen2_5_VL", tokens=80, prefill_tokens=16)
+    with Engine(model, max_num_seqs=4, admission="greedy") as engine:
+        prompts = [
+            (number, Picture(number % 3, number % 2 == 0), *LONG[: chance.choice([2, 9])]) for number in range(9)
+        ]
+        assert_answers(engine, "Qwen2_5_VL", *prompts)
+        assert engine.stats().preemptions
+    assert_account_is_empty(model)
+
+
+def test_hidden_states_of_text_come_beside_pictures(engine):
+    running, family = engine
+    alone = running.submit([5, 6, 7], greedy(3), hidden_states=[1]).result(PATIENCE).outputs[0].hidden_states
+    shown = begun(running, family, (*LONG, WIDE, 7))
+    beside = running.submit([5, 6, 7], greedy(3), hidden_states=[1]).result(PATIENCE).outputs[0].hidden_states
+    assert shown.result(PATIENCE).outputs[0].token_ids == answer(family, (*LONG, WIDE, 7), 9)
+    for number, states in alone.items():
+        torch.testing.assert_close(beside[number], states)
+
+
+# ---- what would be found
+
+
+def differing(*prompts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
+    with Engine(seeing(QWEN, prefill_tokens=8)) as engine:
+        answers = [engine.submit(prompt_of(QWEN, *parts), greedy(20)).result(PATIENCE).outputs[0] for parts in prompts]
+        return [own for own, given in zip(prompts, answers, strict=True) if given.token_ids != answer(QWEN, own, 20)]
+
+
+def test_features_without_those_of_further_layers_would_be_found(monkeypatch):
+    prompt = (5, Picture(4, wide=True), 7, 8)
+    assert differing(prompt) == []
+    forward = shown.deep_forward
+    monkeypatch.setattr(shown, "deep_forward", lambda *model, deep, **given: forward(*model, deep=deep * 0, **given))
+    assert differing(prompt) == [prompt]
+
+
+def test_one_axis_of_positions_would_be_found(monkeypatch):
+    prompt = (5, WIDE, 7, 8)
+    monkeypatch.setattr(shown, "_positions_of", lambda own: np.broadcast_to(own.positions, (3, len(own.ids))))
+    assert differing(prompt) == [prompt]
+
+
+def test_features_of_other_tokens_would_be_found(monkeypatch):
+    made = shown_prompt.ShownTokens
+    monkeypatch.setattr(
+        shown_prompt, "ShownTokens", lambda axes, places, features, *rest: made(axes, places, features.flip(1), *rest)
+    )
+    prompt = (5, WIDE, 7, 8)
+    assert differing(prompt) == [prompt]
+
+
+# ---- compiled
+
+
+@pytest.mark.whole
+def test_sizes_of_pictures_compile_nothing_after_warmup():
+    model = seeing(QWEN, mode="cuda-graphs", eager_first=False)
+    with Engine(model, processor=object()) as engine:
+        engine.warmup(1)
+        assert PROGRAM.name in model.compiled.model_runner().graph_manager.prefills
+        before = model.compiled.stats()
+        for parts in ((5, CAT, 7), (5, WIDE, 7, 8, 9), (6, CAT, 3, WIDE, 4, DOG, *LONG), (5, 6, 7)):
+            assert begun(engine, QWEN, parts).result(600).outputs[0].token_ids == answer(QWEN, parts, 9)
+        after = model.compiled.stats()
+    assert (after.graphs, after.recompiles, after.graph_breaks) == (before.graphs, 0, 0)
