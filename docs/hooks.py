@@ -79,11 +79,23 @@ def matrix() -> str:
 
 
 def commands() -> str:
-    """Return what ``--help`` says of each command of ``compiled-llm``, with a heading each."""
+    """Return what ``--help`` says of each command of ``compiled-llm`` but ``serve``, with a heading each."""
+    return "\n\n".join(said for said in _said_of_commands() if not said.startswith(_SERVE))
+
+
+def serve() -> str:
+    """Return what ``--help`` says of ``compiled-llm serve``, which has more options than all others together."""
+    return next(said for said in _said_of_commands() if said.startswith(_SERVE))
+
+
+_SERVE = "## compiled-llm serve\n"
+
+
+def _said_of_commands() -> Iterator[str]:
     import typer
 
     command = typer.main.get_command(_from_checkout("compiled_llm.commands.app", "app"))
-    return "\n\n".join(_helps(command, command.context_class(command, info_name="compiled-llm")))
+    return _helps(command, command.context_class(command, info_name="compiled-llm"))
 
 
 def vllm_options() -> str:
@@ -166,5 +178,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "environment": environment,
     "matrix": matrix,
     "commands": commands,
+    "serve": serve,
     "vllm_options": vllm_options,
 }

@@ -18,8 +18,9 @@ THEIRS = {"compiled-llm lm-eval"}
 
 @cache
 def sections() -> dict[str, str]:
-    """What the page says of each command."""
-    parts = re.split(r"^## (compiled-llm.*)$", rendered("command-line.md"), flags=re.MULTILINE)
+    """What the pages say of each command."""
+    text = rendered("command-line.md") + "\n" + rendered("command-line-serve.md")
+    parts = re.split(r"^## (compiled-llm.*)$", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
