@@ -77,6 +77,24 @@ def test_drafts_change_no_token_of_captured_steps(kind: Kind, seed: int, monkeyp
         assert_same(model, seed, settings, kind, name=str(settings is DRAWN))
 
 
+@pytest.mark.parametrize("budget", [{"max_graphs": 3}, {"nbytes": 2**18}], ids=str)
+def test_graphs_of_steps_that_draft_keep_to_the_limits(
+    budget: dict[str, int], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number of tokens has a graph, besides prefills and plain steps: they make room for each other."""
+    let_a_cpu_capture(monkeypatch)
+    model = uncompiled(monkeypatch, **budget)
+    for number in range(2):
+        assert_same(model, seed, DRAWN, None, sizes=[8, 8, 1, 2, 2, 4, 4, 1], name=str(number))
+    table = model.compiled.cuda_graphs
+    captured = {row.tokens // row.rows for row in table if row.phase == "decode" and row.replays}
+    assert captured > {1}, "some that draft are replayed"
+    assert table.captures > table.ready, "some have made room"
+    assert table.ready <= budget.get("max_graphs", table.ready)
+    assert table.nbytes <= budget.get("nbytes", table.nbytes)
+    assert model.compiled.stats().recompiles == 0
+
+
 @pytest.mark.drawn
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", [*KINDS])
