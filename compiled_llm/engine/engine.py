@@ -155,7 +155,8 @@ class Engine:
         speculation = speculation_of(speculative_config, self._runtime, max_num_seqs)
         self._runtime.make_room(max_num_seqs)
         self._model = model
-        self._max_num_seqs, self._logprobs_mode = max_num_seqs, logprobs_mode
+        self._max_num_seqs = max_num_seqs
+        self._logprobs_mode: LogprobsMode = logprobs_mode
         self._max_model_len = max_model_len
         self._tokenizer, self._processor = tokenizer, processor
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
