@@ -77,7 +77,7 @@ class Engine:
         tokenizer_eos: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         mm_encoder_cache_gb: float = 0.25,
-        images_in_steps: bool = True,
+        images_in_steps: bool = False,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -115,8 +115,8 @@ class Engine:
                 saves that time if only this engine uses the model.
             tokenizer_eos: end answers at the tokenizer's ``eos_token``, too, as vLLM and ``compiled-llm serve`` do; as
                 ``generate``, only at those of ``model.generation_config`` if False.
-            images_in_steps: let steps compute prompts with pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, as those of
-                text; ``warmup`` compiles that if there is a processor. Else HuggingFace's forward does, between steps.
+            images_in_steps: experimental, not tried on a GPU or with adapters: let steps compute prompts with pictures
+                of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, as of text, in place of HuggingFace's forward between steps.
             speculative_config: guess tokens, and check several of a request in one step: the same tokens in fewer
                 steps, if guesses are right. A dictionary with vLLM's names: ``method``, which is ``"ngram"``, the text
                 of the request itself; ``num_speculative_tokens``, how many are guessed at most, 1 to 7 (7); and how
@@ -155,9 +155,8 @@ class Engine:
         speculation = speculation_of(speculative_config, self._runtime, max_num_seqs)
         self._runtime.make_room(max_num_seqs)
         self._model = model
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
         self._logprobs_mode: LogprobsMode = logprobs_mode
-        self._max_model_len = max_model_len
         self._tokenizer, self._processor = tokenizer, processor
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])

@@ -34,7 +34,7 @@ def never_by_huggingface(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, str]]:
     """Its launches have eight tokens at most, so that chunks cut pictures."""
     model = seeing(request.param, prefill_tokens=8)
-    with Engine(model, mixed=True) as running:
+    with Engine(model, mixed=True, images_in_steps=True) as running:
         yield running, request.param
     assert_account_is_empty(model)
 
@@ -82,7 +82,7 @@ def test_draws_do_not_depend_on_who_computes(seed, monkeypatch):
 def test_rows_that_lose_their_pages_show_their_pictures_again(seed):
     chance = random.Random(seed)
     model = seeing("Qwen2_5_VL", tokens=80, prefill_tokens=16)
-    with Engine(model, max_num_seqs=4, admission="greedy") as engine:
+    with Engine(model, max_num_seqs=4, admission="greedy", images_in_steps=True) as engine:
         prompts = [
             (number, Picture(number % 3, number % 2 == 0), *LONG[: chance.choice([2, 9])]) for number in range(9)
         ]
@@ -105,7 +105,7 @@ def test_hidden_states_of_text_come_beside_pictures(engine):
 
 
 def differing(*prompts: tuple[Part, ...]) -> list[tuple[Part, ...]]:
-    with Engine(seeing(QWEN, prefill_tokens=8)) as engine:
+    with Engine(seeing(QWEN, prefill_tokens=8), images_in_steps=True) as engine:
         answers = [engine.submit(prompt_of(QWEN, *parts), greedy(20)).result(PATIENCE).outputs[0] for parts in prompts]
         return [own for own, given in zip(prompts, answers, strict=True) if given.token_ids != answer(QWEN, own, 20)]
 
@@ -139,7 +139,7 @@ def test_features_of_other_tokens_would_be_found(monkeypatch):
 @pytest.mark.whole
 def test_sizes_of_pictures_compile_nothing_after_warmup():
     model = seeing(QWEN, mode="cuda-graphs", eager_first=False)
-    with Engine(model, processor=object()) as engine:
+    with Engine(model, processor=object(), images_in_steps=True) as engine:
         engine.warmup(1)
         assert PROGRAM.name in model.compiled.model_runner().graph_manager.prefills
         before = model.compiled.stats()

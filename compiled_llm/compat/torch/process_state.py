@@ -15,6 +15,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.fx.experimental._config
 import torch.utils.deterministic
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack
@@ -72,7 +73,7 @@ def state() -> dict[str, object]:
         "torch.func": peek_interpreter_stack() is not None,
         "torch.autograd.forward_ad": torch.autograd.forward_ad._current_level,
         "torch.jit.trace": torch._C._get_tracing_state() is not None,
-        "saved tensors' hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        "saved tensors' hooks": _top_saved_tensors_default_hooks(True) is not None,
         "anomaly mode": torch.is_anomaly_enabled(),
         "torch.distributed": _distributed(),
         "torch.compiler.set_stance": off_by_stance(),
@@ -119,7 +120,7 @@ def _beside_guarded() -> tuple[object, ...]:
         peek_interpreter_stack() is not None,
         torch.autograd.forward_ad._current_level,
         torch._C._get_tracing_state() is not None,
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        _top_saved_tensors_default_hooks(True) is not None,
         torch.is_anomaly_enabled(),
         off_by_stance(),
         hooks_on_all_modules(),
