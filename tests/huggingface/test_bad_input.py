@@ -58,7 +58,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "BERT": (partial(of, "BertModel", **BERT), "ForCausalLM"),
     "BERT with a language head": (partial(of, "BertLMHeadModel", **BERT), "Bert.*causal"),
     "no head": (partial(of, "Qwen3Model", **QWEN3), "ForCausalLM"),
-    "classifier": (partial(of, "Qwen3ForSequenceClassification", **QWEN3), "ForCausalLM"),
+    "classifier of an encoder": (partial(of, "BertForSequenceClassification", **BERT), "generic classifier"),
     "dynamic rope": (partial(with_rope, "dynamic"), "Llama.*rope"),
     "longrope": (partial(with_rope, "longrope", **LONG), "Llama.*rope"),
 }
