@@ -30,10 +30,17 @@ FEATURES = {
 """The modules of each, by the option or the layers that ask for it: one in each room that has a part of it."""
 
 LATE_FEATURES = {
+    "decisions": _modules("requests.decisions.part", "server.decisions.endpoint"),
     "images": _modules("engine.images.part", "server.images.part"),
     "lm_eval": _modules("commands.lm_eval"),
 }
 """Those of which nothing is imported before a request asks for it."""
+
+LATE_ROUTES = {
+    "/v1/systemone": "decisions",
+    "/v1/decisions": "decisions",
+}
+"""Paths of the server, and the features that serve them."""
 
 
 @cache

@@ -79,7 +79,9 @@ MAX_ROOMS = 20
 MODULES_IN_A_FOLDER = 14
 TESTS_IN_A_FOLDER = 30
 LONG = 600
-LONG_FOR_A_REASON: dict[str, str] = {}
+LONG_FOR_A_REASON: dict[str, str] = {
+    "compiled_llm.engine.engine": "one public class, half of whose lines are the docstrings of its methods",
+}
 """Files of over 600 lines. A class is not cut in two to stay below: the reason says why the file is one thing."""
 
 STILL: dict[str, list[str]] = {}

@@ -44,7 +44,7 @@ from compiled_llm.kvcache.specs import token_numbers
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.answer_text import TextFormat
 from compiled_llm.requests.detokenizer import TokenDecoder
-from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.requests.outputs import Decisions, RequestOutput
 from compiled_llm.requests.prompts import shows_images, with_params
 from compiled_llm.requests.sampling_params import SamplingParams
 
@@ -159,6 +159,7 @@ class Engine:
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._tokenizer, self._processor = tokenizer, processor
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
+        self._decider: Any = None  # once questions are asked
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue, self._image_settings = max_queue, (int(mm_encoder_cache_gb * 2**30), images_in_steps)
@@ -204,11 +205,51 @@ class Engine:
             RuntimeError: the engine is closed, or the model cannot be run now.
             Exception: what ended all requests.
         """
+        return self._answered(prompts, params, hidden_states, emitted, pooled)
+
+    def decide(self, state: Any, questions: Mapping[str, Any], *, cache_salt: Hashable = None) -> Decisions:
+        """Answer typed questions about a state, as ``transformers.pipeline("decision")`` does, and wait for all.
+
+        Each is a prompt of its own, after which the log-probabilities of its options' labels are read; what prompts
+        begin with alike, as the state, is computed once. Prompts, labels and temperatures are transformers', or those
+        of ``decision.json`` and ``decision_template.jinja`` beside the model.
+
+        Args:
+            state: text, or JSON.
+            questions: by name, ``{"type": "choice" | "score" | "noul", "instructions": ..., "criteria": ...}``.
+            cache_salt: as of ``submit``.
+
+        Returns:
+            A dictionary of the answers, by the same names, with ``diagnostics``, ``prompt_tokens`` and
+            ``cached_tokens``.
+
+        Raises:
+            ImportError: transformers is older than 5.24.
+            ValueError: a question is impossible, labels are not distinct tokens, or a prompt is too long.
+            RuntimeError: the engine is closed, or the model cannot be run now.
+        """
+        part = needed("decisions", "requests")
+        if self._decider is None:
+            self._decider = part.decider_of(self._tokenizer, self._model.name_or_path)
+        reads = self._decider.reads(state, questions)
+        outputs = self._answered([read.prompt for read in reads], [read.params for read in reads], salt=cache_salt)
+        answers: Decisions = part.decisions_of(reads, outputs)
+        return answers
+
+    def _answered(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        hidden_states: Sequence[int] | None = None,
+        emitted: Sequence[str] | None = None,
+        pooled: bool = False,
+        **waiting: Any,
+    ) -> list[RequestOutput]:
         model_runner = self._checked_runner()
         params, wanted = wanted_of(self._runtime.facts, params, hidden_states, emitted, pooled)
         samplings = dict[int, RequestSampling]()
         listed = with_params(prompts, params)
-        handles = [self._handle(model_runner, *entry, wanted, samplings) for entry in listed]
+        handles = [self._handle(model_runner, *entry, wanted, samplings, **waiting) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
             self._add(handles)
             self._engine_thread.answer(handles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,3 +135,30 @@ class RequestOutput:
     def emitted(self) -> dict[str, Tensor] | None:
         """What traced hooks have emitted of the first answer's tokens, by name; None if it was not asked for."""
         return self.outputs[0].emitted
+
+
+class LabelDiagnostics(NamedTuple):
+    """How far a model has answered with a label at all.
+
+    Attributes:
+        label_mass: the probability of all labels together, over the whole vocabulary.
+        argmax_is_label: whether the most likely token is one of them.
+    """
+
+    label_mass: float
+    argmax_is_label: bool
+
+
+class Decisions(dict[str, dict[str, Any]]):
+    """The answers by the names of the questions, as ``transformers.pipeline("decision")`` gives them.
+
+    Attributes:
+        diagnostics: by name, how far the model has answered with a label at all.
+        prompt_tokens: of all prompts together.
+        cached_tokens: how many of these were not computed, because another question has the same beginning, or the
+            prefix cache had them.
+    """
+
+    diagnostics: dict[str, LabelDiagnostics]
+    prompt_tokens: int
+    cached_tokens: int

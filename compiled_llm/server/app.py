@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,6 +16,7 @@ from compiled_llm.server.chat_page import page
 from compiled_llm.server.guard import Guard
 from compiled_llm.server.http.api_error import ANSWERED, respond
 from compiled_llm.server.http.body_route import BodyRouteMiddleware
+from compiled_llm.server.late_routes import LateRoutes
 from compiled_llm.server.openai import metrics, status, tokenize
 from compiled_llm.server.openai.chat import endpoint as chat
 from compiled_llm.server.openai.common.api_server import ApiServer
@@ -24,7 +27,7 @@ from compiled_llm.server.settings import ApiServerSettings
 
 
 def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
-    app = FastAPI(title="compiled_llm", version=OWN_VERSION, lifespan=_lifespan, docs_url=None, redoc_url=None)
+    app = _Application(title="compiled_llm", version=OWN_VERSION, lifespan=_lifespan, docs_url=None, redoc_url=None)
     app.state.api_server = api_server = ApiServer(settings, link)
     app.state.metrics = metrics.ApiServerMetrics(settings.figures)
     rooms = (chat, completions, responses, tokenize, status, metrics)
@@ -34,7 +37,8 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
         app.include_router(page.router)
     for kind in ANSWERED:
         app.add_exception_handler(kind, respond)
-    app.add_middleware(BodyRouteMiddleware, routes=[route for room in rooms for route in room.router.routes])
+    routes = [route for room in rooms for route in room.router.routes]
+    app.add_middleware(BodyRouteMiddleware, routes=routes, late=app.late_routes.of_path)
     if settings.otlp_traces_endpoint is not None:
         from compiled_llm.server.tracing import TracingMiddleware, tracer_provider
 
@@ -49,6 +53,18 @@ def application(settings: ApiServerSettings, link: EngineLink) -> FastAPI:
             expose_headers=["x-request-id"],
         )
     return app
+
+
+class _Application(FastAPI):
+    """An application that describes all of its routes, those that nobody has asked for, too."""
+
+    @cached_property
+    def late_routes(self) -> LateRoutes:
+        return LateRoutes(self)
+
+    def openapi(self) -> dict[str, Any]:
+        self.late_routes.add_all()
+        return super().openapi()
 
 
 @asynccontextmanager

@@ -130,6 +130,16 @@ FEATURES = {
         'compiled_llm/features.py: "logprobs": ',
         asks="Engine(model()).submit([5], SamplingParams(logprobs=1))",
     ),
+    "decisions": Feature(
+        "decision|decide",
+        (
+            "compiled_llm/requests/decisions",
+            "compiled_llm/server/decisions",
+        ),  # in compat, what is known of HuggingFace's
+        ("decisions",),
+        line='compiled_llm/features.py: "decisions": ',
+        asks="Engine(model()).decide('state', {'a': {'type': 'noul'}})",
+    ),
     "images": Feature(
         "images",
         ("compiled_llm/engine/images", "compiled_llm/server/images"),

@@ -131,5 +131,8 @@ async def respond(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, RequestValidationError):
         return of_validation(error).response()
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        said = str(error.detail)
+        if error.status_code == 404 and said == "Not Found":  # Starlette's, of a path that no route has
+            said = f"{request.method} {request.url.path}: is not served here; GET /openapi.json says what is"
+        return ApiError(error.status_code, said, headers=error.headers).response()
     return of_exception(error).response()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import cached_property
 from typing import Any, get_type_hints
 
@@ -43,14 +43,18 @@ class BodyRoute(APIRoute):
 class BodyRouteMiddleware:
     """A short way to each ``BodyRoute``: FastAPI's routing makes some 200 more Python calls for each request."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
-        """``app`` answers all other requests; ``routes`` are those that it has, too."""
-        self._app = app
-        found = [route for route in routes if isinstance(route, BodyRoute)]
-        self._routes = {(route.path, method): route for route in found for method in route.methods or ()}
+    def __init__(
+        self, app: ASGIApp, routes: Sequence[BaseRoute], late: Callable[[str], Awaitable[Sequence[BaseRoute]]]
+    ) -> None:
+        """``app`` answers all other requests; ``routes`` are those that it has, too, and ``late`` those of a path."""
+        self._app, self._late = app, late
+        self._routes = _by_place(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        route = self._routes.get((scope["path"], scope["method"])) if scope["type"] == "http" else None
+        place = (scope["path"], scope["method"]) if scope["type"] == "http" else ("", "")
+        if (route := self._routes.get(place)) is None and place[0]:
+            self._routes |= _by_place(await self._late(place[0]))
+            route = self._routes.get(place)
         if route is None:
             await self._app(scope, receive, send)
             return
@@ -60,6 +64,11 @@ class BodyRouteMiddleware:
         except ANSWERED as error:
             response = await respond(request, error)
         await response(scope, receive, send)
+
+
+def _by_place(routes: Sequence[BaseRoute]) -> dict[tuple[str, str], BodyRoute]:
+    found = [route for route in routes if isinstance(route, BodyRoute)]
+    return {(route.path, method): route for route in found for method in route.methods or ()}
 
 
 def _read(content: bytes, kind: type[BaseModel]) -> BaseModel:

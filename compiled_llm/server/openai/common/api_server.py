@@ -19,7 +19,7 @@ from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
 from compiled_llm.server.openai.common.engine_link import EngineLink, Model
-from compiled_llm.server.openai.fields.sampling import SamplingFields
+from compiled_llm.server.openai.fields.sampling import SamplingFields, WaitingFields
 from compiled_llm.server.openai.fields.structured_outputs import Form
 from compiled_llm.server.settings import ApiServerSettings
 
@@ -87,14 +87,16 @@ class ApiServer:
         self,
         request: Request,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         param: str,
-        body: SamplingFields,
+        body: WaitingFields,
         form: Form | None,
         shown: Shown | None = None,
         text: str = "",
     ) -> Answers:
         """Begin to answer prompts, which are token ids, or one with pictures, a ``text`` that ``shown`` belongs to.
+
+        ``params`` are for all, or one for each, of one answer.
 
         Raises:
             ApiError: they are too many or too long.
@@ -102,16 +104,18 @@ class ApiServer:
             EngineProcessError: the engine process is gone.
         """
         model, salt, timeout = self.link.model, self._salt(request, body), self.settings.request_seconds
-        self.check_answers(len(prompts), params.n)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        first = each[0]
+        self.check_answers(len(prompts), first.n)
 
         given: Sequence[Sequence[int] | Pictured] = prompts if shown is None else [shown.pictured(text)]
 
         def begun() -> list[RemoteHandle]:
-            _check(prompts, params, param, model.ready)
+            _check(prompts, each, param, model.ready)
             handles: list[RemoteHandle] = []
             begin = partial(model.client.submit, priority=body.priority or 0, timeout=timeout, cache_salt=salt)
             try:
-                handles += (begin(prompt, params) for prompt in given)
+                handles += (begin(prompt, own) for prompt, own in zip(given, each, strict=True))
             except BaseException:
                 for handle in handles:
                     handle.cancel()
@@ -123,8 +127,8 @@ class ApiServer:
         handles = await in_thread_if_long(begun, characters)
         named = ({} if form is None else {ENGINES_FORM: form.field}) | ({} if shown is None else shown.named(param))
         limits = self.settings.max_unsent, self.settings.stream_interval
-        request.scope[SUBMITTED] = Submitted(body.model or self.settings.names[0], params, handles, came)
-        return Answers(handles, request, params.include_stop_str_in_output, *limits, named)
+        request.scope[SUBMITTED] = Submitted(body.model or self.settings.names[0], first, handles, came)
+        return Answers(handles, request, first.include_stop_str_in_output, *limits, named)
 
     async def shown(
         self, given: Sequence[tuple[str, str]], model: Model, body: SamplingFields, prompt_logprobs: int | None = None
@@ -151,7 +155,7 @@ class ApiServer:
         if prompts * answers > (most := self.settings.max_choices):
             raise invalid(f"n: {prompts} prompts with {answers} answers each; at most {most} at once", "n")
 
-    def _salt(self, request: Request, body: SamplingFields) -> str | None:
+    def _salt(self, request: Request, body: WaitingFields) -> str | None:
         """Return the salt of a request's cached pages; with ``salts_caches``, of its own key and user."""
         if not self.settings.salts_caches:
             return body.cache_salt
@@ -159,16 +163,17 @@ class ApiServer:
         return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()
 
 
-def _check(prompts: Sequence[Sequence[int]], params: SamplingParams, param: str, ready: Ready) -> None:
-    entries = 0 if params.prompt_logprobs is None else (1 + params.prompt_logprobs) * sum(map(len, prompts))
+def _check(prompts: Sequence[Sequence[int]], each: Sequence[SamplingParams], param: str, ready: Ready) -> None:
+    scored = [(own.prompt_logprobs, prompt) for own, prompt in zip(each, prompts, strict=True)]
+    entries = sum((1 + most) * len(prompt) for most, prompt in scored if most is not None)
     if entries > _MAX_ENTRIES:
         raise invalid(
             f"logprobs: {entries:,} of the tokens of prompts; there can be {_MAX_ENTRIES:,}: give fewer or shorter "
             "prompts, or smaller logprobs",
             "logprobs",
         )
-    for prompt in prompts:
-        check_length(prompt, params, param, ready)
+    for prompt, own in zip(prompts, each, strict=True):
+        check_length(prompt, own, param, ready)
         if prompt and (min(prompt) < 0 or max(prompt) >= ready.vocabulary):
             raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
 

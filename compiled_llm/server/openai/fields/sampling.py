@@ -67,14 +67,21 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[bool | None, NoEffect("chunks are never padded")] = None
 
 
-class SamplingFields(NumberFields):
-    """Fields of every kind of request: how its answer is sampled, and how its prompt is read."""
+class WaitingFields(Body):
+    """Fields of every kind of request for what answers it, when, and with whom it shares prefixes."""
 
     model: str | None = None
+    user: Annotated[str | None, NoEffect("nothing is kept of users; with --salt-caches, it is a salt")] = None
+    cache_salt: Annotated[str | None, Field(max_length=_LONGEST_SALT)] = None
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
+
+
+class SamplingFields(NumberFields, WaitingFields):
+    """Fields of every kind of request for text: how its answer is sampled, and how its prompt is read."""
+
     stop: Annotated[str | Several[str] | None, Short] = None
     logit_bias: dict[str, int | float] | None = None
     stream: bool | None = None
-    user: Annotated[str | None, NoEffect("nothing is kept of users; with --salt-caches, it is a salt")] = None
 
     stop_token_ids: Several[int] | None = None
     ignore_eos: bool | None = None
@@ -82,8 +89,6 @@ class SamplingFields(NumberFields):
     allowed_token_ids: Annotated[Entries[int] | None, Field(max_length=_MAX_TOKENS)] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: Annotated[str | None, Field(max_length=_LONGEST_SALT)] = None
-    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     truncation_side: Literal["left", "right"] | None = None
 

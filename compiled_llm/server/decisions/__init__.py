@@ -1,0 +1,1 @@
+"""Endpoints of typed questions: a part that can be taken out."""
