@@ -25,6 +25,7 @@ FEATURES = {
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],
     "pooling": _modules("compilation.pooling", "engine.pooling.part", "huggingface.pooling.classifiers"),
+    "kept programs": ["compiled_llm.compilation.kept.part"],
     "structured_outputs": ["compiled_llm.engine.grammars.part"],
 }
 """The modules of each, by the option or the layers that ask for it: one in each room that has a part of it."""

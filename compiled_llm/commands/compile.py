@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from compiled_llm.commands.options.choices import Device, Dtype, PageChecks, int
 from compiled_llm.commands.options.speculation import speculative_config_of
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.config import WrapConfig
+from compiled_llm.features import feature
 from compiled_llm.server.defaults import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
@@ -100,8 +102,13 @@ def compile_ahead(
             from compiled_llm.commands.loading.load import fetched, load
 
             loaded, tokenizer = load(fetched(source, not quiet), dtype.value, device.value, progress=not quiet)
-            manifest = compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile, speculation)
+            kept = feature("kept programs", "compilation")
+            with nullcontext() if kept is None else kept.recording(folder):
+                manifest = compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile, speculation)
+            traced_again = {} if kept is None else kept.not_kept(folder)
         size = sum(entry.nbytes for entry in manifest.files.values())
+        for program, reason in traced_again.items():
+            typer.echo(f"compiled_llm: each process traces {program} itself: {reason}", err=True)
         typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
 
 

@@ -13,6 +13,7 @@ from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import note_examples
 from compiled_llm.compilation.regions import (
     Examples,
+    Region,
     attentions_in,
     cut,
     join,
@@ -25,6 +26,9 @@ from compiled_llm_ops.attention.lse import ATTENTIONS
 
 Compiled = Callable[..., Any]
 Pass = Callable[[fx.Graph], object]
+Keep = Callable[[fx.Graph, Sequence[Region], Sequence[Compiled], Compiled], Compiled]
+"""Takes a graph, its regions if it was cut, a compiled function of each or of the graph, and what calls these."""
+
 CompileGraph = Callable[[fx.GraphModule, Sequence[Any], Mapping[str, Any]], Compiled]
 
 # The one with the last layers is compiled for itself: with fewer regions, the others save less than half of the work.
@@ -51,8 +55,15 @@ class Inductor:
         self._passes = passes
         self._attentions = (*ATTENTIONS, *decode_ops)
         self._compile_graph = compile_graph
+        self._keep: Keep | None = None
         # how many layers each region has, of which equal ones are compiled once; 0 if none are cut
         self.layers_in_region = layers_in_region
+
+    def recorded(self, compile_graph: CompileGraph, keep: Keep) -> Inductor:
+        """Return this compiler, which compiles by ``compile_graph``, and runs what ``keep`` returns."""
+        # ``keep`` is given what would run in place of a graph.
+        self._compile_graph, self._keep = compile_graph, keep
+        return self
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Return the compiled graph; ``inputs`` are those of the first call."""
@@ -64,7 +75,8 @@ class Inductor:
         mixers = (*self._attentions, *of_states)
         if not self._worth_cutting(attentions_in(module.graph, mixers)):
             module.recompile()
-            return self._compiled(module, inputs)
+            compiled = self._compiled(module, inputs)
+            return compiled if self._keep is None else self._keep(module.graph, [], [compiled], compiled)
         return self._compile_regions(module, mixers)
 
     def _worth_cutting(self, layers: int) -> bool:
@@ -84,7 +96,8 @@ class Inductor:
                 known[compiled_for] = self._compile_region(fx.GraphModule(module, region.graph), inputs)
             functions.append(known[compiled_for])
             examples.follow(region, description)
-        return join(regions, functions, module.graph).forward
+        joined = join(regions, functions, module.graph).forward
+        return joined if self._keep is None else self._keep(module.graph, regions, functions, joined)
 
     def _compile_region(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         note_examples(module.graph, inputs)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +33,7 @@ class Bounded:
     def __init__(self, function: Callable[..., Any], backend: Inductor, falls_back: bool = True) -> None:
         """Compile at the first call; ``falls_back`` says whether the function, ``own_copy``'s, may run uncompiled."""
         self._function = function
-        self._falls_back = falls_back
-        self._compiled = compile_whole(function, backend)
+        self._backend, self._falls_back = backend, falls_back
         self.full = False  # whether torch's limit is reached
         self.uncompiled = 0  # how many calls have run uncompiled since
 
@@ -59,6 +59,11 @@ class Bounded:
             )
         self.uncompiled += 1
         return self._function(*arguments)
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        """The compiled function; to make it imports what traces, for which kept programs have no use."""
+        return compile_whole(self._function, self._backend)
 
     def _by_name(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self._function.__code__.co_varnames, arguments, strict=False))

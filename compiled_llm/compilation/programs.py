@@ -37,7 +37,7 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.backend import Inductor, Pass
 from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.compilation.graphs.validity import Checks, Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.notice import CompilingNotice
 from compiled_llm.compilation.options import passes_for
@@ -55,6 +55,7 @@ from compiled_llm.compilation.tracing.hooked_model import hooked_model
 from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.compilation.tracing.traced_code import TracedCodeWatch
 from compiled_llm.config import WrapConfig
+from compiled_llm.features import feature
 from compiled_llm.kinds.kind import places_beside
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.facts import ModelFacts
@@ -66,6 +67,7 @@ logger = logging.getLogger("compiled_llm.graphs")
 _LAYERS_IN_REGION_ON_CPU = 4  # SmolLM2-135M's 30 layers run as fast as in one graph; one by one 18% slower
 
 
+_ROOM = "compilation"
 _SEARCHING = (PreparedInAppend, PreparedInAttention, NormedSums)  # the passes that count what they find
 
 
@@ -83,12 +85,14 @@ class PreparedCall(NamedTuple):
     """A call of a program, independent of all other calls: any thread may make it, within ``paged``."""
 
     # ``function`` is the source of ``program``; ``arguments`` are by name, in order; ``code`` is the compiled code of
-    # the program if its guards were just checked, which runs in its place.
+    # the program if its guards were just checked, which runs in its place; ``kept`` says what has to hold for a program
+    # that runs as it was kept, None for others.
 
     program: Callable[..., Any]
     function: Callable[..., Any]
     arguments: dict[str, Any]
     code: Callable[..., Any] | None = None
+    kept: Checks | None = None
 
     @property
     def interpreted(self) -> bool:
@@ -96,11 +100,11 @@ class PreparedCall(NamedTuple):
 
     @property
     def compiled(self) -> bool:
-        return self.interpreted or is_compiled_for(self.function, self.arguments)
+        return self.interpreted or self.kept is not None or is_compiled_for(self.function, self.arguments)
 
     def unguarded(self, ran: Callable[..., Any] | None) -> PreparedCall:
         """Return the call just made without guards, good until something changes; ``ran`` is its code, if known."""
-        if self.interpreted:
+        if self.interpreted or self.kept is not None:
             return self
         return self._replace(code=ran or self.code or compiled_code(self.function, self.arguments))
 
@@ -155,8 +159,13 @@ class Programs:
         self._stance = off_by_stance()
         self.eager = _runs_uncompiled(config) or config.eager_first_on(device.type)
         self._artifacts, self._compilers = artifacts, compilers
+        # Code for GPUs is kept once it has run there without its graph.
+        traces = bool(self._hooks) or config.mode in ("eager", "reduce-overhead") or device.type != "cpu"
+        kept = None if traces else feature("kept programs", _ROOM)
+        self._recorder = None if kept is None else kept.recorder(self._version)
+        self._taker = None if kept is None or artifacts is None else kept.taker(artifacts.folder, self._version)
         if config.mode != "eager" and not self.eager:
-            begin_during_tracing(device, artifacts)
+            begin_during_tracing(device, artifacts, traces=self._taker is None or not self._taker.names)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
         self._fused: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
         if facts.stand_ins is not None:
@@ -193,6 +202,8 @@ class Programs:
             decode_ops=() if self._decode_ops is None else self._decode_ops.overloads,
             compile_graph=None if self._artifacts is None else self._artifacts.compile,
         )
+        if self._recorder is not None and not more:
+            backend = backend.recorded(self._recorder.compile, self._recorder.keep)
         if self.outlines_layers and not self._hooks and self._config.traces_layers_once_on(self._device.type):
             self._outlines[program.name] = Outline(function, self._version, self._following)
         return compiled(function, self._config, backend)
@@ -225,23 +236,42 @@ class Programs:
             let_outputs_be_captured(arguments.model)
             self._captures_outputs = True
         name = self._name_for(arguments.inputs)
+        if (taken := self._taken(name, arguments)) is not None:
+            return taken
         prepared = self._prepared(name, arguments, compare)
         call = self._call(name, arguments._replace(model=prepared.model))
         if not (prepared.code or call.interpreted or isinstance(arguments.inputs, DecodeInputs)):
             _mark_symbolic(arguments)
+        if self._recorder is not None and arguments.model is self._adapted(arguments):
+            recorded = self._recorder.watching(name, call.function, call.program, self._by_name(arguments))
+            call = call if call.interpreted else call._replace(program=recorded)
         return call._replace(code=prepared.code)
+
+    def _taken(self, name: str, arguments: Arguments) -> PreparedCall | None:
+        """Return a call of the program as it was kept; None if it is traced."""
+        if self._taker is None or self.interpreted or self._adapted(arguments) is not arguments.model:
+            return None
+        function, named = self._functions[name], self._by_name(arguments)
+        call = self._taker.bound(name, function, named)
+        if call is None:
+            return None
+        return PreparedCall(call, function, named, kept=self._taker.checks(name, function, named))
 
     def compiled_for(self, arguments: Arguments) -> bool:
         """Whether a call with these would compile nothing; the model has been checked."""
         name = self._name_for(arguments.inputs)
+        if self._taken(name, arguments) is not None:
+            return True
         return self._call(name, arguments._replace(model=self._stand_in(arguments))).compiled
 
     def refresh_adapters(self, model: PreTrainedModel, replays: bool) -> bool:
         """Refresh the active adapters; if CUDA graphs read them (``replays``), return if old ones still may."""
         return self._config.mode == "eager" or self._adapters.refresh(model, fixed=replays)
 
-    def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Guards:
+    def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Checks:
         """Return the guards of the program that serves these arguments, in a ``call`` that is captured."""
+        if call is not None and call.kept is not None:
+            return call.kept
         # They do not notice layers whose tensors have been replaced since then: ``ModelVersion.tensors`` does.
         function, named = self._functions[self._name_for(arguments.inputs)], self._by_name(arguments)
         called_with = None if call is None else call.arguments
@@ -254,6 +284,8 @@ class Programs:
     def drop_tensors(self) -> None:
         """Drop the model's tensors until the next call."""
         self._adapters.drop()
+        if self._taker is not None:
+            self._taker.drop_tensors()
         for outline in self._outlines.values():
             outline.drop_tensors()
 
@@ -325,6 +357,14 @@ class Programs:
     def tracing_seconds(self) -> float:
         return tracing_seconds([*self.functions.values()])
 
+    def ways(self) -> dict[str, str]:
+        """Return where each program that has run comes from: ``kept``, ``traced``, or ``given up:`` and why."""
+        traced = {name: "traced" for name, count in self.graph_counts().items() if count}
+        if self._taker is None:
+            return traced
+        given_up = {name: f"given up: {why}" for name, why in self._taker.given_up.items()}
+        return {**traced, **given_up, **dict.fromkeys(sorted(self._taker.taken), "kept")}
+
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
@@ -349,11 +389,14 @@ def _say_uncompiled(off: str) -> None:
     logger.warning("compiled_llm: torch.compile is switched off by %s: models run uncompiled, and slowly", off)
 
 
-def begin_during_tracing(device: torch.device, artifacts: Artifacts | None) -> None:
+def begin_during_tracing(device: torch.device, artifacts: Artifacts | None, traces: bool = True) -> None:
     """Begin work that Inductor needs before it can look up a graph, and the tracing of the first one does not."""
-    hash_sources_early()
+    # Without ``traces``, programs are taken as they were kept; one that is traced nevertheless waits for all of it.
     if device.type == "cuda":
         choose_ptxas()  # before any of our kernels is built
+    if not traces:
+        return
+    hash_sources_early()
     if artifacts is not None:
         artifacts.begin(device.type)
     elif device.type == "cuda":

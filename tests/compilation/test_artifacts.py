@@ -117,8 +117,8 @@ def compile_nothing_and_say_what_huggingface_says(
         assert result["answers"] == expected
         assert result["compiled"] == {"Inductor": 0, "AOTAutograd": 0}
         assert result["builds"] == NOTHING
-        assert result["graphs"] == 4  # Dynamo traces each of them
-        assert result["tracing_seconds"] > 0
+        assert result["graphs"] == 0  # all of them are kept
+        assert result["tracing_seconds"] == 0
         assert set(result["changed variables"]) <= OF_TORCH
     assert [path for cache in caches for path in cache.rglob("*") if path.is_file()] == []
 

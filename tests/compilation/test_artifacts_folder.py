@@ -47,7 +47,7 @@ def test_what_is_read_is_a_private_copy_of_what_was_written(folder: Path) -> Non
     artifacts = read(folder)
     assert artifacts.rows == ROWS
     assert artifacts.builds() == {"graphs": 0, "C++ kernels": 0, "Triton kernels": 0, "FlashInfer kernels": 0}
-    copy = artifacts._folder
+    copy = artifacts.folder
     assert copy.stat().st_mode & 0o077 == 0
     assert {path.relative_to(copy).as_posix() for path in files_of(copy)} == FILES.keys()
     assert (copy / "inductor/aa/code.py").read_bytes() == FILES["inductor/aa/code.py"]
@@ -56,7 +56,7 @@ def test_what_is_read_is_a_private_copy_of_what_was_written(folder: Path) -> Non
 def test_lists_of_files_lead_to_wherever_these_lie(folder: Path) -> None:
     assert PLACE in (folder / "triton/KEY/__grp__kernel.json").read_bytes()
     artifacts = read(folder)
-    (cubin,) = json.loads((artifacts._folder / "triton/KEY/__grp__kernel.json").read_text())["child_paths"].values()
+    (cubin,) = json.loads((artifacts.folder / "triton/KEY/__grp__kernel.json").read_text())["child_paths"].values()
     assert Path(cubin).read_bytes() == FILES["triton/KEY/kernel.cubin"]
 
 

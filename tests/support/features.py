@@ -168,6 +168,12 @@ FEATURES = {
         ("compiled_llm/integrations/trl", "compiled_llm/trl.py", "compiled_llm/compat/training/trl.py"),
         ("integrations/test_trl_refusals.py",),
     ),
+    "kept programs": Feature(
+        "kept program",
+        ("compiled_llm/compilation/kept",),
+        ("compilation/kept",),
+        'compiled_llm/features.py: "kept programs": ',
+    ),
     "structured outputs": Feature(
         "structured_output|grammar",
         ("compiled_llm/engine/grammars",),  # `generate` follows grammars of xgrammar's processor without it

@@ -41,7 +41,7 @@ class Artifacts:
         self.rows = manifest.rows  # how many rows the programs have room for
         # which steps to prepare; None if none was given when they were written
         self.profile = Profile.read(folder / PROFILE) if PROFILE in manifest.files else None
-        self._folder = folder
+        self.folder = folder  # of this process alone
         self._variables = stand_in_compiler.variables(folder)
         self._libraries_at_first = self._libraries = _libraries(folder)
         self._installation = installation
@@ -75,18 +75,18 @@ class Artifacts:
     def begin(self, device: str) -> None:
         """Begin, on a thread, slow work that the first graph needs."""
         if device == "cpu":
-            try_vector_instructions_early(self._folder, self._variables)
+            try_vector_instructions_early(self.folder, self._variables)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
         """Return Inductor's code for a graph; NotInArtifactsError if it would have to be compiled now."""
-        with inductor_cache_at(self._folder, self._variables), without_precompiled_headers():
+        with inductor_cache_at(self.folder, self._variables), without_precompiled_headers():
             try:
                 compiled = compile_with_inductor(module, inputs, {**options, **_NO_PROCESSES})
             except Exception as error:
                 if not cannot_compile(error):
                     raise
                 raise self.missing("a C++ kernel had to be built") from None
-        if built := _libraries(self._folder) - self._libraries:
+        if built := _libraries(self.folder) - self._libraries:
             self._libraries |= built
             raise self.missing("a C++ kernel had to be built")
         return compiled

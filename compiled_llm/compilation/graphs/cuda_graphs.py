@@ -22,7 +22,7 @@ from compiled_llm.compilation.graphs.capture import CapturedGraph, GraphCapture,
 from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
 from compiled_llm.compilation.graphs.step_key import STEPS, StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, Cost, StepTable
-from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.compilation.graphs.validity import Checks
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.config import WrapConfig
 from compiled_llm.kvcache.memory import reserved_bytes
@@ -48,7 +48,7 @@ class StepToCapture(NamedTuple):
     check: Callable[[], None]  # finds ``guards``, and raises if ``launch`` would compile; any thread may call both
     launch: Callable[[], StepOutputs]  # runs it
     like: StepOutputs | None  # its outputs; None if it has not run since the last eviction
-    guards: Guards  # of the compiled program in it
+    guards: Checks  # of the compiled program in it
     filled: Filled | None = None  # its input, if that is filled before each replay
 
 

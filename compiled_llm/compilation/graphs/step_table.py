@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiled_llm.compilation.graphs.step_key import STEPS, Phase, StepKey
 from compiled_llm.compilation.graphs.table import CudaGraphRow, CudaGraphTable, StepState, mib
-from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.compilation.graphs.validity import Checks
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -83,7 +83,7 @@ class StepEntry(Generic[KeptT]):
         self.key = key
         self.state: StepState = "missing"
         self.cuda_graph: KeptT | None = None
-        self.guards: Guards | None = None
+        self.guards: Checks | None = None
         self.filled: Tensor | None = None
         self.checked_at = -1
         self.spare = False

@@ -8,9 +8,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from compiled_llm.compat.torch.dynamo import guards_for
+
+
+class Checks(Protocol):
+    """What has to hold for a captured call."""
+
+    def find(self) -> None:
+        """Find it out, right before the call is captured, or raise RuntimeError."""
+
+    def valid(self) -> bool:
+        """Whether it still holds."""
 
 
 class Guards:

@@ -128,6 +128,7 @@ class Runtime:
             graphs=sum(graphs.values()),
             compile_seconds=round(self.events.preparing.seconds, 3),
             tracing_seconds=round(model_runner.graph_manager.programs.tracing_seconds(), 3),
+            programs=model_runner.graph_manager.programs.ways(),
             builds={} if self.artifacts is None else self.artifacts.builds(),
             recompiles=sum(max(0, count - 1) for count in graphs.values()),
             uncompiled=sum(self.uncompiled().values()),

@@ -63,7 +63,9 @@ class Stats:
             ``inputs_embeds`` were given, or shared pages are read once.
         compile_seconds: how long tracing, compiling, building kernels and capturing took, in ``warmup`` or in calls
             that waited for it.
-        tracing_seconds: how much of that Dynamo took to trace graphs, which no artifacts spare.
+        tracing_seconds: how much of that Dynamo took to trace graphs; what artifacts keep is not traced.
+        programs: where each program comes from, by its name: ``kept`` if it runs as artifacts have it, ``traced``, or
+            ``given up:`` with the reason why it was kept and is traced nevertheless.
         builds: with ``artifacts``, what had to be built nevertheless: ``graphs``, ``C++ kernels``, ``Triton kernels``
             and ``FlashInfer kernels``, the last two over the whole process since the model was wrapped; 0 of each if
             all is well. Empty without.
@@ -111,6 +113,7 @@ class Stats:
     graphs: int = 0
     compile_seconds: float = 0.0
     tracing_seconds: float = 0.0
+    programs: dict[str, str] = field(default_factory=dict)
     builds: dict[str, int] = field(default_factory=dict)
     graph_breaks: int = 0
     recompiles: int = 0
@@ -174,6 +177,11 @@ class Stats:
     def _graph_rows(self) -> Iterator[tuple[str, str]]:
         compiled = f"{self.graphs} graphs in {self.compile_seconds:.1f} s"
         yield "compiled", f"{compiled}, {self.graph_breaks} graph breaks, {self.recompiles} recompiles"
+        if kept := [name for name, way in self.programs.items() if way == "kept"]:
+            yield "kept programs", f"{', '.join(kept)}: not traced"
+        for name, way in self.programs.items():
+            if way.startswith("given up"):
+                yield "traced again", f"{name}, {way}"
         if self.builds:
             built = {name: count for name, count in self.builds.items() if count}
             yield "artifacts", f"{_named(built) or 'nothing'} had to be built"

@@ -16,7 +16,7 @@ from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Filled, StepInputs, StepToCapture
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.graphs.validity import Guards
+from compiled_llm.compilation.graphs.validity import Checks
 from compiled_llm.compilation.program import ProgramInputs
 from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, UNPAGED
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
@@ -271,7 +271,7 @@ class GraphManager:
         config, kind = self._state.config, self._state.device.type
         if config.mode == "eager":
             return "preparing kernels for"
-        if self.programs.graph_counts().get(program):
+        if program in self.programs.ways():
             return "capturing" if config.captures_on(kind) or config.uses_trees_on(kind) else "preparing"
         has_kernels = kind == "cuda" and program in (PREFILL, PREFILL_EMBEDDED)
         return "preparing kernels for, and tracing" if has_kernels else "tracing"
@@ -280,7 +280,7 @@ class GraphManager:
 _Paged = Callable[[], AbstractContextManager[None]]
 
 
-def _find_guards(guards: Guards, call: PreparedCall, paged: _Paged) -> None:
+def _find_guards(guards: Checks, call: PreparedCall, paged: _Paged) -> None:
     """Find the guards of a compiled call: to compile would fail in many ways while a graph is captured."""
     if not call.interpreted:
         with paged():

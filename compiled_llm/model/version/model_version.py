@@ -80,9 +80,9 @@ class ModelVersion:
         self._numbers = itertools.count(1)
         self._code = Code()
         self._said: tuple[str, ...] = ()
-        self._tensors = self._layers = self._rest = self._functions = self._remembered_at = self._probed = (
-            self._read
-        ) = 0
+        self.lets_go = 0  # how often it has dropped what it remembered
+        self._tensors = self._layers = self._rest = self._form = self._functions = self._read = 0
+        self._remembered_at = self._probed = 0
 
     def expect_changes(self) -> None:
         """Note that code of the user's may have changed the model: the next step checks it."""
@@ -125,6 +125,16 @@ class ModelVersion:
                 self._remembered_at = number
             return number
 
+    @property
+    def form(self) -> int:
+        """Another number whenever the model may compute something else, but for writes to tensors, and other tensors.
+
+        And after ``let_go``, which leaves nothing to compare with.
+        """
+        _ = self.values
+        with self._lock:
+            return max(self._layers, self._form, self._functions, self._read)
+
     def take_in_tensors(self) -> int:
         """Return ``tensors`` as of now; those that attributes have got meanwhile are compared from now on, too."""
         with self._lock:
@@ -156,6 +166,7 @@ class ModelVersion:
         # A tensor that was replaced may share its memory with the new one, which would count as someone else's.
         with self._lock:
             self.begin_check()
+            self.lets_go += 1
             if self._known.layers is not None:
                 self._compare_modules()
                 self._compare_layers()
@@ -230,6 +241,7 @@ class ModelVersion:
         if known.others is None or not known.others.has_its_dictionaries():
             known.tensors = known.contents = None
             known.others, self._rest = ModuleState(tree.others, root=self._model()), next(self._numbers)
+            self._form = self._rest
         known.compared.add("modules")
 
     def _compare_tensors(self) -> None:
@@ -261,8 +273,11 @@ class ModelVersion:
         if known.has_its_rest(type(model)):
             return
         assert known.others is not None, "modules have been compared"
+        has_its_form = known.has_its_form(type(model))
         known.others, known.contents = ModuleState(known.others.modules, root=model), Contents.of(self._modules())
         known.kind, self._rest = type(model), next(self._numbers)
+        if not has_its_form:
+            self._form = self._rest
 
     def _compare_code(self) -> None:
         if self._known.is_due("code") and not self._code.valid():
@@ -318,9 +333,14 @@ class _Remembered:
         return due
 
     def has_its_rest(self, kind: type) -> bool:
-        others, contents = self.others, self.contents
-        valid = contents is not None and contents.valid() and others is not None and others.has_its_attributes()
-        return valid and kind is self.kind
+        return self.contents is not None and self.contents.valid() and self._has_its_others(kind)
+
+    def has_its_form(self, kind: type) -> bool:
+        """Return whether the rest is the same, but for writes to tensors."""
+        return self.contents is not None and self.contents.same_objects() and self._has_its_others(kind)
+
+    def _has_its_others(self, kind: type) -> bool:
+        return self.others is not None and self.others.has_its_attributes() and kind is self.kind
 
     def let_go(self) -> None:
         """Forget all but the modules, and the state of the layers."""

@@ -1,0 +1,246 @@
+"""The code of Inductor's for a graph, and a function made of it in a process that has no graph."""
+
+# Inductor keeps code files without the graphs that they came of, and looks them up by these. A code file is Python that
+# allocates, and calls kernels; its function takes the graph's inputs as a list, and empties it. What AOTAutograd does
+# around it, at run time, is left out: so a graph of which it does anything is none of ours (``RegionCode.refused``).
+# ``torch._inductor.standalone_compile`` keeps such functions, too; to load one takes an import of 1.3 s, and a pickle.
+# This file ends once torch loads one without ``compile_fx`` and ``select_algorithm``.
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.compat.torch.inductor import inductor_cache, inductor_cache_at
+
+Function = Callable[[list[Any]], Sequence[Any]]
+
+_EXTERN: dict[str, Callable[..., Any]] = {
+    name: getattr(torch, name) for name in ("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm")
+}
+"""What code calls as ``extern_kernels``, which Inductor defines beside all that chooses among kernels."""
+
+_REPLACED = re.compile(
+    r"^from torch\._inductor\.(?:select_algorithm import extern_kernels"
+    r"|codegen\.memory_planning import _align as align"
+    r"|async_compile import AsyncCompile)$",
+    re.MULTILINE,
+)
+"""The imports of a code file in place of which it gets values of ours; what is left imports in 0.1 s."""
+
+_CALLED = re.compile(r"\bextern_kernels\.(\w+)")
+_KERNEL = re.compile(r"\basync_compile\.(\w+)\(")
+_KINDS = {"cpp_pybinding", "triton", "wait"}
+_ALIGNED = 16  # bytes
+
+
+@dataclass
+class RegionCode:
+    """The code of one compiled graph; files are named from the folder of Inductor's cache on."""
+
+    file: str
+    kernels: list[str] = field(default_factory=list)  # libraries of C++ kernels, in the order of the code file
+    aligned: list[int] = field(default_factory=list)  # the inputs whose addresses it takes to be multiples of 16
+    written: list[int] = field(default_factory=list)  # the inputs that it writes to
+    refused: str | None = None  # why it cannot be run without its graph
+
+    def encoded(self) -> dict[str, Any]:
+        return {"file": self.file, "kernels": self.kernels, "aligned": self.aligned, "written": self.written}
+
+
+@contextmanager
+def noting_code() -> Iterator[list[RegionCode]]:
+    """Collect the code of the graphs that Inductor compiles, or takes from its cache, while the block runs."""
+    # Both ways end in the same two functions; nothing that the compiler returns tells which file it runs.
+    from torch._functorch._aot_autograd import runtime_wrappers
+    from torch._inductor.output_code import CompiledFxGraph
+
+    found: list[RegionCode] = []
+    around: list[str] = []
+
+    def note_graph(graph: Any) -> None:
+        found.append(_code_of(graph))
+
+    def note_wrapper(wrapper: Any, runtime_metadata: Any) -> None:
+        around.extend(_done_around(runtime_metadata))
+
+    def note_bases(wrapper: Any, runtime_metadata: Any) -> None:
+        if wrapper.needs_post_compile:
+            around.append("its inputs share memory, and some are written to")
+
+    with (
+        _calling_first(CompiledFxGraph, lambda graph, metadata: note_graph(graph)),
+        _calling_first(runtime_wrappers.RuntimeWrapper, note_wrapper),
+        _calling_first(runtime_wrappers.AOTSyntheticBaseWrapper, note_bases),
+        _calling_first(runtime_wrappers.AOTDedupeWrapper, note_bases),
+    ):
+        yield found
+    for code in found:
+        code.refused = code.refused or next(iter(around), None)
+
+
+@contextmanager
+def _calling_first(kind: type, note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call ``note`` before ``post_compile`` of a class's objects while the block runs."""
+    post_compile = kind.post_compile  # type: ignore[attr-defined]
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(self, kwargs.get("runtime_metadata"))
+        return post_compile(self, *args, **kwargs)
+
+    setattr(kind, "post_compile", noted)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(kind, "post_compile", post_compile)  # noqa: B010
+
+
+def _done_around(metadata: Any) -> Iterator[str]:
+    """Say what AOTAutograd would do around the code at run time."""
+    if any(info.output_type.name not in ("non_alias", "unsafe_view_alias") for info in metadata.output_info):
+        yield "an output is a view of an input"
+    if metadata.mutated_inp_runtime_indices:
+        yield "inputs are written to after it"
+    if metadata.tokens or metadata.num_intermediate_bases or metadata.is_rng_op_functionalized:
+        yield "it has effects that are put in order, or draws numbers"
+    if any(type(meta).__name__ != "PlainTensorMeta" for meta in metadata.subclass_inp_meta):
+        yield "an input is a tensor made of others, as of a library of packed weights"
+
+
+def _code_of(graph: Any) -> RegionCode:
+    from torch._inductor.codecache import PyCodeCache, get_path
+
+    path = Path(get_path(graph.cache_key, "py")[2])
+    module = next((module for module in reversed(PyCodeCache.modules) if module.__file__ == str(path)), None)
+    code = RegionCode(
+        os.path.relpath(path, inductor_cache()),
+        aligned=[int(number) for number in graph.inputs_to_check],
+        written=sorted(map(int, graph.mutated_input_idxs)),
+    )
+    if module is None or not path.exists():
+        code.refused = "its code file was not found"
+    elif graph.constants:
+        code.refused = "it has constant tensors"
+    else:
+        code.refused = _why_not(path.read_text()) or _note_kernels(code, module, path)
+    return code
+
+
+def _why_not(source: str) -> str | None:
+    """Say what code needs that it would not get."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    called = set(_CALLED.findall(source))
+    if strange := sorted(name for name in called if getattr(extern_kernels, name, None) is not _EXTERN.get(name)):
+        return f"it calls {strange[0]} of Inductor's"
+    if strange := sorted(set(_KERNEL.findall(source)) - _KINDS):
+        return f"it has kernels of another kind, {strange[0]}"
+    return None
+
+
+def _note_kernels(code: RegionCode, module: ModuleType, path: Path) -> str | None:
+    """Find the libraries of a code file's C++ kernels."""
+    places: list[object] = []
+
+    def place(*args: Any, **kwargs: Any) -> object:
+        places.append(object())
+        return places[-1]
+
+    names = _run(path, SimpleNamespace(cpp_pybinding=place, triton=lambda *args, **kwargs: None, wait=lambda all: None))
+    by_place = {id(value): name for name, value in names.items()}
+    for found in places:
+        library = getattr(getattr(getattr(module, by_place[id(found)]), "__self__", None), "__file__", None)
+        if library is None:
+            return "a library of a C++ kernel was not found"
+        code.kernels.append(os.path.relpath(library, inductor_cache()))
+    return None
+
+
+def load_code(folder: Path, said: Mapping[str, Any]) -> Function:
+    """Return the function of ``RegionCode.encoded``, whose files lie in a folder of Inductor's and Triton's caches."""
+    libraries = iter(said["kernels"])
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return _library(folder / "inductor" / next(libraries))
+
+    found = SimpleNamespace(cpp_pybinding=kernel, triton=_triton_kernel, wait=lambda all: None)
+    with inductor_cache_at(folder):
+        function: Function = _run(folder / "inductor" / said["file"], found)["call"]
+    return _aligning(function, said["aligned"], said["written"]) if said["aligned"] else function
+
+
+def _run(path: Path, async_compile: Any) -> dict[str, Any]:
+    """Run a code file, with values of ours in place of some that it would import, and return its names."""
+    given = {
+        "extern_kernels": SimpleNamespace(**_EXTERN),
+        "align": _align,
+        "AsyncCompile": lambda: async_compile,
+    }
+    names: dict[str, Any] = {"__name__": f"compiled_llm_kept_{path.stem}", "__file__": str(path), **given}
+    exec(compile(_REPLACED.sub("", path.read_text()), str(path), "exec"), names)
+    return names
+
+
+def _align(nbytes: int) -> int:
+    return (nbytes + 63) & -64
+
+
+def _library(path: Path) -> Any:
+    """Return a C++ kernel, under the name by which Inductor would find it loaded."""
+    address = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr")  # noqa: B009
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+    name = f"{path.name.partition('.')[0]}.kernel"
+    module = sys.modules.get(name)
+    if module is None or module.__file__ != str(path):
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    return module.kernel
+
+
+def _triton_kernel(*args: Any, **kwargs: Any) -> Any:
+    """Return a kernel of Triton's, built before: in this process, since to start others would take longer."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    with config.patch(compile_threads=1):
+        return AsyncCompile().triton(*args, **kwargs)
+
+
+def _aligning(function: Function, checked: Sequence[int], written: Sequence[int]) -> Function:
+    """Return a function that gets copies of inputs whose addresses are no multiples of 16, as Inductor gives it."""
+
+    def aligned(values: list[Any]) -> Sequence[Any]:
+        copied = []
+        for place in checked:
+            tensor = values[place]
+            if isinstance(tensor, Tensor) and tensor.data_ptr() % _ALIGNED:
+                values[place] = _copy(tensor)
+                if place in written:
+                    copied.append((tensor, values[place]))
+        outputs = function(values)
+        for tensor, copy in copied:
+            tensor.copy_(copy)
+        return outputs
+
+    return aligned
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    memory = tensor.as_strided((reach if tensor.numel() else 0,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride(), 0)

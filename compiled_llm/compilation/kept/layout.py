@@ -1,0 +1,168 @@
+"""What a program's arguments must look like: Dynamo guards all of that in each call."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_llm.compilation.kept.paths import PER_CALL, Path, look_up, tensors_of_model
+
+Size = int | str
+_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device)
+
+
+class UnknownError(ValueError):
+    """An argument holds something that cannot be compared in another process; the message is its type."""
+
+
+def form_of(arguments: Mapping[str, Any]) -> list[str]:
+    """Describe the arguments that differ from call to call, but for sizes; UnknownError if that is impossible."""
+    return [line for name in PER_CALL for line in _form(arguments[name], {})]
+
+
+def _form(value: Any, seen: dict[int, int]) -> Iterable[str]:
+    if isinstance(value, Tensor):
+        number = seen.setdefault(id(value), len(seen))
+        yield f"{number} {type(value).__name__} {value.dtype} {value.device} {value.dim()} {value.requires_grad}"
+    elif isinstance(value, _PLAIN):
+        yield repr(value)
+    elif isinstance(value, (tuple, list)):
+        yield f"{type(value).__module__}.{type(value).__qualname__} {len(value)}"
+        for entry in value:
+            yield from _form(entry, seen)
+    elif isinstance(value, torch._ops.OpOverload):
+        yield str(value)
+    else:
+        raise UnknownError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def form_of_model(model: nn.Module) -> str:
+    """Return a hash of which tensors a model has, how each lies in memory, and which lie in the same memory."""
+    tensors: dict[int, int] = {}
+    memories: dict[int, int] = {}
+    lines = hashlib.sha256()
+    for path, tensor in tensors_of_model(model):
+        number = tensors.setdefault(id(tensor), len(tensors))
+        memory = memories.setdefault(_memory(tensor), len(memories))
+        layout = tensor.dtype, tensor.device, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
+        lines.update(f"{path} {number} {memory} {type(tensor)} {layout} {tensor.requires_grad}\n".encode())
+    return lines.hexdigest()
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # made of others
+        return -id(tensor)
+
+
+class Sizes(NamedTuple):
+    """The sizes and strides of a tensor: numbers, and expressions of symbols."""
+
+    path: Path
+    sizes: Sequence[Size]
+    strides: Sequence[Size]
+
+
+class Shapes:
+    """The sizes that a program was traced for, in symbols, and what has to hold for them."""
+
+    def __init__(
+        self, tensors: Sequence[Sizes], guards: Sequence[str], ranges: Mapping[str, Sequence[int | None]]
+    ) -> None:
+        """ValueError if an expression is none of whole numbers and symbols."""
+        self.tensors, self.guards, self.ranges = tensors, guards, ranges
+        used = {size for tensor in tensors for size in (*tensor.sizes, *tensor.strides) if isinstance(size, str)}
+        self._expressions = [(size, _compiled(size)) for size in used if not size.isidentifier()]
+        known = {size for tensor in tensors for size in tensor.sizes if isinstance(size, str) and size.isidentifier()}
+        self._guards = [_compiled(guard) for guard in guards]
+        if unknown := [said for said in (*used, *guards) if not _names_in(said) <= known]:
+            raise ValueError(f"a size that no argument has, {unknown[0]}")
+        self._bounds = [(name, *_bounds(ranges[name])) for name in known if name in ranges]
+
+    def fitting(self, arguments: Mapping[str, Any]) -> dict[str, int] | None:
+        """Return the value of each symbol and expression; None if arguments do not fit."""
+        found = [(tensor, look_up(arguments, tensor.path)) for tensor in self.tensors]
+        values: dict[str, int] = {}
+        for tensor, now in found:
+            if len(tensor.sizes) != now.dim():
+                return None
+            for size, there in zip(tensor.sizes, now.shape, strict=True):
+                if size != there and not (
+                    isinstance(size, str) and (not size.isidentifier() or values.setdefault(size, there) == there)
+                ):
+                    return None
+        if not all(least <= values[name] <= most for name, least, most in self._bounds):
+            return None
+        numbers = dict(values)
+        for size, code in self._expressions:
+            numbers[size] = _value(code, values)
+        if not all(_value(code, values) for code in self._guards):
+            return None
+        return numbers if all(_fits(tensor, now, numbers) for tensor, now in found) else None
+
+
+def _bounds(bounds: Sequence[int | None]) -> tuple[float, float]:
+    least, most = bounds
+    return -math.inf if least is None else least, math.inf if most is None else most
+
+
+def number_of(size: Size, numbers: Mapping[str, int]) -> int:
+    """Return a size that is a number, or among them."""
+    return size if isinstance(size, int) else numbers[size]
+
+
+def _fits(tensor: Sizes, now: Tensor, numbers: Mapping[str, int]) -> bool:
+    return all(
+        number_of(size, numbers) == size_now and (size_now < 2 or number_of(stride, numbers) == stride_now)
+        for size, size_now, stride, stride_now in zip(
+            tensor.sizes, now.shape, tensor.strides, now.stride(), strict=True
+        )
+    )
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "abs": abs}
+_NODES = (
+    *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Call),
+    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
+)
+
+
+@functools.lru_cache(1024)
+def _compiled(expression: str) -> CodeType:
+    """Compile an expression of whole numbers, symbols and a few functions; ValueError if it is another."""
+    tree = ast.parse(expression, mode="eval")
+    strange = [node for node in ast.walk(tree) if not isinstance(node, _NODES)]
+    strange += [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is not int]
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if strange or not all(isinstance(name, ast.Name) and name.id in _FUNCTIONS for name in called):
+        raise ValueError(f"an expression of sizes that is not understood, {expression}")
+    return compile(tree, "<sizes>", "eval")
+
+
+def _names_in(expression: str) -> set[str]:
+    _compiled(expression)
+    names = {node.id for node in ast.walk(ast.parse(expression, mode="eval")) if isinstance(node, ast.Name)}
+    return names - _FUNCTIONS.keys()
+
+
+def _value(code: CodeType, values: Mapping[str, int]) -> Any:
+    return eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(values))
+
+
+def memory_shared(tensors: Sequence[Any], written: Iterable[int]) -> list[list[int]]:
+    """Return the places of tensors that share memory with one that is written to, together, each group once."""
+    memories = [_memory(tensor) if isinstance(tensor, Tensor) else None for tensor in tensors]
+    groups: dict[int, list[int]] = {memory: [] for place in written if (memory := memories[place]) is not None}
+    for place, memory in enumerate(memories):
+        if memory in groups:
+            groups[memory].append(place)
+    return sorted(group for group in groups.values() if len(group) > 1)

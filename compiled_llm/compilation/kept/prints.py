@@ -1,0 +1,48 @@
+"""Whether hashes of what a trace has read are the same; the process's are compared whenever a step is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
+from compiled_llm.compilation.kept.fingerprint.surroundings import process_state
+from compiled_llm.model.version.code import Place
+
+
+class RefusedPrintError(ValueError):
+    """A program depends on something that cannot be hashed; the message says on what."""
+
+
+def traced(function: Callable[..., Any], arguments: Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
+    """Return the fingerprint of the trace that a backend is called in, or raise RefusedPrintError."""
+    found = Fingerprint.of_trace(arguments["model"], function, arguments, graph)
+    if found.refused is not None:
+        raise RefusedPrintError(found.refused)
+    return found.encoded()
+
+
+class Prints:
+    """The fingerprint of a kept program, compared in this process."""
+
+    def __init__(self, kept: Fingerprint) -> None:
+        self._kept = kept
+        self._process: Mapping[str, str] = {}
+        self.places: Sequence[Place] = ()  # where a change is to be noticed
+
+    @classmethod
+    def of(cls, said: Any) -> Prints:
+        """Read ``Fingerprint.encoded``; ValueError if it is none."""
+        return cls(Fingerprint.decoded(said))
+
+    def differences(self, model: Any, function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
+        """Return in words what differs from where the program was kept; nothing if it may be taken."""
+        now = self._kept.now(model, function, arguments)
+        self.places, self._process = now.places, process_state()
+        return self._kept.compared(now)
+
+    def process_differs(self) -> bool:
+        """Whether this process or thread has other settings than at the last comparison."""
+        return process_state() != self._process

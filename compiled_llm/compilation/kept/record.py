@@ -1,0 +1,225 @@
+"""Writes down a program while it is compiled, and once it has run."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path as File
+from typing import Any
+
+from torch import fx
+
+from compiled_llm.compat.torch.inductor import compile_with_inductor
+from compiled_llm.compat.torch.kept.region_code import RegionCode, noting_code
+from compiled_llm.compat.torch.kept.traced_graph import (
+    TracedSize,
+    TracedTensor,
+    size_guards,
+    traced_arguments,
+    traced_inputs,
+    written_objects,
+)
+from compiled_llm.compilation.kept.kept_program import Call, KeptProgram
+from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memory_shared
+from compiled_llm.compilation.kept.packing import UnknownResultError, described
+from compiled_llm.compilation.kept.paths import PER_CALL, Path, paths_of_tensors
+from compiled_llm.compilation.kept.prints import traced
+from compiled_llm.compilation.regions import Region
+from compiled_llm.model.version.model_version import ModelVersion
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+Function = Callable[..., Any]
+
+
+class NotKeptError(ValueError):
+    """A program cannot be kept; the message says why."""
+
+
+class Recorder:
+    """A recorder of one model's programs, into a folder."""
+
+    def __init__(self, folder: File, version: ModelVersion) -> None:
+        """``folder`` is made once there is a program to be kept; files of Inductor's cache are named from there."""
+        self._folder = folder
+        self._version = version
+        self._codes: dict[int, RegionCode] = {}
+        self._functions: list[Function] = []  # those of ``_codes``, whose identities stay theirs
+        self._calling: tuple[str, Function, Mapping[str, Any]] | None = None
+        self._pending: _Trace | None = None
+
+    def watching(self, name: str, function: Function, program: Function, arguments: Mapping[str, Any]) -> Function:
+        """Return ``program``, which writes itself down if a call makes it be traced; ``arguments`` are by name."""
+
+        def call(*given: Any) -> Any:
+            self._calling, self._pending = (name, function, arguments), None
+            try:
+                form = self._version.form
+                result = program(*given)
+                if self._pending is not None:
+                    self._version.begin_check()
+                    self._write(self._pending.finished(result, self._version.form == form))
+            finally:
+                self._calling = self._pending = None
+            return result
+
+        return call
+
+    # ---- inside the backend
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> Function:
+        """Compile a graph by Inductor, and note its code."""
+        with noting_code() as found:
+            function = compile_with_inductor(module, inputs, options)
+        if any(module.graph.find_nodes(op="get_attr")):
+            found = [RegionCode("", refused="its graph has tensors of its own")]
+        code = found[0] if len(found) == 1 else RegionCode("", refused=f"it was compiled as {len(found)} graphs")
+        self._functions.append(function)
+        self._codes[id(function)] = code
+        return function
+
+    def keep(
+        self, graph: fx.Graph, regions: Sequence[Region], functions: Sequence[Function], whole: Function
+    ) -> Function:
+        """Note a compiled graph, and return what runs it: ``whole`` calls ``functions``, one a region if it was cut."""
+        if self._calling is None:
+            return whole
+        name, function, arguments = self._calling
+        codes = [self._codes[id(each)] for each in functions]
+        try:
+            kept = replace(
+                _described(name, arguments, graph, regions, codes), fingerprint=traced(function, arguments, graph)
+            )
+            trace = _Trace(kept, _outputs(graph, regions))
+        except ValueError as error:
+            trace = _Trace(KeptProgram(name, refused=str(error)), [])
+        except Exception as error:  # any: it reads what torch keeps to itself
+            trace = _Trace(KeptProgram(name, refused=f"{type(error).__name__}: {error}"), [])
+        self._pending = trace
+        return trace.watching(whole)
+
+    def _write(self, kept: KeptProgram) -> None:
+        content = kept.encoded()
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        (self._folder / f"{hashlib.sha256(content).hexdigest()[:16]}.json").write_bytes(content)
+        if kept.refused:
+            logger.debug("%s is not kept: %s", kept.name, kept.refused)
+
+
+class _Trace:
+    """A traced program, until it has run."""
+
+    def __init__(self, kept: KeptProgram, outputs: Sequence[int]) -> None:
+        """``outputs`` has the value of each output of the graph."""
+        self._kept, self._outputs = kept, outputs
+        self._returned: Sequence[Any] | None = None
+        self._watches = True
+
+    def watching(self, function: Function) -> Function:
+        def run(*values: Any) -> Any:
+            returned = function(*values)
+            if self._watches:
+                self._returned = returned
+            return returned
+
+        return run
+
+    def finished(self, result: Any, same_model: bool) -> KeptProgram:
+        """Return the program, which has returned ``result`` for the first time."""
+        returned, self._returned, self._watches = self._returned, None, False
+        if self._kept.refused is not None or returned is None:
+            return self._kept
+        if not same_model:
+            return KeptProgram(self._kept.name, refused="the model changes its attributes")
+        numbers = {id(tensor): value for tensor, value in zip(returned, self._outputs, strict=True)}
+        try:
+            return replace(self._kept, result=described(result, numbers))
+        except UnknownResultError as error:
+            return KeptProgram(self._kept.name, refused=str(error))
+
+
+def _described(
+    name: str, arguments: Mapping[str, Any], graph: fx.Graph, regions: Sequence[Region], codes: Sequence[RegionCode]
+) -> KeptProgram:
+    if refused := next((code.refused for code in codes if code.refused), None):
+        raise NotKeptError(refused)
+    if written := written_objects():
+        raise NotKeptError(f"it writes {written[0]}")
+    paths = paths_of_tensors(arguments)
+    traced = [*traced_inputs(graph)]
+    inputs = [_place(entry, paths) for entry in traced]
+    distinct = list({id(code): code for code in codes}.values())
+    calls = _calls(graph, regions, [distinct.index(code) for code in codes])
+    written_to = sorted(_written(calls, distinct, len(inputs)))
+    values = [entry.value if isinstance(entry, TracedTensor) else None for entry in traced]
+    looked_at = [entry for entry in traced if isinstance(entry, TracedTensor)]
+    guards, ranges = size_guards()
+    kept = KeptProgram(
+        name,
+        inputs=inputs,
+        calls=calls,
+        codes=[code.encoded() for code in distinct],
+        tensors=_sizes([*looked_at, *traced_arguments(arguments, PER_CALL)], paths),
+        guards=guards,
+        ranges=ranges,
+        form=form_of(arguments),
+        model=form_of_model(arguments["model"]),
+        written=written_to,
+        shared=memory_shared(values, written_to),
+    )
+    _ = kept.shapes  # ValueError if they are none that can be compared
+    return kept
+
+
+def _place(entry: object, paths: Mapping[int, Path]) -> Path | int | str:
+    if isinstance(entry, TracedSize):
+        return entry.symbol
+    if isinstance(entry, TracedTensor) and (path := paths.get(id(entry.value))) is not None:
+        return path
+    what = entry if isinstance(entry, str) else "a tensor"
+    raise NotKeptError(f"it reads {what}, which is neither an argument nor a tensor of the model")
+
+
+def _sizes(traced: Sequence[TracedTensor], paths: Mapping[int, Path]) -> list[Sizes]:
+    """Return the sizes of those that differ from call to call; the model's tensors are compared as a whole."""
+    found = {paths[id(entry.value)]: entry for entry in traced if id(entry.value) in paths}
+    return [Sizes(path, entry.sizes, entry.strides) for path, entry in found.items() if path[0] in PER_CALL]
+
+
+def _numbered(graph: fx.Graph, regions: Sequence[Region]) -> dict[fx.Node, int]:
+    nodes = [*graph.find_nodes(op="placeholder"), *(node for region in regions for node in region.outputs)]
+    return {node: number for number, node in enumerate(nodes)}
+
+
+def _calls(graph: fx.Graph, regions: Sequence[Region], codes: Sequence[int]) -> list[Call]:
+    if not regions:
+        inputs = len(graph.find_nodes(op="placeholder"))
+        return [Call(codes[0], [*range(inputs)], len(_returned(graph)))]
+    numbers = _numbered(graph, regions)
+    return [
+        Call(code, [numbers[node] for node in region.inputs], len(region.outputs))
+        for code, region in zip(codes, regions, strict=True)
+    ]
+
+
+def _outputs(graph: fx.Graph, regions: Sequence[Region]) -> list[int]:
+    """Return the value of each output of the graph."""
+    if not regions:
+        inputs = len(graph.find_nodes(op="placeholder"))
+        return [inputs + number for number in range(len(_returned(graph)))]
+    numbers = _numbered(graph, regions)
+    return [numbers[node] for node in _returned(graph)]
+
+
+def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
+    (end,) = graph.find_nodes(op="output")
+    (returned,) = end.args
+    if not (isinstance(returned, (tuple, list)) and all(isinstance(node, fx.Node) for node in returned)):
+        raise NotKeptError("its graph returns more than tensors")
+    return returned
+
+
+def _written(calls: Sequence[Call], codes: Sequence[RegionCode], inputs: int) -> set[int]:
+    return {call.values[place] for call in calls for place in codes[call.code].written if call.values[place] < inputs}

@@ -1,0 +1,184 @@
+"""Takes kept programs in a process that does not trace them, for as long as they fit."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path as File
+from typing import Any
+
+from torch import Tensor
+
+from compiled_llm.compilation.kept.call import RegionCalls
+from compiled_llm.compilation.kept.kept_program import KeptProgram
+from compiled_llm.compilation.kept.layout import (
+    Size,
+    UnknownError,
+    form_of,
+    form_of_model,
+    memory_shared,
+    number_of,
+)
+from compiled_llm.compilation.kept.paths import Path, look_up
+from compiled_llm.compilation.kept.prints import Prints
+from compiled_llm.model.version.model_version import ModelVersion
+
+logger = logging.getLogger("compiled_llm.graphs")
+
+Function = Callable[..., Any]
+
+
+class Taker:
+    """The kept programs of one model.
+
+    Attributes:
+        given_up: why programs that were kept are traced, by their names.
+        taken: the names of programs that run as they were kept.
+    """
+
+    def __init__(self, folder: File, programs: Sequence[KeptProgram], version: ModelVersion) -> None:
+        """``folder`` has their code."""
+        self._folder, self._version = folder, version
+        self._programs: dict[str, list[_Taken]] = defaultdict(list)
+        for program in programs:
+            if program.refused is None:
+                self._programs[program.name].append(_Taken(program))
+        self._form: int | None = None  # of the model, for which all were taken
+        self.given_up: dict[str, str] = {}
+        self.taken: set[str] = set()
+
+    @property
+    def names(self) -> set[str]:
+        """The names of programs that may be taken."""
+        return {*self._programs}
+
+    def bound(self, name: str, function: Function, arguments: Mapping[str, Any]) -> Function | None:
+        """Return a call of a kept program with these arguments, by name; None if ``function`` has to be traced."""
+        for taken in self._candidates(name):
+            if (call := self._bound(taken, function, arguments)) is not None:
+                self.taken.add(name)
+                return call
+        return None
+
+    def checks(self, name: str, function: Function, arguments: Mapping[str, Any]) -> KeptChecks:
+        """Return what has to hold for a captured call with these arguments."""
+        return KeptChecks(lambda: self.bound(name, function, arguments) is not None)
+
+    def drop_tensors(self) -> None:
+        """Let go of the model's tensors until they are needed."""
+        for programs in self._programs.values():
+            for taken in programs:
+                taken.drop_tensors()
+
+    def _candidates(self, name: str) -> Sequence[_Taken]:
+        if self._form is not None and self._programs and self._version.form != self._form:
+            self._give_up([*self._programs], "the model has changed")
+        return self._programs.get(name, ())
+
+    def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function | None:
+        name = taken.program.name
+        try:
+            if taken.prints is None:
+                if different := self._checked(taken, function, arguments):
+                    self._give_up_one(taken, "; ".join(different))
+                    return None
+            elif taken.prints.process_differs():
+                return None
+            if not taken.take_tensors(arguments["model"], self._version.tensors):
+                self._give_up([name], "its model has other tensors")
+                return None
+            return taken.bound(arguments)
+        except (LookupError, AttributeError, TypeError, UnknownError):  # an argument is not what it was
+            return None
+
+    def _checked(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> list[str]:
+        """Return what differs from where the program was kept; if nothing does, watch what may change."""
+        prints = Prints.of(taken.program.fingerprint)
+        if different := prints.differences(arguments["model"], function, arguments):
+            return different
+        try:
+            taken.load(self._folder)
+        except Exception as error:  # any: the files are what they were, and this torch may not run them
+            return [f"its code cannot be loaded: {type(error).__name__}: {error}"]
+        self._version.watch_code(prints.places)
+        taken.prints, self._form = prints, self._version.form
+        return []
+
+    def _give_up(self, names: Sequence[str], why: str) -> None:
+        for name in names:
+            for taken in [*self._programs[name]]:
+                self._give_up_one(taken, why)
+
+    def _give_up_one(self, taken: _Taken, why: str) -> None:
+        name = taken.program.name
+        self._programs[name].remove(taken)
+        if not self._programs[name]:
+            del self._programs[name]
+            self.taken.discard(name)
+            self.given_up[name] = why
+            logger.info("compiled_llm: %s is traced, and not taken as it was kept: %s", name, why)
+
+
+class KeptChecks:
+    """What has to hold for a call of a kept program that was captured."""
+
+    def __init__(self, fits: Callable[[], bool]) -> None:
+        self._fits = fits
+
+    def find(self) -> None:
+        """Do nothing: it held when the call was made ready."""
+
+    def valid(self) -> bool:
+        """Whether the same program would be taken."""
+        return self._fits()
+
+
+class _Taken:
+    """One kept program."""
+
+    def __init__(self, program: KeptProgram) -> None:
+        self.program = program
+        self.prints: Prints | None = None  # None until they were compared
+        self._shapes = program.shapes
+        self._calls: RegionCalls | None = None
+        self._tensors: list[Tensor | None] = []  # of the model, as of the number of its version
+        self._looked_up = -1
+
+    def load(self, folder: File) -> None:
+        self._calls = RegionCalls(self.program, folder)
+
+    def drop_tensors(self) -> None:
+        self._tensors, self._looked_up = [], -1
+
+    def take_tensors(self, model: Any, number: int) -> bool:
+        """Look the model's tensors up, if they are others than at last; False if they do not fit."""
+        if number == self._looked_up and self._tensors:
+            return True
+        if form_of_model(model) != self.program.model:
+            return False
+        self._tensors = [
+            look_up({"model": model}, place) if isinstance(place, tuple) and place[0] == "model" else None
+            for place in self.program.inputs
+        ]
+        self._looked_up = number
+        return True
+
+    def bound(self, arguments: Mapping[str, Any]) -> Function | None:
+        """Return a call with these arguments; None if they do not fit."""
+        program, calls = self.program, self._calls
+        assert calls is not None, "loaded before"
+        if form_of(arguments) != program.form or (sizes := self._shapes.fitting(arguments)) is None:
+            return None
+        inputs = [
+            tensor if tensor is not None else self._input(place, arguments, sizes)
+            for tensor, place in zip(self._tensors, program.inputs, strict=True)
+        ]
+        per_call = [value if isinstance(value, Tensor) else None for value in inputs]
+        if memory_shared(per_call, program.written) != program.shared:
+            return None
+        return calls.of(inputs)
+
+    @staticmethod
+    def _input(place: Path | Size, arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
+        return look_up(arguments, place) if isinstance(place, tuple) else number_of(place, sizes)

@@ -1,0 +1,89 @@
+"""Run in a process of its own: a small model with programs that are kept, or taken; prints JSON.
+
+The folder stands for one of artifacts, without copy and checksums; in place of a cache it has a link to Inductor's own,
+so that kernels that other tests have built are not built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import compiled_llm
+from compiled_llm.compilation.kept import part
+from compiled_llm.compilation.programs import Programs
+from support.huggingface.families import FAMILIES, make
+from support.parity import FEW_PAGES, mixed_prompts
+from support.tiny_models import ONE_LAYER, tiny_llama, tiny_qwen3
+
+NEW_TOKENS = 4
+
+
+def run(model: Any) -> dict[str, Any]:
+    """Answer one prompt and two; return the tokens, and a hash of them and of each logit."""
+    bits, answers = hashlib.sha256(), []
+    vocabulary = min(128, model.config.get_text_config().vocab_size)
+    for lengths in ([7], [7, 3], [5]):
+        batch = mixed_prompts(lengths, vocabulary, seed=0)
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+        out = model.generate(**batch, **options, output_logits=True, return_dict_in_generate=True)
+        answers.append(out.sequences.tolist())
+        for tensor in (out.sequences, *out.logits):
+            bits.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return {"answers": answers, "bits": bits.hexdigest()}
+
+
+@contextmanager
+def taking(folder: Path) -> Iterator[None]:
+    """Let programs of models wrapped in the block be taken from a folder."""
+    made = Programs.__init__
+
+    def init(self: Programs, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self._taker = part.taker(folder, self._version)
+
+    with mock.patch.object(Programs, "__init__", init):
+        yield
+
+
+@contextmanager
+def traces_counted() -> Iterator[list[object]]:
+    from torch._dynamo import convert_frame
+
+    compile_frame, counted = convert_frame._compile, list[object]()
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted.append(args[0])
+        return compile_frame(*args, **kwargs)
+
+    with mock.patch.object(convert_frame, "_compile", counting):
+        yield counted
+
+
+def made(family: str) -> Any:
+    own = {"Llama": tiny_llama, "Qwen3": tiny_qwen3}
+    return own[family](**ONE_LAYER) if family in own else make(family, FAMILIES[family], 0).eval()
+
+
+def main(way: str, family: str, place: str) -> None:
+    folder = Path(place)
+    how = {"keep": part.recording, "take": taking}.get(way, lambda folder: nullcontext())
+    with how(folder), traces_counted() as traces:
+        model = compiled_llm.wrap(made(family), **FEW_PAGES)
+        said = run(model)
+    counts = model.compiled.stats().programs
+    late = [name for name in ("torch._inductor.compile_fx", "torch._inductor.select_algorithm") if name in sys.modules]
+    seen = {"traces": len(traces), "imported": late, "programs": counts, "not kept": part.not_kept(folder)}
+    print(json.dumps({**said, **seen}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
