@@ -17,6 +17,7 @@ PLACES = {
     "BENCHMARKS.md": "benchmarks.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "examples/README.md": "examples/index.md",
 }
 """Where pages of the repository stand in the site."""
 
@@ -28,19 +29,22 @@ _PARAGRAPH = re.compile(r"^(?!`[^`]+`$)[\w`*\[].+$", re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Put the published runs into the site, where the tables link them; mkdocs calls this once."""
+    """Put the published runs into the site, where the tables link them, and the examples; mkdocs calls this once."""
     from mkdocs.structure.files import File, InclusionLevel
 
     for run in sorted((CHECKOUT / "results").iterdir()):
         place = f"results/{run.name}"
         files.append(File.generated(config, place, abs_src_path=str(run), inclusion=InclusionLevel.NOT_IN_NAV))
+    for script in sorted((CHECKOUT / "examples").glob("*.*")):
+        place = PLACES.get(f"examples/{script.name}", f"examples/{script.name}")
+        files.append(File.generated(config, place, abs_src_path=str(script)))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Put files where the page asks for them, and describe it by its own words; mkdocs calls this for each."""
     markdown = _INCLUDE.sub(lambda match: part(match[1], match[2]), markdown)
-    if page.file.src_uri.startswith("results/"):
+    if page.file.src_uri.startswith(("examples/", "results/")):
         markdown = relinked(markdown)
     text = _FENCED.sub("", markdown)
     page.meta.setdefault("description", html.escape(first_sentence(text)))

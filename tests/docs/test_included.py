@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +33,8 @@ def test_the_home_page_begins_as_the_readme_and_says_how_to_install_it() -> None
 def test_links_of_the_repository_lead_to_pages_of_the_site(file: str) -> None:
     text = included().relinked((CHECKOUT / file).read_text())
     for path in re.findall(r"\]\(([\w./-]+\.\w+)", text):
-        assert (DOCS / path).exists() or path.startswith(("results/", "LICENSE")), path
+        place = os.path.normpath(Path(included().PLACES[file]).parent / path)
+        assert (DOCS / place).exists() or place.startswith(("examples/", "results/", "LICENSE")), path
 
 
 def test_what_is_left_of_a_link_stays() -> None:
