@@ -57,7 +57,7 @@ def test_two_hundred_requests_in_any_order_and_batch(
     """With chunks inside prompts, and pages that are lost meanwhile."""
     plans, decoding, draw = itertools.count(), Scheduler._decoding_within_pages, random.Random(seed)
 
-    def out_of_pages(scheduler: Scheduler) -> list[Request]:
+    def out_of_pages(scheduler: Scheduler) -> tuple[list[Request], int]:
         if next(plans) % 7 == 3 and scheduler.running:
             scheduler.preempt()
         return decoding(scheduler)
@@ -193,14 +193,15 @@ def test_impossible_questions_are_refused_by_name(engine: Engine, questions: Any
 
 def test_settings_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     tokenizer, noul = chat_tokenizer(), {"a": {"type": "noul"}}
-    for wrong, message in (
+    settings: list[tuple[dict[str, Any], str]] = [
         (
             {"labels": {"noul": ["Yes", "No"]}},
             r"questions.a: The labels \['Yes', 'No'\] are not distinct single tokens",
         ),
         ({"labels": {"noul": ["Y", "Y"]}}, "not distinct single tokens"),
         ({"temperature": {"noul": 0}}, r"decision.json: temperature.noul=0.0 must be above 0"),
-    ):
+    ]
+    for wrong, message in settings:
         with pytest.raises(ValueError, match=message):
             Decider(tokenizer, str(saved_settings(tmp_path, **wrong))).reads("state", noul)
     many = {"choice": [chr(0x3400 + number) for number in range(200)]}
