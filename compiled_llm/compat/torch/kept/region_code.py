@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from compiled_llm.compat.torch.inductor import inductor_cache, inductor_cache_at
 
@@ -199,7 +200,7 @@ def _align(nbytes: int) -> int:
 
 def _library(path: Path) -> Any:
     """Return a C++ kernel, under the name by which Inductor would find it loaded."""
-    address = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr")  # noqa: B009
+    address = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr")  # noqa: B009
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
     name = f"{path.name.partition('.')[0]}.kernel"
     module = sys.modules.get(name)
