@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
-from compiled_llm.compilation.kept.fingerprint.surroundings import process_state
+from compiled_llm.compilation.kept.fingerprint.surroundings import ProcessWatch
 from compiled_llm.model.version.code import Place
 
 
@@ -29,7 +29,7 @@ class Prints:
 
     def __init__(self, kept: Fingerprint) -> None:
         self._kept = kept
-        self._process: Mapping[str, str] = {}
+        self._process: ProcessWatch | None = None
         self.places: Sequence[Place] = ()  # where a change is to be noticed
 
     @classmethod
@@ -40,9 +40,9 @@ class Prints:
     def differences(self, model: Any, function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
         """Return in words what differs from where the program was kept; nothing if it may be taken."""
         now = self._kept.now(model, function, arguments)
-        self.places, self._process = now.places, process_state()
+        self.places, self._process = now.places, ProcessWatch()
         return self._kept.compared(now)
 
     def process_differs(self) -> bool:
         """Whether this process or thread has other settings than at the last comparison."""
-        return process_state() != self._process
+        return self._process is None or not self._process.holds()
