@@ -6,4 +6,5 @@
 # Files hold code and pickles. So a folder is read only if no user but this one and root can have written it, and each
 # file is compared with the manifest before anything is imported or unpickled. What is read is a copy, in a folder of
 # this process alone: what was compared is what runs, several processes can share a folder, and it can be read-only.
-# What Dynamo traces is not among it: torch stores neither its bytecode nor its guards for graphs like ours.
+# On a CPU, kept/ has what programs of ours do with that code, and hashes of what they were traced from: what Dynamo
+# makes of a trace, torch stores for no graph like ours.

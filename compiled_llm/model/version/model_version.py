@@ -80,7 +80,6 @@ class ModelVersion:
         self._numbers = itertools.count(1)
         self._code = Code()
         self._said: tuple[str, ...] = ()
-        self.lets_go = 0  # how often it has dropped what it remembered
         self._tensors = self._layers = self._rest = self._form = self._functions = self._read = 0
         self._remembered_at = self._probed = 0
 
@@ -166,7 +165,6 @@ class ModelVersion:
         # A tensor that was replaced may share its memory with the new one, which would count as someone else's.
         with self._lock:
             self.begin_check()
-            self.lets_go += 1
             if self._known.layers is not None:
                 self._compare_modules()
                 self._compare_layers()
