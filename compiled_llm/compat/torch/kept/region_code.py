@@ -45,6 +45,8 @@ _CALLED = re.compile(r"\bextern_kernels\.(\w+)")
 _KERNEL = re.compile(r"\basync_compile\.(\w+)\(")
 _KINDS = {"cpp_pybinding", "triton", "wait"}
 _ALIGNED = 16  # bytes
+_ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+"""Where a C++ kernel looks for the function that reads a tensor's address; Inductor sets it, too, to the same."""
 
 
 @dataclass
@@ -201,7 +203,7 @@ def _align(nbytes: int) -> int:
 def _library(path: Path) -> Any:
     """Return a C++ kernel, under the name by which Inductor would find it loaded."""
     address = getattr(guards, "_torchinductor_pyobject_tensor_data_ptr")  # noqa: B009
-    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+    os.environ[_ADDRESS] = str(address)
     name = f"{path.name.partition('.')[0]}.kernel"
     module = sys.modules.get(name)
     if module is None or module.__file__ != str(path):
