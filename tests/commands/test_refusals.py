@@ -155,7 +155,10 @@ def test_the_impossible_is_refused_in_one_line(
         ("generate x --max-new-tokens y", "--max-new-tokens"),
         ("generate x --dtype int8", "--dtype"),
         ("generate --temprature 1 x", "--temperature"),
-        ("nosuch", "no command 'nosuch'; there are generate, chat, serve, compile, client, explain, doctor, bench"),
+        (
+            "nosuch",
+            "no command 'nosuch'; there are generate, chat, serve, compile, client, explain, doctor, lm-eval, bench",
+        ),
         ("gen", "no command 'gen'; did you mean generate?"),
         ("dcotor", "did you mean doctor?"),
         ("bench nosuch", "nosuch"),

@@ -160,7 +160,7 @@ def test_options_that_go_with_text_alone(engine, model):
     given = prompt_of("Qwen3VL", 5, Picture(1), 7)
     with pytest.raises(ValueError, match="prompt_logprobs: there are none of a prompt with pictures"):
         engine.submit(given, SamplingParams(prompt_logprobs=1))
-    with pytest.raises(ValueError, match="hidden_states, emitted: there are none of a prompt with pictures"):
+    with pytest.raises(ValueError, match="hidden_states, emitted, pooled: there are none of a prompt with pictures"):
         engine.submit(given, hidden_states=[0])
     invariant = seeing("Qwen3VL", mode="compile", batch_invariant=True)
     with Engine(invariant) as other, pytest.raises(ValueError, match="batch_invariant=True; give text"):

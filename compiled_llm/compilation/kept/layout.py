@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from compiled_llm.compat.torch.tensors import storage_number
 from compiled_llm.compilation.kept.paths import PER_CALL, Path, look_up, tensors_of_model
 
 Size = int | str
@@ -59,7 +60,7 @@ def form_of_model(model: nn.Module) -> str:
 
 def _memory(tensor: Tensor) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_number(tensor)
     except (NotImplementedError, RuntimeError):  # made of others
         return -id(tensor)
 
