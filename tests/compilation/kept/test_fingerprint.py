@@ -107,6 +107,7 @@ def test_what_is_no_fingerprint_is_a_value_error(traced: Traced, damage: Callabl
         Fingerprint.decoded(damage(traced.fingerprint.encoded()))
 
 
+@pytest.mark.whole  # alone: other tests of a worker leave marks on classes, which count as changes
 def test_a_process_in_which_nothing_has_changed_finds_no_difference(traced, tmp_path):
     """With other hashes of texts, other addresses, after other imports, and without Inductor's compiler."""
     kept = tmp_path / "kept.json"

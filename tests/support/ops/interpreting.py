@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,7 +67,7 @@ def round_to_fp8_as_gpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def multiply_bfloat16_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It multiplies the 16 bits of bfloat16 as integers."""
+    """It multiplies the 16 bits of bfloat16 as integers; and NumPy adds as the processor and all sizes have it."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     builder, language = interpreter.InterpreterBuilder, interpreter.tl
     create_dot = builder.create_dot
@@ -76,7 +77,12 @@ def multiply_bfloat16_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             return own
         return interpreter.TensorHandle((own.data.astype("uint32") << 16).view("float32"), language.float32)
 
-    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        return create_dot(self, multiplied(a), multiplied(b), *others)
+    def dot(self: Any, a: Any, b: Any, sums: Any, *others: Any) -> Any:
+        if sums.data.dtype.kind != "f":
+            return create_dot(self, a, b, sums, *others)
+        # Added in float64, in any order, and rounded once, a row has the same bits in any batch.
+        nothing = interpreter.TensorHandle(np.zeros_like(sums.data, dtype="float64"), language.float64)
+        product = create_dot(self, multiplied(a), multiplied(b), nothing, *others)
+        return interpreter.TensorHandle(product.data.astype(sums.data.dtype) + sums.data, sums.dtype.scalar)
 
     monkeypatch.setattr(builder, "create_dot", dot)
