@@ -155,14 +155,16 @@ class Engine:
         speculation = speculation_of(speculative_config, self._runtime, max_num_seqs)
         self._runtime.make_room(max_num_seqs)
         self._model = model
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._tokenizer, self._processor = tokenizer, processor
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
         self._decider: Any = None  # once questions are asked
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
-        self._max_queue, self._image_settings = max_queue, (int(mm_encoder_cache_gb * 2**30), images_in_steps)
+        self._max_queue = max_queue
+        self._encoder_cache, self._images_in_steps = int(mm_encoder_cache_gb * 2**30), images_in_steps
         settings = LoopSettings(
             *(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission),
             *(speculation, max_model_len),
@@ -371,8 +373,10 @@ class Engine:
                 raise ValueError(
                     "hidden_states, emitted, pooled: there are none of a prompt with pictures; leave them out"
                 )
-            given = (prompt, self._processor, params, model_runner, waiting.get("salt"), *self._image_settings)
-            images = needed("images", "engine").images_of(*given)
+            images = needed("images", "engine").images_of(
+                *(prompt, self._processor, params, model_runner, waiting.get("salt")),
+                *(self._encoder_cache, self._images_in_steps),
+            )
         requests = requests_for(
             prompt,
             params,
@@ -441,7 +445,7 @@ class Engine:
         if structured or (self._tokenizer is not None and wanted.structured):
             check_has("structured_outputs", "structured=True")
             self._grammars.prepare(self.token_facts.logits, self.token_facts.eos_token_ids)
-        shows = self._processor is not None and self._image_settings[1]
+        shows = self._processor is not None and self._images_in_steps
         warm_up(self._runtime, self._engine_thread, wanted, structured, report, shows)
 
     def stats(self) -> EngineStats:

@@ -12,7 +12,7 @@ trainer, and ``_generate``, at whose end a rollout ends | 1.16 | TRL has a class
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -40,22 +40,27 @@ def sample_by(trainer: Any, sampler: Any, rollout_ended: Callable[[], None] | No
 
     ``rollout_ended`` is called after each rollout, whatever its end, before the trainer computes losses.
     """
-    # What a second call for the same trainer put there goes.
-    with suppress(AttributeError):
-        del trainer._generate
+    own = trainer._generate
+    if isinstance(own, _Rollout):  # of an earlier call for the same trainer
+        own = trainer._generate = own.own
     if rollout_ended is not None:
-        own, ended = trainer._generate, rollout_ended
-
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return own(*args, **kwargs)
-            finally:
-                ended()
-
-        trainer._generate = generate
+        trainer._generate = _Rollout(own, rollout_ended)
     trainer.use_vllm, trainer.vllm_mode = True, "colocate"
     trainer.vllm_generation = sampler
     trainer._last_loaded_step = -1  # of no step: weights are looked at before the first rollout
+
+
+class _Rollout:
+    """A trainer's ``_generate``, and what is called at its end."""
+
+    def __init__(self, own: Callable[..., Any], ended: Callable[[], None]) -> None:
+        self.own, self._ended = own, ended
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.own(*args, **kwargs)
+        finally:
+            self._ended()
 
 
 def without_checkpointing(model: Any) -> AbstractContextManager[None]:

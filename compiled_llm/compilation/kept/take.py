@@ -47,6 +47,7 @@ class Taker:
         self._form: int | None = None  # of the model, for which all were taken
         self.given_up: dict[str, str] = {}
         self.taken: set[str] = set()
+        self._said: set[str] = set()  # the names of those of which the log says that a call is traced
 
     @property
     def names(self) -> set[str]:
@@ -59,6 +60,9 @@ class Taker:
             if (call := self._bound(taken, function, arguments)) is not None:
                 self.taken.add(name)
                 return call
+        if name in self._programs and name not in self._said:
+            self._said.add(name)
+            logger.info("compiled_llm: %s is traced for a call that it was not kept for", name)
         return None
 
     def checks(self, name: str, function: Function, arguments: Mapping[str, Any]) -> KeptChecks:

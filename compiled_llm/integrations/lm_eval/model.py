@@ -79,7 +79,7 @@ class CompiledLM(HFLM):
         answers: dict[int, tuple[float, bool]] = {}
         if too_long:  # its last token follows from the logits of the model's last position
             theirs = [requests[number] for number in too_long]
-            found = super()._loglikelihood_tokens(theirs, disable_tqdm=disable_tqdm, override_bs=override_bs or 1)
+            found = super()._loglikelihood_tokens(theirs, disable_tqdm=disable_tqdm, override_bs=1)
             answers.update(zip(too_long, found, strict=True))
         rest = [number for number in range(len(texts)) if number not in answers]
         outputs = self._answered([(texts[number].tokens, texts[number].params) for number in rest])
@@ -160,7 +160,7 @@ class CompiledLM(HFLM):
         yield from tqdm(outputs, total=total, disable=hidden or self.rank != 0, desc=f"Running {what} requests")
 
 
-_AT_ONCE = 1024
+_AT_ONCE = 64  # as many as lm-eval itself tries at most
 _DRAWING = frozenset(name for name, field in SAMPLED_BY.items() if field.number.draws)
 
 

@@ -12,8 +12,8 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MixtralConfig, MixtralForCausalLM
 
 import compiled_llm
-from compiled_llm.compat.torch import process_state
-from compiled_llm.compat.torch.guards import Guarded
+from compiled_llm.compat.torch.kept import process_state
+from compiled_llm.compat.torch.kept.guards import Guarded
 from compiled_llm.compilation.kept.fingerprint import coverage, fingerprint
 from compiled_llm.compilation.kept.fingerprint.walk import Walk
 from support.compilation.fingerprinted import traced_programs

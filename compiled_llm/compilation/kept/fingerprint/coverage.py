@@ -10,7 +10,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from torch import nn
 
 from compiled_llm.compat.huggingface import is_view
-from compiled_llm.compat.torch.guards import OF_PROCESS, OF_SIZES, Guarded, Step
+from compiled_llm.compat.torch.kept.guards import OF_PROCESS, OF_SIZES, Guarded, Step
 from compiled_llm.compilation.kept.fingerprint.walk import BOOKKEEPING, UNSAID, Walk, is_plain
 
 _OF_OUTLINES = re.compile(r"\._(tensors|number|like|beside)\b")

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import compiled_llm_ops
 from compiled_llm.compat.torch.dynamo import traced_code
-from compiled_llm.compat.torch.guards import Guarded, guards_now
+from compiled_llm.compat.torch.kept.guards import Guarded, guards_now
 from compiled_llm.compat.torch.modes import hooks_on_all_modules
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
 from compiled_llm.compilation.kept.fingerprint.coverage import functions_read, uncovered

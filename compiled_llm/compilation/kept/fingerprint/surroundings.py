@@ -15,7 +15,7 @@ import transformers
 import compiled_llm_ops
 from compiled_llm.compat.huggingface import implementations_of_this_thread
 from compiled_llm.compat.own_version import OWN_VERSION
-from compiled_llm.compat.torch.process_state import StateCheck, settings, state
+from compiled_llm.compat.torch.kept.process_state import StateCheck, settings, state
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, digest
 
 _OWN = Path(__file__).parents[3]
