@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import compiled_llm
 from compiled_llm.compat.torch.inductor import inductor_cache
@@ -63,6 +64,7 @@ def test_tokens_and_logits_are_those_of_a_process_that_traces(family: str, tmp_p
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefill and decode of one row of a Llama of one layer."""
+    CppPythonBindingsCodeCache.cache_clear()  # other tests may have loaded the same kernels from caches of their own
     folder = tmp_path_factory.mktemp("kept")
     (folder / "inductor").symlink_to(inductor_cache())
     with part.recording(folder):

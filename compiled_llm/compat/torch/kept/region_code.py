@@ -167,6 +167,8 @@ def _note_kernels(code: RegionCode, module: ModuleType, path: Path) -> str | Non
         library = getattr(getattr(getattr(module, by_place[id(found)]), "__self__", None), "__file__", None)
         if library is None:
             return "a library of a C++ kernel was not found"
+        if not Path(library).is_relative_to(inductor_cache()):  # this process had it already, from another cache
+            return "a library of a C++ kernel lies in another folder"
         code.kernels.append(os.path.relpath(library, inductor_cache()))
     return None
 
