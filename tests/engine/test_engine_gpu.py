@@ -19,7 +19,7 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.judged_answers import judged
-from support.engine.unread_launches import check_launched, launch_unread
+from support.engine.unread_launches import check_launched, launch_unread, paused_amid
 from support.execution.drafters import let_sizes_turn
 from support.execution.twins import BEYOND_NOISE, DEVICE, OPTIONS, SMALL, in_float32, rms, small_qwen3
 from support.parity import assert_account_is_empty, greedy, mixed_prompts
@@ -243,13 +243,11 @@ def test_steps_that_guess_return_while_the_device_sleeps(
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     prompts = [[50 + number, *range(3, 15)] * 3 for number in range(4)]
     with Engine(roomy, max_num_seqs=3, speculative_config=config, prefix_cache=False) as engine:
-        for number in range(2):  # what these sizes need is captured
-            handles = [engine.submit(prompt, params) for prompt in prompts]
-            while min(len(handle.requests[0].tokens) for handle in handles[:3]) < 40:
-                time.sleep(0.001)
-            with engine._engine_thread.paused(), roomy.compiled.loop_lock.taken():
-                loop = engine._engine_thread.loop
-                assert loop is not None
+        asked = [(prompt, params) for prompt in prompts]
+        for rows in (2, 3):  # what these sizes need is captured
+            engine.generate(prompts[:rows], params)
+        for number in range(2):
+            with paused_amid(engine, asked, 3, 40) as (loop, handles), roomy.compiled.loop_lock.taken():
                 torch.cuda.synchronize()
                 asleep = torch.cuda.Event()
                 torch.cuda.set_sync_debug_mode("error" if number else "default")

@@ -69,7 +69,7 @@ def test_a_task_that_begins_to_wait_is_woken_by_what_came_before_and_once_it_has
             await asyncio.sleep(0)
             assert wakeup.is_set
             await asyncio.wait_for(wakeup.wait(), 60)
-            wakeup.clear()
+            wakeup.is_set = False
             waiting = asyncio.ensure_future(wakeup.wait())
             assert not waiting.done()
             await asyncio.to_thread(tell, [listeners, listeners])

@@ -21,6 +21,7 @@ class Checks(Protocol):
 
     def valid(self) -> bool:
         """Whether it still holds."""
+        ...
 
 
 class Guards:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from compiled_llm import Engine, SamplingParams
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.handle import RequestHandle
 
 TURNS = 9
 
@@ -30,3 +37,29 @@ def check_launched(launched: list[tuple[int, int, int]], rows: int) -> None:
     assert {1, 2, 4, 8} == {new for _, _, new in launched}
     assert [prompts for _, prompts, _ in launched].count(1) == 1
     assert [decoding for decoding, _, _ in launched] == [rows] * 3 + [rows - 1] + [rows] * (TURNS - 4)
+
+
+@contextmanager
+def paused_amid(
+    engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]], rows: int, tokens: int
+) -> Iterator[tuple[Loop, list[RequestHandle]]]:
+    """Submit requests, and pause the engine once each of the first ``rows`` has ``tokens``.
+
+    Its thread waits there for the pause: a busy machine would run to the end of the requests before it comes.
+    """
+    thread, reached = engine._engine_thread, threading.Event()
+
+    def hold() -> None:
+        if not reached.is_set() and min(len(handle.requests[0].tokens) for handle in handles[:rows]) >= tokens:
+            reached.set()
+            while not thread.step_lock.pausing:
+                time.sleep(0.001)
+
+    with engine.paused():
+        handles = [engine.submit(*each) for each in asked]
+        for handle in handles[:rows]:
+            handle.when_changed(hold)
+    assert reached.wait(60)
+    with thread.paused():
+        assert thread.loop is not None
+        yield thread.loop, handles
