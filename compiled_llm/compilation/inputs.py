@@ -28,6 +28,22 @@ class BroughtInputs(Protocol):
         ...
 
 
+class OwnInputs(Protocol):
+    """The inputs of a launch by a program of its own, which reads no tokens: a NamedTuple, sizes in first places."""
+
+    @property
+    def program(self) -> Any:
+        """The ``Program`` that runs it."""
+        ...
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        """Outputs that it gives besides its own."""
+        ...
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
 class StepTap(Protocol):
     """The tensors that a step is given of a tap, which calls it after its layers."""
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
+from compiled_llm.compilation.inputs import DecodeInputs, OwnInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.config import WrapConfig
 
 PREFILL, PREFILL_ALONE = "prefill", "prefill of rows without cached tokens"
 """Names of programs that parts have others of, too, for steps with outputs that these do not give."""
 
-ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs
+ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs | OwnInputs
 
 
 class Program(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
+from compiled_llm.compilation.inputs import BroughtInputs, DecodeInputs, OwnInputs, PrefillInputs, UnpagedInputs
 from compiled_llm.compilation.options import decode_options, prefill_options
 from compiled_llm.compilation.program import PREFILL as PREFILL, PREFILL_ALONE as PREFILL_ALONE, Program, ProgramInputs
 from compiled_llm.compilation.steps import decode_step, prefill_step, unpaged_step
@@ -77,11 +77,18 @@ def with_outputs(name: str, wants: tuple[str, ...]) -> str:
     return f"{name}, with {' and '.join(wants).replace('_', ' ')}" if wants else name
 
 
+def _naming_its_program(inputs: ProgramInputs) -> BroughtInputs | OwnInputs | None:
+    """Return what of the inputs says which program runs them; None if the list does."""
+    if isinstance(inputs, PrefillInputs):
+        return inputs.brought
+    return None if isinstance(inputs, (DecodeInputs, UnpagedInputs)) else inputs
+
+
 def program_for(inputs: ProgramInputs) -> Program:
     """Return the program that runs a step with these inputs."""
     if _UNPAGED.serves(inputs):  # first: its calls are short, and looking through all others takes a part of them
         return _UNPAGED
-    brought = inputs.brought if isinstance(inputs, PrefillInputs) else None
-    program = next(own for own in PROGRAMS if own.serves(inputs)) if brought is None else brought.program
+    named = _naming_its_program(inputs)
+    program = next(own for own in PROGRAMS if own.serves(inputs)) if named is None else named.program
     wants = inputs.wants
     return program._replace(name=with_outputs(program.name, wants), on_demand=True) if wants else program

@@ -115,8 +115,9 @@ class Engine:
                 saves that time if only this engine uses the model.
             tokenizer_eos: end answers at the tokenizer's ``eos_token``, too, as vLLM and ``compiled-llm serve`` do; as
                 ``generate``, only at those of ``model.generation_config`` if False.
-            images_in_steps: experimental, not tried on a GPU or with adapters: let steps compute prompts with pictures
-                of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, as of text, in place of HuggingFace's forward between steps.
+            images_in_steps: experimental, not tried on a GPU: let steps compute prompts with pictures of Qwen2-VL,
+                Qwen2.5-VL and Qwen3-VL, as of text, and a program of ours their encoder, in place of HuggingFace's
+                forward between steps.
             speculative_config: guess tokens, and check several of a request in one step: the same tokens in fewer
                 steps, if guesses are right. A dictionary with vLLM's names: ``method``, which is ``"ngram"``, the text
                 of the request itself; ``num_speculative_tokens``, how many are guessed at most, 1 to 7 (7); and how
@@ -377,6 +378,8 @@ class Engine:
                 *(prompt, self._processor, params, model_runner, waiting.get("salt")),
                 *(self._encoder_cache, self._images_in_steps),
             )
+            if images.slow is not None:
+                self._runtime.counters.took_request(images.slow, "HuggingFace computes a part of it")
         requests = requests_for(
             prompt,
             params,

@@ -67,6 +67,10 @@ class AttentionSwitch:
     def paged(self) -> AbstractContextManager[None]:
         return implementations_read(self._configs, NAME, experts_name(self.experts))
 
+    def named(self, name: str) -> AbstractContextManager[None]:
+        """Let another function that is registered be the attention of all parts, the towers among them."""
+        return implementations_read(self._configs, name)
+
     @contextmanager
     def original(self) -> Iterator[None]:
         """Use the model's own attention and experts for the duration, also inside ``paged``."""

@@ -18,6 +18,7 @@ from compiled_llm_ops.attention.merge import merge_state, merge_state_in_place, 
 from compiled_llm_ops.attention.plan import plan_paged_attention
 from compiled_llm_ops.attention.prefill import paged_attention, paged_attention_lse
 from compiled_llm_ops.attention.rope_append import rope_append_paged_kv
+from compiled_llm_ops.attention.segments import segment_attention
 from compiled_llm_ops.contracts import Geometry, PageTable
 from compiled_llm_ops.contracts.sampling import (
     BIASED,
@@ -123,6 +124,7 @@ __all__ = [
     "register_variant",
     "rope_append_paged_kv",
     "sample_tokens",
+    "segment_attention",
     "selective_scan",
     "skinny_linear",
     "top_logprobs",

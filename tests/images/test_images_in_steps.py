@@ -12,6 +12,7 @@ import torch
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.images import shown, shown_prompt
+from compiled_llm.engine.images.encoder.encoder_step import PROGRAM as ENCODER
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.engine.images.shown_step import PROGRAM
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -137,13 +138,14 @@ def test_features_of_other_tokens_would_be_found(monkeypatch):
 
 
 @pytest.mark.whole
-def test_sizes_of_pictures_compile_nothing_after_warmup():
-    model = seeing(QWEN, mode="cuda-graphs", eager_first=False)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_of_pictures_compile_nothing_after_warmup(family):
+    model = seeing(family, mode="cuda-graphs", eager_first=False)
     with Engine(model, processor=object(), images_in_steps=True) as engine:
         engine.warmup(1)
-        assert PROGRAM.name in model.compiled.model_runner().graph_manager.prefills
+        assert {PROGRAM.name, ENCODER.name} <= model.compiled.model_runner().graph_manager.prefills
         before = model.compiled.stats()
         for parts in ((5, CAT, 7), (5, WIDE, 7, 8, 9), (6, CAT, 3, WIDE, 4, DOG, *LONG), (5, 6, 7)):
-            assert begun(engine, QWEN, parts).result(600).outputs[0].token_ids == answer(QWEN, parts, 9)
+            assert begun(engine, family, parts).result(600).outputs[0].token_ids == answer(family, parts, 9)
         after = model.compiled.stats()
     assert (after.graphs, after.recompiles, after.graph_breaks) == (before.graphs, 0, 0)

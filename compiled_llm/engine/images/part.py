@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from compiled_llm.compat.huggingface import sees_images
-from compiled_llm.compat.prompt_positions import prompt_positions
+from compiled_llm.compat.images.prompt_positions import prompt_positions
+from compiled_llm.engine.images.encoder.compiled_encoder import encoder_obstacle
 from compiled_llm.engine.images.inputs import inputs_of as inputs_of
 from compiled_llm.engine.images.keys import digests_of, runs_of, token_keys
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder, in_dtype
-from compiled_llm.engine.images.read_in_steps import prepare as prepare, reads
+from compiled_llm.engine.images.read_in_steps import prepare as prepare, steps_obstacle
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.kinds.support import FoundKind, refusal
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
@@ -68,8 +70,18 @@ def images_of(
     digests = digests_of(pixels, counts)
     encoder = PromptEncoder(pixels, counts, [(salt, digest) for digest in digests], cache_bytes)
     of_tokens = {name: inputs[name] for name in inputs if name not in pixels}
-    in_steps = in_steps and reads(encoder, model_runner)
-    return RequestImages(facts, of_tokens, positions, token_keys(ids, runs, digests), runs, encoder, in_steps)
+    slow = _slower(encoder, model_runner) if in_steps else None
+    in_steps = in_steps and (slow is None or slow.id == "encoder")
+    return RequestImages(facts, of_tokens, positions, token_keys(ids, runs, digests), runs, encoder, in_steps, slow)
+
+
+def _slower(encoder: PromptEncoder, model_runner: ModelRunner) -> Reason | None:
+    """Return why steps do not read pictures, or HuggingFace encodes them; None if neither."""
+    if (found := steps_obstacle(encoder, model_runner)) is not None:
+        return Reason("prefill", found)
+    model: Any = model_runner.state.facts.model
+    found = encoder_obstacle(model.model.visual)
+    return None if found is None else Reason("encoder", found)
 
 
 def check_kinds(kinds: Sequence[FoundKind]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder
 from compiled_llm.engine.images.encoder_cache import EncoderCache, Features
 from compiled_llm.engine.images.keys import patches_of
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
@@ -87,44 +88,53 @@ class PromptEncoder:
             return compute(*given.args, **given.kwargs)
 
         asked = range(len(self._keys) - len(grid), len(self._keys))
-        return _joined(self._found(asked, computed, grid.device, cache, generation))
+        return _joined(self._found(asked, computed, (grid.device, grid.device), cache, generation))
 
     def _found(
         self,
         numbers: Sequence[int],
         compute: Callable[[Mapping[str, Tensor]], Any],
-        device: torch.device,
+        devices: tuple[torch.device, torch.device],
         cache: EncoderCache,
         generation: int,
     ) -> list[Features]:
-        """Return the features of pictures, of which those that are missed are computed together."""
+        """Return the features of pictures, of which those that are missed are computed together.
+
+        ``devices`` are where pixels and grids are given to ``compute``.
+        """
         asked = [self._keys[number] for number in numbers]
         found = {key: features for key in dict.fromkeys(asked) if (features := cache.get(key)) is not None}
         missed = [key for key in dict.fromkeys(asked) if key not in found]
         if missed:
-            pixels = self._pixels_of([self._keys.index(key) for key in missed], device)
+            pixels = self._pixels_of([self._keys.index(key) for key in missed], *devices)
             for key, features in zip(missed, _apart(compute(pixels)), strict=True):
                 found[key] = features
                 cache.put(key, features, self._limit, generation)
         return [found[key] for key in asked]
 
-    def features(self, model: Any, numbers: Sequence[int], cache: EncoderCache) -> list[Tensor]:
-        """Return ``[1 + F, K, C]`` of each of some pictures with patches: of the last layer, then of F others."""
-        inner = model.model
+    def features(
+        self, model: Any, numbers: Sequence[int], cache: EncoderCache, own: CompiledEncoder | None
+    ) -> list[Tensor]:
+        """Return ``[1 + F, K, C]`` of each of some pictures with patches: of the last layer, then of F others.
+
+        They are encoded by ``own``; by HuggingFace's encoder if that is None.
+        """
+        inner = model.model if own is None else own.inside(model.model)
 
         def computed(pixels: Mapping[str, Tensor]) -> Any:
             return inner.get_image_features(**pixels, return_dict=True)
 
-        found = self._found(numbers, computed, model.device, cache, cache.generation)
-        return [_stacked(own.fields, model.dtype) for own in found]
+        of_grids = model.device if own is None else torch.device("cpu")
+        found = self._found(numbers, computed, (model.device, of_grids), cache, cache.generation)
+        return [_stacked(each.fields, model.dtype) for each in found]
 
-    def _pixels_of(self, numbers: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def _pixels_of(self, numbers: Sequence[int], device: torch.device, of_grids: torch.device) -> dict[str, Tensor]:
         assert self.patches is not None, "such pictures are encoded together"
         pixels = self.pixels["pixel_values"].split(self.patches)
         grid = self.pixels["image_grid_thw"]
         return {
             "pixel_values": torch.cat([pixels[number] for number in numbers]).to(device, non_blocking=True),
-            "image_grid_thw": torch.stack([grid[number] for number in numbers]).to(device, non_blocking=True),
+            "image_grid_thw": torch.stack([grid[number] for number in numbers]).to(of_grids, non_blocking=True),
         }
 
 

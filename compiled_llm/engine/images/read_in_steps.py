@@ -4,36 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder, own_encoder
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.shown import nothing_shown
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.model.facts import ModelFacts
 
 _FAMILIES = frozenset(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL"))
 
 
-def reads(encoder: PromptEncoder, model_runner: ModelRunner) -> bool:
-    """Return whether steps read these pictures, which are as a processor of the model makes them."""
+def steps_obstacle(encoder: PromptEncoder, model_runner: ModelRunner) -> str | None:
+    """Return why steps do not read these pictures, or None; they are as a processor of the model makes them."""
     # Others would fail in a step for all rows of the launch.
-    return can_read(model_runner) and _well_formed(encoder, model_runner.state.facts.model.config.vision_config)
+    if (found := _obstacle(model_runner)) is not None:
+        return found
+    config = model_runner.state.facts.model.config.vision_config
+    return None if _well_formed(encoder, config) else "pixels and tokens are not as many as the model's config says"
 
 
-def can_read(model_runner: ModelRunner) -> bool:
-    """Return whether steps of a model read pictures."""
+def _obstacle(model_runner: ModelRunner) -> str | None:
+    """Return why steps of a model read no pictures, or None."""
     facts, config = model_runner.state.facts, model_runner.config
     kind = facts.model_class
     if kind.__name__ not in _FAMILIES or not kind.__module__.startswith("transformers.models."):
-        return False
+        return f"steps read no pictures of {kind.__name__}"
     # Hooks are traced into programs of text alone, and pages are checked by ids. Artifacts have no such program; and
     # where answers run uncompiled at first, others would wait for it.
-    compiled_later = config.artifacts is not None or config.eager_first_on(model_runner.device.type)
-    return not (facts.hooks or model_runner.state.taps or compiled_later)
+    if facts.hooks or model_runner.state.taps:
+        return "hooks are traced, or pages checked, in steps of text alone"
+    if config.artifacts is not None:
+        return "artifacts have no steps that read pictures"
+    if config.eager_first_on(model_runner.device.type):
+        return "answers run uncompiled at first (eager_first)"
+    return None
 
 
 def prepare(model_runner: ModelRunner) -> None:
-    """Compile the step that reads pictures, if there is one, in the model's executor."""
-    if can_read(model_runner):
-        nothing = nothing_shown(model_runner, model_runner.state.facts)
-        model_runner.thread.call(model_runner.prefill.make_ready, brought=nothing)
+    """Compile the step that reads pictures and the encoder, if there are such, in the model's executor."""
+    if _obstacle(model_runner) is not None:
+        return
+    facts = model_runner.state.facts
+    if (encoder := own_encoder(facts.model, model_runner)) is not None:
+        model_runner.thread.call(_prepare_encoder, encoder, facts)
+    model_runner.thread.call(model_runner.prefill.make_ready, brought=nothing_shown(model_runner, facts))
+
+
+def _prepare_encoder(encoder: CompiledEncoder, facts: ModelFacts) -> None:
+    model: Any = facts.model
+    with torch.no_grad():
+        encoder.prepare(model.model.visual)
 
 
 def _well_formed(encoder: PromptEncoder, config: Any) -> bool:

@@ -27,6 +27,7 @@ from compiled_llm.engine.steps.taps import PlanTap
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.kinds.kind import owners_of_keys
 from compiled_llm.kinds.registry import read_states
 from compiled_llm.kvcache.row import Row
@@ -42,6 +43,7 @@ class RequestImages(RunsApart):
         keys: ``[T]`` int64, ids with keys in place of the pictures' tokens (``token_keys``).
         end: E.
         in_steps: whether steps compute the tokens before it, in chunks beside other rows.
+        slow: why they do not, or HuggingFace encodes the pictures, if they were asked to; else None.
     """
 
     timed = False  # how long its launch takes tells nothing of others
@@ -55,12 +57,13 @@ class RequestImages(RunsApart):
         runs: Sequence[NDArray[np.int64]],
         encoder: PromptEncoder,
         in_steps: bool = False,
+        slow: Reason | None = None,
     ) -> None:
         """``inputs`` are what the processor returned for its tokens; ``positions`` are ``[1, T]`` or ``[A, 1, T]``."""
         # ``runs`` are the places of tokens of pictures, those next to each other together.
         end = int(runs[-1][-1]) + 1
         self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
-        self.keys, self.end, self.in_steps = keys, end, in_steps
+        self.keys, self.end, self.in_steps, self.slow = keys, end, in_steps, slow
         self._shown = ShownPrompt(facts, positions, runs, encoder) if in_steps else None
         self._facts, self._encoder = facts, encoder
         self._inputs, self._runs = _up_to(end, inputs), runs

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compiled_llm.engine.images.encoder.compiled_encoder import own_encoder
 from compiled_llm.engine.images.encoder_cache import EncoderCache
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.shown import AXES, ShownTokens, forward_for
@@ -57,7 +58,8 @@ class ShownPrompt:
         if cache.generation != self._generation:  # the weights are others now, or were elsewhere meanwhile
             self._features.clear()
             self._generation = cache.generation
+        model = self._facts.model
         if missing := [number for number in numbers if number not in self._features]:
             with torch.no_grad(), self._facts.attention.original():
-                found = self._encoder.features(self._facts.model, missing, cache)
+                found = self._encoder.features(model, missing, cache, own_encoder(model, model_runner))
             self._features.update(zip(missing, found, strict=True))

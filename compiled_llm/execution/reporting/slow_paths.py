@@ -16,6 +16,7 @@ SlowPath = Literal[
     "cannot_run",
     "custom_generate",
     "draft_layers",
+    "encoder",
     "fractional_positions",
     "fused_head",
     "generation_mode",
@@ -111,6 +112,10 @@ WORDINGS: dict[SlowPath, Wording] = {
     "draft_layers": Wording(
         "some of the layers draft (assistant_early_exit)",
         "Leave assistant_early_exit out unless drafts are worth it: the fast loop may be faster.",
+    ),
+    "encoder": Wording(
+        "HuggingFace's own encoder computes pictures, because {}",
+        "Remove the hooks (handle.remove()), or merge the adapters (merge_and_unload) of the encoder.",
     ),
     "fractional_positions": Wording(
         "position_ids are not whole numbers",

@@ -244,10 +244,10 @@ class Counters:
             if reason is not None:
                 _count(self.slow_generates, "generate", path, reason)
 
-    def took_request(self, reason: Reason) -> None:
-        """Count a request of an engine whose tokens are sampled on a slower path, and log the reason the first time."""
+    def took_request(self, reason: Reason, path: str = "the host looks at each token") -> None:
+        """Count a request of an engine that takes a slower ``path``, and log the reason the first time."""
         with self._lock:
-            _count(self.slow_generates, "an engine's request", "the host looks at each token", reason)
+            _count(self.slow_generates, "an engine's request", path, reason)
 
     def took_forward(self, path: ForwardPath, reason: Reason | None = None) -> None:
         """Count one call of the model itself; a reason for not taking the compiled forward is logged the first time."""

@@ -41,7 +41,7 @@ class StandIn(CapturedGraph[Any]):
         self._version.begin_check()
         assert self._tensors == self._version.tensors, "a replay would read weights where they no longer are"
         new = self._run()
-        self.outputs = self.outputs or new
+        self.outputs = new if self.outputs is None else self.outputs
         for output, value in zip(_tensors(self.outputs), _tensors(new), strict=True):
             output.copy_(value)
 

@@ -62,7 +62,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     },
     "Qwen2_5_VL": {
         "text_config": {**TINY, **AXES},
-        "vision_config": {**PATCHES, "depth": 1, "window_size": 8, "fullatt_block_indexes": [0]},
+        "vision_config": {**PATCHES, "depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
         **TOKENS,
     },
     "Qwen3VL": {

@@ -435,6 +435,14 @@ def ragged_cases() -> list[tuple[Any, ...]]:
     return [RaggedRows(counts, key_heads=2, seed=4).arguments() for counts in ([3, 0, 5], [1, 7])]
 
 
+def segment_cases() -> list[tuple[Any, ...]]:
+    made = []
+    for starts, longest in (([0, 3, 6, 6, 8], 3), ([0, 8], 0)):
+        states = torch.randn(3, 8, 2, 8)
+        made.append((*states, torch.tensor(starts, dtype=torch.int32), 0.5, longest))
+    return made
+
+
 def conv_cases() -> list[tuple[Any, ...]]:
     rows = [RecurrentRows(COUNTS[name], seed=5) for name in ("decode", "mixed")]
     own = [*(own.conv() for own in rows), rows[1].conv(bias=False, activation="none")]
@@ -521,6 +529,7 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "ragged_attention_lse": ragged_cases,
     "rope_append_paged_kv": rope_append_cases,
     "sample_tokens": sample_cases,
+    "segment_attention": segment_cases,
     "selective_scan": selective_scan_cases,
     "skinny_linear": linear_cases,
     "top_logprobs": logprob_cases,

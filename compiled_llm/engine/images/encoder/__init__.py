@@ -1,0 +1,1 @@
+"""The encoder of Qwen-VL as a program of ours: one for all sizes of pictures, captured for a few."""

@@ -1,0 +1,113 @@
+"""The encoder of a model by a program of ours, in place of HuggingFace's: pictures of new sizes compile nothing."""
+
+# Shapes: N pictures, T tokens, M patches that become one, P = T * M patches, F layers with features of their own, C
+# hidden size.
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_llm.compat.images.vision_encoders import SEGMENTS, output_of
+from compiled_llm.engine.images.encoder import attention as attention
+from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
+from compiled_llm.engine.images.encoder.encoder_step import PROGRAM, EncoderInputs
+from compiled_llm.engine.images.encoder.grid_inputs import GridInputs
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.model.shallow_copies import shallow_copy, with_another
+
+_EXAMPLE = (2, 10), (1, 1)
+"""Rows and columns of tokens of the pictures that it is compiled with: no two of its sizes are the same."""
+
+
+class CompiledEncoder:
+    """The encoder of one model; all of it runs in the model's executor."""
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        self._model_runner = model_runner
+        self._manager = model_runner.graph_manager
+        self._attention = model_runner.state.facts.attention
+
+    def inside(self, inner: Any) -> Any:
+        """Return a copy of the module inside a model, whose encoder this is; it takes grids on the CPU."""
+        return with_another(inner, ("visual",), self._standing_for)
+
+    def prepare(self, encoder: Any) -> None:
+        """Compile the program, and on CUDA capture it for a few sizes."""
+        self._make_ready(encoder)
+        self._graphs.prepare(encoder, self._width(encoder), self._launch)
+
+    def _standing_for(self, encoder: Any) -> Any:
+        return shallow_copy(encoder, forward=partial(self._forward, encoder))
+
+    def _forward(self, encoder: Any, hidden_states: Tensor, grid_thw: Tensor, **options: Any) -> Any:
+        """Encode pixels ``[P, ...]`` of pictures with grids ``[N, 3]``; returns what HuggingFace's forward does."""
+        self._make_ready(encoder)
+        grids = GridInputs.of(encoder, grid_thw)
+        pixels = hidden_states.view(grids.tokens, -1)
+        features = self._graphs.run(encoder, pixels, grids)
+        if features is None:
+            features = self._encoded(encoder, pixels, grids)
+        return output_of(encoder, features.unbind())
+
+    @property
+    def _graphs(self) -> EncoderGraphs:
+        return EncoderGraphs.of(self._model_runner)
+
+    def _make_ready(self, encoder: Any) -> None:
+        """Compile the program, if it is not compiled yet."""
+        manager = self._manager
+        self._model_runner.steps.check_model_if_due()
+        if PROGRAM.name in manager.prefills or manager.programs.interpreted:
+            return
+        merged = encoder.spatial_merge_size
+        grids = GridInputs.of(
+            encoder, torch.tensor([[1, rows * merged, columns * merged] for rows, columns in _EXAMPLE])
+        )
+        pixels = torch.zeros(grids.tokens, self._width(encoder), dtype=encoder.dtype, device=self._model_runner.device)
+        with manager.preparing(PROGRAM.name, 1, PROGRAM.name):
+            self._encoded(encoder, pixels, grids)
+        manager.prefills.add(PROGRAM.name)
+
+    @staticmethod
+    def _width(encoder: Any) -> int:
+        """Return how many pixels a token has."""
+        config = encoder.config
+        patch = config.temporal_patch_size * config.patch_size**2 * getattr(config, "in_channels", 3)
+        width: int = patch * encoder.spatial_merge_size**2
+        return width
+
+    def _encoded(self, encoder: Any, pixels: Tensor, grids: GridInputs) -> Tensor:
+        """Return features ``[1 + F, T, C]`` of pixels ``[T, ...]``, by a launch of as many tokens."""
+        tokens = max(2, grids.tokens)  # a symbolic size is at least 2
+        if missing := tokens - grids.tokens:
+            pixels = torch.cat([pixels, pixels.new_zeros(missing, pixels.shape[1])])
+        arrays = grids.padded(encoder, tokens)
+        moved = iter(self._model_runner.state.staging.to_device([own.reshape(-1) for own in arrays if own is not None]))
+        others: list[Any] = [None if own is None else next(moved).view(own.shape) for own in arrays]
+        inputs = EncoderInputs(pixels, *others)
+        return self._launch(inputs)[:, : grids.tokens]
+
+    def _launch(self, inputs: EncoderInputs) -> Tensor:
+        """Launch the program."""
+        with self._attention.named(SEGMENTS):
+            features: Tensor = self._manager.programs.prepared(self._manager.arguments(inputs))()
+            return features
+
+
+def own_encoder(model: Any, model_runner: ModelRunner) -> CompiledEncoder | None:
+    """Return the encoder of a model, one of those whose steps read pictures; None if HuggingFace runs it."""
+    return None if encoder_obstacle(model.model.visual) else CompiledEncoder(model_runner)
+
+
+def encoder_obstacle(encoder: nn.Module) -> str | None:
+    """Return why HuggingFace runs an encoder itself, or None."""
+    for name, module in encoder.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"hooks are on its modules (visual.{name})"
+        if type(module).__module__.partition(".")[0] not in ("transformers", "torch"):
+            return f"it has modules of another package (visual.{name} is a {type(module).__name__})"
+    return None

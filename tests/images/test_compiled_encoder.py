@@ -1,0 +1,135 @@
+"""The encoder as a program of ours: HuggingFace's features, for pictures of any sizes by one program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compiled_llm.compat.images.vision_encoders import window_patches
+from compiled_llm.engine.images.encoder import attention, encoder_graphs, grid_inputs
+from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder, own_encoder
+from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
+from compiled_llm.engine.images.encoder.encoder_step import PROGRAM
+from compiled_llm.execution.model_runner import ModelRunner
+from support.execution.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
+from support.huggingface.vision import make
+from support.images import seeing
+
+FAMILIES = ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"]
+WINDOWS = "Qwen2_5_VL"
+Sizes = list[tuple[int, int]]
+SIZES: list[Sizes] = [[(1, 1)], [(4, 6)], [(1, 5), (3, 3)], [(2, 2), (7, 1), (1, 1), (5, 4)]]
+"""Rows and columns of tokens of the pictures of a launch."""
+
+
+def pictures(sizes: Sizes, seed: int) -> tuple[Tensor, Tensor]:
+    """What a processor makes of them, a token of two by two patches."""
+    grid = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in sizes])
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(int(grid.prod(dim=1).sum()), 96, generator=generator), grid
+
+
+def features(model: Any, sizes: Sizes, seed: int) -> list[Any]:
+    """Of each picture, and of each layer that has its own."""
+    pixels, grid = pictures(sizes, seed)
+    with torch.no_grad():
+        made = model.get_image_features(pixels, grid, return_dict=True)
+    return [made["pooler_output"], *made.get("deepstack_features", ())]
+
+
+class Encoder:
+    """Ours, of a tiny model, and HuggingFace's beside it."""
+
+    def __init__(self, family: str, seed: int, **options: Any) -> None:
+        self.model, self.plain = seeing(family, seed=seed, **options), make(family, seed)
+        self.runner: ModelRunner = self.model.compiled.model_runner()
+        self.inner: Any = self.model.model
+        own = own_encoder(self.model, self.runner)
+        assert own is not None
+        self.own: CompiledEncoder = own
+
+    def prepare(self) -> None:
+        with torch.no_grad():
+            self.runner.thread.call(self.own.prepare, self.inner.visual)
+
+    def features(self, sizes: Sizes, seed: int) -> list[Any]:
+        found: list[Any] = self.runner.thread.call(features, self.own.inside(self.inner), sizes, seed)
+        return found
+
+    def assert_like_huggingfaces(self, sizes: Sizes, seed: int) -> None:
+        torch.testing.assert_close(self.features(sizes, seed), features(self.plain.model, sizes, seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_are_huggingfaces(family, seed):
+    encoder = Encoder(family, seed)
+    for sizes in SIZES:
+        encoder.assert_like_huggingfaces(sizes, seed)
+
+
+def test_windows_have_more_than_one_token_and_do_not_reach_over_a_picture(seed):
+    assert window_patches(make(WINDOWS).model.visual) == 16
+    encoder = Encoder(WINDOWS, seed)
+    together, alone = encoder.features([(3, 5), (4, 4)], seed), encoder.features([(3, 5)], seed)
+    torch.testing.assert_close(together[0][0], alone[0][0])
+
+
+def test_layers_attend_to_all_pictures_in_one_call(seed, monkeypatch):
+    """HuggingFace knows that a function can by "flash" in its name; without, it reads lengths on the host."""
+    calls, attend = list[int](), attention.segment_attention
+
+    def noted(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *others: Any) -> Tensor:
+        calls.append(len(starts) - 1)
+        return attend(query, key, value, starts, *others)
+
+    monkeypatch.setattr(attention, "segment_attention", noted)
+    Encoder(WINDOWS, seed).features([(4, 4), (2, 2)], seed)
+    assert calls == [5, 2], "windows, and pictures"
+
+
+def test_positions_of_other_patches_would_be_found(seed, monkeypatch):
+    encoder, of_grid = Encoder("Qwen2VL", seed), grid_inputs.of_grid
+
+    def flipped(*given: Any) -> dict[str, Tensor]:
+        read = of_grid(*given)
+        return {**read, "position_ids": read["position_ids"].flip(0)}
+
+    monkeypatch.setattr(grid_inputs, "of_grid", flipped)
+    with pytest.raises(AssertionError):
+        encoder.assert_like_huggingfaces([(4, 6)], seed)
+
+
+# ---- compiled, and captured
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch, seed: int) -> Encoder:
+    """With graphs of two sizes, made on a CPU."""
+    let_a_cpu_capture(monkeypatch)
+    encoder = Encoder(WINDOWS, seed, mode="cuda-graphs", eager_first=False)
+    monkeypatch.setattr(encoder_graphs, "GraphCapture", lambda device: StandInGraphCapture(encoder.model))
+    monkeypatch.setattr(encoder_graphs, "TOKENS", (8, 24))
+    encoder.prepare()
+    return encoder
+
+
+def moved(model: PreTrainedModel) -> None:
+    """Let a weight of the encoder lie elsewhere, as it is."""
+    weight: Any = model.model.visual.merger.mlp[0].weight
+    weight.data = weight.data.clone()
+
+
+def test_one_program_has_all_sizes_and_graphs_those_that_they_hold(captured, seed):
+    graphs, programs = EncoderGraphs.of(captured.runner), captured.runner.graph_manager.programs
+    for sizes, replays in (([(4, 6)], 1), ([(1, 5)], 2), ([(2, 2), (1, 1)], 3), ([(5, 5)], 3), ([(1, 1)] * 9, 3)):
+        captured.assert_like_huggingfaces(sizes, seed)
+        assert graphs.replays == replays, sizes
+    assert graphs.nbytes > 0
+    moved(captured.model)
+    captured.assert_like_huggingfaces([(4, 6)], seed)
+    assert graphs.replays == 3, "they read the weight where it was"
+    assert programs.graph_counts()[PROGRAM.name] == 1
