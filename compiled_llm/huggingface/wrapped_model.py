@@ -143,8 +143,10 @@ class WrappedModel:
         original = super()._prepare_attention_mask_for_generation  # type: ignore[misc]
         pad, ids = generation_config.pad_token_id, inputs_tensor
         plain = is_huggingfaces(original) and ids.dim() == 2 and "input_ids" not in model_kwargs
+        # A draft model is given no mask if its caller hides nothing of its prompt: a pad in an answer is a token.
+        drafts = generation_config.is_assistant is True
         absent = pad is None or (type(pad) is int and not bool((copies().of(ids) == pad).any()))
-        if not (plain and absent):
+        if not (plain and (drafts or absent)):
             return original(inputs_tensor, generation_config, model_kwargs)
         mask = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
         copies().note(mask, torch.ones(ids.shape, dtype=torch.long, device="cpu"))

@@ -162,6 +162,19 @@ def test_right_drafts_are_taken_several_at_a_time_with_a_wrapped_model_on_either
         assert_account_is_empty(own)
 
 
+def test_a_pad_in_an_answer_is_a_token_to_a_draft_model(plain, seed):
+    """HuggingFace gives it no mask where its caller hides nothing, and it would be found among the ids."""
+    model, helper = wrapped_in("eager"), wrapped_in("eager")
+    inputs = mixed_prompts([6], 128, seed)
+    expected = greedy(plain, inputs, 20)
+    pads = [token for token in dict.fromkeys(expected[0, 6:].tolist()) if token not in inputs["input_ids"]]
+    for pad in pads[:4]:
+        for given in (inputs, {"input_ids": inputs["input_ids"]}):
+            found = greedy(model, {**given, "pad_token_id": pad}, 20, assistant_model=helper)
+            torch.testing.assert_close(found, expected)
+    assert helper.compiled.stats().generate_calls.keys() == {"fast loop"}
+
+
 # ---- pages are promised before a loop begins, HuggingFace's loops included
 
 ONE, TWO = [9], [9, 6]
