@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compilation.artifacts.artifacts import Artifacts
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
+from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.compilation.sampling.sampling import Sampling, sample
 from compiled_llm.config import KVScales, WrapConfig
@@ -71,6 +72,14 @@ class CompilingPrograms(Protocol):
     def admission_deadline(self) -> float:
         """Until when rows may come in while others run, on ``time.monotonic``'s clock; ``inf`` without a limit."""
         ...
+
+    def begin(
+        self,
+        steps: Sequence[StepKey],
+        rows: int | None = None,
+        needs: Callable[[ModelRunner], object] | None = None,
+    ) -> None:
+        """Begin to compile prefill and these steps, too, which need what ``needs`` gives a model runner."""
 
     def let_take_over(self, graph_manager: GraphManager) -> None:
         """Replace the programs that run uncompiled, if others are ready; no row runs."""

@@ -126,6 +126,23 @@ def test_an_engine_says_that_it_answers_uncompiled_until_new_answers_do_not(gate
         assert is_eager(engine._model) == fails
 
 
+def test_steps_that_guess_are_compiled_with_the_others_and_no_request_waits_for_them(gate: Gate) -> None:
+    prompt, settings = [5, 6, 5, 6, 5], compiled_llm.SamplingParams(max_tokens=40, temperature=0.0)
+    with compiled_llm.Engine(eager_first(), max_num_seqs=2, speculative_config={"method": "ngram"}) as engine:
+        engine.warmup([1])
+        expected = engine.generate([prompt], settings)[0].token_ids
+        compile_to_the_end(engine.model, gate)
+        compiled, before = gate.times, engine.stats().drafts
+        assert engine.generate([prompt], settings)[0].token_ids == expected
+        assert not is_eager(engine.model)
+        after = engine.stats().drafts
+        assert after is not None
+        assert before is not None
+        assert after.drafts > before.drafts
+        assert gate.times == compiled
+        assert engine.model.compiled.stats().recompiles == 0
+
+
 def test_without_the_option_warmup_waits(gate: Gate) -> None:
     gate.opened.set()
     model = compiled_llm.wrap(plain(), **OPTIONS)

@@ -116,12 +116,18 @@ def check_memory(runtime: Runtime, rows: int) -> None:
 
 def prepare(model_runner: ModelRunner, config: SpeculativeConfig, rows: Iterable[int], report: Report) -> None:
     """Compile the steps that guess for so many rows, and on CUDA capture those of the fewest rows, while none runs."""
-    steps, thread = model_runner.steps, model_runner.thread
-    drafts = Drafts(model_runner, _settings(config), lambda row: np.zeros(0, dtype=np.int64))
+
+    def drafts_of(model_runner: ModelRunner) -> Drafts:
+        return Drafts(model_runner, _settings(config), lambda row: np.zeros(0, dtype=np.int64))
+
+    steps, thread, drafts = model_runner.steps, model_runner.thread, drafts_of(model_runner)
     numbers = [number for number in drafts.sizes if number > 1]
     by_rows = [[drafts.key(steps.step_of_several(count, number)) for number in numbers] for count in sorted({*rows})]
     keys = [key for keys in by_rows for key in keys]
-    for key in (*keys[:_MOST_GRAPHS], *keys[-len(numbers) :]):
+    chosen = [*keys[:_MOST_GRAPHS], *keys[-len(numbers) :]]
+    if model_runner.graph_manager.eager and (compiling := model_runner.compiling) is not None:
+        compiling.begin(chosen, needs=drafts_of)  # or the first trial after it has taken over would wait for them
+    for key in chosen:
         if not steps.is_ready(key):
             report(f"preparing steps of {key.rows} requests with {key.new_tokens_per_row} tokens each")
             if key in keys[:_MOST_GRAPHS]:

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -59,6 +59,7 @@ class BackgroundCompilation:
         self._home = HomeProcess()
         self._lock = lock()
         self._wanted: list[StepKey] = []
+        self._needs: dict[StepKey, Callable[[ModelRunner], object]] = {}
         self._rows = 0
         self._thread: threading.Thread | None = None
         self._compiled: _Compiled | None = None
@@ -89,9 +90,18 @@ class BackgroundCompilation:
             return "failed"
         return "compiling" if self._wanted and self._compiled is None else None
 
-    def begin(self, steps: Iterable[StepKey], rows: int) -> None:
+    def begin(
+        self,
+        steps: Sequence[StepKey],
+        rows: int | None = None,
+        needs: Callable[[ModelRunner], object] | None = None,
+    ) -> None:
         """Begin to compile prefill and decode steps, with room for so many rows; those of earlier calls, too."""
+        # None stands for the ``rows`` of the call before. ``needs`` gives a model runner what these steps need of a
+        # part.
         with self._lock:
+            rows = self._rows if rows is None else rows
+            self._needs |= {} if needs is None else dict.fromkeys(steps, needs)
             wanted, self._failed = sorted({*self._wanted, *steps}), False
             if (wanted, rows) != (self._wanted, self._rows):
                 self._wanted, self._rows, self._compiled = wanted, rows, None
@@ -157,6 +167,8 @@ class BackgroundCompilation:
         thread.call(model_runner.prefill.make_ready)
         steps: list[StepKey] = []
         while missing := [step for step in self._wanted if step not in steps]:
+            if (give := self._needs.get(missing[0])) is not None:
+                thread.call(give, model_runner)
             thread.call(model_runner.steps.ready, missing[0])
             steps.append(missing[0])
         programs = model_runner.graph_manager.programs  # others than before, if the model's code has changed
