@@ -11,6 +11,8 @@ def _modules(*parts: str) -> list[str]:
     return [f"compiled_llm.{part}" for part in parts]
 
 
+_POOLED = "server.pooling.endpoint"  # imported when a request asks for it, as late features are
+
 FEATURES = {
     # Kinds of layers take the place of what those before them have found, or lie over it.
     "latents": ["compiled_llm.kinds.latent"],
@@ -24,7 +26,7 @@ FEATURES = {
     "drafts": _modules("compilation.drafts", "execution.drafts.part", "engine.drafts.part", "huggingface.drafts"),
     "hidden_states": ["compiled_llm.engine.emitted", "compiled_llm.huggingface.emitted"],
     "logprobs": ["compiled_llm.engine.logprobs.tap"],
-    "pooling": _modules("compilation.pooling", "engine.pooling.part", "huggingface.pooling.classifiers"),
+    "pooling": _modules(*("compilation.pooling", "engine.pooling.part", "huggingface.pooling.classifiers"), _POOLED),
     "kept programs": ["compiled_llm.compilation.kept.part"],
     "structured_outputs": ["compiled_llm.engine.grammars.part"],
 }
@@ -40,6 +42,11 @@ LATE_FEATURES = {
 LATE_ROUTES = {
     "/v1/systemone": "decisions",
     "/v1/decisions": "decisions",
+    "/v1/embeddings": "pooling",
+    "/v1/rerank": "pooling",
+    "/rerank": "pooling",
+    "/v2/rerank": "pooling",
+    "/classify": "pooling",
 }
 """Paths of the server, and the features that serve them."""
 
@@ -52,6 +59,11 @@ def feature(name: str, room: str) -> Any:
     return next(map(import_module, here), None)
 
 
+def has(name: str) -> bool:
+    """Whether a feature was not taken out."""
+    return name in FEATURES or name in LATE_FEATURES
+
+
 def needed(name: str, room: str) -> Any:
     """Return the module of a feature in a room; ValueError if the feature was taken out."""
     check_has(name, name)
@@ -60,5 +72,5 @@ def needed(name: str, room: str) -> Any:
 
 def check_has(name: str, asked: str) -> None:
     """Raise ValueError if a feature was taken out that an option, ``asked``, needs."""
-    if name not in FEATURES and name not in LATE_FEATURES:
+    if not has(name):
         raise ValueError(f"{asked}: this copy of compiled_llm has no {name}; leave it out")

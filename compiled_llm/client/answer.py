@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ class Received:
     error: Exception | None = None
     # what was emitted of its tokens, by layer or name
     pieces: dict[int | str, list[EmittedPiece]] = field(default_factory=dict)
+    pooled: array[float] | None = None  # the vector of its prompt, in place of tokens
 
     @property
     def done(self) -> bool:
@@ -81,7 +83,7 @@ class RemoteAnswer(PendingAnswer):
         return None if logprobs is None else [entries_of(entries) for entries in logprobs[count:]]
 
     def completion(self) -> Completion:
-        whole, pieces = super().completion(), self.received.pieces
+        whole, pieces = replace(super().completion(), pooled=self.received.pooled), self.received.pieces
         if not pieces:
             return whole
         from compiled_llm.client.emitted import joined  # imports torch

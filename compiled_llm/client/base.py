@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # import torch
 
 T = TypeVar("T")
 
+_OF_VECTORS = SamplingParams(max_tokens=0)
+
 RETURNS_WITHIN = 5.0
 """Seconds in which the successor of a lost engine process may begin to listen, for a call that waits for it."""
 
@@ -144,6 +146,7 @@ class BaseClient(ABC):
         cache_salt: str | None = None,
         hidden_states: Sequence[int] | None = None,
         emitted: Sequence[str] | None = None,
+        pooled: bool = False,
     ) -> RemoteHandle:
         """Begin to answer a prompt, and return at once; whether the engine process takes it, the handle tells.
 
@@ -155,17 +158,18 @@ class BaseClient(ABC):
             cache_salt: only requests with an equal one read what this one leaves in the prefix cache.
             hidden_states: layers whose hidden states its output has, as of ``Engine.submit``; needs torch here.
             emitted: names of what traced hooks of the model emit that its output has, as of ``Engine.submit``.
+            pooled: have the vector of the prompt's last token in place of an answer, as of ``Engine.submit``.
 
         Raises:
             ValueError: the prompt or its settings cannot be sent.
             EngineProcessError: the engine process is not ready, or is gone.
         """
-        params, session = params or SamplingParams(), self._session_to_use()
+        params, session = params or (_OF_VECTORS if pooled else SamplingParams()), self._session_to_use()
         ready, number = session.check_ready(), session.number()
         pictured = pictured_of(prompt)
         ids = token_ids(prompt, self._tokenizer) if pictured is None else []
         wanted = plain_list("hidden_states", hidden_states, int), plain_list("emitted", emitted, str)
-        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, *wanted, pictured)
+        submit = Submit(number, ids, plain_params(params), priority, timeout, cache_salt, *wanted, pictured, pooled)
         cancel = partial(self._cancel, session, number)  # it keeps the client, and so the connection, while it is kept
         ends, form, check = _ends(params, ready), self._form(params), session.check_may_wait
         handle = RemoteHandle(ids, params.n, ends, form, cancel, check, params.scored_from)

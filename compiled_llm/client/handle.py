@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,10 @@ class RemoteHandle(PendingAnswers[RemoteAnswer]):
     def take_piece(self, piece: EmittedPiece) -> None:
         """Take what was emitted of an answer's next tokens."""
         self.answers[piece.index].received.pieces.setdefault(piece.key, []).append(piece)
+
+    def take_vector(self, numbers: bytes) -> None:
+        """Take the vector of the prompt, which has one answer."""
+        self.answers[0].received.pooled = array("f", numbers)
 
     def finish(self, summary: Summary) -> None:
         """Take what is measured, once all answers have ended."""

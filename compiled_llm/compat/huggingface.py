@@ -31,6 +31,8 @@ HuggingFace's experts run; float32 is refused | a call can name it; all dtypes h
 ``output_hidden_states`` | they are removed |
 | ``maybe_install_capturing_hooks`` there | Dynamo traces hidden states, and not how the hooks get there | \
 HuggingFace's forward whenever hidden states are asked for | the hooks are there from the start |
+| ``PreTrainedModel._output_capturing_hooks_installed`` | a mark beside those hooks, which no forward reads | the \
+first request for hidden states empties the prefix cache | the hooks are there from the start |
 | ``Cache._is_user_defined`` | whether it goes back to the user | we would close it | generate says so |
 
 Loading: ``convert_and_load_state_dict_in_model``, ``get_model_conversion_mapping``, ``LoadStateDictConfig`` and
@@ -80,6 +82,8 @@ from compiled_llm.compat.forks import lock
 
 NEWEST = "5.24"  # the newest minor version that the matrix has run; ``pyproject.toml`` allows none after it
 WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
+CAPTURING = "_output_capturing_hooks_installed"
+"""The mark of a model that has the hooks of ``let_outputs_be_captured``."""
 IMPLEMENTATIONS = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
 

@@ -11,3 +11,8 @@ def is_classifier(model: Any) -> bool:
     """Whether a HuggingFace model, or a class of them, has such a head, by its name."""
     kind = model if isinstance(model, type) else type(model)
     return kind.__name__.endswith(_ENDING)
+
+
+def names_classifier(config: Any) -> bool:
+    """Whether a model's config names a class of them."""
+    return any(name.endswith(_ENDING) for name in config.architectures or ())

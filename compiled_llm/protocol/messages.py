@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-VERSION = 4  # of the protocol. It is counted up whenever one side would misunderstand the other.
+VERSION = 5  # of the protocol. It is counted up whenever one side would misunderstand the other.
 
 Kind = Literal["invalid", "full", "unavailable", "failed"]
 """Why a request is refused or has failed: impossible, too many wait, the engine process takes none now, or an error."""
@@ -47,6 +47,7 @@ class Submit(Struct, tag="submit", frozen=True, omit_defaults=True):
     hidden_states: list[int] | None = None  # layers whose hidden states its answers have; None for none
     emitted: list[str] | None = None  # names of what traced hooks emit that its answers have; None for nothing
     pictured: Pictured | None = None  # a prompt with pictures, in place of ``prompt``, which is empty
+    pooled: bool = False  # whether it has the vector of its last token in place of an answer
 
 
 class Cancel(Struct, tag="cancel", frozen=True, omit_defaults=True):
@@ -82,6 +83,8 @@ FromClient = Hello | Submit | Cancel | AskStats | AskTokens | AskText
 # ---- from the engine process
 
 Uncompiled = Literal["compiling", "failed"]  # why answers run uncompiled
+Activation = Literal["sigmoid", "softmax", "identity"]
+_NO_POOLING = "this copy of compiled_llm has no pooling"
 
 
 class Welcome(Struct, tag="welcome", frozen=True):
@@ -100,6 +103,57 @@ class Preparing(Struct, tag="preparing", frozen=True, omit_defaults=True):
     steps: int | None = None
 
 
+class Embedding(Struct, frozen=True, omit_defaults=True):
+    """How embeddings follow from the vectors of a model, as the files beside it say.
+
+    Attributes:
+        width: how many numbers a vector has.
+        normalizes: whether an embedding is made as long as 1.
+        prompts: what texts may begin with, by name.
+        default_prompt: the name of that of requests which name none.
+    """
+
+    width: int
+    normalizes: bool = True
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+
+
+class Ranking(Struct, frozen=True, omit_defaults=True):
+    """How a query and a document become a prompt, and its score follows from what the model makes of it.
+
+    Attributes:
+        tokens: those that say yes and no, whose log-probabilities are compared; None for a classifier's only label.
+        chat: options of the chat template that writes query and document as messages of these roles; None for one
+            text after the other, as the tokenizer writes pairs.
+        in_parts: whether the template takes contents as lists of parts.
+        prompt: the system message before them, if there is one.
+        activation: what makes a score of a number.
+    """
+
+    tokens: tuple[int, int] | None = None
+    chat: dict[str, Any] | None = None
+    in_parts: bool = False
+    prompt: str | None = None
+    activation: Activation = "sigmoid"
+
+
+class Labelling(Struct, frozen=True):
+    """The labels of a classifier, by their numbers, and what makes probabilities of its scores."""
+
+    labels: list[str]
+    activation: Activation
+
+
+class Pooled(Struct, frozen=True, omit_defaults=True):
+    """What a model makes of whole texts; a sentence in the place of each that it does not make says why."""
+
+    embedding: Embedding | str = _NO_POOLING
+    ranking: Ranking | str = _NO_POOLING
+    labelling: Labelling | str = _NO_POOLING
+    silent: str | None = None  # why it answers no prompts; None if it does
+
+
 class Ready(Struct, tag="ready", frozen=True):
     """The engine process takes requests.
 
@@ -113,6 +167,7 @@ class Ready(Struct, tag="ready", frozen=True):
         form_ends: tokens that end an answer with ``structured_outputs``; none if there is nothing to compile them.
         sampling: settings of ``SamplingParams`` for requests that leave them out, which clients add.
         images: whether prompts may have pictures.
+        pooled: what the model makes of whole texts, in place of answers.
         uncompiled: why answers run uncompiled, as in ``EngineStats``; the message is sent again when that changes.
     """
 
@@ -129,6 +184,7 @@ class Ready(Struct, tag="ready", frozen=True):
     sampling: dict[str, int | float] = {}
     uncompiled: Uncompiled | None = None
     images: bool = False
+    pooled: Pooled = Pooled()
 
 
 class Ended(Struct, array_like=True, frozen=True, gc=False):
@@ -191,6 +247,13 @@ class EmittedPiece(Struct, tag="emitted", frozen=True):
     dtype: str  # torch's name
     shape: list[int]  # the number of tokens, and what each has
     numbers: bytes  # row by row, as the engine process's machine writes them
+
+
+class PooledVector(Struct, tag="pooled", frozen=True):
+    """The vector of a request's last token, float32 as the engine process's machine writes them; before its end."""
+
+    request: int
+    numbers: bytes
 
 
 class Refused(Struct, tag="refused", frozen=True):
@@ -311,6 +374,7 @@ FromEngine = (
     | PromptTokens
     | PromptScores
     | EmittedPiece
+    | PooledVector
     | Refused
     | StatsReply
     | TokensReply

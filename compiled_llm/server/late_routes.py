@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, FastAPI
 from starlette.routing import BaseRoute
 
-from compiled_llm.features import LATE_FEATURES, LATE_ROUTES, feature
+from compiled_llm.features import LATE_ROUTES, feature, has
 
 
 class LateRoutes:
@@ -16,7 +16,7 @@ class LateRoutes:
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
-        self._features = {path: name for path, name in LATE_ROUTES.items() if name in LATE_FEATURES}
+        self._features = {path: name for path, name in LATE_ROUTES.items() if has(name)}
 
     async def of_path(self, path: str) -> Sequence[BaseRoute]:
         """Return the routes of the part that serves a path, which the application has now; none if no part does."""

@@ -122,6 +122,14 @@ def test_lora_example(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert len({first, second, none}) == 3
 
 
+def test_embeddings_example(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("embeddings", "How do I get my money back?")
+    scores, texts = zip(*(line.split("  ") for line in capsys.readouterr().out.splitlines()), strict=True)
+    assert sorted(texts) == sorted(names["TEXTS"])
+    assert list(scores) == sorted(scores, key=float, reverse=True)
+    assert names["vectors"].shape[0] == len(texts)
+
+
 def test_evaluate_example(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     run("evaluate")

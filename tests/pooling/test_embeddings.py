@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compiled_llm.compilation import backend as inductor
+from compiled_llm.engine import model_check
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
@@ -66,6 +67,18 @@ def test_a_text_that_loses_its_pages_begins_again(plain, seed, monkeypatch):
         assert [handle.result(60).finish_reason for handle in answers] == ["length"] * 3
         assert vector.requests[0].preemptions
     assert_alike(found, last_states(plain, [text]))
+
+
+@pytest.mark.parametrize("asked", [{"pooled": True}, {"hidden_states": [-1], "params": greedy(1)}], ids=str)
+def test_hooks_for_hidden_states_leave_the_prefix_cache_as_it_is(asked, monkeypatch):
+    """HuggingFace's first step that gives some marks the model."""
+    monkeypatch.setattr(model_check, "_SECONDS", 0.0)  # it is looked at in each step
+    prompt = [7, 3] * 10
+    with Engine(wrapped()) as running:
+        running.generate([prompt], greedy(3))
+        for _ in range(2):
+            running.generate([[1], [2]], **asked)
+        assert running.generate([prompt], greedy(3))[0].cached_tokens == 16
 
 
 def test_texts_of_another_salt_are_computed(engine):

@@ -132,7 +132,8 @@ def test_priorities_deadlines_and_salts_reach_the_engine(client: Client, engine:
     submitted, submit = [], engine.submit
     engine.submit = lambda *args, **options: submitted.append(options) or submit(*args, **options)  # type: ignore[method-assign]
     client.submit(PROMPT, settings(), priority=-2, timeout=50.0, cache_salt="me").result(PATIENCE)
-    assert submitted == [{"priority": -2, "timeout": 50.0, "cache_salt": "me", "hidden_states": None, "emitted": None}]
+    nothing = {"hidden_states": None, "emitted": None, "pooled": False}
+    assert submitted == [{"priority": -2, "timeout": 50.0, "cache_salt": "me", **nothing}]
 
 
 def test_what_the_engine_refuses_raises_what_the_engine_does(client: Client, engine: Engine) -> None:

@@ -157,7 +157,7 @@ FEATURES = {
         "pooling|embed(?!d)|classif",
         (
             *("compiled_llm/compilation/pooling.py", "compiled_llm/engine/pooling", "compiled_llm/requests/pooling"),
-            "compiled_llm/huggingface/pooling",
+            *("compiled_llm/huggingface/pooling", "compiled_llm/server/pooling"),
         ),
         ("pooling",),
         line='compiled_llm/features.py: "pooling": ',

@@ -16,6 +16,7 @@ from compiled_llm.protocol.messages import (
     EmittedPiece,
     FromEngine,
     Leaving,
+    PooledVector,
     Preparing,
     Problem,
     PromptScores,
@@ -173,6 +174,8 @@ class ClientSession:
                 return [handle]
             case EmittedPiece() if (handle := self._handles.get(message.request)) is not None:
                 handle.take_piece(message)
+            case PooledVector() if (handle := self._handles.get(message.request)) is not None:
+                handle.take_vector(message.numbers)
             case Refused() if message.request in self._questions:
                 self._questions[message.request] = refusal(message.kind, message.message)
             case Refused() if (handle := self._handles.pop(message.request, None)) is not None:

@@ -15,7 +15,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -29,6 +31,7 @@ from compiled_llm.demo_model.bars import without_bars
 from compiled_llm.demo_model.folder import folder as demo_folder
 from compiled_llm.demo_model.gguf import parsed_once
 from compiled_llm.execution.reporting.progress import ProgressDisplay
+from compiled_llm.model.classifiers import names_classifier
 
 
 def load(
@@ -38,7 +41,7 @@ def load(
     progress: bool = True,
     sees: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer; one that ``sees`` with what encodes pictures.
+    """Load a causal LM, or a classifier, and its tokenizer; one that ``sees`` with what encodes pictures.
 
     Raises:
         FileNotFoundError: there is no such folder or file.
@@ -63,9 +66,9 @@ def load(
             with display.task("loading the tokenizer"):
                 tokenizer = _tokenizer_of(source)
             with display.task("loading the weights"):
-                _refuse_hub_kernels(source)
-                auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-                loaded: Any = auto.from_pretrained(source.location, dtype=dtype, **options)
+                config = _config_of(source)
+                _refuse_hub_kernels(source.name, config)
+                loaded: Any = _auto_of(config, sees).from_pretrained(source.location, dtype=dtype, **options)
     except (OSError, ValueError, SafetensorError, UnpicklingError) as error:
         raise RuntimeError(f"{source.name} cannot be loaded as a causal LM: {_reason(error)}") from error
     if source.tokenizer is not None:
@@ -123,16 +126,29 @@ def _prepare_for_batches(tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
 
-def _refuse_hub_kernels(source: Source) -> None:
-    # A config can name a repository of compiled attention kernels, which transformers would fetch and run.
+def _config_of(source: Source) -> PretrainedConfig | None:
+    """Return a model's config; None of a GGUF file, which says little."""
     if source.gguf_file is not None:
+        return None
+    config: PretrainedConfig = AutoConfig.from_pretrained(_base_of(source.location), trust_remote_code=False)
+    return config
+
+
+def _auto_of(config: PretrainedConfig | None, sees: bool) -> Any:
+    if config is not None and names_classifier(config):
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def _refuse_hub_kernels(model: str, config: PretrainedConfig | None) -> None:
+    # A config can name a repository of compiled attention kernels, which transformers would fetch and run.
+    if config is None:
         return
-    config = AutoConfig.from_pretrained(_base_of(source.location), trust_remote_code=False)
     parts = [config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)]
     for name in map(attention_implementation, parts):
         if name is not None and "/" in name:
             raise RuntimeError(
-                f"{source.name} cannot be loaded: its config asks for attention kernels from the hub ({name}), which "
+                f"{model} cannot be loaded: its config asks for attention kernels from the hub ({name}), which "
                 "compiled-llm does not fetch; load it in Python with an attn_implementation of your choice, and wrap it"
             )
 

@@ -74,6 +74,7 @@ class ServeOptions(NamedTuple):
     speculative_config: str | None
     limit_mm_per_prompt: str | None = None
     mm_encoder_cache_gb: float = MM_ENCODER_CACHE_GB
+    pooling: str | None = None
 
     @property
     def log(self) -> tuple[str, str] | None:
@@ -136,6 +137,7 @@ def serve(
     speculative_config: options.SpeculativeConfig = None,
     limit_mm_per_prompt: options.LimitMmPerPrompt = None,
     mm_encoder_cache_gb: options.MmEncoderCacheGb = MM_ENCODER_CACHE_GB,
+    pooling: options.Pooling = None,
     drain_seconds: options.DrainSeconds = 30.0,
     warmup: options.Warmup = "",
     profile: options.ProfilePath = None,
@@ -185,6 +187,7 @@ def serve(
             speculative_config=speculative_config,
             limit_mm_per_prompt=limit_mm_per_prompt,
             mm_encoder_cache_gb=mm_encoder_cache_gb,
+            pooling=pooling,
         )
         _check(served, drain_seconds)
         source = locate(served.model, served.shows_progress, served.tokenizer, served.chat_template)
@@ -203,6 +206,10 @@ def _check(served: ServeOptions, drain_seconds: float) -> None:
     speculative_config_of(served.speculative_config)
     if served.limit_mm_per_prompt is not None and served.images:
         check_has("images", "--limit-mm-per-prompt")
+    if served.pooling is not None:
+        check_has("pooling", "--pooling")
+        if served.pooling != "last":
+            raise ValueError(f"--pooling {served.pooling}: give last, or leave it out for what the model's folder says")
     if not 0 <= served.mm_encoder_cache_gb < math.inf:
         raise ValueError(f"--mm-encoder-cache-gb {served.mm_encoder_cache_gb:g}: must be 0 or more")
     if served.max_num_seqs < 1:
@@ -268,14 +275,18 @@ def _prepared(served: ServeOptions, source: Source, kept: KeptProfile | None) ->
     options = {"watch_model": False, "grammar_worker": worker, **served.engine_options()}
     processor = None if images is None or place is None else images.processor_of(lambda: load_processor(place))
     engine = compiled_llm.Engine(model, tokenizer=tokenizer, processor=processor, **options)
-    ready = ready_of(model, engine, source.name, tokenizer, *source.tokenizer_place, source.chat_template)
+    named = *source.tokenizer_place, source.chat_template
+    ready = ready_of(model, engine, source.name, tokenizer, *named, served.pooling)
     if ready.images:
         logger.info(
             "compiled_llm: a request can have %d pictures (--limit-mm-per-prompt); up to %g GiB keep what the encoder "
             "makes of them (--mm-encoder-cache-gb)",
             *(served.images, served.mm_encoder_cache_gb),
         )
-    served.prepare(engine, bool(ready.form_ends))
+    if ready.pooled.silent is None:
+        served.prepare(engine, bool(ready.form_ends))
+    if ready.pooled.silent is not None or not isinstance(ready.pooled.embedding, str):
+        engine.generate([[0, 0], [0]], pooled=True)  # compiles the program of all prompts that are pooled
     if kept is not None:
         kept.begin(cast("CompiledModel", model.compiled))
     return engine, ready

@@ -169,6 +169,13 @@ MmEncoderCacheGb = Annotated[
         help="Keep so much of what the encoder makes of pictures.",
     ),
 ]
+Pooling = Annotated[
+    str | None,
+    _serving(
+        metavar="last",
+        help="Embed texts by their last tokens, where no files of sentence-transformers beside the model say how.",
+    ),
+]
 DrainSeconds = Annotated[
     float,
     _serving(help="After SIGTERM or Ctrl-C, give running requests this long to end; a second one ends them at once."),

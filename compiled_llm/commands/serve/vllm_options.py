@@ -82,8 +82,10 @@ VLLM_OPTIONS: dict[str, str] = {
     "--enable-lora --lora-modules --max-loras --max-cpu-loras --max-lora-rank --lora-dtype --lora-target-modules "
     "--fully-sharded-loras --default-mm-loras --specialize-active-lora --enable-mixed-moe-lora-format "
     "--enable-tower-connector-lora": "adapters are not chosen by name; serve the folder of one of them",
-    "--task --runner --convert --pooler-config --diffusion-config -dc --enable-flash-late-interaction": "leave it "
-    "out: models are causal LMs, and continue texts",
+    "--task --runner --convert": "leave it out: the model's class and the files beside it say whether it embeds, ranks "
+    "or labels texts, too",
+    "--pooler-config": "give --pooling last, if no files of sentence-transformers beside the model say how to pool",
+    "--diffusion-config -dc --enable-flash-late-interaction": "leave it out: models are causal LMs and classifiers",
     "--model-impl": "leave it out: models are HuggingFace's own",
     "--tokenizer-mode --skip-tokenizer-init --tokens-only --renderer-num-workers": "leave it out: texts and token ids "
     "are both answered, with HuggingFace's tokenizer",

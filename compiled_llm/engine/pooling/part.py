@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.engine.pooling.launches import SCORES, STATES, PoolingTap
 from compiled_llm.engine.pooling.sentence_files import SentenceFiles
+from compiled_llm.engine.pooling.served import served as served_by
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.facts import ModelFacts
@@ -51,6 +52,11 @@ def settings_of(
 def files_beside(name: str) -> SentenceFiles:
     """Return what files of sentence-transformers beside a model say; they are read once."""
     return SentenceFiles.of(name)
+
+
+def served(facts: ModelFacts, pooling: str | None) -> dict[str, Any]:
+    """Return the fields of the protocol's ``Pooled`` of a model; ValueError as ``served.served``."""
+    return served_by(facts, files_beside(str(facts.model.name_or_path)), pooling)
 
 
 def embed(

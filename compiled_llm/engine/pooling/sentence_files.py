@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.hub import cached_file
 
-_MODULES, _SETTINGS = "modules.json", "config_sentence_transformers.json"
+_MODULES, _SETTINGS, _TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 _LAST, _OLD_MODE = "lasttoken", "pooling_mode_"  # files of before version 6 have one such key for each way
 
 
@@ -21,12 +21,16 @@ class SentenceFiles(NamedTuple):
         modules: what is run after the model, by the names of their classes, with the settings of each; None if there
             is no list of them.
         prompts: what texts may begin with, by name; ``default_prompt`` is the name of that of texts which name none.
+        activation: the class of what makes a score of a number; None if they do not say.
+        transformer: how the model's tokenizer is called.
     """
 
     name: str  # of the model, for errors
     modules: Mapping[str, Mapping[str, Any]] | None = None
     prompts: Mapping[str, str] = MappingProxyType({})
     default_prompt: str | None = None
+    activation: str | None = None
+    transformer: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def of(cls, name: str) -> SentenceFiles:
@@ -34,7 +38,10 @@ class SentenceFiles(NamedTuple):
         listed, settings = _read(name, _MODULES), _read(name, _SETTINGS) or {}
         modules = None if listed is None else dict(_settings_of(name, entry) for entry in listed)
         prompts = {key: text for key, text in (settings.get("prompts") or {}).items() if isinstance(text, str)}
-        return cls(name, modules, prompts, settings.get("default_prompt_name"))
+        transformer = {} if modules is None else _read(name, _TRANSFORMER) or {}
+        return cls(
+            name, modules, prompts, settings.get("default_prompt_name"), settings.get("activation_fn"), transformer
+        )
 
     def normalizes(self, pooling: str | None = None) -> bool:
         """Return whether embeddings are made as long as 1.

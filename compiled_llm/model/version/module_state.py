@@ -7,14 +7,17 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from compiled_llm.compat.huggingface import CAPTURING
 from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.training import CHECKPOINTING
 
-_CHECKPOINTING = (CHECKPOINTING, "_gradient_checkpointing_func")
+_LATE = (CHECKPOINTING, "_gradient_checkpointing_func", CAPTURING)
+"""Attributes that modules may get at any time, and from which nothing follows for us."""
 # The last one says whether HuggingFace has initialized a module's weights; no forward reads it. From flags of training
 # nothing follows in calls that our programs serve.
-UNREAD = frozenset(vars(nn.Module())) | {*_CHECKPOINTING, "_is_hf_initialized"}
+UNREAD = frozenset(vars(nn.Module())) | {*_LATE, "_is_hf_initialized"}
 _UNREAD_BY_LINEAR = frozenset({"in_features", "out_features"})
 _HOLDERS = ("_modules", "_parameters", "_buffers")
 
@@ -25,8 +28,8 @@ class ModuleState:
     def __init__(self, modules: Sequence[nn.Module], root: nn.Module | None = None) -> None:
         self.modules = modules
         everything = [*modules] if root is None else [root, *modules]
-        self._attributes = [vars(module) for module in everything if not hasattr(module, CHECKPOINTING)]
-        self._checkpointing = [vars(module) for module in everything if hasattr(module, CHECKPOINTING)]
+        self._attributes = [vars(module) for module in everything if not _may_get_more(module)]
+        self._growing = [vars(module) for module in everything if _may_get_more(module)]
         held = [(vars(module), name) for module in everything for name in _HOLDERS if vars(module)[name]]
         self._holders, self._holder_names = [owner for owner, _ in held], [name for _, name in held]
         self._known_holders = self._holders_now()
@@ -49,7 +52,7 @@ class ModuleState:
 
     def _now(self) -> list[Any]:
         values = map(dict.get, self._owners, self._names)
-        lengths = *map(len, self._attributes), *map(read_length, self._checkpointing)
+        lengths = *map(len, self._attributes), *map(read_length, self._growing)
         return [*map(type, self.modules), *map(vars, self.modules), *lengths, *values]
 
     def _tensor_names_now(self) -> list[str]:
@@ -62,6 +65,10 @@ def names_read(module: nn.Module) -> list[str]:
     return [name for name in vars(module) if name not in unread]
 
 
+def _may_get_more(module: nn.Module) -> bool:
+    return hasattr(module, CHECKPOINTING) or isinstance(module, PreTrainedModel)
+
+
 def read_length(attributes: dict[str, Any]) -> int:
     """Return how many attributes a module has, without those that begin to exist once gradients are checkpointed."""
-    return len(attributes) - sum(name in attributes for name in _CHECKPOINTING)
+    return len(attributes) - sum(name in attributes for name in _LATE)

@@ -26,7 +26,7 @@ from compiled_llm.server.decisions.response import (
     SystemOneResponse,
 )
 from compiled_llm.server.decisions.translation import answered, asked
-from compiled_llm.server.http.api_error import ApiError, invalid
+from compiled_llm.server.http.api_error import invalid, not_served
 from compiled_llm.server.http.body_route import BodyRoute
 from compiled_llm.server.http.worker_thread import in_thread_if_long, written
 from compiled_llm.server.openai.common.api_server import ApiServer, api_server_of, new_id
@@ -81,7 +81,7 @@ async def _decided(
     body: WaitingFields, request: Request, given: _Asked, response: Callable[[Decisions, str], BaseModel]
 ) -> Response:
     api_server = api_server_of(request)
-    model = api_server.model_for(body.model)
+    model = api_server.writer_for(body.model)
     characters = _characters(api_server, given)
     reads = await in_thread_if_long(lambda: _reads(model, given), characters)
     prompts, params = [read.prompt for read in reads], [read.params for read in reads]
@@ -127,7 +127,7 @@ def _decider(model: Model) -> Decider:
         try:
             known = Decider(model.vocabulary.tokenizer, model.ready.tokenizer)
         except (DecisionsMissingError, ValueError) as error:
-            raise ApiError(404, f"this path is not served: {error}", code="not_served") from None
+            raise not_served(str(error)) from None
         _deciders[model.vocabulary] = known
     return known
 

@@ -11,7 +11,8 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.input_processing.input_processor import TokenFacts
 from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.features import feature
-from compiled_llm.protocol.messages import Ready, StatsReply
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.protocol.messages import Pooled, Ready, StatsReply
 from compiled_llm.requests.default_sampling import default_sampling
 
 
@@ -23,15 +24,21 @@ def ready_of(
     location: str | None = None,
     gguf_file: str | None = None,
     chat_template: str | None = None,
+    pooling: str | None = None,
 ) -> Ready:
-    """Return the facts of a wrapped model; clients can load the tokenizer from ``location``."""
+    """Return the facts of a wrapped model; clients can load the tokenizer from ``location``.
+
+    Raises:
+        ValueError: ``pooling`` names one that the model does not have.
+    """
     described, runtime = engine.describe(), runtime_of(model)
     assert runtime is not None, "an engine's model is wrapped"
+    pooled = _pooled(runtime.facts, pooling)
     return Ready(
         model=name,
         vocabulary=runtime.model_runner().vocabulary,
         eos_token_ids=sorted(engine.token_facts.eos_token_ids),
-        form_ends=_form_ends(engine.token_facts, tokenizer),
+        form_ends=[] if pooled.silent else _form_ends(engine.token_facts, tokenizer),
         max_tokens=described.max_tokens,
         max_num_seqs=described.max_num_seqs,
         tokenizer=location,
@@ -40,7 +47,13 @@ def ready_of(
         sampling=default_sampling(getattr(model, "generation_config", None)),
         chat_template=chat_template,
         images=_reads_images(model, engine),
+        pooled=pooled,
     )
+
+
+def _pooled(facts: ModelFacts, pooling: str | None) -> Pooled:
+    part = feature("pooling", "engine")
+    return Pooled() if part is None else msgspec.convert(part.served(facts, pooling), Pooled)
 
 
 def _reads_images(model: PreTrainedModel, engine: Engine) -> bool:

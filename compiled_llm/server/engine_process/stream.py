@@ -22,6 +22,7 @@ from compiled_llm.protocol.messages import (
     Ended,
     Entry,
     Kind,
+    PooledVector,
     PromptScores,
     PromptTokens,
     Refused,
@@ -74,6 +75,7 @@ def _submitted(engine: Engine, submit: Submit) -> RequestHandle:
         cache_salt=submit.cache_salt,
         hidden_states=submit.hidden_states,
         emitted=submit.emitted,
+        pooled=submit.pooled,
     )
 
 
@@ -101,7 +103,7 @@ class Stream:
         self._open = tuple(_SendCursor(answer) for answer in handle.answers)
         self._scores: Sequence[dict[int, Logprob]] | None = None
         self._scored = 0  # how many of them were sent
-        self._pieces = self._emitted_pieces()
+        self._pieces: Iterator[PooledVector | EmittedPiece] = itertools.chain(self._vectors(), self._emitted_pieces())
 
     @property
     def unsent(self) -> int:
@@ -137,12 +139,16 @@ class Stream:
     def summary(self) -> Summary:
         return Summary(self._number, **self.handle.figures())
 
-    def next_part(self) -> PromptTokens | PromptScores | EmittedPiece | None:
+    def next_part(self) -> PromptTokens | PromptScores | EmittedPiece | PooledVector | None:
         """Return the next message of those that come in parts; None if there is none now, or all were sent."""
         if self._tells_prompt:
             self._tells_prompt = False
             return PromptTokens(self._number, self.handle.requests[0].prompt_ids.tolist())
         return self._prompt_scores() or (next(self._pieces, None) if self.ended else None)
+
+    def _vectors(self) -> Iterator[PooledVector]:
+        if (vector := self.handle.answers[0].pooled) is not None:
+            yield PooledVector(self._number, vector.tobytes())
 
     def _emitted_pieces(self) -> Iterator[EmittedPiece]:
         for answer in self.handle.answers:

@@ -36,6 +36,11 @@ class ApiError(Exception):
         self.message, self.param = _shortened(message), None if param is None else _shortened(param)
         self.headers = dict(headers or {})
 
+    def about(self, param: str) -> ApiError:
+        """Return the same error about another field."""
+        said = self.message.removeprefix(f"{self.param}: ")
+        return ApiError(self.status, f"{param}: {said}", param, self.code, self.headers)
+
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -52,6 +57,10 @@ def _shortened(text: str) -> str:
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param, code)
+
+
+def not_served(why: str) -> ApiError:
+    return ApiError(404, f"this path is not served: {why}", code="not_served")
 
 
 def unavailable(message: str, code: str = "unavailable", seconds: str = _LOADING_SECONDS) -> ApiError:

@@ -29,7 +29,7 @@ OF_ENGINE_PROCESSES = frozenset(
         "max_num_seqs",
     }
     | {"chat_template", "eager_first", "max_step_ms", "mode", "profile", "quiet", "speculative_config", "tokenizer"}
-    | {"limit_mm_per_prompt", "mm_encoder_cache_gb", "warmup"}
+    | {"limit_mm_per_prompt", "mm_encoder_cache_gb", "pooling", "warmup"}
 )
 _SAFETY_OF_API_SERVERS = {"allowed_host", "api_key_file", "client_seconds", "cors_origin", "salt_caches"}
 OF_API_SERVERS = frozenset(

@@ -46,7 +46,7 @@ router = APIRouter(route_class=BodyRoute)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Any:
     """Answer a chat: the next message of the assistant."""
     api_server = api_server_of(request)
-    model = api_server.model_for(body.model)
+    model = api_server.writer_for(body.model)
     api_server.check_answers(1, body.answers)
 
     shown = await api_server.shown(images_in(body.messages), model, body, body.prompt_logprobs)

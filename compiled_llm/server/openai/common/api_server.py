@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from starlette.requests import Request
 
@@ -15,7 +15,7 @@ from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.features import needed
 from compiled_llm.protocol.messages import Pictured, Ready
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.server.http.api_error import ApiError, invalid
+from compiled_llm.server.http.api_error import ApiError, invalid, not_served
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.common.answers import CHARACTERS, Answers
 from compiled_llm.server.openai.common.engine_link import EngineLink, Model
@@ -76,6 +76,13 @@ class ApiServer:
         """Return whether the model reads pictures, and requests can have some; False before it is ready."""
         return self.link.is_ready and self.link.model.ready.images and self.settings.limit_mm_per_prompt > 0
 
+    def writer_for(self, name: str | None) -> Model:
+        """Return the model; ApiError as of ``model_for``, or if it answers no prompts."""
+        model = self.model_for(name)
+        if (said := model.ready.pooled.silent) is not None:
+            raise not_served(said)
+        return model
+
     def model_for(self, name: str | None) -> Model:
         """Return the model; ApiError if a request names another one, or it is not ready."""
         if name is not None and name not in self.settings.names:
@@ -93,10 +100,11 @@ class ApiServer:
         form: Form | None,
         shown: Shown | None = None,
         text: str = "",
+        pooled: bool = False,
     ) -> Answers:
         """Begin to answer prompts, which are token ids, or one with pictures, a ``text`` that ``shown`` belongs to.
 
-        ``params`` are for all, or one for each, of one answer.
+        ``params`` are for all, or one for each, of one answer; ``pooled`` for vectors in place of answers.
 
         Raises:
             ApiError: they are too many or too long.
@@ -113,7 +121,8 @@ class ApiServer:
         def begun() -> list[RemoteHandle]:
             _check(prompts, each, param, model.ready)
             handles: list[RemoteHandle] = []
-            begin = partial(model.client.submit, priority=body.priority or 0, timeout=timeout, cache_salt=salt)
+            waiting: dict[str, Any] = {"priority": body.priority or 0, "timeout": timeout, "cache_salt": salt}
+            begin: Callable[..., RemoteHandle] = partial(model.client.submit, **waiting, pooled=pooled)
             try:
                 handles += (begin(prompt, own) for prompt, own in zip(given, each, strict=True))
             except BaseException:
@@ -173,9 +182,14 @@ def _check(prompts: Sequence[Sequence[int]], each: Sequence[SamplingParams], par
             "logprobs",
         )
     for prompt, own in zip(prompts, each, strict=True):
-        check_length(prompt, own, param, ready)
-        if prompt and (min(prompt) < 0 or max(prompt) >= ready.vocabulary):
-            raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
+        check_prompt(prompt, own, param, ready)
+
+
+def check_prompt(prompt: Sequence[int], params: SamplingParams, param: str, ready: Ready) -> None:
+    """Check that a prompt has tokens of the model, and room for an answer; ApiError if not."""
+    check_length(prompt, params, param, ready)
+    if prompt and (min(prompt) < 0 or max(prompt) >= ready.vocabulary):
+        raise invalid(f"{param}: tokens of the model are from 0 to {ready.vocabulary - 1}", param)
 
 
 def check_length(prompt: Sequence[int], params: SamplingParams, param: str, ready: Ready) -> None:

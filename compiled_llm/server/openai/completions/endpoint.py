@@ -36,7 +36,7 @@ router = APIRouter(route_class=BodyRoute)
 async def create_completion(body: CompletionRequest, request: Request) -> Any:
     """Continue a text, or several."""
     api_server = api_server_of(request)
-    model = api_server.model_for(body.model)
+    model = api_server.writer_for(body.model)
     api_server.check_answers(len(body.prompts()), body.answers)
 
     def prepared() -> tuple[list[_Prompt], SamplingParams, Form | None]:

@@ -40,7 +40,7 @@ router = APIRouter(route_class=BodyRoute)
 async def create_response(body: ResponsesRequest, request: Request) -> Any:
     """Answer a text, or a chat."""
     api_server = api_server_of(request)
-    model = api_server.model_for(body.model)
+    model = api_server.writer_for(body.model)
 
     given = [] if isinstance(body.input, str) else images_in(body.input)
     shown = await api_server.shown(given, model, body)

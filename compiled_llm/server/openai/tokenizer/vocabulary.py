@@ -70,13 +70,26 @@ class Vocabulary:
         self._special = SpecialTokenBreaker(tokenizer) if escapes else None
         self._has_told = False
 
-    def of_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text; ApiError if it cannot be encoded, or surely has too many."""
-        _check(text, "prompt")
-        self._length.check(text, "prompt")
+    def of_text(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Return the tokens of a text of field ``param``; ApiError if it cannot be encoded, or surely has too many."""
+        _check(text, param)
+        self._length.check(text, param)
         if self._special is not None and (broken := self._special.broken(text)) != text:
             return self._special.tokens(broken, add_special_tokens)
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def of_pair(self, text: str, other: str, param: str) -> list[int]:
+        """Return the tokens of a pair of texts; ApiError, which names ``param``, as of ``of_text``."""
+        for each in (text, other):
+            _check(each, param)
+            self._length.check(each, param)
+            if self._special is not None and self._special.broken(each) != each:
+                raise invalid(
+                    f"{param}: a text of a pair has a special token, which --escape-special-tokens does not let "
+                    "through there; leave it out",
+                    param,
+                )
+        return list(self.tokenizer(text, other)["input_ids"])
 
     def of_chat(
         self,

@@ -1,0 +1,1 @@
+"""Endpoints of what a model makes of whole texts: embeddings, ranks and labels."""
