@@ -30,9 +30,12 @@ logger = logging.getLogger("compiled_llm.graphs")
 class Bounded:
     """A program that is compiled until torch's limit is reached, and runs uncompiled from then on."""
 
-    def __init__(self, function: Callable[..., Any], backend: Inductor, falls_back: bool = True) -> None:
+    def __init__(
+        self, function: Callable[..., Any], backend: Inductor, falls_back: bool = True, name: str = "", ahead: str = ""
+    ) -> None:
         """Compile at the first call; ``falls_back`` says whether the function, ``own_copy``'s, may run uncompiled."""
-        self._function = function
+        # ``name`` and ``ahead`` are the program's, for the error if artifacts lack it.
+        self._function, self._name, self._ahead = function, name, ahead
         self._backend, self._falls_back = backend, falls_back
         self.full = False  # whether torch's limit is reached
         self.uncompiled = 0  # how many calls have run uncompiled since
@@ -46,7 +49,7 @@ class Bounded:
                 self._note_limit()
             except BackendError as error:  # nothing in the model's forward
                 if (missing := reason_of(error, NotInArtifactsError)) is not None:
-                    raise missing from None
+                    raise missing.of_program(self._name, self._ahead) from None
                 raise
             except DynamoError as error:
                 raise CompileError.of(self._function.__name__, error) from None

@@ -68,6 +68,10 @@ class NgramDrafter(NamedTuple):
         return ngram_drafts(self.texts, slots, lengths, self.longest, self.shortest, k)
 
 
+class DrafterError(RuntimeError):
+    """A drafter has raised; the message names it."""
+
+
 class DraftInputs(NamedTuple):
     """The inputs of a step that drafts, besides those of other decode steps."""
 
@@ -124,13 +128,24 @@ def _drafted(inputs: DecodeInputs, tables: SamplingTables) -> tuple[Tensor, Tens
     starts = inputs.lengths - drafts.new_tokens
     write_texts(drafts.texts, slots, starts, following)
     limits = drafts.limits[slots]
-    tokens, counts = drafts.drafter.propose(slots, torch.where(limits > 0, starts + 1, 0), k)
+    tokens, counts = _proposed(drafts.drafter, slots, torch.where(limits > 0, starts + 1, 0), k)
     good = (counts >= 0) & (counts <= k)
     offered = torch.where(good, torch.minimum(counts, limits), 0).int()
     proposed = torch.arange(k, device=slots.device) < offered[:, None]
     tokens = torch.where(proposed, tokens, 0).long().clamp(0, tables.counts.shape[1] - 1)
     write_texts(drafts.texts, slots, starts + 1, tokens)
     return torch.cat([following, tokens], dim=1), offered, good[:, None]
+
+
+def _proposed(drafter: Drafter, slots: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return what a drafter proposes; DrafterError if it raises."""
+    if torch.compiler.is_compiling():  # the error of a program that cannot be traced names the line
+        return drafter.propose(slots, lengths, k)
+    try:
+        return drafter.propose(slots, lengths, k)
+    except Exception as error:
+        name = type(drafter).__name__
+        raise DrafterError(f"drafts: the drafter {name} has raised {type(error).__name__}: {error}") from error
 
 
 def _sample(logits: Tensor, fed: Tensor, positions: Tensor, slots: Tensor, tables: SamplingTables) -> Tensor:
@@ -158,13 +173,16 @@ def _drafts(inputs: ProgramInputs, one_row: bool, new_tokens: int) -> bool:
     return (inputs.slots.shape[0] == 1) is one_row and inputs.drafts.new_tokens == new_tokens
 
 
+_AHEAD = f"""--speculative-config '{{"method": "ngram", "num_speculative_tokens": {NEW_TOKENS[-1] - 1}}}'"""
+
+
 def _programs() -> Iterator[Program]:
     for one_row, rows in ((True, "batch 1"), (False, "larger batches")):
         for new in NEW_TOKENS:
             serves = partial(_drafts, one_row=one_row, new_tokens=new)
             options = partial(decode_options, one_row=one_row)
             name = f"decode, {rows}, {new} tokens with drafts"
-            yield Program(name, serves, drafted_step, options, decodes=True, on_demand=True)
+            yield Program(name, serves, drafted_step, options, decodes=True, on_demand=True, ahead=_AHEAD)
 
 
 PROGRAMS = tuple(_programs())

@@ -26,3 +26,4 @@ class Program(NamedTuple):
     options: Callable[[WrapConfig, torch.device], dict[str, Any]]  # Inductor's options for it
     decodes: bool = False  # whether each row has one new token, or as many as the others
     on_demand: bool = False  # whether it is compiled only for calls that need it, so that reports leave it out before
+    ahead: str = ""  # what `compiled-llm compile` is given to have it in artifacts, if it is left out otherwise

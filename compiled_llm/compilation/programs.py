@@ -206,7 +206,7 @@ class Programs:
             backend = backend.recorded(self._recorder.compile, self._recorder.keep)
         if self.outlines_layers and not self._hooks and self._config.traces_layers_once_on(self._device.type):
             self._outlines[program.name] = Outline(function, self._version, self._following)
-        return compiled(function, self._config, backend)
+        return compiled(program, function, self._config, backend)
 
     def _layers_in_region(self) -> int:
         if not self.cuts_regions:
@@ -417,8 +417,10 @@ def _mark_symbolic(arguments: Arguments) -> None:
         torch._dynamo.mark_dynamic(memory, 1)
 
 
-def compiled(function: Callable[..., Any], config: WrapConfig, backend: Inductor) -> Callable[..., Any]:
-    """Return the function compiled as ``config.mode`` says."""
+def compiled(
+    program: Program, function: Callable[..., Any], config: WrapConfig, backend: Inductor
+) -> Callable[..., Any]:
+    """Return a program's function compiled as ``config.mode`` says."""
     if config.mode == "eager":
         return function
-    return Bounded(function, backend, falls_back=not config.batch_invariant)
+    return Bounded(function, backend, not config.batch_invariant, program.name, program.ahead)

@@ -224,6 +224,17 @@ def test_steps_that_guess_are_in_it(model_folder: Path, artifacts: Path) -> None
     assert model.compiled.stats().builds == NOTHING
 
 
+def test_an_error_names_the_option_that_has_steps_compiled_which_are_not_in_it(
+    model_folder: Path, artifacts: Path
+) -> None:
+    model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
+    wanted = {**GUESSES, "num_speculative_tokens": 7}
+    with compiled_llm.Engine(model, max_num_seqs=2, speculative_config=wanted) as engine:
+        with pytest.raises(NotInArtifactsError, match="of 'decode, larger batches, 4 tokens with drafts'") as found:
+            engine.warmup([2])
+        assert f"`compiled-llm compile --speculative-config '{json.dumps(wanted)}'`" in str(found.value)
+
+
 def test_what_the_profile_in_it_names_is_prepared_by_auto(model_folder: Path, artifacts: Path, tmp_path: Path) -> None:
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False)
     with compiled_llm.Engine(model, max_num_seqs=64) as engine:

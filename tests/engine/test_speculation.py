@@ -17,6 +17,7 @@ from hypothesis.stateful import initialize
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compiled_llm.compilation.drafts import DrafterError, NgramDrafter
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.draft_stats import DraftStats
 from compiled_llm.engine.drafts import engine_drafts
@@ -425,6 +426,25 @@ def test_a_cancelled_request_keeps_tokens_that_are_its_own(seed: int, monkeypatc
         tokens = handle.result().token_ids
         assert 20 < len(tokens) <= 200
         assert tokens == expected.token_ids[: len(tokens)]
+    assert_account_is_empty(model)
+
+
+@pytest.mark.usefixtures("one_thread", "reading")
+def test_a_drafter_that_raises_ends_requests_with_its_name_and_later_ones_go_on(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError("no text")
+
+    model, prompt = wrapped(), [5, 6, 5, 6, 5]
+    expected = answered(model, [(prompt, greedy(12))])[0].token_ids
+    let_sizes_turn(monkeypatch)
+    with Engine(model, speculative_config=NGRAMS) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(NgramDrafter, "propose", fails)
+            with pytest.raises(DrafterError, match="the drafter NgramDrafter has raised KeyError: 'no text'"):
+                engine.generate([prompt], greedy(12))
+        assert engine.generate([prompt], greedy(12))[0].token_ids == expected
     assert_account_is_empty(model)
 
 

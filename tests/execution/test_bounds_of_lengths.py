@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.compilation.drafts import DrafterError
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.execution.growth import sync_lengths
 from compiled_llm.kvcache.row import Row
@@ -187,7 +188,7 @@ def test_a_drafter_that_raises_leaves_rows_that_go_on(seed: int, monkeypatch: py
             raise KeyError("scripted")
 
         patch.setattr(Scripted, "propose", fails)
-        with pytest.raises(KeyError, match="scripted"):
+        with pytest.raises(DrafterError, match="the drafter Scripted has raised KeyError: 'scripted'"):
             batch.drafts.launch(2, [0, 0], batch.twins)
     batch.loop.step(torch.tensor([7, 7]))
     for twin in batch.twins:

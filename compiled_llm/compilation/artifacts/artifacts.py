@@ -31,6 +31,21 @@ from compiled_llm_ops.protocol import Installation
 class NotInArtifactsError(RuntimeError):
     """A graph would have to be compiled although the model was wrapped with artifacts."""
 
+    def __init__(self, source: Path, what: str, program: str = "", ahead: str = "") -> None:
+        """Say ``what`` the folder lacks, of which program, and the options ``ahead`` that have it written."""
+        self._source, self._what = source, what
+        option = f" {ahead}" if ahead else ""
+        why = f"They may have been written without{option}, or the" if ahead else "The"
+        super().__init__(
+            f"artifacts={str(source)!r}: {what}{program and f', of {program!r}'}. {why} model has changed since they "
+            f"were written, or torch's settings are others; write them again with `compiled-llm compile{option}`, or "
+            "wrap without artifacts"
+        )
+
+    def of_program(self, name: str, ahead: str) -> NotInArtifactsError:
+        """Return the error with the program's name, and what ``compile`` is given to have it there."""
+        return NotInArtifactsError(self._source, self._what, name, ahead)
+
 
 class Artifacts:
     """Compiled code in a folder of this process alone."""
@@ -97,10 +112,7 @@ class Artifacts:
         raise self.missing("a graph is not among them")
 
     def missing(self, what: str) -> NotInArtifactsError:
-        return NotInArtifactsError(
-            f"artifacts={str(self.source)!r}: {what}. The model has changed since they were written, or torch's "
-            "settings are others; write them again with `compiled-llm compile`, or wrap without artifacts"
-        )
+        return NotInArtifactsError(self.source, what)
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError if there is no room for so many rows."""
