@@ -260,6 +260,15 @@ def is_taken_as_constant(function: FunctionType) -> bool:
     return bool(vars(function).get("_dynamo_marked_constant"))
 
 
+def marks_of(function: FunctionType) -> list[str]:
+    """Return what Dynamo was told to do with a function: to trace another one, to call it, or not to trace it."""
+    from torch._dynamo import trace_rules
+
+    names = ("_polyfilled_function_ids", "_allowed_callable_ids", "_disallowed_callable_ids", "_leaf_function_ids")
+    marks = {name: getattr(trace_rules, name, None) for name in (*names, "_nonstrict_trace_callable_ids")}
+    return [name for name, marked in marks.items() if id(function) in (getattr(marked, "function_ids", None) or ())]
+
+
 def recompile_reasons(function: Callable[..., Any]) -> dict[str, str]:
     """Return why a function made by ``own_copy`` was compiled again, by graph; Dynamo keeps the last 64 compiles."""
     from torch._dynamo.utils import get_compilation_metrics

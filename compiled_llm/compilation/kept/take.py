@@ -45,6 +45,7 @@ class Taker:
             if program.refused is None:
                 self._programs[program.name].append(_Taken(program))
         self._form: int | None = None  # of the model, for which all were taken
+        self._let_gos = 0  # of the model's version, as of then
         self.given_up: dict[str, str] = {}
         self.taken: set[str] = set()
         self._said: set[str] = set()  # the names of those of which the log says that a call is traced
@@ -76,9 +77,19 @@ class Taker:
                 taken.drop_tensors()
 
     def _candidates(self, name: str) -> Sequence[_Taken]:
-        if self._form is not None and self._programs and self._version.form != self._form:
-            self._give_up([*self._programs], "the model has changed")
+        if self._form is not None and self._programs:
+            if self._version.let_gos != self._let_gos:  # its version has nothing to compare the model with
+                self._compare_again()
+            elif self._version.form != self._form:
+                self._give_up([*self._programs], "the model has changed")
         return self._programs.get(name, ())
+
+    def _compare_again(self) -> None:
+        """Let programs be compared with the model and the process as before they were taken first."""
+        self._form = None
+        for programs in self._programs.values():
+            for taken in programs:
+                taken.prints = None
 
     def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function | None:
         name = taken.program.name
@@ -106,7 +117,7 @@ class Taker:
         except Exception as error:  # any: the files are what they were, and this torch may not run them
             return [f"its code cannot be loaded: {type(error).__name__}: {error}"]
         self._version.watch_code(prints.places)
-        taken.prints, self._form = prints, self._version.form
+        taken.prints, self._form, self._let_gos = prints, self._version.form, self._version.let_gos
         return []
 
     def _give_up(self, names: Sequence[str], why: str) -> None:
@@ -150,7 +161,7 @@ class _Taken:
         self._looked_up = -1
 
     def load(self, folder: File) -> None:
-        self._calls = RegionCalls(self.program, folder)
+        self._calls = self._calls or RegionCalls(self.program, folder)
 
     def drop_tensors(self) -> None:
         self._tensors, self._looked_up = [], -1

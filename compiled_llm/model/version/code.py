@@ -1,15 +1,19 @@
-"""The functions that classes and modules define in some places; nothing in a model tells that one was replaced."""
+"""The functions and values that code finds in some places; nothing in a model tells that one was replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from types import CellType, FunctionType, ModuleType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 from compiled_llm.model.version.module_tree import same
 
-Place = tuple[type | ModuleType | FunctionType | CellType, str]
-"""A class or a module, and a name in it; or a function or a closure's cell, and an attribute."""
+Place = tuple[Any, str | None]
+"""An owner and a name, or None for all that is in a container.
+
+The owner is a class, a module or a dictionary, and the name one in it; or another object, and the name an attribute.
+"""
 
 CALLED = frozenset({"__call__", "forward"})  # the methods that every call of a module runs
 
@@ -19,43 +23,58 @@ class Code:
 
     def __init__(self) -> None:
         self._lookups: dict[tuple[int, str], Callable[[str], object]] = {}  # by owners' identities
+        self._containers: dict[int, Collection[Any]] = {}
         self._owners: list[object] = []  # held, so that no other object gets the identity of one
         self._known: list[object] = []
+        self._held: list[object] = []  # by containers
 
     def watch(self, places: Iterable[Place]) -> None:
         """Remember more places, as they are now."""
         for owner, name in places:
-            if (id(owner), name) not in self._lookups:
+            if name is None:
+                if id(owner) not in self._containers:
+                    self._containers[id(owner)] = owner
+                    self._held += _entries(owner)
+            elif (id(owner), name) not in self._lookups:
                 self._owners.append(owner)
-                self._lookups[id(owner), name] = look_up = _lookup_in(owner)
+                self._lookups[id(owner), name] = look_up = _lookup_in(owner, name)
                 self._known.append(look_up(name))
 
     def valid(self) -> bool:
         """Whether all of it is still there."""
-        return same(self._known, self._now())
+        return same(self._known, self._now()) and same(self._held, self._held_now())
 
     def remember(self) -> None:
         """Remember all places as they are now."""
-        self._known = self._now()
+        self._known, self._held = self._now(), self._held_now()
 
     def _now(self) -> list[object]:
         return [look_up(name) for (_, name), look_up in self._lookups.items()]
 
-
-class _Attributes:
-    def __init__(self, owner: FunctionType | CellType) -> None:
-        self._owner = owner
-
-    def get(self, name: str) -> object:
-        try:
-            return getattr(self._owner, name)
-        except ValueError:  # an empty cell
-            return None
+    def _held_now(self) -> list[object]:
+        return [entry for container in self._containers.values() for entry in _entries(container)]
 
 
-def _lookup_in(owner: Any) -> Callable[[str], object]:
-    """Return what finds a name in the owner of places."""
-    return vars(owner).get if isinstance(owner, (type, ModuleType)) else _Attributes(owner).get
+def _entries(container: Collection[Any]) -> Iterable[object]:
+    """Return the entries of a container, of a dictionary those that its class hides, too."""
+    if isinstance(container, dict):
+        return [*dict.keys(container), *dict.values(container)]
+    return [*container, *container.values()] if isinstance(container, Mapping) else [*container]
+
+
+def _lookup_in(owner: Any, name: str) -> Callable[[str], object]:
+    """Return what finds a name in the owner of a place."""
+    if isinstance(owner, dict):
+        return partial(dict.get, owner)
+    has_names = isinstance(owner, (type, ModuleType)) and name != "__mro__"
+    return vars(owner).get if has_names else partial(_attribute, owner)
+
+
+def _attribute(owner: object, name: str) -> object:
+    try:
+        return getattr(owner, name, None)
+    except ValueError:  # an empty cell
+        return None
 
 
 def places_of(kinds: Iterable[type], names: Iterable[str] = CALLED) -> Iterator[Place]:

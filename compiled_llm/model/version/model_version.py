@@ -71,6 +71,7 @@ class ModelVersion:
         # ``code`` returns functions of the user's that its programs run besides its modules; the same sequence until
         # they are others.
         self.checks = 0  # how many have begun
+        self.let_gos = 0  # how often all was dropped that the model is compared with
         # an object of its own for each time that code of the user's may have changed the model
         self.expected = object()
         self._known = known = _Remembered()
@@ -164,6 +165,7 @@ class ModelVersion:
         """Drop the remembered tensors, and modules that the model no longer has; the next comparison remembers anew."""
         # A tensor that was replaced may share its memory with the new one, which would count as someone else's.
         with self._lock:
+            self.let_gos += 1
             self.begin_check()
             if self._known.layers is not None:
                 self._compare_modules()

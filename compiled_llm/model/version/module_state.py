@@ -18,7 +18,7 @@ _LATE = (CHECKPOINTING, "_gradient_checkpointing_func", CAPTURING)
 # The last one says whether HuggingFace has initialized a module's weights; no forward reads it. From flags of training
 # nothing follows in calls that our programs serve.
 UNREAD = frozenset(vars(nn.Module())) | {*_LATE, "_is_hf_initialized"}
-_UNREAD_BY_LINEAR = frozenset({"in_features", "out_features"})
+UNREAD_BY_LINEAR = frozenset({"in_features", "out_features"})
 _HOLDERS = ("_modules", "_parameters", "_buffers")
 
 
@@ -61,7 +61,7 @@ class ModuleState:
 
 def names_read(module: nn.Module) -> list[str]:
     """Return the names of the attributes that a module's code may read."""
-    unread = UNREAD | _UNREAD_BY_LINEAR if type(module) is nn.Linear else UNREAD
+    unread = UNREAD | UNREAD_BY_LINEAR if type(module) is nn.Linear else UNREAD
     return [name for name in vars(module) if name not in unread]
 
 

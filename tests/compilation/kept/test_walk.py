@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import enum
+import functools
+import re
 import threading
+from collections import OrderedDict, defaultdict, deque
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
-from compiled_llm.compilation.kept.fingerprint.walk import UnhashableError, Walk
+from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError
+from compiled_llm.compilation.kept.fingerprint.walk import Walk
+from compiled_llm.model.version.code import Code
 
 FACTOR = 2
 
@@ -66,6 +72,126 @@ def test_sets_have_no_order_and_dictionaries_do():
     sets = [{"a", "b", "c"}, {"c", "b", "a"}]
     assert entries(Layer(), letters=sets[0]) == entries(Layer(), letters=sets[1])
     assert entries(Layer(), letters={"a": 1, "b": 2}) != entries(Layer(), letters={"b": 2, "a": 1})
+
+
+def test_containers_of_other_classes_are_others():
+    assert (
+        len({tuple(entries(Layer(), held=held).items()) for held in ([1], (1,), {1}, frozenset({1}), deque([1]))}) == 5
+    )
+    made = [defaultdict(int), defaultdict(float), {}, OrderedDict()]
+    assert len({tuple(entries(Layer(), held=held).items()) for held in made}) == 4
+
+
+def test_attributes_of_a_container_count():
+    class Table(dict[str, int]):
+        factor = 1
+
+    one, other = Table(a=1), Table(a=1)
+    other.factor = 2
+    assert entries(Layer(), table=one) != entries(Layer(), table=other)
+
+
+def test_an_entry_of_an_enumeration_counts_by_its_value(monkeypatch):
+    class Level(enum.Enum):
+        ONE = 1
+
+    before = entries(Layer(level=Level.ONE))
+    monkeypatch.setattr(Level.ONE, "_value_", 2)
+    assert entries(Layer(level=Level.ONE)) != before
+
+
+def test_a_method_of_an_object_counts_with_the_object():
+    one, other = {"a": 1}, {"a": 2}
+    assert entries(Layer(), look_up=one.get) != entries(Layer(), look_up=other.get)
+    assert entries(Layer(), look_up=one.get) == entries(Layer(), look_up={"a": 1}.get)
+
+
+def test_a_pattern_counts_by_what_it_matches():
+    assert len({tuple(entries(Layer(), find=re.compile(*each)).items()) for each in (("a",), ("b",), ("a", re.I))}) == 3
+
+
+def test_functions_of_one_decorator_are_told_apart_although_nobody_looks_into_them():
+    def around(function: Any) -> Any:
+        return lambda x: function(x)
+
+    one, other = around(lambda x: x), around(lambda x: -x)
+    assert one.__code__ is other.__code__
+    assert entries(Layer(), function=one) != entries(Layer(), function=other)
+    assert entries(Layer(), function=around(2)) != entries(Layer(), function=around(3))
+
+
+def test_an_object_that_wraps_a_function_is_more_than_that():
+    class Scaled:
+        def __init__(self, by: int) -> None:
+            functools.update_wrapper(self, read_thing)
+            self.by = by
+
+    with pytest.raises(UnhashableError, match="Scaled"):
+        entries(Layer(), function=Scaled(2))
+    cached = functools.lru_cache(read_thing)
+    assert entries(Layer(), read_thing, function=cached)
+
+
+def test_attributes_of_a_parameter_count():
+    one, other = Layer(), Layer()
+    other.scale.group_size = 4  # type: ignore[attr-defined]
+    assert entries(one) != entries(other)
+
+
+def test_what_dynamo_was_told_of_a_function_counts(monkeypatch):
+    before = entries(Layer(), Layer.forward)
+    allowed = torch._dynamo.trace_rules._allowed_callable_ids
+    monkeypatch.setattr(allowed, "function_ids", {id(Layer.forward)})
+    assert entries(Layer(), Layer.forward) != before
+
+
+class Helper:
+    """Stands for one of transformers."""
+
+    table: ClassVar[dict[str, int]] = {"a": 1}
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def read(self) -> int:
+        return self.value + self.table["a"]
+
+
+Helper.__module__ = "transformers.helper"
+HELPER = Helper()
+
+
+def read_helper() -> int:
+    return HELPER.read()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(HELPER, "value", 2),
+        lambda patch: patch.setattr(HELPER, "read", lambda: 2, raising=False),
+        lambda patch: patch.setattr(Helper, "read", lambda self: 2),
+        lambda patch: patch.setattr(Helper, "__getattribute__", lambda self, name: 2, raising=False),
+        lambda patch: patch.setitem(Helper.table, "a", 2),
+        lambda patch: patch.setattr(HELPER, "__class__", type("Other", (Helper,), {})),
+        lambda patch: patch.setattr(torch.Tensor, "__add__", lambda x, y: x),
+        lambda patch: patch.setitem(globals(), "sum", max),
+        lambda patch: patch.setattr(read_helper, "__code__", (lambda: 3).__code__),
+    ],
+)
+def test_what_traced_code_reads_is_watched(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    def another() -> int:
+        return sum([read_helper()])
+
+    codes = {code_digest(function.__code__) for function in (another, read_helper, Helper.read)}
+    walk, code = Walk(Layer(), codes, {"HELPER", "table", "read"}), Code()
+    walk.over({"program": another})
+    code.watch(walk.places)
+    assert code.valid()
+    change(monkeypatch)
+    assert not code.valid()
+    monkeypatch.undo()
+    assert code.valid()
 
 
 def test_what_holds_itself_ends():

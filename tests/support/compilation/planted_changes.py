@@ -148,6 +148,13 @@ def _change_code(stack: ExitStack, model: Any) -> None:
     function.__code__ = (lambda x: x).__code__
 
 
+def _substitute(stack: ExitStack, model: Any) -> None:
+    """Note a function as ``torch.compiler.substitute_in_graph`` does, which nothing undoes."""
+    ids = torch._dynamo.trace_rules._polyfilled_function_ids
+    stack.callback(ids.remove, id(qwen3.rotate_half))
+    ids.add(id(qwen3.rotate_half))
+
+
 def _freeze(stack: ExitStack, model: Any) -> None:
     weight = model.model.norm.weight
     stack.callback(weight.requires_grad_, weight.requires_grad)
@@ -207,6 +214,9 @@ OF_CODE = {
     "a closure's value": Planted(_change_closure, "Qwen3Model.forward"),
     "an attention function in transformers' table": Planted(_another_table, "AttentionInterface"),
     "a function of torch": put(nn.functional, "silu", _silu, "functional.silu"),
+    "what a function of torch calls": put(torch._C._nn, "silu", _silu, "torch._C._nn.silu"),
+    "a method of tensors": put(torch.Tensor, "pow", lambda x, exponent: x, "class torch.Tensor"),
+    "a substitute for a function": Planted(_substitute, "rotate_half"),
     "a module of torch": put(nn.Linear, "forward", another_forward, "Linear"),
     "another version of transformers": Planted(_another_version, "version of transformers"),
     "another file of ours": Planted(_another_file, "compiled_llm's files"),
@@ -250,6 +260,9 @@ OF_PROCESS = {
     "a setting of Inductor": within(lambda: torch._inductor.config.patch(epilogue_fusion=False), "epilogue_fusion"),
     "a nested setting of Inductor": within(
         lambda: torch._inductor.config.patch({"cpp.enable_floating_point_contract_flag": "on"}), "contract_flag"
+    ),
+    "a setting that holds a pass": within(
+        lambda: torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None), "post_grad_custom_pre_pass"
     ),
     "hooks on all modules": Planted(
         lambda stack, model: stack.callback(nn.modules.module.register_module_forward_hook(_hook).remove), "hooks"

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -47,6 +49,9 @@ _SETTINGS = {
     "torch.fx.experimental._config": torch.fx.experimental._config,
 }
 
+_PASSES = re.compile(r"custom.*pass|_fusion_custom_pass|_ddp_communication_passes")
+"""Settings of Inductor's that hold code of others, each of which its key handles for itself."""
+
 _WITHOUT_EFFECT = frozenset(
     {
         *("recompile_limit", "accumulated_recompile_limit", "debug_dir_root", "base_dir", "log_file_name", "verbose"),
@@ -67,6 +72,8 @@ def state() -> dict[str, object]:
         "torch.set_float32_matmul_precision": _said(torch.get_float32_matmul_precision),
         **_precisions(),
         "torch.utils.deterministic.fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
+        "torch.backends.opt_einsum": [torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy],
         "attention kernels of torch": [enabled() for enabled in _attention_kernels()],
         "torch function modes": [_name_of(mode) for mode in _get_current_function_mode_stack()],
         "torch dispatch modes": [_name_of(mode) for mode in _get_current_dispatch_mode_stack()],
@@ -88,7 +95,14 @@ def settings() -> Iterator[tuple[str, Mapping[str, Any], frozenset[str]]]:
         read: dict[str, Any] = module.save_config_portable(ignore_private_configs=False)
         kept = {setting: value for setting, value in read.items() if setting not in _WITHOUT_EFFECT}
         entries: dict[str, Any] = module._config
+        kept |= {setting: _said_of_passes(getattr(module, setting)) for setting in entries if _PASSES.search(setting)}
         yield name, kept, frozenset(setting for setting, value in kept.items() if value != entries[setting].default)
+
+
+def _said_of_passes(value: Any) -> Any:
+    """Return a setting that holds passes: names as they are, other ones as something that is equal to nothing."""
+    plain = value is None or (isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value))
+    return value if plain else f"{value!r} {uuid.uuid4()}"
 
 
 class StateCheck:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, DynamicClassAttribute, FunctionType, ModuleType
 
 from torch import nn
 
 from compiled_llm.compat.huggingface import is_view
 from compiled_llm.compat.torch.kept.guards import OF_PROCESS, OF_SIZES, Guarded, Step
-from compiled_llm.compilation.kept.fingerprint.walk import BOOKKEEPING, UNSAID, Walk, is_plain
+from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, UNSAID, is_plain
+from compiled_llm.compilation.kept.fingerprint.visit import Visit
+from compiled_llm.model.version.module_state import UNREAD_BY_LINEAR
 
 _OF_OUTLINES = re.compile(r"\._(tensors|number|like|beside)\b")
 """Attributes that only the layers of an outline have; the model's own layers are hashed, each of them."""
@@ -19,32 +21,37 @@ _OF_OUTLINES = re.compile(r"\._(tensors|number|like|beside)\b")
 _OF_MODULES_CLASS = re.compile(r"dict\(type\(L\['model'\].*\)(\.__mro__\[\d+\])?\.__dict__\)")
 """Attributes of classes of a model's modules: all are hashed, but layers of an outline have one class more."""
 
+_UNREAD = re.compile(rf"\b({'|'.join(UNREAD_BY_LINEAR)})\b\W*$")
+"""Attributes that no hash has, since hardly a trace reads them."""
+
 _HELD = (".__closure__", ".__defaults__", ".__kwdefaults__", ".__mro__", ".__dict__)", ".__dict__", "._fields")
 """The ends of expressions that Python makes a new value of each time, or that hold parts of a function or class."""
 
-_BETWEEN = (CellType, CodeType, property, staticmethod, classmethod)
+_BETWEEN = (CellType, CodeType, property, DynamicClassAttribute, staticmethod, classmethod)
 
 _OWN = ("compiled_llm", "compiled_llm_ops")
 _HAVE_VERSIONS = ("compiled_llm.", "compiled_llm_ops.", "torch._dynamo.polyfills")
 """Modules that traces of any model are made with: our files are an entry, and Dynamo's are torch's version."""
 
 
-def uncovered(guards: Iterable[Guarded], walk: Walk, per_call: Collection[str]) -> list[str]:
+def uncovered(guards: Iterable[Guarded], walk: Visit, per_call: Collection[str]) -> list[str]:
     """Return what Dynamo guards and no hash would notice; arguments ``per_call`` are compared in each call."""
     return list({guard.about or guard.kind: None for guard in guards if not _covers(guard, walk, per_call)})
 
 
-def _covers(guard: Guarded, walk: Walk, per_call: Collection[str]) -> bool:
+def _covers(guard: Guarded, walk: Visit, per_call: Collection[str]) -> bool:
     if guard.kind in OF_PROCESS or guard.kind == OF_SIZES:
         return True
     if any(guard.about.startswith(f"L['{name}']") for name in per_call):
         return True
+    if _UNREAD.search(guard.about):
+        return False
     if guard.missing or not guard.way:
         return bool(_OF_OUTLINES.search(guard.about) or _OF_MODULES_CLASS.match(guard.about))
     return _covers_way(guard.way, walk)
 
 
-def _covers_way(way: tuple[Step, ...], walk: Walk) -> bool:
+def _covers_way(way: tuple[Step, ...], walk: Visit) -> bool:
     leaf, outer = way[-1], way[:-1]
     if any(step.name in UNSAID for step in way):
         return False

@@ -19,7 +19,8 @@ from compiled_llm.compat.torch.modes import hooks_on_all_modules
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
 from compiled_llm.compilation.kept.fingerprint.coverage import functions_read, uncovered
 from compiled_llm.compilation.kept.fingerprint.surroundings import process_state, versions
-from compiled_llm.compilation.kept.fingerprint.walk import UnhashableError, Walk
+from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError
+from compiled_llm.compilation.kept.fingerprint.walk import Walk
 from compiled_llm.model.version.code import Place
 
 PER_CALL = ("inputs", "tables", "pages")
@@ -81,7 +82,7 @@ class Fingerprint:
         graph: fx.Graph | None,
         beside: Mapping[str, object] | None,
     ) -> Fingerprint:
-        codes = traced_code()
+        codes = traced_code() | _called_in(graph)
         read = {**arguments, "model": model}
         guards = [*guards_now(read, cast(FunctionType, function).__globals__)]
         looked_into = {code_digest(each.__code__) for each in functions_read(guards)}
@@ -206,6 +207,12 @@ def _why_not(walk: Walk, codes: frozenset[CodeType], guards: list[Guarded], grap
         if node.op == "call_function" and (call := _unknown_call(node.target)) is not None:
             return f"it calls {call}, whose code is not looked into"
     return None
+
+
+def _called_in(graph: fx.Graph | None) -> frozenset[CodeType]:
+    """Return the code of functions that a graph calls, which the compiler looks into."""
+    called = () if graph is None else (node.target for node in graph.nodes if node.op == "call_function")
+    return frozenset(target.__code__ for target in called if isinstance(target, FunctionType))
 
 
 def _is_of_library(code: CodeType) -> bool:

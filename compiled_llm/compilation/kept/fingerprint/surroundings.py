@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
@@ -16,7 +17,8 @@ import compiled_llm_ops
 from compiled_llm.compat.huggingface import implementations_of_this_thread
 from compiled_llm.compat.own_version import OWN_VERSION
 from compiled_llm.compat.torch.kept.process_state import StateCheck, settings, state
-from compiled_llm.compilation.kept.fingerprint.code import code_digest, digest
+from compiled_llm.compilation.kept.fingerprint.code import digest
+from compiled_llm.compilation.kept.fingerprint.functions import outlined
 
 _OWN = Path(__file__).parents[3]
 _FOLDERS = (
@@ -54,7 +56,8 @@ def versions() -> Mapping[str, str]:
     """Return entries that are the same as long as this process runs."""
     said = {
         "version of Python": platform.python_version(),
-        "version of torch": str(torch.__version__),
+        "version of torch": f"{torch.__version__} {torch.version.git_version}",
+        "kind of processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "version of transformers": transformers.__version__,
         "version of compiled-llm": OWN_VERSION,
         "compiled_llm's files": "".join(_own_files()),
@@ -78,7 +81,8 @@ def _said(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_said, value))}]"
     if isinstance(value, FunctionType):
-        return f"{value.__module__}.{value.__qualname__} {code_digest(value.__code__)}"
+        return f"{value.__module__}.{value.__qualname__} {outlined(value)}"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    return repr(value)
+    said = repr(value)
+    return f"{said} {uuid.uuid4()}" if " at 0x" in said else said  # an address says nothing of what is there

@@ -1,0 +1,44 @@
+"""Classes: their bases and members."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import FunctionType
+
+from compiled_llm.compat.torch.dynamo import before_dynamo
+from compiled_llm.compilation.kept.fingerprint.code import code_digest
+from compiled_llm.compilation.kept.fingerprint.plain import is_plain, is_said, path_of
+from compiled_llm.compilation.kept.fingerprint.visit import Visit
+
+_WRAPPERS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
+
+
+def describe_class(visit: Visit, kind: type, where: str) -> str:
+    """Return a class's path; its parts are an entry, unless they follow from Python's version."""
+    if kind.__module__ == "builtins" or kind.__module__.partition(".")[0] in sys.stdlib_module_names:
+        visit.open(kind)
+        return f"class {path_of(kind)}"
+    return visit.later(kind, f"class {path_of(kind)}", lambda name: _parts(visit, kind, name))
+
+
+def _parts(visit: Visit, kind: type, name: str) -> str:
+    bases = [visit.said(base, name) for base in (type(kind), *kind.__mro__[1:])]
+    visit.watch(kind, "__mro__", *(member for member, value in vars(kind).items() if _counts(visit, member, value)))
+    members = sorted(vars(kind).items())
+    said = (f"{member}: {_member(visit, member, value, name)}" for member, value in members if is_said(member))
+    return "; ".join((*bases, *said))
+
+
+def _counts(visit: Visit, member: str, value: object) -> bool:
+    """Whether a member of a class is plain, or was traced or looked into: another one would make another trace."""
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    if not isinstance(function, FunctionType):
+        return is_said(member) and (is_plain(value) or visit.tells(member, value))
+    if traced := code_digest(before_dynamo(function).__code__) in visit.traced:
+        visit.methods.add(member)
+    return traced
+
+
+def _member(visit: Visit, member: str, value: object, name: str) -> str:
+    return visit.said(value, name) if isinstance(value, _WRAPPERS) else visit.attribute(member, value, name)

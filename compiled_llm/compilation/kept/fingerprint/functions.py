@@ -1,0 +1,125 @@
+"""Functions: those that were traced with all that they read, others by what tells them apart."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+from compiled_llm.compat.torch.dynamo import before_dynamo, is_taken_as_constant, marks_of
+from compiled_llm.compilation.kept.fingerprint.code import code_digest, codes_in, digest, imports, names_in
+from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_plain, path_of
+from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Visit
+
+_OURS = ("compiled_llm", "compiled_llm_ops")  # what ours return, ``process_state`` has
+
+
+def describe_function(visit: Visit, function: FunctionType, where: str) -> str:
+    """Return a function's path and code; what it reads, too, if it was traced."""
+    function = before_dynamo(function)
+    path, code = path_of(function), code_digest(function.__code__)
+    if is_taken_as_constant(function) and path.partition(".")[0] not in _OURS:
+        raise UnhashableError(f"the result of {path} was taken as it was (torch.compiler.assume_constant_result)")
+    if code not in visit.traced:
+        return f"function {path} {outlined(function)}"
+    visit.reached |= codes_in(function.__code__)
+    return visit.later(function, f"function {path}", lambda name: _parts(visit, function, name))
+
+
+def outlined(function: FunctionType) -> str:
+    """Return what tells a function apart that nobody looks into: its code, and what it was made with."""
+    # Functions of one decorator have the same code, and what it decorates in their closure.
+    return " ".join(_outline(function, set()))
+
+
+def _outline(value: Any, seen: set[int]) -> Iterator[str]:
+    if not isinstance(value, FunctionType):
+        yield f"{type(value).__name__} {value!r}" if is_plain(value) else _path(value)
+        return
+    yield code_digest(value.__code__)
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for held in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *map(_content, _cells(value))):
+        yield from _outline(held, seen)
+
+
+def _cells(function: FunctionType) -> tuple[CellType, ...]:
+    return function.__closure__ or ()
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ...
+
+
+def _path(value: Any) -> str:
+    return path_of(value if hasattr(value, "__qualname__") else type(value))
+
+
+def _parts(visit: Visit, function: FunctionType, name: str) -> str:
+    visit.watch(function, "__code__", "__defaults__", "__kwdefaults__")
+    visit.watch_entries(vars(function))
+    visit.named |= names_in(function.__code__)
+    held = [_cell(visit, cell, name) for cell in _cells(function)]
+    given = visit.all(name, function.__defaults__, function.__kwdefaults__, vars(function), marks_of(function))
+    return "; ".join((code_digest(function.__code__), given, *held, *_globals(visit, function, name)))
+
+
+def _cell(visit: Visit, cell: CellType, where: str) -> str:
+    visit.watch(cell, "cell_contents")
+    try:
+        value = cell.cell_contents
+    except ValueError:
+        return "empty"
+    return visit.said(value, f"the closure of {where}")
+
+
+# ---- globals
+
+
+def _globals(visit: Visit, function: FunctionType, name: str) -> Iterator[str]:
+    names, found = names_in(function.__code__), function.__globals__
+    module = sys.modules.get(str(found.get("__name__")))
+    hidden = sorted(names & vars(builtins).keys())
+    if module is None or vars(module) is not found:  # generated code has a dictionary of its own
+        visit.open(found)
+        visit.watch(found, *names)
+        yield from (f"{each}: {visit.said(found[each], name)}" for each in sorted(names & found.keys()))
+    else:
+        visit.watch(module, *hidden)  # a global of that name would hide it
+        _attributes(visit, module, names)
+    for each in hidden:
+        visit.watch(builtins, each)
+        yield f"{each}: {visit.said(vars(builtins)[each], name)}"
+    if imports(function.__code__):
+        for each in sorted(_imported(names, found)):
+            _attributes(visit, sys.modules[each], names)
+
+
+def _attributes(visit: Visit, module: ModuleType, names: frozenset[str]) -> None:
+    """Make entries of the attributes of a module that code names, and of those in a module that is one."""
+    if not visit.first(module, names):
+        return
+    for name in sorted(names & vars(module).keys()):
+        value, where = vars(module)[name], f"{module.__name__}.{name}"
+        if visit.first(module, name):
+            visit.watch(module, name)
+            if where not in BOOKKEEPING:
+                visit.entries[where] = digest(visit.said(value, where))
+        if isinstance(value, ModuleType):
+            _attributes(visit, value, names)
+
+
+def _imported(names: Iterable[str], found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of modules that code with these ``names`` may import, as globals ``found`` say from where."""
+    package = str(found.get("__package__") or "")
+    parents = [package.rsplit(".", up)[0] for up in range(package.count(".") + 1)] if package else []
+    for name in names:
+        for whole in (name, *(f"{parent}.{name}" for parent in parents)):
+            if whole in sys.modules and whole.partition(".")[0] not in sys.stdlib_module_names:
+                yield whole
