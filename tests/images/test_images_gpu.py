@@ -11,6 +11,8 @@ from torch import Tensor
 
 import compiled_llm
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.images.encoder.compiled_encoder import own_encoder
+from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from compiled_llm.engine.images.shown_step import PROGRAM
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.execution.twins import on_device, twins_of
@@ -77,3 +79,36 @@ def test_answers_of_an_engine_are_as_exact_as_huggingfaces(family: str, in_steps
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
     gc.collect()
+
+
+@pytest.mark.parametrize("family", IN_STEPS)
+def test_an_encoder_is_captured_and_as_exact_as_huggingfaces(family: str, seed: int) -> None:
+    """Pictures that a graph holds, with several at once, and one that is larger than all."""
+    twins = twins_of(of_family(family, seed).to("cuda", torch.bfloat16), mode="cuda-graphs", max_batch_size=4)
+    runner = twins.wrapped.compiled.model_runner()
+    wrapped: Any = twins.wrapped
+    own = own_encoder(wrapped, runner)
+    assert own is not None
+    with torch.no_grad():
+        runner.thread.call(own.prepare, wrapped.model.visual)
+    graphs, errors = EncoderGraphs.of(runner), dict[str, list[Tensor]](ours=[], theirs=[])
+    for number, sizes in enumerate([[(5, 7)], [(1, 1)], [(8, 8), (3, 10)], [(64, 65)]]):
+        grid = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in sizes])
+        patches = torch.randn(int(grid.prod(dim=1).sum()), 96, generator=torch.Generator().manual_seed(seed + number))
+        pixels = patches.to("cuda", torch.bfloat16)
+        ours = runner.thread.call(features_of, own.inside(wrapped.model), pixels, grid)
+        assert graphs.replays == min(number + 1, 3)
+        exact = features_of(twins.exact.model, pixels.float(), grid.cuda())
+        plain = features_of(twins.plain.model, pixels, grid.cuda())
+        errors["ours"].append((ours.float() - exact).square().mean(dim=1).sqrt())
+        errors["theirs"].append((plain.float() - exact).square().mean(dim=1).sqrt())
+    ours, theirs = (torch.cat(found).square().mean().sqrt() for found in errors.values())
+    assert ours <= 1.1 * theirs, f"RMS error {ours:.3e}, HuggingFace's {theirs:.3e}"
+    compiled_llm.unwrap(twins.wrapped)
+    gc.collect()
+
+
+def features_of(inner: Any, pixels: Tensor, grid: Tensor) -> Tensor:
+    """`[T, C]`, those of the last layer."""
+    with torch.no_grad():
+        return torch.cat([*inner.get_image_features(pixels, grid, return_dict=True)["pooler_output"]])
