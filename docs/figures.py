@@ -347,6 +347,16 @@ TABLES: dict[str, tuple[Callable[[Entry], str], dict[str, Read]]] = {
             "first step, s": _number("first_step_s"),
         },
     ),
+    "around": (
+        _text("task"),
+        CONTENDER
+        | {
+            "s": _times("figures/seconds"),
+            "per s": _times("figures/per_s"),
+            "first pass, s": _number("first_pass_s"),
+            "differs by": _number("differs"),
+        },
+    ),
     "attention": (
         _attention_title,
         {

@@ -23,6 +23,7 @@ PLACES = {
 
 _INCLUDE = re.compile(r"^<!-- include: ([\w.]+)(?:, (.+))? -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()(\.\./)?(?:docs/)?([\w./-]+\.\w+)(?=[)#])")
+_SCRIPT = re.compile(r"(?<=\]\()\.\./(?=(?:\.\./)*examples/\w+\.py\))")  # the site has scripts beside its pages
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 _PARAGRAPH = re.compile(r"^(?!`[^`]+`$)[\w`*\[].+$", re.MULTILINE)
@@ -46,6 +47,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = _INCLUDE.sub(lambda match: part(match[1], match[2]), markdown)
     if page.file.src_uri.startswith(("examples/", "results/")):
         markdown = relinked(markdown)
+    markdown = _SCRIPT.sub("", markdown)
     text = _FENCED.sub("", markdown)
     page.meta.setdefault("description", html.escape(first_sentence(text)))
     if title := _TITLE.search(text):

@@ -1,6 +1,6 @@
 """A task of your own for lm-eval, scored by an engine: what its questions share is computed once.
 
-    pip install ".[demo]" "lm-eval>=0.4.13"
+    pip install ".[demo]" "lm-eval[hf]>=0.4.13"
     python examples/evaluate.py
 
 Tasks of lm-eval's run without a script: compiled-llm lm-eval run --model compiled_llm --tasks arc_easy ...

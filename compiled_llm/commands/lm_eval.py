@@ -45,7 +45,7 @@ def add_to_registry() -> None:
         from lm_eval.api.registry import model_registry
     except ImportError as error:
         raise ValueError(
-            f"lm-eval 0.4.13 or newer is needed, and cannot be imported ({error}): pip install 'lm-eval>=0.4.13'"
+            f"lm-eval 0.4.13 or newer is needed, and cannot be imported ({error}): pip install 'lm-eval[hf]>=0.4.13'"
         ) from None
     if NAME not in model_registry:
         model_registry.register(NAME, target=MODEL)

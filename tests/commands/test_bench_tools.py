@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -326,6 +327,26 @@ def test_loops(tool: Any, tmp_path: Path) -> None:
     ]
     asked = [json.loads(line) for line in log.read_text().splitlines()][-1]
     assert len({json.dumps(prompt) for prompt in asked[1]}) == 2, "each prompt is answered twice"
+
+
+AROUND = (
+    *("--questions=2", "--choices=2", "--shared=20", "--tokens=4", "--decisions=2", "--state=40"),
+    *("--texts=35", "--least=3", "--most=20", "--runs=1", "--mode=eager"),
+)
+
+
+def test_around(tool: Any) -> None:
+    """Every tool that is there gives the same answers; lm-eval is here in the environment of trainers alone."""
+    report, printed = tool("around", *AROUND)
+    harness = ["HFLM", "compiled-llm:lm-eval"]
+    there = importlib.util.find_spec("lm_eval") is not None
+    others = ["pipeline", "compiled-llm:decide", "hf:one-by-one", "hf:batches-of-32", "compiled-llm:embed"]
+    assert [one["contender"] for one in report.results["around"]] == harness * there + others
+    assert max(one["differs"] for one in report.results["around"]) < 1e-4
+    assert [*report.unavailable] == [] if there else harness
+    assert there or "Not available: HFLM: needs lm-eval 0.4.13, and" in printed
+    assert "**2 questions about a state of 40 tokens**" in printed
+    assert "no speed; there are choices, decisions" in tool("around", "--what", "speed", code=2)[1]
 
 
 SERVE = ("--prompts=6", "--new=4", "--requests=2", "--streams=2", "--stream-tokens=4", "--rates=4", "--seconds=1")

@@ -43,6 +43,12 @@ def test_what_is_left_of_a_link_stays() -> None:
     assert included().relinked(text) == wanted
 
 
+def test_pages_lead_to_the_scripts_of_examples() -> None:
+    markdown, _ = shown("how-to/decisions.md")
+    assert "](../examples/decisions.py)" in markdown
+    assert "](../../examples/decisions.py)" in (DOCS / "how-to/decisions.md").read_text()
+
+
 def test_a_section_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="no section 'Installation'"):
         included().part("README.md", "Installation")

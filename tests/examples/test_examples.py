@@ -130,6 +130,19 @@ def test_embeddings_example(run: Run, capsys: pytest.CaptureFixture[str]) -> Non
     assert names["vectors"].shape[0] == len(texts)
 
 
+def test_decisions_example(run: Run, tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers.decision", reason="decisions need transformers 5.24")
+    letters = {"labels": {"noul": ["Y", "N"]}}  # to the tiny tokenizer a letter is a token, and no word is one
+    (tiny_folder / "decision.json").write_text(json.dumps(letters))
+    names = run("decisions")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 * len(names["TEXTS"])
+    for answered, tokens in zip(lines[1::4], lines[3::4], strict=True):
+        assert answered.split()[0] in names["QUESTIONS"]["team"]["criteria"]
+        there, _, asked, *_ = tokens.split()
+        assert 0 < int(there) < int(asked)
+
+
 def test_evaluate_example(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     run("evaluate")

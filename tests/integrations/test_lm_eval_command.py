@@ -68,7 +68,7 @@ def test_a_missing_or_old_lm_eval_is_named_with_the_command(
     done = CliRunner().invoke(app, ["lm-eval", "ls"])
     assert done.exit_code == 2
     assert "lm-eval 0.4.13 or newer is needed" in done.output
-    assert "pip install 'lm-eval>=0.4.13'" in done.output
+    assert "pip install 'lm-eval[hf]>=0.4.13'" in done.output
 
 
 def test_the_model_is_where_lm_eval_is_told() -> None:

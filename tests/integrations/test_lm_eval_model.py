@@ -60,11 +60,17 @@ def texts(count: int, seed: int, longest: int = 90) -> list[str]:
     return [words[(at := draw.randrange(60)) : at + draw.randint(5, longest)] for _ in range(count)]
 
 
-def test_choices_have_the_same_scores_and_flags(lm: Any, theirs: Any, plain: PreTrainedModel, seed: int) -> None:
+@pytest.fixture
+def count(whole: bool) -> int:
+    """How many texts a test asks about."""
+    return 75 if whole else 12
+
+
+def test_choices_have_the_same_scores_and_flags(lm: Any, theirs: Any, count: int, seed: int) -> None:
     """Four choices of each question, and examples that questions share; some are as likely as any token."""
     shots = "The fox is quick.\nThe dog is lazy.\n"
     pairs: list[tuple[Any, ...]] = [
-        (f"{shots}{question}", f" {choice}") for question in texts(30, seed) for choice in texts(4, seed, 12)
+        (f"{shots}{question}", f" {choice}") for question in texts(count, seed) for choice in texts(4, seed, 12)
     ]
     greedy = theirs.generate_until(requests("generate_until", [(pairs[0][0], {"until": [], "max_gen_toks": 3})]))
     pairs += [("", " x"), (pairs[0][0], greedy[0]), ("x", texts(1, 3, 90)[0])]
@@ -73,11 +79,11 @@ def test_choices_have_the_same_scores_and_flags(lm: Any, theirs: Any, plain: Pre
     expected = theirs.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
     assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-4)
     assert [flag for _, flag in found] == [flag for _, flag in expected]
-    assert lm.engine.stats().cached_tokens > before + 30 * 3 * len(shots) // 4, "what choices share is computed once"
+    assert lm.engine.stats().cached_tokens > before + count * 3 * len(shots) // 4, "what choices share is computed once"
 
 
-def test_texts_longer_than_the_model_are_scored_alike(lm: Any, theirs: Any, seed: int) -> None:
-    asked = [(text * 9,) for text in texts(8, seed)]
+def test_texts_longer_than_the_model_are_scored_alike(lm: Any, theirs: Any, whole: bool, seed: int) -> None:
+    asked = [(text * 9,) for text in texts(300 if whole else 8, seed)]
     found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", asked), disable_tqdm=True)
     assert found == pytest.approx(
         theirs.loglikelihood_rolling(requests("loglikelihood_rolling", asked), disable_tqdm=True), abs=1e-3, rel=1e-6
@@ -103,8 +109,8 @@ def test_a_context_is_cut_from_the_left(lm: Any, theirs: Any, length: int) -> No
     ],
     ids=repr,
 )
-def test_texts_are_answered_alike(lm: Any, theirs: Any, settings: dict[str, Any], seed: int) -> None:
-    asked = requests("generate_until", [(text, settings) for text in [*texts(12, seed), "x" * (POSITIONS + 9)]])
+def test_texts_are_answered_alike(lm: Any, theirs: Any, settings: dict[str, Any], count: int, seed: int) -> None:
+    asked = requests("generate_until", [(text, settings) for text in [*texts(count, seed), "x" * (POSITIONS + 9)]])
     assert lm.generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)
 
 

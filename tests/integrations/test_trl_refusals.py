@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +68,10 @@ def test_another_model_or_engine_or_trainer_is_refused(engine: Engine) -> None:
         sample_with(engine, SimpleNamespace())
 
 
-def test_an_engine_may_be_given_again_and_sleeps_between_rollouts(engine: Engine) -> None:
+def test_an_engine_may_be_given_again_and_sleeps_between_rollouts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled_llm.compat.training.trl.without_checkpointing", nullcontext)  # which is TRL's
     taken = trainer(engine.model)
     for _ in range(2):
         sample_with(engine, taken, sleep=True)
@@ -78,8 +82,8 @@ def test_an_engine_may_be_given_again_and_sleeps_between_rollouts(engine: Engine
     engine.wake()
 
 
-def test_pictures_are_refused_with_the_way_that_works(engine: Engine) -> None:
+def test_pictures_without_a_processor_are_refused_with_the_way_that_works(engine: Engine) -> None:
     taken = trainer(engine.model)
     sample_with(engine, taken)
-    with pytest.raises(ValueError, match="without sample_with the trainer samples by the wrapped model's own generate"):
+    with pytest.raises(ValueError, match=r"make it Engine\(model, processor=...\) with the trainer's processing_class"):
         taken.vllm_generation.generate(prompts=[[5]], images=[[object()]], num_generations=1)

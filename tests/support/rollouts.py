@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+import compiled_llm
 from compiled_llm import Engine, SamplingParams
+from compiled_llm.requests.outputs import RequestOutput
+from compiled_llm.trl import sample_with
 from support.tiny_models import tiny_qwen3
 from support.tiny_tokenizer import tokenizer
 
@@ -20,18 +24,33 @@ ANSWER = 6
 """The most tokens of an answer."""
 GROUP = 4
 """Answers to a prompt."""
+PROMPTS = tuple({"prompt": text} for text in ("abc", "hello you", "one", "the"))
+OF_PICTURES = frozenset({"pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids"})
+"""What a training step has of pictures."""
 
 Rollout = tuple[list[list[int]], list[list[float]]]
 """Tokens of answers, and the log-probability of each."""
 
 
-def policy() -> Any:
+def policy(**options: Any) -> Any:
     letters = tokenizer()
-    return tiny_qwen3(vocab_size=len(letters), bos_token_id=letters.bos_token_id)
+    return tiny_qwen3(vocab_size=len(letters), bos_token_id=letters.bos_token_id, **options)
 
 
-def reward(completions: Sequence[str], **_: Any) -> list[float]:
-    return [answer.count("a") + len(answer) / 10 for answer in completions]
+def reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    texts = [_text(completion) for completion in completions]
+    return [text.count("a") + len(text) / 10 for text in texts]
+
+
+def _text(completion: Any) -> str:
+    """An answer, or all that its turns have said."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(message["content"] for message in completion)
+
+
+def adapters(lora: bool) -> LoraConfig | None:
+    return LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None
 
 
 class Recorded(GRPOTrainer):
@@ -56,11 +75,13 @@ class Recorded(GRPOTrainer):
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         shown = batch["completion_mask"]
         mask = torch.cat([batch["prompt_mask"], shown], dim=1)
+        pictures = {name: value for name, value in batch.items() if name in OF_PICTURES}
         with torch.no_grad(), disable_gradient_checkpointing(self.model):
-            forward = self._get_per_token_logps_and_entropies(self.model, ids, mask, shown.shape[1])[0]
-        self.forward.append(forward * shown)
+            forward = self._get_per_token_logps_and_entropies(self.model, ids, mask, shown.shape[1], **pictures)[0]
+        drawn = shown * batch.get("tool_mask", 1)  # and not what tools have said
+        self.forward.append(forward * drawn)
         sampled = batch.get("sampling_per_token_logps")
-        self.sampled.append(None if sampled is None else sampled * shown)
+        self.sampled.append(None if sampled is None else sampled * drawn)
         both = zip(batch["completion_ids"].tolist(), shown.sum(1).tolist(), strict=True)
         self.answers.append([tokens[:length] for tokens, length in both])
         both = zip(batch["prompt_ids"].tolist(), batch["prompt_mask"].sum(1).tolist(), strict=True)
@@ -135,7 +156,8 @@ def trained(
     model: Any, folder: Path, steps: int = 20, trainer: type[Recorded] = Recorded, lora: Any = None, **options: Any
 ) -> Recorded:
     """Run GRPO; each rollout serves two optimizer steps, and gradients are checkpointed, as is TRL's default."""
-    rollout = options.pop("rollout_func", None)
+    rollout, tools = options.pop("rollout_func", None), options.pop("tools", None)
+    letters, prompts = options.pop("processing_class", None), options.pop("prompts", None)
     config = GRPOConfig(
         output_dir=str(folder),
         report_to=[],
@@ -149,23 +171,57 @@ def trained(
         per_device_train_batch_size=GROUP,
         num_generations=GROUP,
         steps_per_generation=2,
-        max_completion_length=ANSWER,
-        **options,
+        **{"max_completion_length": ANSWER, **options},
     )
-    prompts = Dataset.from_list([{"prompt": text} for text in ("abc", "hello you", "one", "the")] * steps)
-    letters = tokenizer()
-    letters.padding_side = "left"
+    if letters is None:
+        letters = tokenizer()
+        letters.padding_side = "left"
     run = trainer(
         model,
         reward,
         args=config,
-        train_dataset=prompts,
+        train_dataset=Dataset.from_list(list(prompts or PROMPTS) * steps),
         processing_class=letters,
+        tools=tools,
         peft_config=lora,
         rollout_func=rollout,
     )
     run.train()
     return run
+
+
+def by_engine(
+    folder: Path, model: Any = None, *, sleep: bool = False, lora: bool = False, processor: Any = None, **options: Any
+) -> tuple[Any, Recorded, Engine, list[list[RequestOutput]]]:
+    """Run GRPO over an engine that ``sample_with`` gives the trainer.
+
+    Returns the model, the trainer, the engine, which is open, and what the engine has answered, call by call.
+    """
+    model = compiled_llm.wrap(model or policy(), mode="eager", progress=False)
+    engine = Engine(
+        model, tokenizer=tokenizer(), processor=processor, logprobs_mode=options.pop("logprobs", "processed_logprobs")
+    )
+    own, calls = engine.generate, list[list[RequestOutput]]()
+
+    def kept(*args: Any, **kwargs: Any) -> list[RequestOutput]:
+        calls.append(own(*args, **kwargs))
+        return calls[-1]
+
+    engine.generate = kept  # type: ignore[method-assign]
+
+    class Sampled(Recorded):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            sample_with(engine, self, sleep=sleep)
+            return super().train(*args, **kwargs)
+
+    run = trained(model, folder, trainer=Sampled, lora=adapters(lora), logging_steps=1, **options)
+    return model, run, engine, calls
+
+
+def ratios_of(run: Recorded) -> list[float]:
+    """What TRL corrects by: the least, mean and most of each step."""
+    logs = run.state.log_history
+    return [log[key] for log in logs for key in log if "importance_sampling_ratio/m" in key]
 
 
 WITH_LOGPROBS: dict[str, Any] = {

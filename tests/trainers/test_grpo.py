@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 
 import compiled_llm
 from compiled_llm import Engine
-from support.rollouts import WITH_LOGPROBS, OverGenerateBatch, Recorded, given, over_engine, policy, trained
+from support.rollouts import (
+    WITH_LOGPROBS,
+    OverGenerateBatch,
+    Recorded,
+    adapters,
+    given,
+    over_engine,
+    policy,
+    trained,
+)
 from support.tiny_tokenizer import tokenizer
 
 CLOSE = 1e-4
 WAYS = ("generate_batch", "engine")
-
-
-def adapters(lora: bool) -> LoraConfig | None:
-    return LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None
 
 
 def wrapped_run(way: str, folder: Path, lora: bool, greedy: bool = False, **options: Any) -> tuple[Any, Recorded]:

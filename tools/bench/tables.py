@@ -50,6 +50,20 @@ def grpo(results: Sequence[Result]) -> Iterator[Table]:
         yield Table(f"Steps of GRPO, {group[0]['workload']}", group, columns, note)
 
 
+def around(results: Sequence[Result]) -> Iterator[Table]:
+    for group in groups(results, "task"):
+        columns = CONTENDER | {"s": spread("seconds"), f"{group[0]['unit']}/s": spread("per_s")}
+        for other in group[:-1]:
+            base = other["figures"]["per_s"]
+            columns[f"x {other['contender']}"] = lambda result, base=base: ratio(  # type: ignore[misc]
+                result["figures"]["per_s"], base
+            )
+        columns["first pass, s"] = lambda result: number(result["first_pass_s"])
+        columns["differs by"] = lambda result: f"{result['differs']:.1g}"
+        note = f"Best / median. Differs by: the most of any number of an answer, from those of {group[0]['contender']}."
+        yield Table(group[0]["task"], group, columns, note)
+
+
 def offline(results: Sequence[Result]) -> Iterator[Table]:
     def count(name: str) -> Columns:
         return {name: lambda result: f"{result['counts'][name]:,.0f}" if name in result["counts"] else ""}
@@ -67,7 +81,7 @@ def offline(results: Sequence[Result]) -> Iterator[Table]:
         yield Table(group[0]["workload"], group, columns, "Best / median over the whole, prompts included.")
 
 
-TABLES.update({"startup": startup, "loops": loops, "grpo": grpo, "offline": offline})
+TABLES.update({"startup": startup, "loops": loops, "grpo": grpo, "around": around, "offline": offline})
 
 
 def main(results: Annotated[list[Path], typer.Argument(help="Of these scripts' --json, or in results/.")]) -> None:

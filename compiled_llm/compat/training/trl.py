@@ -42,23 +42,26 @@ def sample_by(trainer: Any, sampler: Any, rollout_ended: Callable[[], None] | No
     """
     own = trainer._generate
     if isinstance(own, _Rollout):  # of an earlier call for the same trainer
-        own = trainer._generate = own.own
-    if rollout_ended is not None:
-        trainer._generate = _Rollout(own, rollout_ended)
+        own = own.own
+    trainer._generate = _Rollout(own, trainer, rollout_ended or (lambda: None))
     trainer.use_vllm, trainer.vllm_mode = True, "colocate"
     trainer.vllm_generation = sampler
     trainer._last_loaded_step = -1  # of no step: weights are looked at before the first rollout
 
 
 class _Rollout:
-    """A trainer's ``_generate``, and what is called at its end."""
+    """A trainer's ``_generate``, without checkpointing, and what is called at its end."""
 
-    def __init__(self, own: Callable[..., Any], ended: Callable[[], None]) -> None:
-        self.own, self._ended = own, ended
+    # For all turns together: to checkpoint again hooks the embeddings anew, and the prefix cache forgets all that
+    # was computed with other hooks.
+
+    def __init__(self, own: Callable[..., Any], trainer: Any, ended: Callable[[], None]) -> None:
+        self.own, self._trainer, self._ended = own, trainer, ended
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.own(*args, **kwargs)
+            with without_checkpointing(self._trainer.model):
+                return self.own(*args, **kwargs)
         finally:
             self._ended()
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from compiled_llm.compat.training.trl import check_trainer, sample_by, without_checkpointing
+from compiled_llm.compat.training.trl import check_trainer, sample_by
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
@@ -18,7 +18,8 @@ def sample_with(engine: Engine, trainer: Any, *, sleep: bool = False) -> None:
 
     Sampling settings are the trainer's arguments, ``generation_kwargs`` and ``vllm_structured_outputs_regex`` among
     them. Rollouts have their log-probabilities, by which TRL corrects; tools and environments go on as they are, and a
-    later turn finds the pages of the earlier ones. There is one copy of the weights: a training step is seen at once.
+    later turn finds the pages of the earlier ones. Prompts may have pictures if the engine has the trainer's processor.
+    There is one copy of the weights: a training step is seen at once.
 
     Args:
         engine: of the model that is given to the trainer, or that lies beneath its adapter.
@@ -75,23 +76,19 @@ class Sampler:
 
         Args:
             prompts: token ids, each prompt as often as it is to be answered.
-            images: of each prompt; refused.
+            images: the pictures of each prompt, whose tokens it has already; None if it has none.
             num_generations: how often each prompt is there.
             profiler: entered around the rollout.
 
         Raises:
-            ValueError: a prompt has pictures, or settings that no request can have.
+            ValueError: a prompt has pictures and the engine no processor, or settings that no request can have.
             RuntimeError: an answer has failed.
         """
-        if images is not None and any(images):
-            raise ValueError(
-                "images: TRL gives their tokens already laid out, which an engine does not take; without sample_with "
-                "the trainer samples by the wrapped model's own generate"
-            )
+        asked = self._with_pictures(prompts, images)
         if self._sleep:
             self._engine.wake()
-        with profiler or nullcontext(), without_checkpointing(self._trainer.model):
-            outputs = self._engine.generate([*prompts], self._params())
+        with profiler or nullcontext():
+            outputs = self._engine.generate(asked, self._params())
         answers = [output.outputs[0] for output in outputs]
         for output in outputs:
             if output.finish_reason == "error":
@@ -125,6 +122,19 @@ class Sampler:
         if not self._engine.asleep:
             self._engine.sleep()
 
+    def _with_pictures(self, prompts: Sequence[list[int]], images: Sequence[Any] | None) -> list[Any]:
+        if images is None or not any(images):
+            return [*prompts]
+        if self._engine.processor is None:
+            raise ValueError(
+                "images: a prompt has pictures, and the engine no processor; make it Engine(model, processor=...) with "
+                "the trainer's processing_class"
+            )
+        return [
+            {"prompt_token_ids": prompt, "multi_modal_data": {"image": shown}} if shown else prompt
+            for prompt, shown in zip(prompts, images, strict=True)
+        ]
+
     def _params(self) -> SamplingParams:
         trainer = self._trainer
         given: dict[str, Any] = {
@@ -137,6 +147,9 @@ class Sampler:
             "stop_token_ids": [*trainer.eos_token_ids],
             **(trainer.args.generation_kwargs or {}),
         }
+        if (image := getattr(self._engine.processor, "image_token_id", None)) is not None:
+            # As TRL's own generation: drawn, the token would stand for a picture that the training step has not.
+            given["logit_bias"] = {image: -100.0, **(given.get("logit_bias") or {})}
         if (pattern := getattr(trainer.args, "vllm_structured_outputs_regex", None)) is not None:
             given["structured_outputs"] = StructuredOutputsParams(regex=pattern)
         return SamplingParams(logprobs=0, **given)
