@@ -16,6 +16,9 @@ OF_PROCESS = frozenset(
 )
 """The kinds of guards that are about the process and its thread; ``process_state`` has what they compare."""
 
+_OF_PRESENCE = "HASATTR"
+"""The kind of those about whether there is an attribute."""
+
 OF_SIZES = "SHAPE_ENV"
 """The kind of the one guard about symbolic sizes."""
 
@@ -44,10 +47,12 @@ def guards_now(arguments: Mapping[str, Any], scope: Mapping[str, Any]) -> Iterat
         raise RuntimeError("guards are read while a backend is called")
     found = _Values(arguments, scope)
     for guard in context.guards_context.dynamo_guards:
+        kind, source = guard.create_fn_name(), guard.originating_source
         try:
-            yield Guarded(guard.create_fn_name(), guard.name, found.way_to(guard.originating_source))
+            way = found.way_to_presence(guard) if kind == _OF_PRESENCE else found.way_to(source)
+            yield Guarded(kind, guard.name, way)
         except Exception:  # any: it evaluates expressions of Dynamo's
-            yield Guarded(guard.create_fn_name(), guard.name, (), missing=True)
+            yield Guarded(kind, guard.name, (), missing=True)
 
 
 class _Values:
@@ -64,6 +69,13 @@ class _Values:
             steps.append(Step(expression, name, self._value(expression)))
             source = getattr(source, "base", None)
         return tuple(reversed(steps))
+
+    def way_to_presence(self, guard: Any) -> tuple[Step, ...]:
+        """``way_to`` of an attribute that may be absent; None is its value, for only what has it matters."""
+        source, name = guard.originating_source, getattr(guard.create_fn, "keywords", {}).get("attr")
+        if name is None:  # until torch 2.12, the guard's source is the attribute
+            source, name = source.base, source.member
+        return *self.way_to(source), Step(f"{_expression(source)}.{name}", name, None)
 
     def _value(self, expression: str) -> Any:
         if expression not in self._known:
