@@ -69,15 +69,14 @@ def test_a_text_that_loses_its_pages_begins_again(plain, seed, monkeypatch):
     assert_alike(found, last_states(plain, [text]))
 
 
-@pytest.mark.parametrize("asked", [{"pooled": True}, {"hidden_states": [-1], "params": greedy(1)}], ids=str)
-def test_hooks_for_hidden_states_leave_the_prefix_cache_as_it_is(asked, monkeypatch):
+def test_hooks_for_hidden_states_leave_the_prefix_cache_as_it_is(monkeypatch):
     """HuggingFace's first step that gives some marks the model."""
     monkeypatch.setattr(model_check, "_SECONDS", 0.0)  # it is looked at in each step
     prompt = [7, 3] * 10
     with Engine(wrapped()) as running:
         running.generate([prompt], greedy(3))
         for _ in range(2):
-            running.generate([[1], [2]], **asked)
+            running.generate([[1], [2]], pooled=True)
         assert running.generate([prompt], greedy(3))[0].cached_tokens == 16
 
 
