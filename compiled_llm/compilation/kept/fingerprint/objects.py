@@ -32,6 +32,7 @@ def describe_called(visit: Visit, value: Any, where: str) -> str:
 
 def describe_enum(visit: Visit, value: enum.Enum, where: str) -> str:
     """Return the class and the value of an entry of an enumeration."""
+    visit.watch(value, "_value_")
     return f"{visit.said(type(value), where)} {value.name} {visit.said(value.value, where)}"
 
 
