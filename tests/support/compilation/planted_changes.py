@@ -181,7 +181,7 @@ def _another_table(stack: ExitStack, model: Any) -> None:
 
 def _another_version(stack: ExitStack, model: Any) -> None:
     stack.callback(surroundings.versions.cache_clear)
-    stack.enter_context(mock.patch.object(transformers, "__version__", transformers.__version__ + ".post1"))
+    stack.enter_context(mock.patch.object(transformers, "__version__", transformers.__version__ + "1"))
     surroundings.versions.cache_clear()
 
 
