@@ -4,6 +4,8 @@ import os
 
 # Before transformers is imported: no test may wait for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Nor may one depend on what others have traced before, or leave programs in the user's cache.
+os.environ.setdefault("COMPILED_LLM_KEEP_PROGRAMS", "0")
 
 import fcntl
 import gc

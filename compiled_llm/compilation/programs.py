@@ -124,10 +124,12 @@ class Programs:
         outlines_layers: whether equal layers may be traced once; nodes of the others then get other names.
         eager: whether they run uncompiled, until others take over, or because ``torch.compile`` is switched off.
         cuts_regions: whether equal regions of a graph may be compiled once; if not, Inductor gets each graph whole.
+        keeps: whether they may be those of an earlier process, and are kept for later ones.
     """
 
     outlines_layers = True
     cuts_regions = True
+    keeps = True
 
     def __init__(
         self,
@@ -160,10 +162,13 @@ class Programs:
         self.eager = _runs_uncompiled(config) or config.eager_first_on(device.type)
         self._artifacts, self._compilers = artifacts, compilers
         # Code for GPUs is kept once it has run there without its graph.
-        traces = bool(self._hooks) or config.mode in ("eager", "reduce-overhead") or device.type != "cpu"
-        kept = None if traces else feature("kept programs", _ROOM)
-        self._recorder = None if kept is None else kept.recorder(self._version)
-        self._taker = None if kept is None or artifacts is None else kept.taker(artifacts.folder, self._version)
+        traces = bool(self._hooks) or self.eager or config.mode in ("eager", "reduce-overhead") or device.type != "cpu"
+        kept = feature("kept programs", _ROOM) if self.keeps and not traces else None
+        folder = None if artifacts is None else artifacts.folder
+        self._recorder: Any = None
+        self._taker: Any = None
+        if kept is not None:
+            self._recorder, self._taker = kept.of_model(facts, config, folder)
         if config.mode != "eager" and not self.eager:
             begin_during_tracing(device, artifacts, traces=self._taker is None or not self._taker.names)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)

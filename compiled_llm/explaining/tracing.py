@@ -108,6 +108,8 @@ def _is_static(placeholder: fx.Node) -> bool:
 class WholePrograms(Programs):
     """The programs as ``wrap`` compiles them, with Dynamo but no compiler; one that fails runs uncompiled."""
 
+    keeps = False
+
     def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
         super().__init__(config, facts, device)
         expands = facts.expands is not None and not config.batch_invariant
@@ -132,6 +134,8 @@ def _whole(trace: Trace) -> Callable[..., Any]:
 
 class BrokenPrograms(Programs):
     """The programs compiled frame by frame, with every size built in; a graph for each part between breaks."""
+
+    keeps = False
 
     def __init__(self, facts: ModelFacts, config: WrapConfig, device: torch.device) -> None:
         super().__init__(config, facts, device)
@@ -189,6 +193,7 @@ class InductorPrograms(Programs):
 
     outlines_layers = False
     cuts_regions = False
+    keeps = False
 
     def __init__(
         self,

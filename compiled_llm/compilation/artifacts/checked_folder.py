@@ -20,7 +20,7 @@ class RefusedError(ValueError):
 
 def manifest_of(folder: Path) -> Manifest:
     """Return a folder's manifest; RefusedError if there is none, other users can write it, or it is damaged."""
-    _check_owner(folder, _status_of(folder), stat.S_ISDIR)
+    check_folder(folder)
     try:
         return Manifest.decoded(_content(folder / NAME))
     except FileNotFoundError:
@@ -33,29 +33,48 @@ def manifest_of(folder: Path) -> Manifest:
 
 def copy(folder: Path, manifest: Manifest, into: Path) -> None:
     """Copy files that match the manifest into a new folder of this user's, or raise RefusedError."""
+    for name, content in checked(folder, manifest):
+        target = into / name
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target.write_bytes(content)
+
+
+def checked(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and content of each file that matches the manifest, or raise RefusedError."""
     found = set()
     for path in _files_in(folder):
         name = path.relative_to(folder).as_posix()
         if name == NAME:
             continue
-        if (entry := manifest.files.get(name)) is None:
-            raise RefusedError(f"is not whole: {name} is not in its manifest")
-        content = _content(path, entry.nbytes)
-        if ManifestEntry.of(content) != entry:
-            raise RefusedError(f"is damaged: {name} is not what it was")
+        yield name, content_of(folder, manifest, name)
         found.add(name)
-        target = into / name
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target.write_bytes(content)
     if missing := sorted(manifest.files.keys() - found):
         raise RefusedError(f"is not whole: {missing[0]} is missing")
+
+
+def content_of(folder: Path, manifest: Manifest, name: str) -> bytes:
+    """Return the content of one file of a folder, if it matches the manifest, or raise RefusedError."""
+    if (entry := manifest.files.get(name)) is None:
+        raise RefusedError(f"is not whole: {name} is not in its manifest")
+    try:
+        content = _content(folder / name, entry.nbytes)
+    except FileNotFoundError:
+        raise RefusedError(f"is not whole: {name} is missing") from None
+    if ManifestEntry.of(content) != entry:
+        raise RefusedError(f"is damaged: {name} is not what it was")
+    return content
+
+
+def check_folder(folder: Path) -> None:
+    """Raise RefusedError unless it is a folder that no user but this one and root can write to."""
+    _check_owner(folder, _status_of(folder), stat.S_ISDIR)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            _check_owner(path, _status_of(path), stat.S_ISDIR)
+            check_folder(path)
             yield from _files_in(path)
         else:
             yield path

@@ -1,17 +1,30 @@
-"""Kept programs of one model: recorded where artifacts are written, taken where they are read."""
+"""Kept programs of one model: written into artifacts or this user's cache, and taken from there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path as File
 
+from compiled_llm.compat.torch.kept.region_code import place_of
+from compiled_llm.compilation.artifacts.made_for import made_for
+from compiled_llm.compilation.kept.cache.program_cache import ProgramCache
+from compiled_llm.compilation.kept.fingerprint.surroundings import versions
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.record import Recorder
-from compiled_llm.compilation.kept.take import Taker
+from compiled_llm.compilation.kept.take import InFolder, Taker
+from compiled_llm.config import WrapConfig
+from compiled_llm.env import Env
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import ModelVersion
 
-FOLDER = "kept"
+logger = logging.getLogger("compiled_llm.graphs")
+
+FOLDER = "kept"  # in artifacts
+CACHE = "programs"  # in ``COMPILED_LLM_CACHE``
 
 _written: list[File] = []
 """The folder of artifacts that this process writes; none if it writes none."""
@@ -39,14 +52,45 @@ def not_kept(folder: File) -> dict[str, str]:
     return refused
 
 
-def recorder(version: ModelVersion) -> Recorder | None:
-    """Return what writes programs down, if this process writes artifacts."""
-    return Recorder(_written[-1] / FOLDER, version) if _written else None
+def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> tuple[Recorder | None, Taker | None]:
+    """Return what writes a model's programs down, and what takes them as they were kept; None for what there is not.
+
+    ``artifacts`` is the folder of checked ones that the model is wrapped with. Without any, programs lie in this user's
+    cache, unless this process writes artifacts: then all are traced, so that their graphs get there.
+    """
+    version = facts.version
+    if _written:
+        return Recorder(partial(_keep_in, _written[-1]), version), None
+    if artifacts is not None:
+        return None, taker(artifacts, version)
+    cache = _cache_for(facts, config)
+    return (None, None) if cache is None else (Recorder(cache.keep, version), Taker(cache.read(), version))
 
 
 def taker(folder: File, version: ModelVersion) -> Taker:
     """Return what takes the programs that are kept in a checked folder of artifacts."""
-    return Taker(folder, _read(folder), version)
+    return Taker([InFolder(program, folder) for program in _read(folder)], version)
+
+
+def _cache_for(facts: ModelFacts, config: WrapConfig) -> ProgramCache | None:
+    environment = Env.from_environ()
+    if not environment.keeps_programs:
+        return None
+    try:
+        here = made_for(facts.model, facts.model_class, config)
+        return ProgramCache(environment.cache.absolute() / CACHE, {**here, **versions(), "rows": config.max_batch_size})
+    except Exception as error:  # any: a config may hold what no JSON has, and the current folder may be gone
+        logger.debug("compiled_llm: programs are not kept: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _keep_in(folder: File, program: KeptProgram, files: Sequence[File]) -> None:
+    """Write a program into a folder of artifacts, which has all that Inductor builds."""
+    if any(not (folder / "inductor" / place_of(file)).exists() for file in files):  # this process had it already
+        program = KeptProgram(program.name, refused="a library of a C++ kernel lies in another folder")
+    content = program.encoded()
+    (folder / FOLDER).mkdir(mode=0o700, exist_ok=True)
+    (folder / FOLDER / f"{hashlib.sha256(content).hexdigest()[:16]}.json").write_bytes(content)
 
 
 def _read(folder: File) -> list[KeptProgram]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,17 +32,20 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 Function = Callable[..., Any]
 
+Keep = Callable[[KeptProgram, Sequence[File]], None]
+"""Keeps a program, whose code lies in files of Inductor's caches."""
+
 
 class NotKeptError(ValueError):
     """A program cannot be kept; the message says why."""
 
 
 class Recorder:
-    """A recorder of one model's programs, into a folder."""
+    """A recorder of one model's programs."""
 
-    def __init__(self, folder: File, version: ModelVersion) -> None:
-        """``folder`` is made once there is a program to be kept; files of Inductor's cache are named from there."""
-        self._folder = folder
+    def __init__(self, keep: Keep, version: ModelVersion) -> None:
+        """``keep`` is called with each program that was traced and has run, refused or not; it raises nothing."""
+        self._keep = keep
         self._version = version
         self._codes: dict[int, RegionCode] = {}
         self._functions: list[Function] = []  # those of ``_codes``, whose identities stay theirs
@@ -56,11 +58,10 @@ class Recorder:
         def call(*given: Any) -> Any:
             self._calling, self._pending = (name, function, arguments), None
             try:
-                form = self._version.form
                 result = program(*given)
-                if self._pending is not None:
+                if (trace := self._pending) is not None:
                     self._version.begin_check()
-                    self._write(self._pending.finished(result, self._version.form == form))
+                    self._write(trace.finished(result, self._version.form == trace.form), trace.files)
             finally:
                 self._calling = self._pending = None
             return result
@@ -74,8 +75,8 @@ class Recorder:
         with noting_code() as found:
             function = compile_with_inductor(module, inputs, options)
         if any(module.graph.find_nodes(op="get_attr")):
-            found = [RegionCode("", refused="its graph has tensors of its own")]
-        code = found[0] if len(found) == 1 else RegionCode("", refused=f"it was compiled as {len(found)} graphs")
+            found = [RegionCode(File(), refused="its graph has tensors of its own")]
+        code = found[0] if len(found) == 1 else RegionCode(File(), refused=f"it was compiled as {len(found)} graphs")
         self._functions.append(function)
         self._codes[id(function)] = code
         return function
@@ -84,35 +85,38 @@ class Recorder:
         self, graph: fx.Graph, regions: Sequence[Region], functions: Sequence[Function], whole: Function
     ) -> Function:
         """Note a compiled graph, and return what runs it: ``whole`` calls ``functions``, one a region if it was cut."""
+        codes = [self._codes[id(each)] for each in functions]
+        self._codes.clear()
+        self._functions.clear()
         if self._calling is None:
             return whole
         name, function, arguments = self._calling
-        codes = [self._codes[id(each)] for each in functions]
         try:
             kept = replace(
                 _described(name, arguments, graph, regions, codes), fingerprint=traced(function, arguments, graph)
             )
-            trace = _Trace(kept, _outputs(graph, regions))
+            files = {file: None for code in codes for file in code.files}
+            trace = _Trace(kept, _outputs(graph, regions), [*files])
         except ValueError as error:
-            trace = _Trace(KeptProgram(name, refused=str(error)), [])
+            trace = _Trace(KeptProgram(name, refused=str(error)))
         except Exception as error:  # any: it reads what torch keeps to itself
-            trace = _Trace(KeptProgram(name, refused=f"{type(error).__name__}: {error}"), [])
-        self._pending = trace
+            trace = _Trace(KeptProgram(name, refused=f"{type(error).__name__}: {error}"))
+        trace.form, self._pending = self._version.form, trace
         return trace.watching(whole)
 
-    def _write(self, kept: KeptProgram) -> None:
-        content = kept.encoded()
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        (self._folder / f"{hashlib.sha256(content).hexdigest()[:16]}.json").write_bytes(content)
+    def _write(self, kept: KeptProgram, files: Sequence[File]) -> None:
         if kept.refused:
             logger.debug("%s is not kept: %s", kept.name, kept.refused)
+        self._keep(kept, files)
 
 
 class _Trace:
     """A traced program, until it has run."""
 
-    def __init__(self, kept: KeptProgram, outputs: Sequence[int]) -> None:
-        """``outputs`` has the value of each output of the graph."""
+    def __init__(self, kept: KeptProgram, outputs: Sequence[int] = (), files: Sequence[File] = ()) -> None:
+        """``outputs`` has the value of each output of the graph; ``files`` have its code."""
+        self.files = files
+        self.form = 0  # the number of the model's form before it has run
         self._kept, self._outputs = kept, outputs
         self._returned: Sequence[Any] | None = None
         self._watches = True
@@ -129,15 +133,16 @@ class _Trace:
     def finished(self, result: Any, same_model: bool) -> KeptProgram:
         """Return the program, which has returned ``result`` for the first time."""
         returned, self._returned, self._watches = self._returned, None, False
-        if self._kept.refused is not None or returned is None:
-            return self._kept
+        kept, self._kept = self._kept, KeptProgram(self._kept.name)  # what has run lives as long as its code
+        if kept.refused is not None or returned is None:
+            return kept
         if not same_model:
-            return KeptProgram(self._kept.name, refused="the model changes its attributes")
+            return KeptProgram(kept.name, refused="the model changes its attributes")
         numbers = {id(tensor): value for tensor, value in zip(returned, self._outputs, strict=True)}
         try:
-            return replace(self._kept, result=described(result, numbers))
+            return replace(kept, result=described(result, numbers))
         except UnknownResultError as error:
-            return KeptProgram(self._kept.name, refused=str(error))
+            return KeptProgram(kept.name, refused=str(error))
 
 
 def _described(

@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as File
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -29,6 +29,26 @@ logger = logging.getLogger("compiled_llm.graphs")
 Function = Callable[..., Any]
 
 
+class Kept(Protocol):
+    """A program in a folder."""
+
+    @property
+    def program(self) -> KeptProgram: ...
+    def load(self) -> RegionCalls:
+        """Return its calls, with its code; errors of any type if that cannot be loaded."""
+        raise NotImplementedError
+
+
+class InFolder(NamedTuple):
+    """A program in a folder that was checked."""
+
+    program: KeptProgram
+    folder: File
+
+    def load(self) -> RegionCalls:
+        return RegionCalls(self.program, self.folder)
+
+
 class Taker:
     """The kept programs of one model.
 
@@ -37,13 +57,13 @@ class Taker:
         taken: the names of programs that run as they were kept.
     """
 
-    def __init__(self, folder: File, programs: Sequence[KeptProgram], version: ModelVersion) -> None:
-        """``folder`` has their code."""
-        self._folder, self._version = folder, version
+    def __init__(self, programs: Sequence[Kept], version: ModelVersion) -> None:
+        """Of several programs of one name, the first that fits is taken."""
+        self._version = version
         self._programs: dict[str, list[_Taken]] = defaultdict(list)
-        for program in programs:
-            if program.refused is None:
-                self._programs[program.name].append(_Taken(program))
+        for kept in programs:
+            if kept.program.refused is None:
+                self._programs[kept.program.name].append(_Taken(kept))
         self._form: int | None = None  # of the model, for which all were taken
         self._let_gos = 0  # of the model's version, as of then
         self.given_up: dict[str, str] = {}
@@ -57,7 +77,7 @@ class Taker:
 
     def bound(self, name: str, function: Function, arguments: Mapping[str, Any]) -> Function | None:
         """Return a call of a kept program with these arguments, by name; None if ``function`` has to be traced."""
-        for taken in self._candidates(name):
+        for taken in [*self._candidates(name)]:
             if (call := self._bound(taken, function, arguments)) is not None:
                 self.taken.add(name)
                 return call
@@ -92,7 +112,6 @@ class Taker:
                 taken.prints = None
 
     def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function | None:
-        name = taken.program.name
         try:
             if taken.prints is None:
                 if different := self._checked(taken, function, arguments):
@@ -101,7 +120,7 @@ class Taker:
             elif taken.prints.process_differs():
                 return None
             if not taken.take_tensors(arguments["model"], self._version.tensors):
-                self._give_up([name], "its model has other tensors")
+                self._give_up_one(taken, "its model has other tensors")
                 return None
             return taken.bound(arguments)
         except (LookupError, AttributeError, TypeError, UnknownError):  # an argument is not what it was
@@ -113,7 +132,7 @@ class Taker:
         if different := prints.differences(arguments["model"], function, arguments):
             return different
         try:
-            taken.load(self._folder)
+            taken.load()
         except Exception as error:  # any: the files are what they were, and this torch may not run them
             return [f"its code cannot be loaded: {type(error).__name__}: {error}"]
         self._version.watch_code(prints.places)
@@ -152,16 +171,16 @@ class KeptChecks:
 class _Taken:
     """One kept program."""
 
-    def __init__(self, program: KeptProgram) -> None:
-        self.program = program
+    def __init__(self, kept: Kept) -> None:
+        self.program = program = kept.program
         self.prints: Prints | None = None  # None until they were compared
-        self._shapes = program.shapes
+        self._kept, self._shapes = kept, program.shapes
         self._calls: RegionCalls | None = None
         self._tensors: list[Tensor | None] = []  # of the model, as of the number of its version
         self._looked_up = -1
 
-    def load(self, folder: File) -> None:
-        self._calls = self._calls or RegionCalls(self.program, folder)
+    def load(self) -> None:
+        self._calls = self._calls or self._kept.load()
 
     def drop_tensors(self) -> None:
         self._tensors, self._looked_up = [], -1

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from compiled_llm.compat.torch.inductor import inductor_cache
-from support.compilation import kept_programs
+from support.compilation.kept_programs import result_of
 from support.huggingface.families import FAMILIES
 
 pytestmark = pytest.mark.slow
 
-ALWAYS = ("Llama", "Gemma3")
+ALWAYS = ("Gemma3",)  # and Llama, of the cache
 OTHERS = (
-    *("Qwen3", "Qwen2", "Mistral", "Mixtral", "Phi3", "Gemma2", "GPT2LMHead", "Cohere", "Olmoe", "Olmo2", "Granite"),
-    *("Starcoder2", "StableLm", "Qwen3Moe", "GPTNeoX", "Falcon", "OPT", "Glm4", "SmolLM3", "GptOss", "DeepseekV3"),
+    *("Llama", "Qwen3", "Qwen2", "Mistral", "Mixtral", "Phi3", "Gemma2", "GPT2LMHead", "Cohere", "Olmoe", "Olmo2"),
+    *("Granite", "Starcoder2", "StableLm", "Qwen3Moe", "GPTNeoX", "Falcon", "OPT", "Glm4", "SmolLM3", "GptOss"),
+    "DeepseekV3",
 )
 
 
-def result_of(way: str, family: str, folder: Path) -> dict[str, Any]:
-    program = [sys.executable, kept_programs.__file__, way, family, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def each_family() -> pytest.MarkDecorator:
-    known = [name for name in OTHERS if name in FAMILIES or name == "Qwen3"]
+    known = [name for name in OTHERS if name in FAMILIES or name in ("Llama", "Qwen3")]
     cases = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.whole) for name in known)]
     return pytest.mark.parametrize("family", cases)
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -39,6 +42,19 @@ def run(model: Any) -> dict[str, Any]:
         for tensor in (out.sequences, *out.logits):
             bits.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return {"answers": answers, "bits": bits.hexdigest()}
+
+
+def result_of(
+    way: str, family: str, folder: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Run this file in a fresh process, and return what it prints."""
+    program = [sys.executable, __file__, way, family, str(folder)]
+    paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = {**os.environ, **paths, **environment}
+    done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from compiled_llm.compat.torch.inductor import inductor_cache, inductor_cache_at
+from compiled_llm.compat.torch.inductor import inductor_cache_at
 
 Function = Callable[[list[Any]], Sequence[Any]]
 
@@ -51,22 +51,34 @@ _ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 
 @dataclass
 class RegionCode:
-    """The code of one compiled graph; files are named from the folder of Inductor's cache on."""
+    """The code of one compiled graph."""
 
-    file: str
-    kernels: list[str] = field(default_factory=list)  # libraries of C++ kernels, in the order of the code file
+    file: Path
+    kernels: list[Path] = field(default_factory=list)  # libraries of C++ kernels, in the order of the code file
     aligned: list[int] = field(default_factory=list)  # the inputs whose addresses it takes to be multiples of 16
     written: list[int] = field(default_factory=list)  # the inputs that it writes to
     refused: str | None = None  # why it cannot be run without its graph
 
+    @property
+    def files(self) -> list[Path]:
+        return [self.file, *self.kernels]
+
     def encoded(self) -> dict[str, Any]:
-        return {"file": self.file, "kernels": self.kernels, "aligned": self.aligned, "written": self.written}
+        """Return it as values of JSON, without the folder that ``place_of`` leaves out."""
+        kernels = [*map(place_of, self.kernels)]
+        return {"file": place_of(self.file), "kernels": kernels, "aligned": self.aligned, "written": self.written}
+
+
+def place_of(file: Path) -> str:
+    """Return the name of a file from the folder of Inductor's cache on, whichever that is: ``ab/cabcd.py``."""
+    return f"{file.parent.name}/{file.name}"
 
 
 @contextmanager
 def noting_code() -> Iterator[list[RegionCode]]:
     """Collect the code of the graphs that Inductor compiles, or takes from its cache, while the block runs."""
-    # Both ways end in the same two functions; nothing that the compiler returns tells which file it runs.
+    # Both ways end in the same two functions; nothing that the compiler returns tells which file it runs. Dynamo lets
+    # one thread compile at a time.
     from torch._functorch._aot_autograd import runtime_wrappers
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -74,13 +86,19 @@ def noting_code() -> Iterator[list[RegionCode]]:
     around: list[str] = []
 
     def note_graph(graph: Any) -> None:
-        found.append(_code_of(graph))
+        try:
+            found.append(_code_of(graph))
+        except Exception as error:  # any: it reads what torch keeps to itself, and who compiles goes on
+            found.append(RegionCode(Path(), refused=f"its code cannot be read: {type(error).__name__}: {error}"))
 
     def note_wrapper(wrapper: Any, runtime_metadata: Any) -> None:
-        around.extend(_done_around(runtime_metadata))
+        try:
+            around.extend(_done_around(runtime_metadata))
+        except Exception as error:  # any: as above
+            around.append(f"what is around its code cannot be read: {type(error).__name__}: {error}")
 
     def note_bases(wrapper: Any, runtime_metadata: Any) -> None:
-        if wrapper.needs_post_compile:
+        if getattr(wrapper, "needs_post_compile", True):
             around.append("its inputs share memory, and some are written to")
 
     with (
@@ -128,7 +146,7 @@ def _code_of(graph: Any) -> RegionCode:
     path = Path(get_path(graph.cache_key, "py")[2])
     module = next((module for module in reversed(PyCodeCache.modules) if module.__file__ == str(path)), None)
     code = RegionCode(
-        os.path.relpath(path, inductor_cache()),
+        path,
         aligned=[int(number) for number in graph.inputs_to_check],
         written=sorted(map(int, graph.mutated_input_idxs)),
     )
@@ -167,9 +185,7 @@ def _note_kernels(code: RegionCode, module: ModuleType, path: Path) -> str | Non
         library = getattr(getattr(getattr(module, by_place[id(found)]), "__self__", None), "__file__", None)
         if library is None:
             return "a library of a C++ kernel was not found"
-        if not Path(library).is_relative_to(inductor_cache()):  # this process had it already, from another cache
-            return "a library of a C++ kernel lies in another folder"
-        code.kernels.append(os.path.relpath(library, inductor_cache()))
+        code.kernels.append(Path(library))  # in another cache, if this process had it already
     return None
 
 
