@@ -104,14 +104,14 @@ class PlannedRows(NamedTuple):
     indices: Tensor  # ``[N]`` int32, page numbers
     # ``[B]`` int32, tokens in the row's last page with those it feeds in; with the next ones afterwards
     last_page_len: Tensor
-    qo_indptr: Tensor  # ``[B + 1]`` int32, each row has q queries: 0, q, 2q, ..
+    qo_indptr: Tensor  # ``[B + 1]`` int32, each row has one query: 0, 1, 2, ..
     plans: AttentionPlans
 
 
 class DecodeInputs(NamedTuple):
     """The inputs of the compiled decode step, which advances them, cut to a padded batch size; rows in any order."""
 
-    slots: Tensor  # ``[B]`` int64, each row's slot, where the token that it feeds in lies, unless ``fed`` has it
+    slots: Tensor  # ``[B]`` int64, each row's slot, where the token that it feeds in lies
     positions: Tensor  # ``[B]`` int64, the rotary position of its first new token; q more afterwards
     lengths: Tensor  # ``[B]`` int32, tokens of the row with its new ones; with the next ones afterwards
     starts: Tensor  # ``[B]`` int32, where the row's pages begin in ``indices``
@@ -119,8 +119,6 @@ class DecodeInputs(NamedTuple):
     ops: DecodeOps | None = None  # those of the backend by which layers attend; None if it plans decode
     # in place of ``starts`` and ``indices`` for a backend that plans decode, else None
     planned: PlannedRows | None = None
-    # ``[B, q]`` int64, known tokens that the rows feed in; None if each feeds in the one in its slot, q = 1
-    fed: Tensor | None = None
     # by which rows read pages that they share once; None if each row reads all of its own
     shared: JointAttention | None = None
     taps: tuple[StepTap, ...] = ()  # as of ``PrefillInputs``; rows' entries lie in their slots

@@ -1,10 +1,10 @@
 """The programs of a model, one entry each: which steps it runs, and how it is compiled."""
 
 # A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, and a
-# third one for rows without cached tokens, where layers attend to these directly; a decode step for batch 1 and one for
-# all larger batches, the same two for rows that feed in several tokens each, and one for rows that begin with the same
-# pages. Steps that give more outputs than logits run in programs of their own, made of these. One more is for calls of
-# the model itself whose rows are new, and needs no pages. Parts have programs of their own.
+# third one for rows without cached tokens, where layers attend to these directly; a decode step for batch 1, one for
+# all larger batches, and one for rows that begin with the same pages. Steps that give more outputs than logits run in
+# programs of their own, made of these. One more is for calls of the model itself whose rows are new, and needs no
+# pages. Parts have programs of their own.
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ DECODE_ONE, DECODE_MANY = "decode, batch 1", "decode, larger batches"
 PREFILL_EMBEDDED = "prefill from embeddings"
 UNPAGED = "forward without pages"
 DECODE_SHARED = "decode, shared pages read once"
-DECODE_ONE_SEVERAL, DECODE_MANY_SEVERAL = f"{DECODE_ONE}, several tokens", f"{DECODE_MANY}, several tokens"
 
 
 def _reads_embeddings(inputs: ProgramInputs) -> bool:
@@ -32,22 +31,22 @@ def _reads_ids(inputs: ProgramInputs, alone: bool = False) -> bool:
     return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 2 and inputs.alone is alone
 
 
-def _decodes(inputs: ProgramInputs, one_row: bool, several: bool, shared: bool) -> bool:
-    """Whether the step decodes one row or more, of one new token or of several."""
+def _decodes(inputs: ProgramInputs, one_row: bool, shared: bool) -> bool:
+    """Whether the step decodes one row or more, of one new token each."""
     if not isinstance(inputs, DecodeInputs) or (inputs.shared is not None) is not shared:
         return False
-    return (inputs.slots.shape[0] == 1) is one_row and (inputs.fed is not None) is several
+    return (inputs.slots.shape[0] == 1) is one_row
 
 
 def _is_unpaged(inputs: ProgramInputs) -> bool:
     return isinstance(inputs, UnpagedInputs)
 
 
-def _decode(name: str, one_row: bool, several: bool, shared: bool = False) -> Program:
-    """Return a program of decode steps; those of several tokens feed in what ``GenerateLoop.feed`` is given."""
-    serves = partial(_decodes, one_row=one_row, several=several, shared=shared)
+def _decode(name: str, one_row: bool, shared: bool = False) -> Program:
+    """Return a program of decode steps."""
+    serves = partial(_decodes, one_row=one_row, shared=shared)
     options = partial(decode_options, one_row=one_row)
-    return Program(name, serves, decode_step, options, decodes=True, on_demand=several or shared)
+    return Program(name, serves, decode_step, options, decodes=True, on_demand=shared)
 
 
 _UNPAGED = Program(UNPAGED, _is_unpaged, unpaged_step, prefill_options, on_demand=True)
@@ -63,11 +62,9 @@ PROGRAMS: tuple[Program, ...] = (
     Program(PREFILL, _reads_ids, prefill_step, prefill_options),
     Program(PREFILL_EMBEDDED, _reads_embeddings, prefill_step, prefill_options, on_demand=True),
     Program(PREFILL_ALONE, partial(_reads_ids, alone=True), prefill_step, prefill_options, on_demand=True),
-    _decode(DECODE_ONE, one_row=True, several=False),
-    _decode(DECODE_MANY, one_row=False, several=False),
-    _decode(DECODE_ONE_SEVERAL, one_row=True, several=True),
-    _decode(DECODE_MANY_SEVERAL, one_row=False, several=True),
-    _decode(DECODE_SHARED, one_row=False, several=False, shared=True),
+    _decode(DECODE_ONE, one_row=True),
+    _decode(DECODE_MANY, one_row=False),
+    _decode(DECODE_SHARED, one_row=False, shared=True),
     _UNPAGED,
 )
 

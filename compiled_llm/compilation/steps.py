@@ -118,26 +118,20 @@ def decode_step(
     pages: list[Tensor],
     specs: tuple[KVCacheSpec, ...],
 ) -> StepOutputs:
-    """Run the new tokens of each row, sample the next after each, and advance the buffers of ``inputs`` in place.
-
-    Several tokens are sampled as steps of one token would: each counts those that the ones before have sampled.
+    """Run the next token of each row, sample the one after it, and advance the buffers of ``inputs`` in place.
 
     Returns:
-        ``[T, V]`` logits in the model's dtype, ``[T]`` int64, the next tokens, or ``NOT_A_TOKEN``, and what was asked
-            for besides; T = B * q, the tokens of a row next to each other.
+        ``[B, V]`` logits in the model's dtype, ``[B]`` int64, the next tokens, or ``NOT_A_TOKEN``, and what was asked
+            for besides.
     """
-    ids = tables.next_token[inputs.slots][:, None] if inputs.fed is None else inputs.fed
-    positions, new = positions_of(inputs, ids), ids.shape[1]
+    ids = tables.next_token[inputs.slots][:, None]
     out = forward_of_rows(model, forward, inputs, ids, pages, specs)
-    inputs.positions.add_(new)
-    inputs.lengths.add_(new)  # after the layers: decode attention reads the table before it waits for them
+    inputs.positions.add_(1)
+    inputs.lengths.add_(1)  # after the layers: decode attention reads the table before it waits for them
     if inputs.planned is not None:
-        inputs.planned.last_page_len.add_(new)
-    if new == 1:
-        logits: Tensor = out.logits[:, -1]
-        return StepOutputs(logits, sample(logits, inputs.slots, inputs.positions, tables), emitted(inputs, out))
-    tokens = [sample(out.logits[:, at], inputs.slots, positions[:, at] + 1, tables) for at in range(new)]
-    return StepOutputs(out.logits.flatten(0, 1), torch.stack(tokens, 1).flatten(), emitted(inputs, out))
+        inputs.planned.last_page_len.add_(1)
+    logits: Tensor = out.logits[:, -1]
+    return StepOutputs(logits, sample(logits, inputs.slots, inputs.positions, tables), emitted(inputs, out))
 
 
 def positions_of(inputs: DecodeInputs, ids: Tensor) -> Tensor:
@@ -199,10 +193,6 @@ def _rows(inputs: DecodeInputs, new: int) -> PackedTokens | NewestTokens:
         if inputs.shares_places and inputs.shared is None and not torch.compiler.is_compiling():
             return newest._replace(shared=SharedPlaces())  # explain traces such steps without
         return newest
-    each = planned.qo_indptr
-    rows, at = each[:-1], inputs.lengths - 1
-    if new > 1:
-        rows = (rows[:, None] // new).expand(-1, new).flatten()
-        at = (inputs.lengths[:, None] - new + torch.arange(new, dtype=torch.int32, device=each.device)).flatten()
+    assert new == 1, "a step of several tokens of a row is never planned"
     table = (planned.qo_indptr, planned.indptr, planned.indices, planned.last_page_len)
-    return PackedTokens(rows, at, *table, planned.plans, new_tokens=new)
+    return PackedTokens(planned.qo_indptr[:-1], inputs.lengths - 1, *table, planned.plans, new_tokens=1)

@@ -108,10 +108,10 @@ def outputs_of(taps: Sequence[Tap]) -> tuple[str, ...]:
 class Batch(NamedTuple):
     """The rows of one step, no row twice. Either part may be empty; if neither is, it is two launches, or mixed."""
 
-    decode: Sequence[Row] = ()  # rows that feed in one token each, or as many known ones
+    decode: Sequence[Row] = ()  # rows that feed in one token each, or guesses after it
     extend: Sequence[Extension] = ()  # new tokens of other rows
-    # ``[len(decode)]`` or ``[len(decode), q]`` integers on the device, the tokens that the rows of ``decode`` feed in;
-    # None for those that were sampled for them
+    # ``[len(decode)]`` integers on the device, the tokens that the rows of ``decode`` feed in; None for those that were
+    # sampled for them
     tokens: Tensor | None = None
     promise: Promise | None = None  # pages that the rows may take together, besides those promised to each
     # run both parts in one launch, ``decode`` as rows of the prefill; ``ModelRunner.can_mix`` says whether
@@ -126,9 +126,7 @@ class Batch(NamedTuple):
     @property
     def new_tokens(self) -> int:
         """The tokens that each row of ``decode`` feeds in, q."""
-        if self.tokens is None:
-            return max([tap.new_tokens for tap in self.taps], default=1)
-        return 1 if self.tokens.dim() == 1 else self.tokens.shape[1]
+        return 1 if self.tokens is not None else max([tap.new_tokens for tap in self.taps], default=1)
 
 
 class StepOutput(NamedTuple):

@@ -1,7 +1,7 @@
 """Generation step by step: ``admit`` prompts, run ``step``, ``release`` rows."""
 
 # A step is launched before the tokens of the previous step are read, so the device never waits for the host.
-# Shapes: B rows, q new tokens of each, L tokens whose logits are wanted, V vocabulary.
+# Shapes: B rows, L tokens whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
@@ -303,23 +303,6 @@ class GenerateLoop:
         # keep.
         return self._thread.call(self._decode, tokens, positions)
 
-    def feed(self, tokens: Tensor) -> NDArray[np.int64]:
-        """Feed tokens ``[B, q]`` into each row in one step, such as a draft model's; wait for those sampled after each.
-
-        A row that does not accept all of them forgets the others by ``Row.rewind``; give the next step the token that
-        the row goes on with.
-
-        Raises:
-            RuntimeError: a prompt waits for its prefill.
-            ValueError: ``tokens`` does not have one list of integers a row, a row samples its tokens late (grammars,
-                logits processors), or would have more tokens than the model positions.
-            OutOfPagesError: as ``step``.
-        """
-        self._check_fed(tokens)
-        readback = self._thread.call(self._feed, tokens.squeeze(1) if tokens.shape[1] == 1 else tokens)
-        sampled: NDArray[np.int64] = readback.array().reshape(tokens.shape)
-        return sampled
-
     def _check_room(self, rows: int) -> None:
         most = self.model_runner.max_batch_size
         if rows > most:
@@ -331,17 +314,6 @@ class GenerateLoop:
                 f"forced: one integer token for each of {len(self.rows)} rows is needed; got {tokens.dtype} "
                 f"{list(tokens.shape)}"
             )
-
-    def _check_fed(self, tokens: Tensor) -> None:
-        if self._pending:
-            raise RuntimeError("feed: a prompt waits for its prefill; call step first")
-        if tokens.dim() != 2 or len(tokens) != len(self.rows) or 0 in tokens.shape or tokens.dtype not in _INTEGERS:
-            raise ValueError(
-                f"tokens: as many integers for each of {len(self.rows)} rows are needed, one at least; got "
-                f"{tokens.dtype} {list(tokens.shape)}"
-            )
-        if self._persistent.deferred.defers(self.rows):
-            raise ValueError("feed: a row's tokens are sampled late, by a grammar or a logits processor; call step")
 
     def _next_masks(self) -> Masks | None:
         return self._masks() if self._masks is not None and self._persistent.deferred else None
@@ -406,16 +378,6 @@ class GenerateLoop:
             row.position = position
         self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
         return self._last_logits()
-
-    def _feed(self, tokens: Tensor) -> Readback:
-        self.model_runner.expect_changes()  # by the code that has made them
-        self.model_runner.run(self._every_row._replace(tokens=tokens), self._persistent)
-        step = self._persistent.step
-        assert step is not None, "a step has run"
-        self.steps += 1
-        readback = self.model_runner.readbacks.start(step.outputs.tokens[: tokens.numel()])
-        self.model_runner.run_capture_slices()
-        return readback
 
     def _last_logits(self) -> Tensor:
         logits = self._persistent.logits

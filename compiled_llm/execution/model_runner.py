@@ -160,7 +160,7 @@ class ModelRunner:
         simplest, table = self._planner.schedules[0], self.state.step_table
         dispatcher = Dispatcher(table, simplest, shapes.spare)
         self.decode_buffers = DecodeBuffers(self.state, self.graph_manager, self._planner)
-        self.steps = Steps(self.state, self.graph_manager, self._planner, dispatcher, self.decode_buffers)
+        self.steps = Steps(self.state, self.graph_manager, dispatcher, self.decode_buffers)
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, self.steps)
         self.unpaged = Unpaged(self.state, self.graph_manager)
         self.parts: dict[str, Any] = {}  # what features have allocated on the device, with its ``nbytes``, by name
@@ -194,14 +194,12 @@ class ModelRunner:
             self.graph_manager.cuda_graphs.adopt()
         if batch.extend:
             return self._extend(batch, persistent)
-        step = persistent.step
-        one_each = batch.tokens is None or batch.new_tokens == 1  # mostly None, and no call is made; or guesses
-        if one_each and step is not None and step.is_valid_for(batch):
+        if (step := persistent.step) is not None and step.is_valid_for(batch):
             return step.launch(batch, persistent.discard_after_failure)
         return self._decode(batch, persistent)
 
     def _decode(self, batch: Batch, persistent: PersistentBatch) -> StepOutput:
-        rows, new = batch.decode, batch.new_tokens if batch.taps or batch.tokens is not None else 1
+        rows, new = batch.decode, batch.new_tokens if batch.taps else 1
         self.state.slots.ensure(rows)
         for tap in batch.taps:
             tap.entering(rows)

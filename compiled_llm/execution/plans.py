@@ -64,8 +64,8 @@ class Planner:
         self._group_of_layer = tuple(-1 if layer is None else self._groups.index(layer) for layer in layers)
         self._captures, self._expands = not config.leaves_attention_out, expands
         # A decode step has as many tokens as rows, or a small multiple of that.
-        self.max_tokens = max(room.tokens, config.max_batch_size)  # the most that a planned step can have
-        self._plan_bytes = self._backend.plan_bytes(self._groups, device, self.max_tokens, room.rows)
+        most = max(room.tokens, config.max_batch_size)  # tokens that a planned step can have
+        self._plan_bytes = self._backend.plan_bytes(self._groups, device, most, room.rows)
         self._plans: dict[StepKey | None, list[Plan]] = {}
         self._schedules_of_one_row: dict[int, set[int]] = {}
         needed, wanted = self._workspace_for(config, shapes)
@@ -198,7 +198,7 @@ class Planner:
 
     def _decode_schedule(self, step: StepKey) -> int:
         """Return the schedule of all decode steps of a bucket: a captured launch has one."""
-        return self._best([step.new_tokens_per_row] * step.rows, [self._max_row_tokens] * step.rows)
+        return self._best([1] * step.rows, [self._max_row_tokens] * step.rows)
 
     def _best(self, queries: Sequence[int], lengths: Sequence[int]) -> int:
         return self._backend.best_schedule(self._groups, queries, lengths, self._device)

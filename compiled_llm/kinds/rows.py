@@ -56,7 +56,7 @@ class PackedTokens(NamedTuple):
     indices: Tensor  # ``[N]`` int32, page numbers
     last_page_len: Tensor  # ``[B]`` int32, tokens in each row's last page, the new ones included
     plans: AttentionPlans
-    # q if each row has q tokens, so that the layers have ``[B, H, q, D]`` for ``[1, H, T, D]``; else 0
+    # 1 if each row has one token, so that the layers have ``[B, H, 1, D]`` for ``[1, H, T, D]``; else 0
     new_tokens: int = 0
     # whether rows have no other tokens than these, to whose keys and values a kind may attend directly
     alone: bool = False

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -299,30 +298,6 @@ def test_drafts(kind: Kind, seed: int) -> None:
     assert_account_is_empty(model)
 
 
-@each(*(kind for kind in (*KINDS, *IN_FP8) if kind("drafts") is YES))
-def test_several_tokens_in_a_step_are_as_many_steps(kind: Kind, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a draft model proposes them."""
-    let_a_cpu_capture(monkeypatch)
-    model = kind.wrapped(seed, prefill_tokens=64)
-    together, apart = (model.compiled.generate_loop() for _ in range(2))
-    for loop in (together, apart):
-        for prompt in prompts_of([3, 4, 9], seed):
-            loop.admit(np.array(prompt), 40)
-        loop.step()
-        loop.drain()
-    for tokens in torch.randint(3, 128, (2, 3, 2), generator=torch.Generator().manual_seed(seed)):
-        columns = []
-        for at in range(2):
-            apart.step(tokens[:, at])
-            sampled = apart.drain()
-            columns.append([sampled[row] for row in apart.rows])
-        assert together.feed(tokens).T.tolist() == columns
-    assert [row.length for row in together.rows] == [7, 8, 13]
-    for loop in (together, apart):
-        loop.close()
-    assert_account_is_empty(model)
-
-
 # ---- prefix hits
 
 
@@ -423,12 +398,8 @@ def ask(feature: str, kind: Kind, seed: int) -> None:
         Engine(model, mixed=True)
     elif feature == "drafts":
         with pytest.raises(ValueError, match=kind.refusal("drafts")):
-            Engine(model, speculative_config={"method": "ngram"})
-        loop = runtime.generate_loop()
-        loop.admit(np.array([5, 6, 7]), 40)
-        loop.step()
-        loop.drain()
-        loop.feed(torch.tensor([[5, 6]]))
+            runtime.model_runner().steps.step_of_several(1, 2)
+        Engine(model, speculative_config={"method": "ngram"})
     elif feature == "images":
         feature_of("images", "engine").check_kinds(facts.kinds)
     elif feature == "crop":

@@ -320,7 +320,7 @@ def test_a_random_schedule_is_silent(config: dict[str, Any], seed: int) -> None:
     schedule = Schedule(model.compiled.generate_loop(), plain, rng)
     for _ in range(60):
         schedule.anything()
-    assert schedule.fed
+    assert schedule.drafted or schedule.drafts is None
     schedule.close()
     assert model.compiled.stats().wrong_tags == 0
     assert_account_is_empty(model)

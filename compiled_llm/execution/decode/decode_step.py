@@ -30,7 +30,7 @@ Arriving: TypeAlias = tuple[Sequence[Row], Any]
 class DecodeStep:
     """The next steps of rows that sit in the decode buffers."""
 
-    # ``output`` is of its last run, after the last new token of each row; all of them if it accepts tokens.
+    # ``output`` is of its last run, after each new token of its rows.
 
     def __init__(
         self,
@@ -60,8 +60,7 @@ class DecodeStep:
         self._read_at = 0  # its ``repeats``
         count, new = len(rows), launch.new_tokens
         self._new, self._asked, self._accepts = new, (launch.key.wants, new), launch.accepts
-        every = slice(count * new) if count < launch.key.rows else None
-        self._kept = every if new == 1 or self._accepts else slice(new - 1, count * new, new)
+        self._kept = slice(count * new) if count < launch.key.rows else None  # the others are padding's
         self.output = self._of_rows(launch.outputs)
         if self._accepts:
             self._accept(0)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from compiled_llm.compat.torch.profiler import is_profiling
@@ -60,7 +59,6 @@ class DecodeBuffers:
         columns = (arena["decode_slot"], arena["decode_position"], arena["decode_length"], arena["decode_start"])
         self._whole = DecodeInputs(*columns, slots.pages, ops, states=slots.states, taps=taps)
         self._views: dict[StepKey, DecodeInputs] = {}
-        self._fed: dict[int, Tensor] = {}  # known tokens, by q
         self._planned = PlannedTable(state, planner) if planner.decodes else None
         self._sharing: Any = None if state.sharing is None else state.sharing.tables(state)
         self._owner: weakref.ref[BatchOwner] | None = None
@@ -78,9 +76,8 @@ class DecodeBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes outside the arena: known tokens, the page table of planned steps, and the tables of shared pages."""
-        parts = (*self._fed.values(), self._planned, self._sharing)
-        return sum(part.nbytes for part in parts if part is not None)
+        """Bytes outside the arena: the page table of planned steps, and the tables of shared pages."""
+        return sum(part.nbytes for part in (self._planned, self._sharing) if part is not None)
 
     # ---- written
 
@@ -129,13 +126,10 @@ class DecodeBuffers:
         write("decode_start", written, (numbers[first:] * slots.pages_each).astype(np.int32))
 
     def feed(self, rows: int, step: StepKey, tokens: Tensor) -> None:
-        """Let the first rows in the decode buffers feed in ``tokens`` ``[rows]`` or ``[rows, q]``, on the device."""
+        """Let the first rows in the decode buffers feed in ``tokens`` ``[rows]`` for their own, on the device."""
         self._state.arena.flush()
-        inputs = self._view(step)
-        if inputs.fed is not None:
-            inputs.fed[:rows].copy_(tokens)
-        else:
-            self._state.slots.tables.next_token.index_copy_(0, inputs.slots[:rows], tokens.long())
+        slots = self._view(step).slots[:rows]
+        self._state.slots.tables.next_token.index_copy_(0, slots, tokens.long())
 
     def plan_padding(self, step: StepKey) -> None:
         """Plan a step over rows of padding, if steps are planned."""
@@ -158,21 +152,8 @@ class DecodeBuffers:
         if step not in self._views:
             columns = {name: getattr(self._whole, name)[: step.rows] for name in _OF_ROWS}
             mark_columns([*columns.values()], step.rows)
-            view = self._whole._replace(**columns, fed=self._fed_of(step), wants=step.wants)
+            view = self._whole._replace(**columns, wants=step.wants)
             if step.accepts:  # which is no output of the model's
                 view = view._replace(wants=(), drafts=self.drafts[step.wants](step))
             self._views[step] = view
         return self._views[step]
-
-    def _fed_of(self, step: StepKey) -> Tensor | None:
-        """Return the place of a step's known tokens, ``[B, q]``; None if each row has one token, that in its slot."""
-        new = step.new_tokens_per_row
-        if new == 1 or step.accepts:
-            return None
-        if new not in self._fed:
-            whole = self._whole.slots
-            with torch.inference_mode(False):
-                self._fed[new] = torch.zeros(len(whole), new, dtype=torch.int64, device=whole.device)
-        fed = self._fed[new][: step.rows]
-        mark_columns([fed], step.rows)
-        return fed

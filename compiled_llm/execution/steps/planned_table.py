@@ -1,6 +1,6 @@
 """The page table of decode steps for a backend that plans them: one list of the rows' pages."""
 
-# Shapes: B rows of a bucket, q new tokens of each.
+# Shapes: B rows of a bucket, each with one new token.
 
 from __future__ import annotations
 
@@ -31,22 +31,17 @@ class PlannedTable:
             self._indices = mark_static(torch.zeros(entries, dtype=torch.int32, device=device))
             self._last_page_len = torch.zeros(max_rows, dtype=torch.int32, device=device)
             self._rows = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._qo_indptr = {1: self._rows}  # by q
         self._views: dict[StepKey, tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
-        own = (self._indptr, self._indices, self._last_page_len, *self._qo_indptr.values())
-        return sum(column.nbytes for column in own)
+        return sum(own.nbytes for own in (self._indptr, self._indices, self._last_page_len, self._rows))
 
     def of(self, step: StepKey) -> PlannedRows:
         """Return the table and plans of a bucket, always the same tensors."""
         if step not in self._views:
-            rows, new = step.rows, step.new_tokens_per_row
-            if new not in self._qo_indptr:
-                with torch.inference_mode(False):
-                    self._qo_indptr[new] = self._rows * new
-            whole = (self._indptr[: rows + 1], self._last_page_len[:rows], self._qo_indptr[new][: rows + 1])
+            rows = step.rows
+            whole = (self._indptr[: rows + 1], self._last_page_len[:rows], self._rows[: rows + 1])
             mark_columns(whole, rows)
             self._views[step] = whole
         indptr, last_page_len, qo_indptr = self._views[step]
@@ -57,7 +52,7 @@ class PlannedTable:
         self._planner.plan_decode(self._on_host([], step), step)
 
     def lay_out(self, rows: Sequence[Row], step: StepKey) -> None:
-        """Write and plan the table of rows that have grown by the tokens that they are about to feed in."""
+        """Write and plan the table of rows that have grown by the token that they are about to feed in."""
         table = self._on_host(rows, step)
         self._staging.upload(
             [
@@ -69,5 +64,4 @@ class PlannedTable:
         self._planner.plan_decode(table, step)
 
     def _on_host(self, rows: Sequence[Row], step: StepKey) -> HostTable:
-        new = step.new_tokens_per_row
-        return build_table(rows, [new] * len(rows), self._page_size, step.rows, new)
+        return build_table(rows, [1] * len(rows), self._page_size, step.rows, 1)

@@ -14,7 +14,6 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import StepEntry
 from compiled_llm.compilation.program_list import program_for, with_outputs
-from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.reporting.progress import TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.steps.decode_buffers import DecodeBuffers
@@ -40,7 +39,6 @@ class Steps:
         self,
         state: RunnerState,
         graph_manager: GraphManager,
-        planner: Planner,
         dispatcher: Dispatcher,
         buffers: DecodeBuffers,
     ) -> None:
@@ -52,7 +50,6 @@ class Steps:
         self._decodes = [StepKey.decode(bucket_for(rows, most)) for rows in range(most + 1)]
         self._largest = self._decodes[most]
         self._table.anchors["decode"] = [self._largest]
-        self._max_planned = planner.max_tokens
 
     def ready(
         self,
@@ -150,15 +147,10 @@ class Steps:
     def step_of_several(self, rows: int, new_tokens: int) -> StepKey:
         """Return the smallest step of several new tokens a row; ValueError if the backend has none."""
         step, ops = StepKey.decode(self._decodes[rows].rows, new_tokens), self.buffers.ops
-        if ops is not None and not ops.several:
+        if ops is None or not ops.several:
             raise ValueError(
                 f"backend={self._state.config.backend!r} decodes one new token of each row at a time, not "
-                f"{new_tokens}; feed them one by one"
-            )
-        if ops is None and step.tokens > self._max_planned:
-            raise ValueError(
-                f"{new_tokens} new tokens for each of {step.rows} rows are more than the {self._max_planned} that can "
-                "be planned; wrap with a larger prefill_tokens"
+                f"{new_tokens}; leave drafts out"
             )
         given = f"{new_tokens} new tokens for each row"
         if (refused := refusal(self._state.facts.kinds, "drafts", given)) is not None:

@@ -221,15 +221,7 @@ def test_a_model_is_refused_before_its_pages_are_allocated(seed: int, monkeypatc
 
 def test_several_new_tokens_a_row_need_room_for_their_scores(seed: int) -> None:
     wrapped: Any = compiled_llm.wrap(indexed_model(seed=seed), mode="eager", **FEW_PAGES)
-    loop = wrapped.compiled.generate_loop()
-    for _ in range(8):
-        loop.admit([5, 6, 7], 40)
-    loop.step()
-    loop.drain()
     with pytest.raises(
         ValueError, match=r"2 new tokens for each of 8 rows need 861\d+ bytes for an indexer's scores, "
     ):
-        loop.feed(torch.full((8, 2), 5))
-    assert [row.length for row in loop.rows] == [3] * 8
-    loop.close()
-    assert_account_is_empty(wrapped)
+        wrapped.compiled.model_runner().steps.step_of_several(8, 2)

@@ -22,12 +22,6 @@ class Alone:
         self.logits = out.logits[0, -1]
         self.fed += tokens
 
-    def assert_follow(self, tokens: list[int], following: list[int]) -> None:
-        """Feed ``tokens`` one by one, and compare the most likely token after each with ``following``."""
-        for token, after in zip(tokens, following, strict=True):
-            self.feed([token])
-            assert self.next == after
-
     @property
     def next(self) -> int:
         return int(self.logits.argmax())

@@ -30,31 +30,6 @@ def first_layer(generate_loop: GenerateLoop) -> list[Tensor]:
     return [states for stored in generate_loop.stored(0) for states in stored]
 
 
-def assert_fed(
-    generate_loop: GenerateLoop, plain: PreTrainedModel, rng: np.random.Generator, lengths: list[int], new_tokens: int
-) -> None:
-    """Rows that feed in known tokens, several in a step, some of which they forget, get HuggingFace's next tokens."""
-    prompts = [prompt_of(length, rng) for length in lengths]
-    twins = [Alone(plain, prompt) for prompt in prompts]
-    rows = [generate_loop.admit(prompt, 60) for prompt in prompts]
-    generate_loop.step()
-    for kept in (new_tokens, 1, new_tokens - 1):
-        for _ in range(3):
-            tokens = torch.tensor([prompt_of(new_tokens, rng) for _ in rows])
-            sampled = generate_loop.feed(tokens)
-            for twin, own, following in zip(twins, tokens.tolist(), sampled.tolist(), strict=True):
-                twin.assert_follow(own, following)
-        assert_logits(generate_loop, *twins)
-        for number, (row, twin) in enumerate(zip(rows, twins, strict=True)):
-            row.rewind(row.length - new_tokens + kept)
-            twins[number] = Alone(plain, twin.fed[: row.length])
-        generate_loop.step(fed={row: twin.next for row, twin in zip(rows, twins, strict=True)})
-        for twin in twins:
-            twin.feed([twin.next])
-        assert_logits(generate_loop, *twins)
-    assert generate_loop.step()
-
-
 class Schedule:
     """A loop and its rows' twins, each alone on HuggingFace's forward."""
 
@@ -64,7 +39,7 @@ class Schedule:
         self.waiting: dict[Row, list[int]] = {}
         self.expected: dict[Row, int] = {}  # of the step before
         self.left: dict[Row, int] = {}
-        self.fed = 0  # steps of several tokens
+        self.drafted = 0  # steps of several tokens
         self.drafts: Any = None  # a copy of the package without drafts has none
         if feature("drafts", "execution") is not None:
             from support.execution.scripted_drafts import ScriptedDrafts
@@ -117,19 +92,6 @@ class Schedule:
             self.twins[row].feed(ids)
         torch.testing.assert_close(logits, torch.stack([self.twins[row].logits for row in rows]), **TOLERANCE)
 
-    def feed(self) -> None:
-        """Several known tokens in one step."""
-        rows = self.generate_loop.rows
-        count = min(int(self._rng.integers(2, 5)), *(self.left[row] for row in rows))
-        tokens = [prompt_of(count, self._rng) for _ in rows]
-        sampled = self.generate_loop.feed(torch.tensor(tokens))
-        for row, own, following in zip(rows, tokens, sampled.tolist(), strict=True):
-            self.left[row] -= count
-            self.twins[row].assert_follow(own, following)
-        assert_logits(self.generate_loop, *(self.twins[row] for row in rows))
-        self.has_next = True
-        self.fed += 1
-
     def draft(self) -> None:
         """Drafts in one step, of which the device decides how many count; some results are never read."""
         rows = self.generate_loop.rows
@@ -138,7 +100,7 @@ class Schedule:
         self.unread.append(self.drafts.launch(new, counts, [self.twins[row] for row in rows]))
         for row, count in zip(rows, counts, strict=True):
             self.left[row] -= count
-        self.fed += 1
+        self.drafted += 1
 
     def read(self) -> None:
         self.unread.pop(int(self._rng.integers(len(self.unread)))).check()
@@ -174,8 +136,9 @@ class Schedule:
             self.release(row)
         if self.left and self._rng.random() < 0.18:
             self.release(list(self.left)[self._rng.integers(len(self.left))])
-        if self.twins and not self.waiting and min(self.left.values()) > 1 and self._rng.random() < 0.25:
-            (self.feed, self.draft)[self._rng.integers(2) if self.has_next and self.drafts is not None else 0]()
+        drafts = self.drafts is not None and self.has_next and self.twins and not self.waiting
+        if drafts and min(self.left.values()) > 1 and self._rng.random() < 0.25:
+            self.draft()
         if self.unread and self._rng.random() < 0.4:
             self.read()
         if self.twins and self._rng.random() < 0.12:
@@ -184,7 +147,7 @@ class Schedule:
         if self._rng.random() < 0.1:
             self.fork()
         room = 9 - len(self.left)
-        wanted = room if not self.left else int(self._rng.random() < 0.2) * int(self._rng.integers(1, 4))
-        for _ in range(min(room, max(wanted, 0 if self.left else 1))):
+        wanted = self._rng.choice([1, room]) if not self.left else (self._rng.random() < 0.2) * self._rng.integers(1, 4)
+        for _ in range(min(room, int(wanted))):
             self.admit(int(self._rng.integers(1, 25)), int(self._rng.integers(1, 40)))
         self.step(forced=bool(self._rng.random() < 0.4))
