@@ -283,7 +283,7 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs run as Python: enough for what is said and prepared of them, whatever is in their graphs."""
-    monkeypatch.setattr(programs, "compiled", lambda function, config, backend: function)
+    monkeypatch.setattr(programs, "compiled", lambda program, function, *more: function)
 
 
 @pytest.fixture(scope="session")

@@ -185,7 +185,7 @@ def test_a_module_swapped_after_wrap_is_named_and_wrapping_again_serves(monkeypa
     monkeypatch.setattr(
         programs,
         "compiled",
-        lambda function, *_: torch.compile(function, backend="eager", fullgraph=True, dynamic=False),
+        lambda program, function, *more: torch.compile(function, backend="eager", fullgraph=True, dynamic=False),
     )
     inputs = mixed_prompts([4], 128, seed=0)
     model = compiled_llm.wrap(plant(planted.PrintDeleted), progress=False)

@@ -143,5 +143,5 @@ def let_a_cpu_capture_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         self._compiled = False
 
     monkeypatch.setattr(CudaGraphs, "__init__", init)
-    monkeypatch.setattr(programs, "compiled", lambda function, config, backend: function)
+    monkeypatch.setattr(programs, "compiled", lambda program, function, *more: function)
     monkeypatch.setattr(programs.Programs, "outlines_layers", False)
