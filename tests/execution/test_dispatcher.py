@@ -187,7 +187,7 @@ def test_rows_that_are_left_go_on_in_a_step_that_nothing_has_to_be_prepared_for(
     config, dispatcher = SimpleNamespace(max_batch_size=most), Dispatcher(table)
     state = cast(Any, SimpleNamespace(step_table=table, config=config, device="cpu"))
     anything = cast(Any, MagicMock())
-    steps = execution.Steps(state, anything, anything, dispatcher, anything)
+    steps = execution.Steps(state, anything, dispatcher, anything)
     for before, rows, exact in itertools.product(range(1, most + 1), range(1, most + 1), (False, True)):
         previous, smallest = steps.decode_of(before), steps.decode_of(rows)
         step = steps.decode_of(rows, previous, exact)

@@ -16,7 +16,7 @@ from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Vis
 
 _OF_LIBRARIES = frozenset({"torch", "transformers", "compiled_llm", "compiled_llm_ops", "peft"})
 _BOUND = (BuiltinMethodType, MethodWrapperType)
-_CACHED = functools._lru_cache_wrapper
+_CACHED = type(functools.cache(lambda: None))
 
 
 def describe_called(visit: Visit, value: Any, where: str) -> str:

@@ -64,9 +64,8 @@ class CompiledEncoder:
         if PROGRAM.name in manager.prefills or manager.programs.interpreted:
             return
         merged = encoder.spatial_merge_size
-        grids = GridInputs.of(
-            encoder, torch.tensor([[1, rows * merged, columns * merged] for rows, columns in _EXAMPLE])
-        )
+        example = [[1, rows * merged, columns * merged] for rows, columns in _EXAMPLE]
+        grids = GridInputs.of(encoder, torch.tensor(example, device="cpu"))
         pixels = torch.zeros(grids.tokens, self._width(encoder), dtype=encoder.dtype, device=self._model_runner.device)
         with manager.preparing(PROGRAM.name, 1, PROGRAM.name):
             self._encoded(encoder, pixels, grids)

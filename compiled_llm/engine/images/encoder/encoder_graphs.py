@@ -90,7 +90,7 @@ class EncoderGraphs:
     def _inputs_of(self, encoder: Any, width: int, tokens: int) -> EncoderInputs:
         """Return the beginnings of buffers that all sizes read, made with the first one, the largest."""
         side = encoder.spatial_merge_size
-        empty = GridInputs.of(encoder, torch.tensor([[1, side, side]])).padded(encoder, tokens, _PICTURES)
+        empty = GridInputs.of(encoder, torch.tensor([[1, side, side]], device="cpu")).padded(encoder, tokens, _PICTURES)
         if not self._buffers:
             with torch.inference_mode(False):
                 device, dtype = self._model_runner.device, encoder.dtype
