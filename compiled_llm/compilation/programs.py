@@ -170,7 +170,7 @@ class Programs:
         if kept is not None:
             self._recorder, self._taker = kept.of_model(facts, config, folder)
         if config.mode != "eager" and not self.eager:
-            begin_during_tracing(device, artifacts, traces=self._taker is None or not self._taker.names)
+            begin_during_tracing(device, artifacts, traces=not self.kept)
         self.compiling = CompilingNotice(None if artifacts is None else artifacts.refuse)
         self._fused: list[Pass] = [FusedProducts(weights)] if weights is not None and weights.groups else []
         if facts.stand_ins is not None:
@@ -361,6 +361,11 @@ class Programs:
 
     def tracing_seconds(self) -> float:
         return tracing_seconds([*self.functions.values()])
+
+    @property
+    def kept(self) -> set[str]:
+        """The names of programs that may run as they were kept."""
+        return set() if self._taker is None else set(self._taker.names)
 
     def ways(self) -> dict[str, str]:
         """Return where each program that has run comes from: ``kept``, ``traced``, or ``given up:`` and why."""

@@ -273,6 +273,8 @@ class GraphManager:
             return "preparing kernels for"
         if program in self.programs.ways():
             return "capturing" if config.captures_on(kind) or config.uses_trees_on(kind) else "preparing"
+        if program in self.programs.kept:
+            return "loading"
         has_kernels = kind == "cuda" and program in (PREFILL, PREFILL_EMBEDDED)
         return "preparing kernels for, and tracing" if has_kernels else "tracing"
 

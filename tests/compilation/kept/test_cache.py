@@ -24,6 +24,7 @@ from compiled_llm.compilation.kept.cache.entry import CacheEntry
 from compiled_llm.compilation.kept.cache.program_cache import ProgramCache, _say_once
 from compiled_llm.compilation.kept.cache.room import make_room
 from compiled_llm.compilation.kept.kept_program import KeptProgram
+from compiled_llm.execution.reporting.progress import watched
 from support.compilation.kept_programs import result_of, traces_counted
 from support.parity import FEW_PAGES, greedy, mixed_prompts
 from support.tiny_models import ONE_LAYER, tiny_llama
@@ -119,11 +120,13 @@ def test_a_program_that_is_damaged_is_traced_and_kept_again(copied: Path) -> Non
     assert ways(model) == {"given up", "traced"}
     wait_for_writing()
     assert programs_in(copied) == before
-    with traces_counted() as traces:
+    heard: list[str] = []
+    with traces_counted() as traces, watched(lambda doing, step=None, steps=None: heard.append(doing)):
         model = wrapped()
         assert answer(model) == expected
     assert ways(model) == {"kept"}
     assert not traces
+    assert heard == ["loading prefill", "loading decode, 1 row"]
 
 
 def test_a_changed_model_is_traced_and_kept_beside_the_other(copied: Path) -> None:
