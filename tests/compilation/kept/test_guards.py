@@ -64,7 +64,7 @@ def test_all_guards_of_prefill_and_decode_are_covered(family, whole):
     assert [each.refused for each in found] == [None, None]
     assert len(guards) > 500
     unlooked = [guard for guard in guards if guard.missing and not guard.about.startswith("L['model']")]
-    assert len(unlooked) < 20, unlooked  # else Dynamo's expressions are no longer evaluated
+    assert 20 * len(unlooked) < len(guards), unlooked  # else Dynamo's expressions are no longer evaluated
 
 
 @pytest.mark.parametrize("left_out", ["opened", "saw", "read"])
