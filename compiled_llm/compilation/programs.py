@@ -365,7 +365,8 @@ class Programs:
     @property
     def kept(self) -> set[str]:
         """The names of programs that may run as they were kept."""
-        return set() if self._taker is None else set(self._taker.names)
+        names: set[str] = set() if self._taker is None else self._taker.names
+        return names
 
     def ways(self) -> dict[str, str]:
         """Return where each program that has run comes from: ``kept``, ``traced``, or ``given up:`` and why."""

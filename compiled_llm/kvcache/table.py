@@ -44,22 +44,16 @@ class HostTable(NamedTuple):
     last_page_len: NDArray[np.int32]
 
 
-def build_table(
-    rows: Sequence[Stored],
-    queries: Sequence[int],
-    page_size: int,
-    padded: int,
-    null_tokens: int = 1,
-) -> HostTable:
+def build_table(rows: Sequence[Stored], queries: Sequence[int], page_size: int, padded: int) -> HostTable:
     """Lay out ``rows`` whose last ``queries[b]`` tokens are being computed, padded with null rows to B = ``padded``."""
-    # The rows are already grown by these tokens. A null row has ``null_tokens`` tokens and queries, in the null page.
+    # The rows are already grown by these tokens. A null row has one token and query, in the null page.
     # Sums over lists: of numpy, each other function that a first token needs has to come into the caches first.
     null = padded - len(rows)
-    laid_out = rows if null == 0 else [*rows, *[Span.null(null_tokens, page_size)] * null]
+    laid_out = rows if null == 0 else [*rows, *[Span.null(1, page_size)] * null]
     pages = [row.pages for row in laid_out]
     last = [row.length - (len(row.pages) - 1) * page_size for row in laid_out]
     return HostTable(
-        qo_indptr=_starts([*queries, *[null_tokens] * null]),
+        qo_indptr=_starts([*queries, *[1] * null]),
         indptr=_starts(list(map(len, pages))),
         indices=np.array(list(chain.from_iterable(pages)), dtype=np.int32),
         last_page_len=np.array(last, dtype=np.int32),

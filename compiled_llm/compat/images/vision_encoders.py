@@ -1,4 +1,4 @@
-"""What HuggingFace's vision encoders read of grids, computed outside of their forward, and how they attend.
+"""What HuggingFace's vision encoders derive from ``grid_thw``, computed before their forward, and their attention.
 
 | what | for | without it | ends when |
 | --- | --- | --- | --- |
@@ -28,7 +28,7 @@ SEGMENTS = "compiled_llm_flash_segments"
 
 
 def of_grid(encoder: Any, grid: Tensor) -> dict[str, Tensor]:
-    """Return what an encoder's forward would compute of a grid ``[N, 3]`` on the CPU, by the names of its arguments."""
+    """Return what an encoder's forward would derive from a grid ``[N, 3]`` on the CPU, by its arguments' names."""
     merged: int = encoder.spatial_merge_size
     read = {
         "position_ids": get_vision_position_ids(grid, merged),

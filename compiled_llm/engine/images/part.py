@@ -70,15 +70,17 @@ def images_of(
     digests = digests_of(pixels, counts)
     encoder = PromptEncoder(pixels, counts, [(salt, digest) for digest in digests], cache_bytes)
     of_tokens = {name: inputs[name] for name in inputs if name not in pixels}
-    slow = _slower(encoder, model_runner) if in_steps else None
-    in_steps = in_steps and (slow is None or slow.id == "encoder")
+    slow = None
+    if in_steps:
+        obstacle = steps_obstacle(encoder, model_runner)
+        in_steps, slow = obstacle is None, _slower(obstacle, model_runner)
     return RequestImages(facts, of_tokens, positions, token_keys(ids, runs, digests), runs, encoder, in_steps, slow)
 
 
-def _slower(encoder: PromptEncoder, model_runner: ModelRunner) -> Reason | None:
-    """Return why steps do not read pictures, or HuggingFace encodes them; None if neither."""
-    if (found := steps_obstacle(encoder, model_runner)) is not None:
-        return Reason("prefill", found)
+def _slower(obstacle: str | None, model_runner: ModelRunner) -> Reason | None:
+    """Return that steps do not read pictures for an ``obstacle``, or else why HuggingFace encodes them; None if not."""
+    if obstacle is not None:
+        return Reason("prefill", obstacle)
     model: Any = model_runner.state.facts.model
     found = encoder_obstacle(model.model.visual)
     return None if found is None else Reason("encoder", found)

@@ -64,4 +64,4 @@ class PlannedTable:
         self._planner.plan_decode(table, step)
 
     def _on_host(self, rows: Sequence[Row], step: StepKey) -> HostTable:
-        return build_table(rows, [1] * len(rows), self._page_size, step.rows, 1)
+        return build_table(rows, [1] * len(rows), self._page_size, step.rows)

@@ -31,7 +31,7 @@ Function = Callable[[list[Any]], Sequence[Any]]
 _EXTERN: dict[str, Callable[..., Any]] = {
     name: getattr(torch, name) for name in ("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm")
 }
-"""What code calls as ``extern_kernels``, which Inductor defines beside all that chooses among kernels."""
+"""The ``extern_kernels`` that compiled code may call; to import Inductor's own brings its autotuning."""
 
 _REPLACED = re.compile(
     r"^from torch\._inductor\.(?:select_algorithm import extern_kernels"
