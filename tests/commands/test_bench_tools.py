@@ -210,6 +210,14 @@ def test_an_engine_that_comes_short_or_dies_says_why(tool: Any, tmp_path: Path) 
     assert "the worker ended with exit code 1: ValueError: no CUDA for you" in printed
 
 
+def test_grpo_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "grpo", raising=False)
+    with pytest.raises(SystemExit, match=r"needs TRL.* and there is no module datasets"):
+        importlib.import_module("grpo")
+
+
 def test_offline(tool: Any, tmp_path: Path) -> None:
     python, _ = fake_vllm(tmp_path)
     quick = ("--requests", "3", "--prompts", "4-8", "--answers", "3-5", "--decoding", "greedy", "--runs", "2")

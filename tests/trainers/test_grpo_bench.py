@@ -18,6 +18,7 @@ TOOLS = CHECKOUT / "tools" / "bench"
 QUICK = ("--prompts=2", "--answers=2", "--prompt=8", "--new=8", "--micro=2", "--steps=2")
 WAYS = (
     "hf-generate",
+    "compiled-llm:generate:eager",
     "compiled-llm:generate-batch:eager",
     "compiled-llm:engine:eager",
     "compiled-llm:sample-with:eager",
@@ -63,6 +64,18 @@ def test_each_way_is_timed_in_steps_and_their_parts(script):
     for table in (printed, shown):
         assert "**Steps of GRPO, 2 prompts of 8 tokens x 2 answers of 8, micro batches of 2**" in table
         assert "| rest, s |" in table
+
+
+def test_tools_are_called_between_turns(script):
+    ways = ("compiled-llm:generate:eager", "compiled-llm:engine:eager", "compiled-llm:sample-with:eager")
+    code, printed, report = script(*QUICK, "--tools=4", "--contenders", ",".join(ways))
+    assert code == 0, printed
+    results = report.results["grpo"]
+    assert [result["contender"] for result in results] == [ways[0], ways[2]]
+    assert {result["new_tokens"] for result in results} == {2 * 2 * 8 * 4}, "each turn's, without what the tool says"
+    assert "a rollout_func has the first turn alone" in report.unavailable[ways[1]]
+    assert "x 2 answers of 4 turns of 8, a tool's 64 between them" in printed
+    assert report.machine["versions"]["trl"]
 
 
 def test_micro_batches_divide_the_answers(script):

@@ -1,8 +1,10 @@
 """Steps of TRL's GRPO by who answers its prompts: seconds of rollouts and of what follows them, and peaks of memory.
 
-python tools/bench/grpo.py --model qwen3-0.6b --json grpo.json
+python tools/bench/grpo.py --model qwen3-0.6b --logprobs --json grpo.json
+python tools/bench/grpo.py --model qwen3-0.6b --tools 4 --new 128 --json grpo-tools.json
 
-Needs TRL 1.16.
+Needs TRL 1.16, whose prompts are in memory. On a machine without a network, wheels of trl, datasets, dill and
+multiprocess on PYTHONPATH are enough beside pandas, pyarrow and xxhash.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Annotated, Any, get_args
 
 import torch
@@ -33,23 +36,41 @@ from compiled_llm.trl import sample_with
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # of a `rollout_func`
 
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
+try:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.models.utils import disable_gradient_checkpointing
+except ImportError as error:
+    raise SystemExit(
+        f"grpo.py: needs TRL 1.16, and there is no module {error.name}: pip install 'trl==1.16.*'"
+    ) from error
 
 STEP, ROLLOUT, WAKE, SLEEP = "step", "rollout", "wake", "sleep"
+TOLD = "x" * 64
+"""What a tool says: a letter is a token."""
+MARKS = 32
+"""Most tokens that the template has around a prompt, and around what a tool says."""
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}{% for call in message.tool_calls or [] %} "
+    "{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 RolloutFunc = Callable[[list[str], GRPOTrainer], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Grpo:
-    """What a step does: so many prompts, answers to each, and their tokens; gradients are of ``micro`` at once."""
+    """What a step does: so many prompts, answers to each, and their tokens; gradients are of ``micro`` at once.
+
+    An answer has so many turns of ``new`` tokens, each but the last with a call of a tool.
+    """
 
     prompts: int
     answers: int
     prompt: int
     new: int
     micro: int
+    turns: int = 1
 
     @property
     def rows(self) -> int:
@@ -57,17 +78,25 @@ class Grpo:
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.new
+        return self.rows * self.turns * self.new
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most tokens of a prompt, and of its answer with what tools say."""
+        calls = self.turns - 1
+        return self.prompt + MARKS * bool(calls), self.turns * self.new + calls * (len(TOLD) + MARKS)
 
     def __str__(self) -> str:
-        asked = f"{self.prompts} prompts of {self.prompt} tokens x {self.answers} answers of {self.new}"
+        turns = f"{self.turns} turns of {self.new}, a tool's {len(TOLD)} between them" if self.turns > 1 else self.new
+        asked = f"{self.prompts} prompts of {self.prompt} tokens x {self.answers} answers of {turns}"
         return f"{asked}, micro batches of {self.micro}"
 
     def texts(self, steps: int) -> Dataset:
         """Prompts of all steps, none twice: a letter is a token of `made_up_tokenizer`."""
         letters = random.Random(0)
         drawn = ["".join(letters.choices(string.ascii_letters, k=self.prompt)) for _ in range(steps * self.prompts)]
-        return Dataset.from_dict({"prompt": drawn})
+        chats = [[{"role": "user", "content": text}] for text in drawn]
+        return Dataset.from_dict({"prompt": drawn if self.turns == 1 else chats})
 
     def config(self, steps: int, folder: str, cpu: bool, **options: Any) -> GRPOConfig:
         return GRPOConfig(
@@ -75,7 +104,9 @@ class Grpo:
             use_cpu=cpu,
             max_steps=steps,
             num_generations=self.answers,
-            max_completion_length=self.new,
+            max_completion_length=self.longest[1],
+            max_tool_calling_iterations=self.turns - 1,
+            generation_kwargs={"max_new_tokens": self.new},  # of a turn
             per_device_train_batch_size=self.micro,
             gradient_accumulation_steps=self.rows // self.micro,
             gradient_checkpointing=True,
@@ -137,7 +168,9 @@ class TimedTrainer(GRPOTrainer):
         with self.clock.part(ROLLOUT):
             found = super()._generate(*args, **kwargs)
         self.clock.note_peak("peak of rollouts")
-        if (tokens := sum(map(len, found[1]))) != self.asked.tokens:
+        _, answers, by_the_model, *_ = found
+        tokens = sum(map(len, answers) if by_the_model is None else map(sum, by_the_model))
+        if tokens != self.asked.tokens:
             raise RuntimeError(f"{tokens} tokens came instead of {self.asked.tokens}")
         return found
 
@@ -155,15 +188,15 @@ class Policy(Contender):
         """The model, and a `rollout_func` if TRL is not to call the model."""
         yield clock.setup.model(), None
 
-    def attach(self, trainer: GRPOTrainer) -> None:
+    def attach(self, trainer: TimedTrainer) -> None:
         """Have something else sample for a trainer that was made."""
 
 
 class OurPolicy(Policy):
     """The wrapped model; a mode that is not named is `wrap`'s choice."""
 
-    def __init__(self, kind: str, mode: Mode | None) -> None:
-        super().__init__(":".join(filter(None, ["compiled-llm", kind, mode])), batched=True)
+    def __init__(self, kind: str, mode: Mode | None, batched: bool = False) -> None:
+        super().__init__(":".join(filter(None, ["compiled-llm", kind, mode])), batched)
         self.mode: Mode = WrapConfig.mode if mode is None else mode
 
     @contextmanager
@@ -177,9 +210,14 @@ class OurPolicy(Policy):
 class OverEngine(OurPolicy):
     """An engine of the wrapped model, which sleeps while TRL trains."""
 
-    def __init__(self, mode: Mode | None, logprobs: bool) -> None:
+    def __init__(self, mode: Mode | None, logprobs: bool, turns: int) -> None:
         super().__init__("engine", mode)
-        self.logprobs = logprobs
+        self.logprobs, self.turns = logprobs, turns
+
+    def obstacle(self, setup: Setup) -> str | None:
+        if self.turns > 1:
+            return "a rollout_func has the first turn alone: TRL samples those after tools by the model's generate"
+        return super().obstacle(setup)
 
     @contextmanager
     def policy(
@@ -226,9 +264,10 @@ class BySampleWith(OurPolicy):
         ):
             yield model, None
 
-    def attach(self, trainer: GRPOTrainer) -> None:
+    def attach(self, trainer: TimedTrainer) -> None:
         assert self._engine is not None
-        trainer.args.generation_kwargs = {"ignore_eos": True}  # what no answer has is no token, either
+        # The end that no answer has is no token, either.
+        trainer.args.generation_kwargs = {"ignore_eos": True, "max_tokens": trainer.asked.new}
         trainer.eos_token_ids = []
         sample_with(self._engine, trainer, sleep=True)
 
@@ -238,15 +277,38 @@ def logprobs_of(output: Any) -> list[float]:
 
 
 def tokenizer_of(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose end is one token more than the model has, so that no answer ends by itself."""
+    """A tokenizer whose end is one token more than the model has, so that no answer ends by itself.
+
+    Each answer that it reads calls `look_up`.
+    """
     tokenizer = made_up_tokenizer(vocabulary + 1)
-    tokenizer.padding_side = "left"
+    tokenizer.padding_side, tokenizer.chat_template = "left", TEMPLATE
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+
+    def parsed(ids: Sequence[int], **_: Any) -> dict[str, Any]:
+        call = {"name": look_up.__name__, "arguments": {"what": "letters"}}
+        said = tokenizer.decode(ids)
+        return {"role": "assistant", "content": said, "tool_calls": [{"type": "function", "function": call}]}
+
+    tokenizer.response_template, tokenizer.parse_response = {}, parsed
     return tokenizer
 
 
-def reward(completions: Sequence[str], **_: Any) -> list[float]:
-    return [float(len(set(text))) for text in completions]
+def look_up(what: str) -> str:
+    """Look something up.
+
+    Args:
+        what: its name.
+
+    Returns:
+        What is known of it.
+    """
+    return TOLD
+
+
+def reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """Count the characters that an answer has, those of its turns if it has several."""
+    return [float(len(set(str(answer)))) for answer in completions]
 
 
 def result_of(name: str, asked: Grpo, steps: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -274,20 +336,25 @@ def main(
     new: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 512,
     micro: Annotated[int, typer.Option(min=1, help="Answers that are trained on at once; divides all of them.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, after one that is not.")] = 2,
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="Engines also return those of answers.")] = False,
-    contenders: Contenders = "hf-generate,hf-generate-batch,compiled-llm:generate-batch,compiled-llm:engine",
+    tools: Annotated[
+        int, typer.Option(min=1, help="Turns of each answer, of --new tokens each; a tool is called between them.")
+    ] = 1,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="A rollout_func also has those of answers.")] = False,
+    contenders: Contenders = "hf-generate,compiled-llm:generate,compiled-llm:engine,compiled-llm:sample-with",
     device: DeviceName = "auto",
     json: Json = None,
     commit: Commit = None,
 ) -> None:
     """Measure steps of GRPO, with rollouts by HuggingFace's calls and by an engine that sleeps in between."""
-    asked = Grpo(prompts, answers, prompt, new, micro)
+    asked = Grpo(prompts, answers, prompt, new, micro, tools)
     if asked.rows % micro:
         raise typer.BadParameter(f"--micro: {micro} does not divide {asked.rows} answers; give a divisor of these")
     known: list[Policy] = [Policy("hf-generate", batched=False), Policy("hf-generate-batch", batched=True)]
     for mode in (None, *get_args(Mode)):
-        known += [OurPolicy("generate-batch", mode), OverEngine(mode, logprobs), BySampleWith(mode)]
-    with bench(model, device, [Workload(asked.rows, prompt, new)], json, commit) as run:
+        known += [OurPolicy("generate", mode), OurPolicy("generate-batch", mode, batched=True)]
+        known += [OverEngine(mode, logprobs, tools), BySampleWith(mode)]
+    with bench(model, device, [Workload(asked.rows, *asked.longest)], json, commit) as run:
+        run.report.machine["versions"]["trl"] = version("trl")
         tokenizer = tokenizer_of(vocabulary_of(model))
 
         def measure(contender: Policy) -> None:
@@ -307,6 +374,7 @@ def main(
                     train_dataset=asked.texts(1 + steps),
                     processing_class=tokenizer,
                     rollout_func=rollout,
+                    tools=[look_up] if tools > 1 else None,
                 )
                 contender.attach(trainer)
                 trainer.train()
