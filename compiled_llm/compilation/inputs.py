@@ -61,7 +61,7 @@ class StepTap(Protocol):
 class PrefillInputs(NamedTuple):
     """The inputs of a prefill, besides the pages."""
 
-    ids: Tensor  # ``[1, T]`` int64; ``[1, T, hidden]`` in the model's dtype if it starts from embeddings
+    ids: Tensor  # ``[1, T]`` int64
     positions: Tensor  # ``[1, T]`` int64, rotary positions
     keep: Tensor  # ``[L]`` int64, the tokens whose logits are returned
     sampled: Tensor  # ``[C]`` int64, the entries of ``keep`` after which a token is sampled

@@ -1,10 +1,9 @@
 """The programs of a model, one entry each: which steps it runs, and how it is compiled."""
 
-# A symbolic prefill, a second one that reads embeddings in place of token ids, for calls with ``inputs_embeds``, and a
-# third one for rows without cached tokens, where layers attend to these directly; a decode step for batch 1, one for
-# all larger batches, and one for rows that begin with the same pages. Steps that give more outputs than logits run in
-# programs of their own, made of these. One more is for calls of the model itself whose rows are new, and needs no
-# pages. Parts have programs of their own.
+# A symbolic prefill, and a second one for rows without cached tokens, where layers attend to these directly; a decode
+# step for batch 1, one for all larger batches, and one for rows that begin with the same pages. Steps that give more
+# outputs than logits run in programs of their own, made of these. One more is for calls of the model itself whose rows
+# are new, and needs no pages. Parts have programs of their own, and so has what rows bring besides ids.
 
 from __future__ import annotations
 
@@ -18,17 +17,12 @@ from compiled_llm.compilation.steps import decode_step, prefill_step, unpaged_st
 from compiled_llm.features import FEATURES, feature
 
 DECODE_ONE, DECODE_MANY = "decode, batch 1", "decode, larger batches"
-PREFILL_EMBEDDED = "prefill from embeddings"
 UNPAGED = "forward without pages"
 DECODE_SHARED = "decode, shared pages read once"
 
 
-def _reads_embeddings(inputs: ProgramInputs) -> bool:
-    return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 3
-
-
 def _reads_ids(inputs: ProgramInputs, alone: bool = False) -> bool:
-    return isinstance(inputs, PrefillInputs) and inputs.ids.dim() == 2 and inputs.alone is alone
+    return isinstance(inputs, PrefillInputs) and inputs.alone is alone
 
 
 def _decodes(inputs: ProgramInputs, one_row: bool, shared: bool) -> bool:
@@ -60,7 +54,6 @@ def _of_parts() -> Iterator[Program]:
 PROGRAMS: tuple[Program, ...] = (
     *_of_parts(),
     Program(PREFILL, _reads_ids, prefill_step, prefill_options),
-    Program(PREFILL_EMBEDDED, _reads_embeddings, prefill_step, prefill_options, on_demand=True),
     Program(PREFILL_ALONE, partial(_reads_ids, alone=True), prefill_step, prefill_options, on_demand=True),
     _decode(DECODE_ONE, one_row=True),
     _decode(DECODE_MANY, one_row=False),

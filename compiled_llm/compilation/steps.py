@@ -55,11 +55,9 @@ def forward_of_prompts(
     **asked: Any,
 ) -> Any:
     """Run packed tokens through the model, let taps see them, and return the model's output."""
-    embedded = inputs.ids.dim() == 3
-    ids = inputs.ids if embedded else known_ids(inputs.ids, tables)
-    read = {"inputs_embeds" if embedded else "input_ids": ids, "position_ids": inputs.positions, **asked}
-    told = torch.zeros_like(inputs.positions[0]) if embedded else ids[0]
-    return forward_of_packed(model, forward, inputs, pages, specs, told, **read)
+    ids = known_ids(inputs.ids, tables)
+    read = {"input_ids": ids, "position_ids": inputs.positions, **asked}
+    return forward_of_packed(model, forward, inputs, pages, specs, ids[0], **read)
 
 
 def forward_of_packed(

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import Sampling
-from compiled_llm.execution.batch import Batch, Extension, StepOutput, Tap
+from compiled_llm.execution.batch import Batch, Brought, Extension, StepOutput, Tap
 from compiled_llm.execution.decode.decode_step import Arriving
 from compiled_llm.execution.decode.deferred_sampling import Masks
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
@@ -253,17 +253,20 @@ class GenerateLoop:
         ids: Sequence[NDArray[np.int64]],
         positions: Sequence[NDArray[np.int64]],
         keep: NDArray[np.int64] | None = None,
-        embeddings: Tensor | None = None,
+        brought: Sequence[Brought | None] | None = None,
     ) -> Tensor:
         """Store and compute more packed tokens of some rows: ``[L, V]`` logits in the model's dtype, without a wait.
 
         Args:
             positions: the new tokens' rotary positions.
             keep: which packed tokens' logits are wanted; each row's last if None.
-            embeddings: ``[T, hidden]``, packed, which the model reads in place of ``ids``.
+            brought: what rows bring besides their ids; None if they bring nothing.
         """
         extensions = [Extension(*extension) for extension in zip(rows, ids, positions, strict=True)]
-        return self._thread.call(self._extend, extensions, keep, embeddings)
+        if brought is not None:
+            both = zip(extensions, brought, strict=True)
+            extensions = [extension._replace(brought=own) for extension, own in both]
+        return self._thread.call(self._extend, extensions, keep)
 
     def fill(
         self,
@@ -365,11 +368,9 @@ class GenerateLoop:
             settings = [sampling and _beginning(sampling, row.position + len(ids)) for row, ids, sampling in new]
             self.model_runner.admit([row for row, _, _ in new], settings)
 
-    def _extend(
-        self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None, embeddings: Tensor | None
-    ) -> Tensor:
+    def _extend(self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None) -> Tensor:
         self._persistent.invalidate()
-        return self.model_runner.extend(extensions, self.promise, keep, embeddings, self._every_row.taps)
+        return self.model_runner.extend(extensions, self.promise, keep, self._every_row.taps)
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None) -> Tensor:
         if positions is not None:

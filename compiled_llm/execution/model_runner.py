@@ -286,17 +286,16 @@ class ModelRunner:
         extensions: Sequence[Extension],
         promise: Promise | None = None,
         keep: NDArray[np.int64] | None = None,
-        embeddings: Tensor | None = None,
         taps: Sequence[Tap] = (),
     ) -> Tensor:
         """Run new tokens of rows, not yet grown, and return ``[L, V]`` logits, with no sampled tokens to remember."""
-        # ``keep`` is ``[L]`` ascending, the packed tokens whose logits are wanted, None for the last of each row;
-        # ``embeddings`` ``[T, hidden]`` are read in place of ids. OutOfPagesError as ``run``.
+        # ``keep`` is ``[L]`` ascending, the packed tokens whose logits are wanted, None for the last of each row.
+        # OutOfPagesError as ``run``.
         self.graph_manager.cuda_graphs.adopt()
         self.expect_changes()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
-            logits = self.prefill.run(extensions, keep, embeddings, remember=False, exact=True, taps=taps).logits
+            logits = self.prefill.run(extensions, keep, remember=False, exact=True, taps=taps).logits
         self.state.slots.forget_next(rows)
         return logits
 

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.artifacts.profile import Profile
-from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
+from compiled_llm.compilation.program import PREFILL_EMBEDDED
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.grammars.compiling import Grammars
 from compiled_llm.execution.model_runner import ModelRunner

@@ -21,7 +21,7 @@ from compiled_llm import Engine, SamplingParams, WrapConfig
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import Budget, Cost, StepTable
-from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
+from compiled_llm.compilation.program import PREFILL_EMBEDDED
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps
 from compiled_llm.execution.lifecycle.warmup import Warmup
 from compiled_llm.execution.model_runner import ModelRunner
@@ -220,8 +220,8 @@ class FakeDevice:
     def fits(self, shape: StepKey) -> bool:
         return True
 
-    def make_ready(self, number: object = None, embedded: bool = False, anchors: bool = True) -> None:
-        assert embedded or not anchors, "they come last"
+    def make_ready(self, number: object = None, anchors: bool = True) -> None:
+        assert not anchors, "they come last"
 
     def ready(self, step: StepKey, number: object = None, anchors: bool = True) -> None:
         assert not anchors, "they come last"

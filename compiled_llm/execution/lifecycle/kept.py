@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
+from compiled_llm.compilation.program import PREFILL_EMBEDDED
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.model_runner import ModelRunner

@@ -18,6 +18,7 @@ from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
 from compiled_llm.execution.lifecycle.kept import CompiledParts
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.prefill.embedded import EmbeddedTokens
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
 from compiled_llm.execution.threads.executor import executor_for
@@ -320,7 +321,7 @@ def prepare(
     report("preparing prefill")
     thread.call(prefill.make_ready, number=_number(1, total), anchors=anchors)
     if embedded:
-        thread.call(prefill.make_ready, embedded=True)
+        thread.call(prefill.make_ready, brought=EmbeddedTokens.none(model_runner.state.facts.model))
     for number, step in enumerate(decodes, start=1):
         report(f"preparing steps of {step.rows} request{'s' * (step.rows > 1)} ({number} of {len(decodes)})")
         at = total - len(missing) + missing.index(step) + 1 if step in missing else 0

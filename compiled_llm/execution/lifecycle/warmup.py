@@ -12,7 +12,7 @@ from compiled_llm.compilation.artifacts.manifest import MadeFor
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.program_list import PREFILL_EMBEDDED
+from compiled_llm.compilation.program import PREFILL_EMBEDDED
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runner_lifecycle import ModelRunnerLifecycle, prepare
 from compiled_llm.execution.lifecycle.used_steps import prepare_profile, used_steps

@@ -13,14 +13,14 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import POOLED, StepKey
 from compiled_llm.compilation.inputs import PrefillInputs
-from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, with_outputs
+from compiled_llm.compilation.program_list import PREFILL, with_outputs
 from compiled_llm.execution.batch import Brought, Extension, Tap, TokenSpan, outputs_of
 from compiled_llm.execution.plans import Planner
 from compiled_llm.execution.prefill.packing import (
@@ -99,7 +99,6 @@ class Prefill:
 
     def make_ready(
         self,
-        embedded: bool = False,
         waiting: int = 0,
         number: TaskNumber | None = None,
         anchors: bool = True,
@@ -107,11 +106,10 @@ class Prefill:
         brought: Brought | None = None,
     ) -> None:
         """Compile prefill, if it is not compiled yet, for a call of ``waiting`` rows that waits for it."""
-        # ``embedded`` reads embeddings in place of token ids; ``anchors`` are captured, too; ``wants`` are further
-        # outputs; of rows that have ``brought`` something, another program is compiled.
+        # ``anchors`` are captured, too; ``wants`` are further outputs; of rows that have ``brought`` something, another
+        # program is compiled.
         graph_manager = self._graph_manager
-        own = PREFILL_EMBEDDED if embedded else PREFILL
-        program = with_outputs(own if brought is None else brought.program.name, wants)
+        program = with_outputs(PREFILL if brought is None else brought.program.name, wants)
         checked = self._steps.check_model_if_due()
         if program in graph_manager.prefills or graph_manager.eager:
             return
@@ -121,13 +119,11 @@ class Prefill:
             state = self._state
             length = compiled_length(state.facts.layers, state.device, state.max_positions, self._page_size)
             null = [null_extension(length, self._page_size)] * COMPILED_ROWS
-            embeddings = self._null_embeddings(length * COMPILED_ROWS) if embedded else None
-            slots = state.slots.of([], _KEPT - 1)
-            keep, own_inputs = np.zeros(_KEPT, dtype=np.int64), embedded or brought is not None
-            for schedule in self._schedules_of_programs(own_inputs):
-                self._launch(self._laid_out(null, keep, slots, embeddings, schedule, wants, brought))
+            slots, keep = state.slots.of([], _KEPT - 1), np.zeros(_KEPT, dtype=np.int64)
+            for schedule in self._schedules_of_programs(brought is not None):
+                self._launch(self._laid_out(null, keep, slots, schedule, wants, brought))
         graph_manager.prefills.add(program)
-        if anchors and not (own_inputs or wants):
+        if anchors and brought is None and not wants:
             self.capture_anchors()
 
     def _schedules_of_programs(self, own_inputs: bool) -> list[int]:
@@ -149,21 +145,12 @@ class Prefill:
         # If there may be but a few, half of them are for decode steps, and for what is used most.
         return shapes if most is None else shapes[: (most + 1) // 2]
 
-    def _null_embeddings(self, tokens: int) -> Tensor:
-        dtype = self._state.facts.model.dtype
-        return torch.zeros(tokens, self._width, dtype=dtype, device=self._state.device)
-
-    @property
-    def _width(self) -> int:
-        return cast(nn.Embedding, self._state.facts.model.get_input_embeddings()).embedding_dim
-
     # ---- run
 
     def run(
         self,
         extensions: Sequence[Extension],
         keep: NDArray[np.int64] | None = None,
-        embeddings: Tensor | None = None,
         remember: bool = True,
         exact: bool = False,
         taps: Sequence[Tap] = (),
@@ -173,16 +160,14 @@ class Prefill:
         Args:
             extensions: at most ``max_batch_size`` rows, each already grown by its tokens.
             keep: ``[L]`` ascending, which packed tokens' logits are wanted; if None, the last of each row that ends.
-            embeddings: ``[T, hidden]``, which the model reads in place of the tokens' ids.
             remember: whether the rows' slots keep the tokens that are sampled.
             exact: run in the shape that follows from the rows alone, captured or not, and in no larger one.
         """
         wants = outputs_of(taps)
         brought = _brought_in(extensions)
-        self.make_ready(embedded=embeddings is not None, waiting=len(extensions), wants=wants, brought=brought)
-        if embeddings is not None:
-            self._graph_manager.events.used[PREFILL_EMBEDDED] += 1
-            embeddings = embeddings.detach().clone()  # whether it was made in inference mode would be compiled in
+        self.make_ready(waiting=len(extensions), wants=wants, brought=brought)
+        if brought is not None:
+            self._graph_manager.events.used[brought.program.name] += 1
         slots = self._state.slots.of([], 0)
         if keep is None:
             ending = [extension for extension in extensions if extension.is_last]
@@ -196,7 +181,7 @@ class Prefill:
         if self._stateful:
             extensions = [_with_states(extension) for extension in extensions]
         # What no CUDA graph gives is not cut; and more logits than rows would be there twice while they are joined.
-        may_replay = embeddings is None and brought is None and not wants and len(keep) <= len(extensions)
+        may_replay = brought is None and not wants and len(keep) <= len(extensions)
         most = self._state.config.prefill_tokens
         if may_replay:
             queries = [len(extension.ids) for extension in extensions]
@@ -205,9 +190,8 @@ class Prefill:
         for chunk in chunks(extensions, most, self._page_size, self._holds, self._state.spare_states):
             end = start + token_count(chunk)
             inside = (keep >= start) & (keep < end)
-            part = None if embeddings is None else embeddings[start:end]
             sampled = slots[inside] if len(slots) else slots
-            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, part, exact, wants, brought)
+            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, exact, wants, brought)
             if taps:
                 spans = _spans(extensions, start, end)
                 for tap in taps:
@@ -216,7 +200,7 @@ class Prefill:
             start = end
         for own in self._taps:
             own.inspect()
-            own.stored(_rows(extensions), [extension.ids for extension in extensions], embeddings is not None)
+            own.stored(_rows(extensions), [extension.ids for extension in extensions])
         if len(parts) == 1:
             return parts[0]
         return StepOutputs(torch.cat([part.logits for part in parts]), torch.cat([part.tokens for part in parts]), {})
@@ -244,15 +228,13 @@ class Prefill:
         chunk: list[Extension],
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
-        embeddings: Tensor | None,
         exact: bool,
         wants: tuple[str, ...],
         brought: Brought | None,
     ) -> StepOutputs:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty."""
         wanted, sampled = len(keep), len(slots)
-        own_inputs = embeddings is not None or brought is not None
-        shape = None if own_inputs else self._shape_to_replay(chunk, wanted, slots, wants)
+        shape = None if brought is not None else self._shape_to_replay(chunk, wanted, slots, wants)
         if shape is not None:
             launch = self._steps.ready(shape, exact=exact)
             self._steps.want_padded(shape, launch.key, functools.partial(self._begin_capture, shape))
@@ -262,14 +244,12 @@ class Prefill:
         if len(chunk) == 1:
             missing = max(0, 2 - token_count(chunk))
             chunk = [*chunk, null_extension(missing, self._page_size)]
-            if embeddings is not None and missing:
-                embeddings = torch.cat([embeddings, self._null_embeddings(missing)])
         if wanted < 2:
             keep = np.concatenate([keep, np.zeros(2 - wanted, dtype=np.int64)])
         if sampled < 2:
             slots = np.concatenate([slots, self._state.slots.of([], 2 - sampled)])
-        schedule = self._planner.schedules[0] if own_inputs else self._schedule_for(chunk)
-        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, embeddings, schedule, wants, brought))
+        schedule = self._planner.schedules[0] if brought is not None else self._schedule_for(chunk)
+        logits, tokens, emitted = self._launch(self._laid_out(chunk, keep, slots, schedule, wants, brought))
         return StepOutputs(logits[:wanted], tokens[:sampled], emitted)
 
     def _schedule_for(self, chunk: Sequence[Extension]) -> int:
@@ -281,7 +261,6 @@ class Prefill:
         chunk: list[Extension],
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
-        embeddings: Tensor | None,
         schedule: int,
         wants: tuple[str, ...],
         brought: Brought | None,
@@ -297,8 +276,6 @@ class Prefill:
             (own,) = state.staging.to_device([table.indices])
             indices = _of_any_size(own)
         inputs = self._as_inputs(columns, indices, None)._replace(alone=alone, wants=wants)
-        if embeddings is not None:
-            inputs = inputs._replace(ids=embeddings[None])
         if brought is not None:
             inputs = inputs._replace(brought=brought.laid_out(chunk, state.staging))
         if not alone:

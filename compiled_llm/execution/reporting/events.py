@@ -36,7 +36,7 @@ class ColdStart:
 class Events:
     """Events of a wrapped model; they survive ``model.to()``."""
 
-    # how often calls have used each step, and under its name the prefill from embeddings
+    # how often calls have used each step, and under their names the prefills of rows that bring more than ids
     used: Counter[StepKey | str] = field(default_factory=Counter)
     # page tables written into the decode buffers, by cause
     uploads: Counter[UploadCause] = field(default_factory=Counter)

@@ -43,9 +43,7 @@ class RunnerTap:
     def placed(self, rows: Sequence[Row], places: Sequence[int], new: Sequence[int]) -> None:
         """Write what a launch reads of rows, already grown by their ``new`` tokens, at their places."""
 
-    def stored(
-        self, rows: Sequence[Row], ids: Sequence[NDArray[np.int64]] | None = None, embedded: bool = False
-    ) -> None:
+    def stored(self, rows: Sequence[Row], ids: Sequence[NDArray[np.int64]] | None = None) -> None:
         """Note that a launch stores the rows' last tokens: these, or some that only the device knows."""
 
     def inspect(self) -> None:

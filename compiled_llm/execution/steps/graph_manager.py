@@ -17,8 +17,8 @@ from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs, Filled, Step
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.validity import Checks
-from compiled_llm.compilation.program import ProgramInputs
-from compiled_llm.compilation.program_list import PREFILL, PREFILL_EMBEDDED, UNPAGED
+from compiled_llm.compilation.program import PREFILL, PREFILL_EMBEDDED, ProgramInputs
+from compiled_llm.compilation.program_list import UNPAGED
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber

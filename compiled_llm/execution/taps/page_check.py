@@ -153,15 +153,13 @@ class PageCheck(RunnerTap):
         if values:
             self._arena.write(column, np.array([*values], dtype=np.int64), np.array([*values.values()], dtype=dtype))
 
-    def stored(
-        self, rows: Sequence[Row], ids: Sequence[NDArray[np.int64]] | None = None, embedded: bool = False
-    ) -> None:
+    def stored(self, rows: Sequence[Row], ids: Sequence[NDArray[np.int64]] | None = None) -> None:
         """Let the chains of rows, grown by their new tokens, go on with these; see ``RunnerTap``."""
         for at, row in enumerate(rows):
             watch = _chain(row)
             before, watch.chain = watch.chain, None
             if ids is not None and before is not None:
-                watch.chain = chain_with(before, ids[at], row.length - len(ids[at]), embedded)
+                watch.chain = chain_with(before, ids[at], row.length - len(ids[at]))
             if row.slot is None:
                 watch.lost()
 
@@ -247,11 +245,11 @@ def _with_length(chain: int | None, length: int) -> int:
     return CHAIN_ADOPTED + length if chain is None or chain < CHAIN_KNOWN else chain
 
 
-def chain_with(chain: int, ids: NDArray[np.int64], first: int, embedded: bool = False) -> int | None:
+def chain_with(chain: int, ids: NDArray[np.int64], first: int) -> int | None:
     """Return a row's chain with more tokens ``[T]``, from position ``first`` on; None if the host does not know it."""
-    if chain < CHAIN_KNOWN or (not embedded and (ids < 0).any()):
+    if chain < CHAIN_KNOWN or (ids < 0).any():
         return None
-    return CHAIN_KNOWN + chain_after(np.zeros_like(ids) if embedded else ids, first, chain - CHAIN_KNOWN)
+    return CHAIN_KNOWN + chain_after(ids, first, chain - CHAIN_KNOWN)
 
 
 TAP = PageCheck

@@ -20,6 +20,7 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.prefill.unpaged import KeysAndValues
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.huggingface.cache.brought_columns import BroughtColumns
 from compiled_llm.huggingface.cache.cache_columns import (
     RowUpdate,
     ascend,
@@ -276,22 +277,23 @@ class PagedCache(Cache):
     @deferred()
     def forward(
         self,
-        input_ids: Tensor | None,
+        input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         logits_to_keep: Any,
-        embeddings: Tensor | None = None,
+        brought: BroughtColumns | None = None,
         counts_unmasked: bool = False,
         wanted: Any = None,
     ) -> tuple[Tensor, Any]:
         """Store new tokens; return their ``[B, Q', V]`` logits, zeros for masked tokens, and what else is ``wanted``.
 
         Args:
-            input_ids: ``[B, Q]``; None if there are ``embeddings``, ``[B, Q, hidden]``.
+            input_ids: ``[B, Q]``; zeros if embeddings are ``brought``.
             attention_mask: ``[B, C + Q]``, or ``[B, Q]`` for the new tokens alone; masked tokens are not stored, and
                 stored ones that it hides are forgotten. None hides nothing new.
             position_ids: ``[B, Q]`` or ``[1, Q]`` rotary positions; columns, or with ``counts_unmasked`` unmasked
                 tokens, are counted if None.
+            brought: what rows bring besides ids.
             logits_to_keep: HuggingFace's: 0 for all, n for the last n, or a slice or list of columns.
 
         Raises:
@@ -299,9 +301,7 @@ class PagedCache(Cache):
             SeesOthersError: a row would see other tokens than in HuggingFace's forward.
             OutOfPagesError: the pages for the new tokens are not free; nothing was stored.
         """
-        inputs = input_ids if embeddings is None else embeddings
-        assert inputs is not None
-        batch, new = inputs.shape[:2]
+        batch, new = input_ids.shape
         first = self.seen
         if attention_mask is not None and attention_mask.shape[1] > first + new:
             raise ValueError(
@@ -320,11 +320,10 @@ class PagedCache(Cache):
         if runs_original(self.model_runner.state.facts.kinds, "left_padding"):
             check_blocks(rows, first, on_host(position_ids))
         columns = kept_columns(logits_to_keep, new)
-        decodes = new == 1 and first > 0 and embeddings is None and columns.tolist() == [0]
+        decodes = new == 1 and first > 0 and brought is None and columns.tolist() == [0]
         if decodes and all(row.unchanged == first and row.kept and len(row.columns) for row in rows):
-            assert input_ids is not None
             return self._decode(input_ids, position_ids, rows, wanted)
-        return self._extend(input_ids, embeddings, position_ids, rows, columns, wanted)
+        return self._extend(input_ids, brought, position_ids, rows, columns, wanted)
 
     def _check_positions(self, rows: Sequence[RowUpdate], new: int) -> None:
         longest, most = max(row.length for row in rows), self.model_runner.max_positions
@@ -349,18 +348,18 @@ class PagedCache(Cache):
 
     def _extend(
         self,
-        input_ids: Tensor | None,
-        embeddings: Tensor | None,
+        input_ids: Tensor,
+        brought: BroughtColumns | None,
         position_ids: Tensor,
         rows: Sequence[RowUpdate],
         columns: NDArray[np.int64],
         wanted: Any,
     ) -> tuple[Tensor, Any]:
         first, new = self.seen, position_ids.shape[1]
-        ids = self._known_ids(input_ids, (len(rows), new))
+        ids = self._known_ids(input_ids)
         positions = np.broadcast_to(on_host(position_ids).astype(np.int64), ids.shape)
         fresh = [row.columns - first for row in rows]
-        leaders = same_rows(ids, positions, fresh) if not first and embeddings is None else list(range(len(rows)))
+        leaders = same_rows(ids, positions, fresh) if not first and brought is None else list(range(len(rows)))
         active = [batch_index for batch_index in sorted(set(leaders)) if len(fresh[batch_index])]
         if not active:
             raise ValueError("attention_mask hides every new token of every row: there is nothing to compute")
@@ -375,7 +374,7 @@ class PagedCache(Cache):
                 [ids[batch_index][fresh[batch_index]] for batch_index in active],
                 [positions[batch_index][fresh[batch_index]] for batch_index in active],
                 kept,
-                None if embeddings is None else embeddings.flatten(0, 1)[_on(embeddings, packed)],
+                None if brought is None else [brought.of(index, fresh[index]) for index in active],
             )
             self.generate_loop.select(leaders)
         if len(kept) == len(rows) * len(distinct):
@@ -390,9 +389,7 @@ class PagedCache(Cache):
             found = found.map(lambda tensor: tensor[_on(tensor, np.array(leaders))])
         return out if distinct is columns else out[:, _on(out, order)], found
 
-    def _known_ids(self, input_ids: Tensor | None, shape: tuple[int, int]) -> NDArray[np.int64]:
-        if input_ids is None:
-            return np.zeros(shape, dtype=np.int64)
+    def _known_ids(self, input_ids: Tensor) -> NDArray[np.int64]:
         ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
         check_range(int(ids.min()), int(ids.max()), self.model_runner.vocabulary)
         return ids

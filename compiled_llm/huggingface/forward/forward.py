@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from compiled_llm.compat.torch.dynamo import dynamo_watches
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.execution.threads.interrupts import deferred
+from compiled_llm.huggingface.cache.brought_columns import EmbeddedColumns
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.hidden_columns import SeesOthersError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
@@ -287,15 +288,19 @@ def _checked_forward(
 ) -> tuple[Tensor, Any]:
     model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
     if embeddings is None:
-        check_ids(arguments.get("input_ids"))
+        ids, brought = cast(Tensor, arguments.get("input_ids")), None
+        check_ids(ids)
+    else:
+        ids = torch.zeros(embeddings.shape[:2], dtype=torch.long, device="cpu")
+        brought = EmbeddedColumns(embeddings.to(model.device))
     if not cache.model_runner.is_of(model):
         raise _foreign(runtime.facts.cache_argument)
     return cache.forward(
-        arguments.get("input_ids"),
+        ids,
         arguments.get("attention_mask"),
         arguments.get("position_ids"),
         arguments.get("logits_to_keep", 0),
-        None if embeddings is None else embeddings.to(model.device),
+        brought,
         counts_unmasked=runtime.facts.default_positions == "unmasked",
         wanted=wanted,
     )

@@ -1,0 +1,92 @@
+"""Rows that bring embeddings, which the model reads in place of token ids."""
+
+# Shapes: Q new tokens of a row, T packed tokens, C hidden size.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compiled_llm.compilation.graphs.outputs import StepOutputs
+from compiled_llm.compilation.inputs import PrefillInputs
+from compiled_llm.compilation.options import prefill_options
+from compiled_llm.compilation.program import PREFILL_EMBEDDED, Program, ProgramInputs
+from compiled_llm.compilation.sampling.sampling import SamplingTables
+from compiled_llm.compilation.steps import asked_of, forward_of_packed, sampled_after
+from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.state.staging import Staging
+from compiled_llm.kinds.spec import KVCacheSpec
+from compiled_llm.model.facts import Forward
+
+
+class EmbeddedInputs(NamedTuple):
+    """What the step reads besides the inputs of other prefills."""
+
+    embeddings: Tensor  # ``[T, C]`` in the model's dtype
+
+    @property
+    def program(self) -> Program:
+        """Its own."""
+        return PROGRAM
+
+    @property
+    def sizes(self) -> Sequence[tuple[Tensor, int]]:
+        """Its tensor, whose first size is T."""
+        return [(self.embeddings, 0)]
+
+
+class EmbeddedTokens(NamedTuple):
+    """What a row brings; its ids are zeros."""
+
+    embeddings: Tensor  # ``[Q, C]`` in the model's dtype
+
+    @classmethod
+    def none(cls, model: PreTrainedModel) -> EmbeddedTokens:
+        """Return that of no tokens: the program is compiled with it."""
+        width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
+        return cls(torch.zeros(0, width, dtype=model.dtype, device=model.device))
+
+    @property
+    def program(self) -> Program:
+        """That of all such rows."""
+        return PROGRAM
+
+    def of(self, start: int, stop: int) -> EmbeddedTokens:
+        """Return that of tokens ``start`` to ``stop``."""
+        return EmbeddedTokens(self.embeddings[start:stop])
+
+    def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> EmbeddedInputs:
+        """Return what the step reads of packed rows, of which padding brings nothing."""
+        # It is a new tensor in any case: whether one was made in inference mode would be compiled in.
+        return EmbeddedInputs(torch.cat([self._of_row(extension) for extension in chunk]))
+
+    def _of_row(self, extension: Extension) -> Tensor:
+        if isinstance(extension.brought, EmbeddedTokens):
+            return extension.brought.embeddings.detach()
+        return self.embeddings.new_zeros(len(extension.ids), self.embeddings.shape[1])
+
+
+def embedded_step(
+    model: PreTrainedModel,
+    forward: Forward,
+    inputs: PrefillInputs,
+    tables: SamplingTables,
+    pages: list[Tensor],
+    specs: tuple[KVCacheSpec, ...],
+) -> StepOutputs:
+    """Run packed tokens as ``prefill_step``, by their embeddings."""
+    brought = cast(EmbeddedInputs, inputs.brought)
+    read = {"inputs_embeds": brought.embeddings[None], "position_ids": inputs.positions, **asked_of(inputs)}
+    out = forward_of_packed(model, forward, inputs, pages, specs, inputs.ids[0], logits_to_keep=inputs.keep, **read)
+    return sampled_after(inputs, tables, out)
+
+
+def _reads_embeddings(inputs: ProgramInputs) -> bool:
+    return isinstance(inputs, PrefillInputs) and isinstance(inputs.brought, EmbeddedInputs)
+
+
+PROGRAM = Program(PREFILL_EMBEDDED, _reads_embeddings, embedded_step, prefill_options, on_demand=True)
