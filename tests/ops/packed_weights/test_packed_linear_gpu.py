@@ -38,11 +38,13 @@ def check(out: Tensor, rows: Tensor, made: Made) -> None:
 
 
 @seeded
+@pytest.mark.parametrize("k", [K, 1024])
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_the_rule_takes(name: str, seed: int) -> None:
-    made = made_on_gpu(name)
+def test_what_the_rule_takes(name: str, k: int, seed: int) -> None:
+    """Also where all inputs are one block of the kernel for one row."""
+    made = made_on_gpu(name, k=k)
     for m in (1, 2, 7, 16, 17, 33, 64, 100, 200, 300):
-        rows = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        rows = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         out = multiply_packed(rows, made.weight)
         check(out, rows, made)
         assert torch.equal(multiply_packed(rows, made.weight), out)

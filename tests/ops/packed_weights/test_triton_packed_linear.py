@@ -69,7 +69,7 @@ def test_each_format_joined_in_the_order_of_the_inputs(name: str, seed: int) -> 
 
 @interpreted
 @pytest.mark.parametrize("name", [name for name, (format, _) in FORMATS.items() if takes_few_rows(format)])
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 20, 256), (2, 131, 330)], ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 20, 256), (2, 131, 330), (1, 20, 128)], ids=str)
 def test_one_and_two_rows_of_8_bits(name: str, m: int, n: int, k: int, seed: int) -> None:
     from compiled_llm_ops.packed.kernels.few_rows import multiply_few
 

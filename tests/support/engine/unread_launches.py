@@ -15,10 +15,10 @@ from compiled_llm.engine.thread.handle import RequestHandle
 TURNS = 9
 
 
-def launch_unread(loop: Loop, gone: Request) -> list[tuple[int, int, int]]:
+def launch_unread(loop: Loop, gone: Request, *, catch_up: bool = False) -> list[tuple[int, int, int]]:
     """Launch plans, and end a request after the third; return of each how many rows decode, prompts, and tokens a row.
 
-    Another request waits for its place. The engine is paused.
+    Another request waits for its place. The engine is paused. ``catch_up`` captures each step right after its launch.
     """
     launched = []
     for turn in range(TURNS):
@@ -28,6 +28,8 @@ def launch_unread(loop: Loop, gone: Request) -> list[tuple[int, int, int]]:
         if not loop._repeat(plan):
             loop.model_runner.thread.call(loop._launch, plan)
         loop.scheduler.launched(plan)
+        if catch_up:
+            loop.model_runner.catch_up(lambda: False)
         launched.append((len(plan.decode), len(plan.extend), plan.new_tokens))
     return launched
 

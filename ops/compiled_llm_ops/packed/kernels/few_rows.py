@@ -86,10 +86,11 @@ def multiply_few(
     """Return ``rows @ weight.T + bias`` for one or two rows ``[M, K]``, contiguous, float16 or bfloat16."""
     format, _, scales, _, (n, k), _ = weight
     y = rows.new_empty(len(rows), n)
+    prefetched = min(tiling.prefetched, -(-k // tiling.inputs))  # blocks beyond the inputs would be other weights
     _packed_few_rows[(-(-n // tiling.outputs),)](
         rows, as_bytes(weight), scales, bias, y, n, k, *scales.stride(),
         CODE=format.code, GROUP_N=format.outputs, GROUP_K=format.inputs, ROWS=len(rows), BN=tiling.outputs,
-        BK=tiling.inputs, PREFETCHED=tiling.prefetched, MASKED=k % tiling.inputs > 0, PDL=pdl,
+        BK=tiling.inputs, PREFETCHED=prefetched, MASKED=k % tiling.inputs > 0, PDL=pdl,
         **options(tiling.warps, pdl),
     )  # fmt: skip
     return y
