@@ -46,6 +46,8 @@ LATE_ROUTES = {
     "/v1/rerank": "pooling",
     "/rerank": "pooling",
     "/v2/rerank": "pooling",
+    "/score": "pooling",
+    "/v1/score": "pooling",
     "/classify": "pooling",
 }
 """Paths of the server, and the features that serve them."""

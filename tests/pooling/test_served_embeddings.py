@@ -5,18 +5,25 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from compiled_llm.client import Client
 from compiled_llm.engine.engine import Engine
 from compiled_llm.server.engine_process.facts import ready_of
+from compiled_llm.server.http.api_error import ApiError
+from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary
 from compiled_llm.server.pooling import endpoint
+from compiled_llm.server.pooling.prompts import of_input
+from compiled_llm.server.pooling.request import EmbeddingsRequest
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import tiny, wrapped
 from support.pooling import LAST, assert_alike, last_states, written
@@ -73,6 +80,41 @@ def test_texts_begin_with_a_prompt_by_its_name(api_server: RunningServer, engine
     assert torch.cosine_similarity(found, engine.embed(TEXTS)).min() < 0.9999
 
 
+def test_texts_are_cut_as_their_tokenizer_would(api_server: RunningServer, engine: Engine) -> None:
+    ids = [byte_level()(text)["input_ids"] for text in TEXTS]
+    for side, kept in (("right", slice(0, 3)), ("left", slice(-3, None)), (None, slice(0, 3))):
+        sided = {} if side is None else {"truncation_side": side}
+        found = api_server.post(PATH, input=TEXTS, truncate_prompt_tokens=3, **sided)
+        assert found["usage"]["prompt_tokens"] == sum(min(3, len(own)) for own in ids)
+        assert_alike(embedded(found), engine.embed([own[kept] for own in ids]))
+        assert_alike(embedded(api_server.post(PATH, input=ids, truncate_prompt_tokens=3, **sided)), embedded(found))
+    long = [7] * 300
+    assert_alike(embedded(api_server.post(PATH, input=long, truncate_prompt_tokens=-1)), engine.embed([long[:256]]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("template", ["$A", "$A </s>", "<s> $A", "<s> $A </s>"])
+def test_tokens_that_a_tokenizer_adds_to_a_text_stay(template: str, side: str) -> None:
+    """As in HuggingFace's cut, so that Qwen3-Embedding's last token is the one that it was trained to pool."""
+    tokenizer: Any = deepcopy(byte_level())
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.truncation_side = side
+    ready = SimpleNamespace(max_tokens=256, vocabulary=380)
+    model: Any = SimpleNamespace(vocabulary=Vocabulary(deepcopy(tokenizer)), ready=ready)
+    text = "a text of some letters"
+
+    def cut(most: int) -> list[int]:
+        return of_input(model, EmbeddingsRequest(input=text, truncate_prompt_tokens=most), "input", text)
+
+    added = template.count("s>")
+    for most in range(1 + added, 40):
+        assert cut(most) == tokenizer(text, truncation=True, max_length=most)["input_ids"]
+    if added:
+        with pytest.raises(ApiError, match=f"give {1 + added} or more, since the tokenizer adds"):
+            cut(added)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -91,6 +133,8 @@ def test_texts_begin_with_a_prompt_by_its_name(api_server: RunningServer, engine
         ({"input": "a", "dimensions": 65}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "prompt_name": "answer"}, "prompt_name"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"input": "a", "colour": "red"}, "colour"),
     ],
     ids=lambda value: str(value)[:50],
@@ -127,13 +171,14 @@ def test_clients_in_other_processes_get_vectors(engine_process: Loop, engine: En
 def test_what_the_model_does_not_make_is_said(api_server: RunningServer) -> None:
     for path, body, said in (
         ("/v1/rerank", {"query": "a", "documents": ["b"]}, "names no LogitScore"),
+        ("/score", {"text_1": "a", "text_2": ["b", "c"]}, "names no LogitScore"),
         ("/classify", {"input": "a"}, "has no head that classifies"),
     ):
         response = api_server.http.post(path, json=body)
         assert (response.status_code, response.json()["error"]["code"]) == (404, "not_served")
         assert said in response.json()["error"]["message"]
     paths = api_server.http.get("/openapi.json").json()["paths"]
-    assert {PATH, "/v1/rerank", "/v2/rerank", "/rerank", "/classify"} <= paths.keys()
+    assert {PATH, "/v1/rerank", "/v2/rerank", "/rerank", "/score", "/v1/score", "/classify"} <= paths.keys()
 
 
 def test_a_folder_that_does_not_say_how_to_pool_is_told_once_asked(tmp_path: Path) -> None:

@@ -132,6 +132,39 @@ def test_files_that_cannot_be_followed_say_so(
     assert re.search(said, found)
 
 
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_pairs_have_the_scores_of_ranks_in_their_own_order(api_server: RunningServer, path: str) -> None:
+    ours = dict(sorted(expected().items()))
+    found = api_server.post(path, text_1=QUERY, text_2=DOCUMENTS)
+    assert [entry["index"] for entry in found["data"]] == list(ours)
+    assert [entry["score"] for entry in found["data"]] == pytest.approx(list(ours.values()), abs=1e-5)
+    both = {"queries": [QUERY] * 2, "documents": DOCUMENTS[:2], "use_activation": False}
+    odds = torch.logit(torch.tensor([ours[0], ours[1]])).tolist()
+    scores = [entry["score"] for entry in api_server.post(path, **both)["data"]]
+    assert scores == pytest.approx(odds, abs=1e-4)
+    assert len(api_server.post(path, text_1="a", text_2="b")["data"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"text_1": "a"}, "text_2"),
+        ({"text_1": [], "text_2": "b"}, "text_1"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
+        ({"text_1": ["a", "b"], "text_2": "a"}, "text_2"),
+        ({"text_1": "a", "text_2": ["b"] * 2049}, "text_2"),
+        ({"text_1": "a" * 2**14, "text_2": ["b"] * 2000}, "text_1"),
+        ({"text_1": "a", "text_2": ["b", "long " * 300]}, "text_2[1]"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_impossible_pairs_are_refused_by_their_path(
+    api_server: RunningServer, body: dict[str, Any], param: str
+) -> None:
+    response = api_server.http.post("/score", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+
+
 def test_pairs_without_a_template_and_another_activation(
     ranking: Engine, ranks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,10 @@
-"""``/v1/embeddings``, ``/v1/rerank`` and ``/classify``."""
+"""``/v1/embeddings``, ``/v1/rerank``, ``/score`` and ``/classify``."""
 
 from __future__ import annotations
 
 import time
 from base64 import b64encode
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,14 +19,17 @@ from compiled_llm.server.openai.common.api_server import api_server_of, new_id
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
 from compiled_llm.server.pooling import prompts as prompts_of
 from compiled_llm.server.pooling.reading import PooledRead, scores_of, vectors_of
-from compiled_llm.server.pooling.request import ClassifyRequest, EmbeddingsRequest, RerankRequest
+from compiled_llm.server.pooling.request import ClassifyRequest, EmbeddingsRequest, RerankRequest, ScoreRequest
 from compiled_llm.server.pooling.response import (
     ClassifyResponse,
     EmbeddingsResponse,
     LabelEntry,
+    PooledUsage,
     Rank,
     RankedDocument,
     RerankResponse,
+    ScoreEntry,
+    ScoreResponse,
 )
 from compiled_llm.server.pooling.scores import activated, best
 
@@ -55,7 +59,8 @@ async def create_embeddings(body: EmbeddingsRequest, request: Request) -> Respon
         said = f"{len(inputs):,} texts have {dimensions:,} numbers each, and there can be {_MAX_NUMBERS:,} of all"
         raise invalid(f"input: {said}; send fewer at once", "input")
     prompts = await in_thread_if_long(
-        lambda: [prompts_of.of_input(model, path, given, begins) for path, given in inputs], len(await request.body())
+        lambda: [prompts_of.of_input(model, body, path, given, begins) for path, given in inputs],
+        len(await request.body()),
     )
     read = await vectors_of(request, body, prompts, [path for path, _ in inputs])
 
@@ -91,31 +96,49 @@ def _list_of(rows: Any, name: str, read: PooledRead) -> bytes:
 @router.post("/rerank", response_model=RerankResponse, responses=ERRORS)
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Order documents by how well they answer a query."""
-    api_server = api_server_of(request)
-    model = api_server.model_for(body.model)
-    ranking, documents = _served(model.ready.pooled.ranking), body.texts()
-    paths = [f"documents[{place}]" for place in range(len(documents))]
-    prompts = await in_thread_if_long(
-        lambda: [
-            prompts_of.of_pair(model, ranking, body.query, document, path)
-            for document, path in zip(documents, paths, strict=True)
-        ],
-        len(body.query) * len(documents) + len(await request.body()),
-    )
-    read = await scores_of(request, body, prompts, paths, ranking)
-    activation = ranking.activation if body.use_activation else "identity"
+    pairs, scores, usage = await _scored(request, body, "documents")
+    name = api_server_of(request).settings.names[0]
 
     def made() -> RerankResponse:
-        scores = [activated(vector, activation)[0] for vector in read.vectors]
-        texts = [RankedDocument(text=text) if body.return_documents else None for text in documents]
+        texts = [RankedDocument(text=text) if body.return_documents else None for _, text in pairs]
         results = [
             Rank(index=place, relevance_score=scores[place], document=texts[place])
             for place in best(scores, body.top_n)
         ]
-        name = api_server.settings.names[0]
-        return RerankResponse(id=new_id("rerank"), model=name, usage=read.usage, results=results)
+        return RerankResponse(id=new_id("rerank"), model=name, usage=usage, results=results)
 
     return await written(made, len(await request.body()))
+
+
+@router.post("/v1/score", response_model=ScoreResponse, responses=ERRORS)
+@router.post("/score", response_model=ScoreResponse, responses=ERRORS)
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """Score how well texts go together, in pairs."""
+    _, scores, usage = await _scored(request, body, "text_2")
+    name = api_server_of(request).settings.names[0]
+
+    def made() -> ScoreResponse:
+        data = [ScoreEntry(index=index, score=score) for index, score in enumerate(scores)]
+        head: dict[str, Any] = {"id": new_id("score"), "created": int(time.time())}
+        return ScoreResponse(model=name, data=data, usage=usage, **head)
+
+    return await written(made, _OF_NUMBER * len(scores))
+
+
+async def _scored(
+    request: Request, body: RerankRequest | ScoreRequest, field: str
+) -> tuple[Sequence[tuple[str, str]], list[float], PooledUsage]:
+    """Return the pairs of texts and how well each goes together; ``field`` is the one that has all second texts."""
+    model = api_server_of(request).model_for(body.model)
+    ranking, pairs = _served(model.ready.pooled.ranking), body.pairs()
+    paths = [f"{field}[{place}]" for place in range(len(pairs))]
+    prompts = await in_thread_if_long(
+        lambda: [prompts_of.of_pair(model, ranking, *pair, path) for pair, path in zip(pairs, paths, strict=True)],
+        sum(len(text) for pair in pairs for text in pair),
+    )
+    read = await scores_of(request, body, prompts, paths, ranking)
+    activation = ranking.activation if body.use_activation else "identity"
+    return pairs, [activated(vector, activation)[0] for vector in read.vectors], read.usage
 
 
 @router.post("/classify", response_model=ClassifyResponse, responses=ERRORS)
@@ -125,11 +148,7 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
     model = api_server.model_for(body.model)
     labelling, inputs = _served(model.ready.pooled.labelling), body.inputs()
     prompts = await in_thread_if_long(
-        lambda: [
-            prompts_of.of_input(model, path, given, add_special_tokens=body.add_special_tokens)
-            for path, given in inputs
-        ],
-        len(await request.body()),
+        lambda: [prompts_of.of_input(model, body, path, given) for path, given in inputs], len(await request.body())
     )
     read = await vectors_of(request, body, prompts, [path for path, _ in inputs])
     activation, labels = labelling.activation if body.use_activation else "identity", labelling.labels

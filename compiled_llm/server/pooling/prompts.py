@@ -7,6 +7,7 @@ from compiled_llm.requests.pooling.embeddings import POOLED
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.openai.common.api_server import check_prompt
 from compiled_llm.server.openai.common.engine_link import Model
+from compiled_llm.server.pooling.request import InputFields
 
 
 def beginning(embedding: Embedding, name: str | None) -> str:
@@ -19,13 +20,18 @@ def beginning(embedding: Embedding, name: str | None) -> str:
     return embedding.prompts[name]
 
 
-def of_input(
-    model: Model, path: str, given: str | list[int], begins: str = "", add_special_tokens: bool = True
-) -> list[int]:
-    """Return the prompt of a text, or of token ids; ApiError, which names the ``path``, if it is impossible."""
+def of_input(model: Model, body: InputFields, path: str, given: str | list[int], begins: str = "") -> list[int]:
+    """Return the prompt of a text, or of token ids, cut if the request says so.
+
+    Raises:
+        ApiError: it is impossible; names the ``path``.
+    """
+    kept = (0, 0)
     if isinstance(given, str):
-        given = model.vocabulary.of_text(begins + given, add_special_tokens, path)
-    return _checked(model, path, given)
+        given = model.vocabulary.of_text(begins + given, body.add_special_tokens, path)
+        kept = model.vocabulary.added if body.add_special_tokens else kept
+    side = model.vocabulary.tokenizer.truncation_side
+    return _checked(model, path, body.cut(given, model.ready.max_tokens, side, kept))
 
 
 def of_pair(model: Model, ranking: Ranking, query: str, document: str, path: str) -> list[int]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 
 from compiled_llm.server.http.api_error import invalid
 from compiled_llm.server.openai.fields.fields import Body, Entries
-from compiled_llm.server.openai.fields.sampling import WaitingFields
+from compiled_llm.server.openai.fields.sampling import CutFields, WaitingFields
 
 MAX_TEXTS = 2048  # of a request, as OpenAI's API bounds them
 _MAX_CHARACTERS = 2**24  # of a query, times the documents: each has it in a prompt that is made tokens
 Input = str | Entries[str] | Entries[int] | Entries[Entries[int]]
 
 
-class InputFields(WaitingFields):
-    """A text, or its token ids, or several of them."""
+class InputFields(CutFields):
+    """A text, or its token ids, or several of them, each of which may be cut."""
 
     input: Input
+    add_special_tokens: bool = True
 
     def inputs(self) -> list[tuple[str, str | list[int]]]:
         """Return each text with the path of its field; ApiError if there are none, too many, or one is empty."""
@@ -44,7 +46,6 @@ class EmbeddingsRequest(InputFields):
 class ClassifyRequest(InputFields):
     """vLLM's fields."""
 
-    add_special_tokens: bool = True
     use_activation: bool = True
 
 
@@ -71,15 +72,44 @@ class RerankRequest(WaitingFields):
     return_documents: bool = True
     use_activation: bool = True
 
-    def texts(self) -> list[str]:
-        """Return the documents' texts; ApiError if they are too many, or too many for a query so long."""
-        if len(self.documents) > MAX_TEXTS:
-            raise invalid(f"documents: there are {len(self.documents):,}, and there can be {MAX_TEXTS:,}", "documents")
-        if (characters := len(self.query) * len(self.documents)) > _MAX_CHARACTERS:
-            raise invalid(
-                f"query: its length times the documents is {characters:,} characters, and it can be "
-                f"{_MAX_CHARACTERS:,}; shorten it, or send fewer documents at once",
-                "query",
-                "context_length_exceeded",
-            )
-        return [document.text for document in self.documents]
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the query with each document; ApiError if they are too many, or too many for a query so long."""
+        pairs = [(self.query, document.text) for document in self.documents]
+        _check_pairs(pairs, "query", "documents")
+        return pairs
+
+
+Texts = str | Annotated[Entries[str], Field(min_length=1)]
+
+
+class ScoreRequest(WaitingFields):
+    """vLLM's fields: a text and what is scored with it, or as many texts of either kind, each with its own."""
+
+    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries"))]
+    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents"))]
+    use_activation: bool = True
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the pairs of texts; ApiError as of ``RerankRequest.pairs``, or if one has no other."""
+        first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            said = f"text_2: there are {len(second):,}, and {len(first):,} of text_1; give one text_1, or as many"
+            raise invalid(said, "text_2")
+        pairs = [*zip(first, second, strict=True)]
+        _check_pairs(pairs, "text_1", "text_2")
+        return pairs
+
+
+def _check_pairs(pairs: Sequence[tuple[str, str]], first: str, second: str) -> None:
+    """Raise ApiError, which names one of two fields, if there are too many pairs, or they are too long together."""
+    if len(pairs) > MAX_TEXTS:
+        raise invalid(f"{second}: there are {len(pairs):,}, and there can be {MAX_TEXTS:,}", second)
+    if (characters := sum(len(text) for text, _ in pairs)) > _MAX_CHARACTERS:
+        raise invalid(
+            f"{first}: with each of {second} it has {characters:,} characters together, and there can be "
+            f"{_MAX_CHARACTERS:,}; shorten it, or send fewer at once",
+            first,
+            "context_length_exceeded",
+        )

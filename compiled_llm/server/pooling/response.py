@@ -54,6 +54,25 @@ class RerankResponse(BaseModel):
     results: list[Rank]
 
 
+class ScoreEntry(BaseModel):
+    """How well two texts go together."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreResponse(BaseModel):
+    """The scores in the order of the pairs."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreEntry]
+    usage: PooledUsage
+
+
 class LabelEntry(BaseModel):
     """A text's label, the one that has the highest score, and what is made of the scores of all of them."""
 

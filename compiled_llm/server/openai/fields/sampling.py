@@ -76,7 +76,39 @@ class WaitingFields(Body):
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
 
 
-class SamplingFields(NumberFields, WaitingFields):
+class CutFields(WaitingFields):
+    """Fields of every kind of request for how its prompt is cut."""
+
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
+    truncation_side: Literal["left", "right"] | None = None
+
+    def cut(self, prompt: list[int], room: int, side: str = "left", kept: tuple[int, int] = (0, 0)) -> list[int]:
+        """Return a prompt without its first tokens, or its last, if it is to be cut to ``room`` tokens.
+
+        Args:
+            side: whose tokens are cut unless the request says so: ``"left"``, the first, or ``"right"``.
+            kept: how many tokens stay at its beginning and its end.
+
+        Raises:
+            ApiError: nothing of the prompt would be left.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        most = max(1, room) if most == -1 else most
+        if most <= sum(kept):
+            least = f"{sum(kept) + 1} or more" + (", since the tokenizer adds tokens to each text" if any(kept) else "")
+            said = f"truncate_prompt_tokens: give {least}, or -1 for as many as fit"
+            raise invalid(said, "truncate_prompt_tokens")
+        if (over := len(prompt) - most) <= 0:
+            return prompt
+        first, last = kept
+        if (self.truncation_side or side) == "left":
+            return prompt[:first] + prompt[first + over :]
+        return prompt[: len(prompt) - last - over] + prompt[len(prompt) - last :]
+
+
+class SamplingFields(NumberFields, CutFields):
     """Fields of every kind of request for text: how its answer is sampled, and how its prompt is read."""
 
     stop: Annotated[str | Several[str] | None, Short] = None
@@ -89,8 +121,6 @@ class SamplingFields(NumberFields, WaitingFields):
     allowed_token_ids: Annotated[Entries[int] | None, Field(max_length=_MAX_TOKENS)] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
-    truncation_side: Literal["left", "right"] | None = None
 
     use_beam_search: Annotated[Any, RefusedField("answers are drawn one token after another", (False,))] = None
     length_penalty: Annotated[Any, RefusedField("it is for beam search", (1.0, 1))] = None
@@ -99,16 +129,6 @@ class SamplingFields(NumberFields, WaitingFields):
         """Return the sampling parameters, with ``others`` besides; ApiError or ValueError if they are impossible."""
         same = {name: value for name in _SAME_NAMES if (value := getattr(self, name, None)) not in (None, [])}
         return SamplingParams(**with_defaults(same, defaults), logit_bias=self._biases(), **others)
-
-    def cut(self, prompt: list[int], room: int) -> list[int]:
-        """Return the last tokens of a prompt, or the first, if it is to be cut to ``room`` tokens; ApiError if none."""
-        most = self.truncate_prompt_tokens
-        if most is None:
-            return prompt
-        if most == 0:
-            raise invalid("truncate_prompt_tokens: give 1 or more, or -1 for as many as fit", "truncate_prompt_tokens")
-        kept = max(1, room) if most == -1 else most
-        return prompt[:kept] if self.truncation_side == "right" else prompt[-kept:]
 
     def _biases(self) -> dict[int, float] | None:
         try:

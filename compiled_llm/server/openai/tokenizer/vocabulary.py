@@ -78,6 +78,15 @@ class Vocabulary:
             return self._special.tokens(broken, add_special_tokens)
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
+    @cached_property
+    def added(self) -> tuple[int, int]:
+        """How many special tokens the tokenizer adds before a text, and after it."""
+        sample = "a"
+        plain, whole = (self.tokenizer(sample, add_special_tokens=added)["input_ids"] for added in (False, True))
+        places = range(len(whole) - len(plain) + 1)
+        before = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+        return before, len(whole) - len(plain) - before
+
     def of_pair(self, text: str, other: str, param: str) -> list[int]:
         """Return the tokens of a pair of texts; ApiError, which names ``param``, as of ``of_text``."""
         for each in (text, other):
