@@ -60,6 +60,9 @@ cache as an option |
 takes so long | torch tells how far it is |
 | ``cpu_vec_isa.VecISA._avx_py_load`` | running nothing of the current folder | torch's probes leave it out |
 | ``compile_tasks._set_triton_ptxas_path`` | one key for each kernel of Triton's | Inductor sets it at once |
+| ``CachingAutotuner.launchers``, ``.configs`` and ``.inductor_meta``, ``cache_hash`` and ``config`` of a launcher, \
+``compile_tasks._reload_python_module``, ``_set_triton_libdevice_path`` | kernels of kept programs, with the tilings \
+that they ran with | torch keeps which kernels a code file launches |
 | ``async_compile.maybe_warm_pool`` | building the first kernels in several processes | any backend starts them early |
 | ``codecache._precompile_header`` | loading C++ kernels without a compiler | Inductor looks for a kernel first |
 | ``exc.CppCompileError`` | telling a kernel that is missing | the same |
@@ -93,8 +96,10 @@ each such graph | Inductor takes its cache as an option, and looks there without
 kernel first |
 | ``TRITON_PTXAS_PATH``, if unset and torch brings a ptxas, as Inductor itself does sooner or later | the first model \
 on CUDA in a mode that compiles | Inductor sets it at once |
-| ``triton.knobs.cache.manager_class`` | the first artifacts that hold kernels of Triton | Triton looks in several \
-folders |
+| ``TRITON_CACHE_DIR``, if unset, as Inductor itself does sooner or later | the first model on CUDA whose programs are \
+kept | Inductor sets it at once |
+| ``triton.knobs.cache.manager_class`` | the first artifacts or kept programs that hold kernels of Triton | Triton \
+looks in several folders |
 | ``JitSpec.build_and_load`` of FlashInfer | the first artifacts that hold kernels of FlashInfer | a folder of \
 built kernels can be named |
 | ``KINETO_LOG_LEVEL`` and two variables of CUPTI, if unset | the first profile | CUPTI can restart |

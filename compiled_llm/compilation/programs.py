@@ -161,8 +161,7 @@ class Programs:
         self._stance = off_by_stance()
         self.eager = _runs_uncompiled(config) or config.eager_first_on(device.type)
         self._artifacts, self._compilers = artifacts, compilers
-        # Code for GPUs is kept once it has run there without its graph.
-        traces = bool(self._hooks) or self.eager or config.mode in ("eager", "reduce-overhead") or device.type != "cpu"
+        traces = bool(self._hooks) or self.eager or config.mode in ("eager", "reduce-overhead")
         kept = feature("kept programs", _ROOM) if self.keeps and not traces else None
         folder = None if artifacts is None else artifacts.folder
         self._recorder: Any = None
@@ -405,9 +404,10 @@ def begin_during_tracing(device: torch.device, artifacts: Artifacts | None, trac
     # Without ``traces``, programs are taken as they were kept; one that is traced nevertheless waits for all of it.
     if device.type == "cuda":
         choose_ptxas()  # before any of our kernels is built
+    if traces or device.type == "cuda":  # Triton names its kernels by them
+        hash_sources_early()
     if not traces:
         return
-    hash_sources_early()
     if artifacts is not None:
         artifacts.begin(device.type)
     elif device.type == "cuda":

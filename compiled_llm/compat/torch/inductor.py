@@ -249,15 +249,20 @@ def cache_variables(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def inductor_cache_at(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[None]:
-    """Let Inductor look for code in this folder alone while the block runs; one thread after the other."""
+def inductor_cache_at(folder: Path, variables: Mapping[str, str] = _NO_VARIABLES) -> Iterator[str]:
+    """Let Inductor look for code in this folder alone while the block runs; one thread after the other.
+
+    Yields where the environment says at other times that Triton's cache is; an empty text if it does not.
+    """
     # Inductor reads the place from the environment each time, here and in the processes that it starts, and from
     # nowhere else. Code that another thread compiles meanwhile, outside such a block, lands in the folder as well.
     # ``variables`` are set meanwhile, too.
     import torch._dynamo.package  # noqa: F401 (remembers the place that it finds when it is imported)
 
-    with _one_cache, replaced({**cache_variables(folder), **variables}):
-        yield
+    with _one_cache:
+        own = os.environ.get("TRITON_CACHE_DIR", "")
+        with replaced({**cache_variables(folder), **variables}):
+            yield own
 
 
 _one_cache = lock()

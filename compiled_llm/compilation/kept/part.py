@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path as File
 
-from compiled_llm.compat.torch.kept.region_code import place_of
+from compiled_llm.compat.torch.triton import choose_cache
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.kept.cache.program_cache import ProgramCache
 from compiled_llm.compilation.kept.fingerprint.surroundings import versions
@@ -59,6 +59,11 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
     cache, unless this process writes artifacts: then all are traced, so that their graphs get there.
     """
     version = facts.version
+    device = facts.model.device
+    if device.type == "cuda":  # programs for GPUs are kept for those who ask for it, until it has run there
+        if device.type not in Env.from_environ().keeps_programs_on:
+            return None, None
+        choose_cache(device.index or 0)  # before any of our kernels is built
     if _written:
         return Recorder(partial(_keep_in, _written[-1]), version), None
     if artifacts is not None:
@@ -74,7 +79,7 @@ def taker(folder: File, version: ModelVersion) -> Taker:
 
 def _cache_for(facts: ModelFacts, config: WrapConfig) -> ProgramCache | None:
     environment = Env.from_environ()
-    if not environment.keeps_programs:
+    if facts.model.device.type not in environment.keeps_programs_on:
         return None
     try:
         here = made_for(facts.model, facts.model_class, config)
@@ -84,10 +89,10 @@ def _cache_for(facts: ModelFacts, config: WrapConfig) -> ProgramCache | None:
         return None
 
 
-def _keep_in(folder: File, program: KeptProgram, files: Sequence[File]) -> None:
-    """Write a program into a folder of artifacts, which has all that Inductor builds."""
-    if any(not (folder / "inductor" / place_of(file)).exists() for file in files):  # this process had it already
-        program = KeptProgram(program.name, refused="a library of a C++ kernel lies in another folder")
+def _keep_in(folder: File, program: KeptProgram, files: Mapping[str, File]) -> None:
+    """Write a program into a folder of artifacts, which has all that Inductor and Triton build."""
+    if not all((folder / place).exists() for place in files):  # this process had it already
+        program = KeptProgram(program.name, refused="a kernel lies in another folder")
     content = program.encoded()
     (folder / FOLDER).mkdir(mode=0o700, exist_ok=True)
     (folder / FOLDER / f"{hashlib.sha256(content).hexdigest()[:16]}.json").write_bytes(content)

@@ -22,7 +22,7 @@ from compiled_llm.compat.torch.kept.traced_graph import (
 )
 from compiled_llm.compilation.kept.kept_program import Call, KeptProgram
 from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memory_shared
-from compiled_llm.compilation.kept.packing import UnknownResultError, described
+from compiled_llm.compilation.kept.packing import described
 from compiled_llm.compilation.kept.paths import PER_CALL, Path, paths_of_tensors
 from compiled_llm.compilation.kept.prints import traced
 from compiled_llm.compilation.regions import Region
@@ -32,8 +32,8 @@ logger = logging.getLogger("compiled_llm.graphs")
 
 Function = Callable[..., Any]
 
-Keep = Callable[[KeptProgram, Sequence[File]], None]
-"""Keeps a program, whose code lies in files of Inductor's caches."""
+Keep = Callable[[KeptProgram, Mapping[str, File]], None]
+"""Keeps a program, and the files with its code, by where they lie in a folder of Inductor's and Triton's caches."""
 
 
 class NotKeptError(ValueError):
@@ -59,9 +59,7 @@ class Recorder:
             self._calling, self._pending = (name, function, arguments), None
             try:
                 result = program(*given)
-                if (trace := self._pending) is not None:
-                    self._version.begin_check()
-                    self._write(trace.finished(result, self._version.form == trace.form), trace.files)
+                self._finish(result)
             finally:
                 self._calling = self._pending = None
             return result
@@ -95,8 +93,7 @@ class Recorder:
             kept = replace(
                 _described(name, arguments, graph, regions, codes), fingerprint=traced(function, arguments, graph)
             )
-            files = {file: None for code in codes for file in code.files}
-            trace = _Trace(kept, _outputs(graph, regions), [*files])
+            trace = _Trace(kept, _outputs(graph, regions), _distinct(codes))
         except ValueError as error:
             trace = _Trace(KeptProgram(name, refused=str(error)))
         except Exception as error:  # any: it reads what torch keeps to itself
@@ -104,7 +101,12 @@ class Recorder:
         trace.form, self._pending = self._version.form, trace
         return trace.watching(whole)
 
-    def _write(self, kept: KeptProgram, files: Sequence[File]) -> None:
+    def _finish(self, result: Any) -> None:
+        if (trace := self._pending) is not None:
+            self._version.begin_check()
+            self._write(*trace.finished(result, self._version.form == trace.form))
+
+    def _write(self, kept: KeptProgram, files: Mapping[str, File]) -> None:
         if kept.refused:
             logger.debug("%s is not kept: %s", kept.name, kept.refused)
         self._keep(kept, files)
@@ -113,11 +115,10 @@ class Recorder:
 class _Trace:
     """A traced program, until it has run."""
 
-    def __init__(self, kept: KeptProgram, outputs: Sequence[int] = (), files: Sequence[File] = ()) -> None:
-        """``outputs`` has the value of each output of the graph; ``files`` have its code."""
-        self.files = files
+    def __init__(self, kept: KeptProgram, outputs: Sequence[int] = (), codes: Sequence[RegionCode] = ()) -> None:
+        """``outputs`` has the value of each output of the graph; ``codes`` are those of the program, in order."""
         self.form = 0  # the number of the model's form before it has run
-        self._kept, self._outputs = kept, outputs
+        self._kept, self._outputs, self._codes = kept, outputs, codes
         self._returned: Sequence[Any] | None = None
         self._watches = True
 
@@ -130,19 +131,24 @@ class _Trace:
 
         return run
 
-    def finished(self, result: Any, same_model: bool) -> KeptProgram:
-        """Return the program, which has returned ``result`` for the first time."""
+    def finished(self, result: Any, same_model: bool) -> tuple[KeptProgram, Mapping[str, File]]:
+        """Return the program, which has returned ``result`` for the first time, and its files."""
         returned, self._returned, self._watches = self._returned, None, False
         kept, self._kept = self._kept, KeptProgram(self._kept.name)  # what has run lives as long as its code
+        codes, self._codes = self._codes, ()
         if kept.refused is not None or returned is None:
-            return kept
+            return kept, {}
         if not same_model:
-            return KeptProgram(kept.name, refused="the model changes its attributes")
+            return KeptProgram(kept.name, refused="the model changes its attributes"), {}
         numbers = {id(tensor): value for tensor, value in zip(returned, self._outputs, strict=True)}
         try:
-            return replace(kept, result=described(result, numbers))
-        except UnknownResultError as error:
-            return KeptProgram(kept.name, refused=str(error))
+            packed, encoded = described(result, numbers), [code.encoded() for code in codes]
+            files = {place: file for code in codes for place, file in code.files().items()}
+            return replace(kept, result=packed, codes=encoded), files
+        except ValueError as error:
+            return KeptProgram(kept.name, refused=str(error)), {}
+        except Exception as error:  # any: as in ``keep``
+            return KeptProgram(kept.name, refused=f"{type(error).__name__}: {error}"), {}
 
 
 def _described(
@@ -155,7 +161,7 @@ def _described(
     paths = paths_of_tensors(arguments)
     traced = [*traced_inputs(graph)]
     inputs = [_place(entry, paths) for entry in traced]
-    distinct = list({id(code): code for code in codes}.values())
+    distinct = _distinct(codes)
     calls = _calls(graph, regions, [distinct.index(code) for code in codes])
     written_to = sorted(_written(calls, distinct, len(inputs)))
     values = [entry.value if isinstance(entry, TracedTensor) else None for entry in traced]
@@ -165,7 +171,6 @@ def _described(
         name,
         inputs=inputs,
         calls=calls,
-        codes=[code.encoded() for code in distinct],
         tensors=_sizes([*looked_at, *traced_arguments(arguments, PER_CALL)], paths),
         guards=guards,
         ranges=ranges,
@@ -176,6 +181,10 @@ def _described(
     )
     _ = kept.shapes  # ValueError if they are none that can be compared
     return kept
+
+
+def _distinct(codes: Sequence[RegionCode]) -> list[RegionCode]:
+    return list({id(code): code for code in codes}.values())
 
 
 def _place(entry: object, paths: Mapping[int, Path]) -> Path | int | str:

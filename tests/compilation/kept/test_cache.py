@@ -167,11 +167,11 @@ def program(name: str = "decode", **more: Any) -> KeptProgram:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def files(tmp_path: Path) -> dict[str, Path]:
     path = tmp_path / "inductor" / "ab" / "cab.py"
     path.parent.mkdir(parents=True)
     path.write_text("def call(values):\n    return values\n")
-    return path
+    return {"inductor/ab/cab.py": path, "triton/KEY/kernel.json": path}
 
 
 def truncate(path: Path, content: bytes, chance: random.Random) -> None:
@@ -236,19 +236,21 @@ def test_a_folder_that_others_can_change_is_not_used(what: str, how: str, copied
 
 
 def test_where_nothing_can_be_written_the_log_says_so_once(
-    tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, files: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     _say_once.cache_clear()
     (tmp_path / "programs").write_text("a file")
     caplog.set_level(logging.INFO, "compiled_llm.graphs")
     for name in ("prefill", "decode"):
-        ProgramCache(tmp_path / "programs", MADE_FOR).write(program(name), [file])
+        ProgramCache(tmp_path / "programs", MADE_FOR).write(program(name), files)
     (said,) = caplog.messages
     assert "are not kept in" in said
 
 
-def test_files_of_inductors_that_are_gone_leave_nothing_behind(tmp_path: Path, file: Path) -> None:
-    ProgramCache(tmp_path / "programs", MADE_FOR).write(program(), [file, file.with_name("gone.so")])
+def test_files_of_inductors_that_are_gone_leave_nothing_behind(tmp_path: Path, files: dict[str, Path]) -> None:
+    ProgramCache(tmp_path / "programs", MADE_FOR).write(
+        program(), {**files, "inductor/ab/gone.so": tmp_path / "gone.so"}
+    )
     assert [*(tmp_path / "programs").iterdir()] == []
 
 
@@ -276,18 +278,18 @@ def in_children(count: int, do: Callable[[int], None]) -> list[int]:
 
 
 def test_a_process_that_is_killed_before_the_renaming_leaves_nothing_under_that_name(
-    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = ProgramCache(tmp_path / "programs", MADE_FOR)
 
     def killed(number: int) -> None:
         monkeypatch.setattr(entries.os, "rename", lambda *names: os.kill(os.getpid(), signal.SIGKILL))
-        cache.write(program(), [file])
+        cache.write(program(), files)
 
     assert in_children(1, killed) == [-signal.SIGKILL]
     (unfinished,) = (tmp_path / "programs").glob(f"{room.UNFINISHED}*")
     assert cache.read() == []
-    cache.write(program(), [file])
+    cache.write(program(), files)
     assert [entry.program.name for entry in cache.read()] == ["decode"]
     os.utime(unfinished, (0, 0))  # as if it had lain there for an hour
     make_room(tmp_path / "programs")
@@ -295,11 +297,11 @@ def test_a_process_that_is_killed_before_the_renaming_leaves_nothing_under_that_
     assert len(cache.read()) == 1
 
 
-def test_processes_write_and_read_at_once(tmp_path: Path, file: Path) -> None:
+def test_processes_write_and_read_at_once(tmp_path: Path, files: dict[str, Path]) -> None:
     def write_some(number: int) -> None:
         cache = ProgramCache(tmp_path / "programs", MADE_FOR)
         for each in range(6):  # all but the first of each are there, or are being written
-            cache.write(program(f"program {(each + number) % 3}"), [file])
+            cache.write(program(f"program {(each + number) % 3}"), files)
             for entry in cache.read():
                 assert entry.load() is not None
 
@@ -312,10 +314,10 @@ def test_processes_write_and_read_at_once(tmp_path: Path, file: Path) -> None:
 # ---- room
 
 
-def test_the_oldest_make_room_for_others(tmp_path: Path, file: Path) -> None:
+def test_the_oldest_make_room_for_others(tmp_path: Path, files: dict[str, Path]) -> None:
     root = tmp_path / "programs"
     for number in range(5):
-        ProgramCache(root, {"model": number}).write(program(), [file])
+        ProgramCache(root, {"model": number}).write(program(), files)
     folders = sorted(programs_in(root), key=lambda folder: read(folder)._manifest.made_for["model"])
     for age, folder in enumerate(folders):
         os.utime(folder, (1000 - age, 1000 - age))
@@ -326,11 +328,11 @@ def test_the_oldest_make_room_for_others(tmp_path: Path, file: Path) -> None:
     assert len([*root.iterdir()]) == 3  # no empty folders
 
 
-def test_of_programs_of_one_name_few_are_kept(tmp_path: Path, file: Path) -> None:
+def test_of_programs_of_one_name_few_are_kept(tmp_path: Path, files: dict[str, Path]) -> None:
     cache = ProgramCache(tmp_path / "programs", MADE_FOR)
-    cache.write(program("other"), [file])
+    cache.write(program("other"), files)
     for number in range(7):
-        cache.write(program(form=[str(number)]), [file])
+        cache.write(program(form=[str(number)]), files)
         for folder in programs_in(tmp_path):
             os.utime(folder, (number, number)) if number == 3 else None
     names = [entry.program.name for entry in cache.read()]

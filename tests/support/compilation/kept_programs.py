@@ -35,20 +35,20 @@ def run(model: Any) -> dict[str, Any]:
     bits, answers = hashlib.sha256(), []
     vocabulary = min(128, model.config.get_text_config().vocab_size)
     for lengths in ([7], [7, 3], [5]):
-        batch = mixed_prompts(lengths, vocabulary, seed=0)
+        batch = {name: tensor.to(model.device) for name, tensor in mixed_prompts(lengths, vocabulary, seed=0).items()}
         options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
         out = model.generate(**batch, **options, output_logits=True, return_dict_in_generate=True)
         answers.append(out.sequences.tolist())
         for tensor in (out.sequences, *out.logits):
-            bits.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            bits.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return {"answers": answers, "bits": bits.hexdigest()}
 
 
 def result_of(
-    way: str, family: str, folder: Path, environment: Mapping[str, str] = MappingProxyType({})
+    way: str, family: str, folder: Path, environment: Mapping[str, str] = MappingProxyType({}), device: str = "cpu"
 ) -> dict[str, Any]:
     """Run this file in a fresh process, and return what it prints."""
-    program = [sys.executable, __file__, way, family, str(folder)]
+    program = [sys.executable, __file__, way, family, str(folder), device]
     paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     environ = {**os.environ, **paths, **environment}
     done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=500, check=False)
@@ -84,20 +84,24 @@ def traces_counted() -> Iterator[list[object]]:
         yield counted
 
 
-def made(family: str) -> Any:
+def made(family: str, device: str) -> Any:
     own = {"Llama": tiny_llama, "Qwen3": tiny_qwen3}
-    return own[family](**ONE_LAYER) if family in own else make(family, FAMILIES[family], 0).eval()
+    if device == "cpu":
+        return own[family](**ONE_LAYER) if family in own else make(family, FAMILIES[family], 0).eval()
+    return own[family](head_dim=64, eos_token_id=None).to(device, torch.bfloat16)
 
 
-def main(way: str, family: str, place: str) -> None:
-    folder = Path(place)
+def main(way: str, family: str, place: str, device: str) -> None:
+    folder, pages = Path(place), FEW_PAGES if device == "cpu" else {**FEW_PAGES, "page_size": 16}
     how = {"keep": part.recording, "take": taking}.get(way, lambda folder: nullcontext())
     with how(folder), traces_counted() as traces:
-        model = compiled_llm.wrap(made(family), **FEW_PAGES)
+        model = compiled_llm.wrap(made(family, device), **pages)
         said = run(model)
-    counts = model.compiled.stats().programs
+    stats = model.compiled.stats()
     late = [name for name in ("torch._inductor.compile_fx", "torch._inductor.select_algorithm") if name in sys.modules]
-    seen = {"traces": len(traces), "imported": late, "programs": counts, "not kept": part.not_kept(folder)}
+    seen = {"traces": len(traces), "imported": late, "programs": stats.programs, "not kept": part.not_kept(folder)}
+    children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()
+    seen |= {"CUDA graphs": stats.cuda_graphs, "processes": len(children)}
     print(json.dumps({**said, **seen}))
 
 

@@ -41,6 +41,7 @@ def main(model_folder: str, artifacts: str, device: str, dtype: str) -> None:
     result = {
         "answers": said,
         "graphs": stats.graphs,
+        "programs": stats.programs,
         "tracing_seconds": stats.tracing_seconds,
         "builds": stats.builds,
         "built by Triton": kernels_built(),

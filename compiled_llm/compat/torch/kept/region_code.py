@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,6 +25,8 @@ from torch import Tensor
 from torch._C._dynamo import guards
 
 from compiled_llm.compat.torch.inductor import inductor_cache_at
+from compiled_llm.compat.torch.kept.triton_kernels import TritonKernel, load_kernel
+from compiled_llm.compat.torch.triton import kernels_first_in
 
 Function = Callable[[list[Any]], Sequence[Any]]
 
@@ -55,21 +57,28 @@ class RegionCode:
 
     file: Path
     kernels: list[Path] = field(default_factory=list)  # libraries of C++ kernels, in the order of the code file
+    triton: list[TritonKernel] = field(default_factory=list)  # likewise
     aligned: list[int] = field(default_factory=list)  # the inputs whose addresses it takes to be multiples of 16
     written: list[int] = field(default_factory=list)  # the inputs that it writes to
     refused: str | None = None  # why it cannot be run without its graph
 
-    @property
-    def files(self) -> list[Path]:
-        return [self.file, *self.kernels]
+    def files(self) -> dict[str, Path]:
+        """Return its files, once it has run, by where they lie in a folder of caches; ValueError if one is gone."""
+        own = {f"inductor/{_place_of(file)}": file for file in (self.file, *self.kernels)}
+        return {**own, **{place: file for kernel in self.triton for place, file in kernel.files().items()}}
 
     def encoded(self) -> dict[str, Any]:
-        """Return it as values of JSON, without the folder that ``place_of`` leaves out."""
-        kernels = [*map(place_of, self.kernels)]
-        return {"file": place_of(self.file), "kernels": kernels, "aligned": self.aligned, "written": self.written}
+        """Return it as values of JSON, once it has run; ValueError if a kernel has not."""
+        return {
+            "file": _place_of(self.file),
+            "kernels": [*map(_place_of, self.kernels)],
+            "triton": [kernel.encoded() for kernel in self.triton],
+            "aligned": self.aligned,
+            "written": self.written,
+        }
 
 
-def place_of(file: Path) -> str:
+def _place_of(file: Path) -> str:
     """Return the name of a file from the folder of Inductor's cache on, whichever that is: ``ab/cabcd.py``."""
     return f"{file.parent.name}/{file.name}"
 
@@ -172,17 +181,24 @@ def _why_not(source: str) -> str | None:
 
 
 def _note_kernels(code: RegionCode, module: ModuleType, path: Path) -> str | None:
-    """Find the libraries of a code file's C++ kernels."""
-    places: list[object] = []
+    """Find the libraries of a code file's C++ kernels, and Triton's kernels."""
+    places: list[tuple[str, str]] = []
 
-    def place(*args: Any, **kwargs: Any) -> object:
-        places.append(object())
-        return places[-1]
+    def place(kind: str) -> Callable[..., object]:
+        def note(_: Any, source: str, **kwargs: Any) -> object:
+            places.append((kind, source))
+            return places[-1]
 
-    names = _run(path, SimpleNamespace(cpp_pybinding=place, triton=lambda *args, **kwargs: None, wait=lambda all: None))
+        return note
+
+    names = _run(path, SimpleNamespace(cpp_pybinding=place("C++"), triton=place("Triton"), wait=lambda all: None))
     by_place = {id(value): name for name, value in names.items()}
     for found in places:
-        library = getattr(getattr(getattr(module, by_place[id(found)]), "__self__", None), "__file__", None)
+        kernel, (kind, source) = getattr(module, by_place[id(found)]), found
+        if kind == "Triton":
+            code.triton.append(TritonKernel(kernel, source))
+            continue
+        library = getattr(getattr(kernel, "__self__", None), "__file__", None)
         if library is None:
             return "a library of a C++ kernel was not found"
         code.kernels.append(Path(library))  # in another cache, if this process had it already
@@ -191,13 +207,16 @@ def _note_kernels(code: RegionCode, module: ModuleType, path: Path) -> str | Non
 
 def load_code(folder: Path, said: Mapping[str, Any]) -> Function:
     """Return the function of ``RegionCode.encoded``, whose files lie in a folder of Inductor's and Triton's caches."""
-    libraries = iter(said["kernels"])
+    kernels, launched, libraries = said["triton"], iter(said["triton"]), iter(said["kernels"])
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def cpp(*args: Any, **kwargs: Any) -> Any:
         return _library(folder / "inductor" / next(libraries))
 
-    found = SimpleNamespace(cpp_pybinding=kernel, triton=_triton_kernel, wait=lambda all: None)
-    with inductor_cache_at(folder):
+    def triton(name: str, source: str, **kwargs: Any) -> Any:
+        return load_kernel(name, source, next(launched))
+
+    found = SimpleNamespace(cpp_pybinding=cpp, triton=triton, wait=lambda all: None)
+    with inductor_cache_at(folder) as own, kernels_first_in(folder / "triton", own) if kernels else nullcontext():
         function: Function = _run(folder / "inductor" / said["file"], found)["call"]
     return _aligning(function, said["aligned"], said["written"]) if said["aligned"] else function
 
@@ -231,15 +250,6 @@ def _library(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     return module.kernel
-
-
-def _triton_kernel(*args: Any, **kwargs: Any) -> Any:
-    """Return a kernel of Triton's, built before: in this process, since to start others would take longer."""
-    from torch._inductor import config
-    from torch._inductor.async_compile import AsyncCompile
-
-    with config.patch(compile_threads=1):
-        return AsyncCompile().triton(*args, **kwargs)
 
 
 def _aligning(function: Function, checked: Sequence[int], written: Sequence[int]) -> Function:

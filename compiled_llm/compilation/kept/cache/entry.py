@@ -7,12 +7,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from compiled_llm.compat.torch.kept.region_code import place_of
 from compiled_llm.compilation.artifacts.checked_folder import checked, content_of, manifest_of
 from compiled_llm.compilation.artifacts.manifest import NAME, Manifest, ManifestEntry
 from compiled_llm.compilation.kept.cache.room import UNFINISHED, remove
@@ -58,9 +57,9 @@ class CacheEntry:
 
 
 def write(
-    into: Path, program: KeptProgram, files: Sequence[Path], made_for: Mapping[str, Any], staging: Path
+    into: Path, program: KeptProgram, files: Mapping[str, Path], made_for: Mapping[str, Any], staging: Path
 ) -> Path | None:
-    """Write a program, with the files that have its code, into a folder of its own in ``into``, and return that.
+    """Write a program, with its files by where they lie there, into a folder of its own in ``into``, and return that.
 
     It is written in ``staging``, on the same file system. None if it is there already; OSError if it cannot be written.
     """
@@ -68,13 +67,13 @@ def write(
     target = into / f"{said_in_names(program.name)}-{hashlib.sha256(contents[_PROGRAM]).hexdigest()[:16]}"
     if target.exists():
         return None
-    contents |= {f"inductor/{place_of(file)}": file.read_bytes() for file in files}
+    contents |= {place: file.read_bytes() for place, file in files.items()}
     manifest = Manifest(made_for, 0, {name: ManifestEntry.of(content) for name, content in contents.items()})
     folder = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=staging))
     try:
-        (folder / "inductor").mkdir(mode=0o700)
         for name, content in {**contents, NAME: manifest.encoded()}.items():
-            (folder / name).parent.mkdir(mode=0o700, exist_ok=True)
+            for part in reversed(Path(name).parents):
+                (folder / part).mkdir(mode=0o700, exist_ok=True)
             _write_file(folder / name, content)
         into.mkdir(mode=0o700, exist_ok=True)
         os.rename(folder, target)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class ProgramCache:
             _say_once(f"programs that are kept in {self._root} are not used: {_reason(error)}")
             return []
 
-    def keep(self, program: KeptProgram, files: Sequence[Path]) -> None:
+    def keep(self, program: KeptProgram, files: Mapping[str, Path]) -> None:
         """Write a program on a thread, which the end of this process waits for."""
         # The caller has just run it for the first time, and somebody waits for a token.
         if program.refused is None:
@@ -49,7 +49,7 @@ class ProgramCache:
             except RuntimeError:  # the interpreter is shutting down
                 return
 
-    def write(self, program: KeptProgram, files: Sequence[Path]) -> None:
+    def write(self, program: KeptProgram, files: Mapping[str, Path]) -> None:
         """Write a program with its code, and make room for it."""
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,105 @@
+"""On CUDA a process that takes kept programs builds none of Inductor's kernels, and its bits are those of the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from support.characters import character_tokenizer
+from support.compilation import start_with_artifacts
+from support.compilation.artifact_folders import compiled
+from support.compilation.kept_programs import result_of
+from support.tiny_models import tiny_qwen3
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.unchecked_pages]
+
+KEPT = {"COMPILED_LLM_KEEP_PROGRAMS": "cuda"}
+NOTHING = {"graphs": 0, "C++ kernels": 0, "Triton kernels": 0, "FlashInfer kernels": 0}
+
+
+class Starts(NamedTuple):
+    """What processes without artifacts have said, one after the other, and where they have kept their programs."""
+
+    first: dict[str, Any]
+    second: dict[str, Any]
+    kept: Path
+    triton: Path
+    built: set[Path]  # by Triton, in the first
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+    """Two processes; the second one finds no kernel of Inductor's but those that were kept, and other ones."""
+    home = tmp_path_factory.mktemp("plain")
+    caches = {"COMPILED_LLM_CACHE": str(home / "ours"), "TRITON_CACHE_DIR": str(home / "triton")}
+    environment = {**KEPT, **caches, "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor")}
+    first = result_of("plain", "Qwen3", home, environment, "cuda")
+    built = kernels_of_inductor(home / "triton")
+    for path in built:
+        shutil.rmtree(path.parent)
+    second = result_of("plain", "Qwen3", home, {**environment, "TORCHINDUCTOR_CACHE_DIR": str(home / "empty")}, "cuda")
+    return Starts(first, second, home / "ours" / "programs", home / "triton", built)
+
+
+def kernels_of_inductor(folder: Path) -> set[Path]:
+    return set(folder.rglob("triton_*.cubin"))
+
+
+def test_the_second_process_traces_nothing_and_its_bits_are_the_same(starts: Starts) -> None:
+    first, second = starts.first, starts.second
+    assert set(first["programs"].values()) == {"traced"}
+    assert second["programs"] == dict.fromkeys(first["programs"], "kept")
+    assert second["traces"] == 0
+    assert second["imported"] == []
+    assert (second["answers"], second["bits"]) == (first["answers"], first["bits"])
+    assert second["CUDA graphs"] == first["CUDA graphs"] > 0
+
+
+def test_it_launches_the_kernels_that_were_kept_and_starts_no_process_to_build_others(starts: Starts) -> None:
+    assert starts.built
+    assert kernels_of_inductor(starts.kept)
+    assert kernels_of_inductor(starts.triton) == set()
+    assert starts.second["processes"] == 0
+
+
+def test_a_program_has_no_more_of_a_kernel_than_what_it_is_loaded_from(starts: Starts) -> None:
+    endings = {path.suffix for path in starts.kept.rglob("triton/*/*")}
+    assert endings == {".json", ".cubin"}
+
+
+def test_a_process_with_artifacts_takes_programs_and_builds_nothing(tmp_path: Path) -> None:
+    model, artifacts = tmp_path / "model", tmp_path / "artifacts"
+    tiny_qwen3(eos_token_id=None, head_dim=64).save_pretrained(model)
+    character_tokenizer().save_pretrained(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*next(iter(KEPT.items())))
+        done = compiled(model, artifacts, "--device", "cuda", "--max-num-seqs", "8", "--warmup", "1,2", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert list((artifacts / "kept").glob("*.json"))
+    said = {
+        way: started(model, artifacts, tmp_path / way, {"COMPILED_LLM_KEEP_PROGRAMS": way}) for way in ("cuda", "1")
+    }
+    assert set(said["cuda"]["programs"].values()) == {"kept"}
+    assert set(said["1"]["programs"].values()) == {"traced"}
+    assert said["cuda"]["answers"] == said["1"]["answers"]
+    assert [said[way]["builds"] for way in said] == [NOTHING, NOTHING]
+
+
+def started(model: Path, artifacts: Path, home: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What a process says whose own caches are empty."""
+    program = [sys.executable, start_with_artifacts.__file__, str(model), str(artifacts), "cuda", "bfloat16"]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"), "TRITON_CACHE_DIR": str(home / "triton")}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "FLASHINFER_WORKSPACE_BASE": str(home / "flashinfer")}
+    done = subprocess.run(
+        program, env={**os.environ, **caches, **paths, **environment}, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
