@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.step_key import POOLED
+from compiled_llm.compilation.graphs.step_key import POOLED, pools
 from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.options import prefill_options
 from compiled_llm.compilation.program import PREFILL, PREFILL_ALONE, Program, ProgramInputs
@@ -49,8 +49,7 @@ def pooled_step(
 
 
 def _pools(inputs: ProgramInputs, alone: bool) -> bool:
-    pooled = any(want.startswith(POOLED) for want in inputs.wants)
-    return pooled and isinstance(inputs, PrefillInputs) and inputs.alone is alone
+    return pools(inputs.wants) and isinstance(inputs, PrefillInputs) and inputs.alone is alone
 
 
 PROGRAMS = (

@@ -74,7 +74,10 @@ def test_all_shapes_leave_their_logits_in_one_place_and_answers_have_others(seed
     assert len(captured(model, "scoring")) == 3
     with torch.no_grad():
         places = {replayed(steps.get(key).cuda_graph).logits.data_ptr() for key in steps.of("prefill")}
-    assert model.compiled.model_runner().graph_manager.cuda_graphs._scored._buffers[0].data_ptr() not in places
+    assert (
+        model.compiled.model_runner().graph_manager.cuda_graphs._outputs["all logits"]._buffers[0].data_ptr()
+        not in places
+    )
     assert graphs.nbytes > 0
 
 

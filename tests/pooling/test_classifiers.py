@@ -13,6 +13,7 @@ import compiled_llm
 from compiled_llm.compilation import backend as inductor
 from compiled_llm.engine.engine import Engine
 from support.engine.tiny_engines import greedy, tiny, wrapped
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.parity import assert_account_is_empty
 from support.tiny_models import tiny_llama
 
@@ -105,3 +106,15 @@ def test_what_is_refused():
         ours.generate(torch.tensor([[5]]))
     with Engine(wrapped()) as engine, pytest.raises(ValueError, match=r"^classify: Qwen3ForCausalLM has no head"):
         engine.classify([[5]])
+
+
+def test_scores_come_from_captured_steps(seed, monkeypatch):
+    let_a_cpu_capture(monkeypatch)
+    plain, inputs = classifier(), batch(seed)
+    texts = [row[row != 0].tolist() for row in inputs["input_ids"]]
+    ours = wrapped(plain=classifier(), prefill_tokens=16)
+    with Engine(ours) as engine, torch.no_grad():
+        for _ in range(3):
+            engine.reset_prefix_cache()
+            torch.testing.assert_close(engine.classify(texts), plain(**inputs).logits, rtol=1e-4, atol=1e-5)
+    assert any(row.states and row.replays for row in ours.compiled.cuda_graphs)

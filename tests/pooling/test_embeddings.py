@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compiled_llm.compilation import backend as inductor
+from compiled_llm.config import WrapConfig
 from compiled_llm.engine import model_check
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
@@ -16,6 +17,8 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.text_tokenizers import byte_level
 from support.engine.tiny_engines import greedy, tiny, wrapped
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.parity import alone
 from support.pooling import assert_alike, last_states
 
 LENGTHS = (3, 9, 4, 45, 1, 8, 16, 17, 5)
@@ -145,3 +148,24 @@ def test_programs_compute_no_logits(monkeypatch):
         running.generate([[5, 6, 7]], greedy(2))
         assert graphs[1] == 2
     assert ours.compiled.stats().graph_breaks == 0
+
+
+@pytest.mark.parametrize("most", [None, 24])
+def test_vectors_come_from_captured_steps_beside_those_of_answers(plain, seed, most, monkeypatch):
+    """With a bound, steps of one kind leave what they give in one place, and vectors are narrower than logits."""
+    let_a_cpu_capture(monkeypatch)
+    monkeypatch.setattr(WrapConfig, "graph_budget", property(lambda self: (None, most)))
+    ours = wrapped(800, tiny(vocab_size=380, max_position_embeddings=256), prefill_tokens=16)
+    prompts = drawn(seed + 3, (3, 4, 5))
+    expected = [alone(plain, prompt, 6) for prompt in prompts]
+    with Engine(ours) as running:
+        for rows in (3, 1, 3, 1):  # one runs in the step of three, while its own is captured
+            for _ in range(2):
+                running.reset_prefix_cache()
+                answers = running.generate(prompts[:rows], greedy(6))
+                assert [answer.token_ids for answer in answers] == expected[:rows]
+                running.reset_prefix_cache()
+                assert_alike(running.embed(prompts[:rows], pooling="last"), last_states(plain, prompts[:rows]))
+    pooled = [row for row in ours.compiled.cuda_graphs if row.states]
+    assert [row.replays > 0 for row in pooled] == [True, True]
+    assert not any(row.failures for row in ours.compiled.cuda_graphs)

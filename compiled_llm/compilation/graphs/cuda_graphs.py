@@ -76,10 +76,12 @@ class CudaGraphs:
         self._model = weakref.ref(model)
         self._device = device
         self._capturer = GraphCapture(device, in_pieces=config.leaves_attention_out) if self.ours else None
-        # A model whose CUDA graphs are bounded copies what they give, in launches of their own.
-        self._outputs = SharedOutputs(max(2, config.max_batch_size)) if any(table.budget) else None
-        # Logits of all tokens take too much memory for each graph to have its own.
-        self._scored = SharedOutputs(0)
+        # Where steps leave what they give. Logits of all tokens take too much memory for each graph to have its own; if
+        # CUDA graphs are bounded, all of them copy what they give, in launches of their own.
+        self._outputs = {"all logits": SharedOutputs(0)}
+        if any(table.budget):
+            rows = max(2, config.max_batch_size)
+            self._outputs |= {name: SharedOutputs(rows) for name in ("logits", "pooled")}
         self._underway: _Underway | None = None
         self._wanted: tuple[StepKey, Begin] | None = None  # to be captured next, and what begins that
         self._half_begun: tuple[StepKey, Begin] | None = None  # and what goes on with it
@@ -228,7 +230,8 @@ class CudaGraphs:
 
     def _outputs_of(self, key: StepKey) -> SharedOutputs | None:
         """Return where a step leaves its outputs; None if its graph has its own."""
-        return self._scored if key.phase == "scoring" else self._outputs
+        name = "all logits" if key.phase == "scoring" else "pooled" if key.pools else "logits"
+        return self._outputs.get(name)
 
     def can_begin(self, key: StepKey) -> bool:
         """Whether a step can be captured that has never run: the place of its outputs is known."""
@@ -236,7 +239,7 @@ class CudaGraphs:
         return outputs is None or outputs.nbytes > 0
 
     def _shared_bytes(self) -> int:
-        return self._scored.nbytes + (0 if self._outputs is None else self._outputs.nbytes)
+        return sum(outputs.nbytes for outputs in self._outputs.values())
 
     def forget(self) -> None:
         if self._underway is not None:
@@ -248,9 +251,8 @@ class CudaGraphs:
         self.table.forget(*STEPS)
         self.table.shared[_OWNER] = 0
         self._addresses.pop("captured", None)
-        self._scored.release()
-        if self._outputs is not None:
-            self._outputs.release()
+        for outputs in self._outputs.values():
+            outputs.release()
         if self._capturer is not None:
             self._capturer.take_new_pool()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Phase = Literal["decode", "prefill", "scoring", "sampling"]
@@ -61,6 +62,11 @@ class StepKey(NamedTuple):
         return self.phase == "decode" and self.schedule > 0
 
     @property
+    def pools(self) -> bool:
+        """Whether the step gives something in place of logits."""
+        return pools(self.wants)
+
+    @property
     def accepts(self) -> bool:
         """Whether the step feeds in guesses, of which the device decides how many count."""
         return any(want.startswith(ACCEPTED) for want in self.wants)
@@ -68,3 +74,8 @@ class StepKey(NamedTuple):
     def __str__(self) -> str:
         wants = "".join(f", {want}" for want in self.wants)
         return f"{self.phase} with tokens={self.tokens}, rows={self.rows}, schedule={self.schedule}{wants}"
+
+
+def pools(wants: Sequence[str]) -> bool:
+    """Return whether a step that is to give these outputs gives one of them in place of logits."""
+    return any(want.startswith(POOLED) for want in wants)

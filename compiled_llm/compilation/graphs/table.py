@@ -28,7 +28,7 @@ class CudaGraphRow:
         tokens: how many it computes, padding included.
         rows: how many of them sample a token, padding included.
         variant: of a prefill how the backend divides it, of a sampling step 1 if it writes masks first; else 0.
-        states: whether it gives hidden states, too.
+        states: whether it gives hidden states, too, or vectors of prompts alone.
         state: ready if it can be replayed; else missing, compiled, capturing, stale (dropped, since the model has
             changed), failed, or evicted (it has made room for others).
         nbytes: device memory that it takes in addition to the shared part, and gives back; 0 unless it is ready.

@@ -18,7 +18,7 @@ from torch import Tensor
 from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
-from compiled_llm.compilation.graphs.step_key import POOLED, StepKey
+from compiled_llm.compilation.graphs.step_key import StepKey, pools
 from compiled_llm.compilation.inputs import PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, with_outputs
 from compiled_llm.execution.batch import Brought, Extension, Tap, TokenSpan, outputs_of
@@ -181,7 +181,7 @@ class Prefill:
         if self._stateful:
             extensions = [_with_states(extension) for extension in extensions]
         # What no CUDA graph gives is not cut; and more logits than rows would be there twice while they are joined.
-        may_replay = brought is None and not wants and len(keep) <= len(extensions)
+        may_replay = brought is None and (not wants or pools(wants)) and len(keep) <= len(extensions)
         most = self._state.config.prefill_tokens
         if may_replay:
             queries = [len(extension.ids) for extension in extensions]
@@ -347,10 +347,8 @@ class Prefill:
         """Return the shape in which a prefill can be captured; None if it cannot."""
         # Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
         # tokens, and none is sampled. What a CUDA graph gives stays allocated: there is none that gives hidden states
-        # of many tokens, and none that gives something in place of logits, which has another size.
+        # of many tokens.
         if not self._captures or len(slots) not in (0, wanted):
-            return None
-        if any(want.startswith(POOLED) for want in wants):
             return None
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
@@ -368,7 +366,7 @@ class Prefill:
 
     def _shape_for(self, queries: Sequence[int], lengths: Sequence[int], wants: tuple[str, ...] = ()) -> StepKey | None:
         shape = self._shapes.smallest(sum(queries), len(queries))
-        if shape is None or (wants and shape.tokens > self._most_with_states):
+        if shape is None or (wants and not pools(wants) and shape.tokens > self._most_with_states):
             return None
         shape = shape._replace(wants=wants)
         # A schedule that only this mixture of rows gains by is not captured; that of one row of as many tokens may be.
