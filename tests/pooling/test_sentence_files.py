@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.pooling.sentence_files import SentenceFiles
-from support.engine.tiny_engines import wrapped
-from support.pooling import LAST, written
+from compiled_llm.engine.pooling.served import served
+from support.engine.tiny_engines import tiny, wrapped
+from support.pooling import LAST, classifier_of, written
 
 DENSE = "sentence_transformers.base.modules.dense.Dense"
 
@@ -64,3 +68,24 @@ def test_a_folder_that_says_nothing_needs_an_option(tmp_path):
         files.normalizes("mean")
     with Engine(wrapped()) as engine, pytest.raises(ValueError, match=r"^embed: neither "):
         engine.embed([[5]])
+
+
+@pytest.mark.parametrize(
+    ("older", "activation"),
+    [
+        ({}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "identity"),
+    ],
+    ids=["none", "version 4", "version 3"],
+)
+def test_a_cross_encoder_of_config_json_alone_ranks_by_its_label(older, activation, tmp_path):
+    """As those that were saved before sentence-transformers wrote modules for them."""
+    judge = classifier_of(tiny(vocab_size=380), 1)
+    judge.config.update(older)
+    judge.save_pretrained(tmp_path)
+    model = type(judge).from_pretrained(tmp_path)
+    facts: Any = SimpleNamespace(model=model)
+    found = served(facts, SentenceFiles.of(str(tmp_path)), None)
+    assert found["ranking"] == {"activation": activation, "prompt": None}
+    assert found["labelling"]["activation"] == activation
