@@ -239,3 +239,8 @@ def test_a_classifier_answers_nothing_else_and_says_what_it_does(judged: tuple[A
     response = judged[0].http.post(path, json=body)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_served")
     assert "POST /classify gives its scores" in response.json()["error"]["message"]
+
+
+def test_the_page_learns_that_a_classifier_writes_nothing(judged: tuple[Any, Any], api_server: RunningServer) -> None:
+    written = [one.http.get("/v1/models").json()["data"][0]["output_modalities"] for one in (judged[0], api_server)]
+    assert written == [[], ["text"]]

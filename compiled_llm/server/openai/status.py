@@ -42,7 +42,7 @@ class Version(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A name that requests can call the model by, how many tokens one can have with its answer, and what it reads."""
+    """A name that requests can call the model by, the most tokens with an answer, and what it reads and writes."""
 
     id: str
     object: Literal["model"] = "model"
@@ -50,6 +50,7 @@ class ModelCard(BaseModel):
     owned_by: Literal["compiled-llm"] = "compiled-llm"
     max_model_len: int | None
     input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text"]]  # none of a classifier
 
 
 class ModelList(BaseModel):
@@ -108,4 +109,5 @@ def _card(name: str, api_server: ApiServer) -> ModelCard:
         created=api_server.settings.created,
         max_model_len=None if ready is None else ready.max_tokens,
         input_modalities=["text", "image"] if api_server.reads_images() else ["text"],
+        output_modalities=["text"] if ready is None or ready.pooled.silent is None else [],
     )
