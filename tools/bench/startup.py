@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from common import Bench, Commit, Contenders, DeviceName, Json, Model, Vllm, bench
@@ -27,7 +27,8 @@ from compiled_llm.commands.bench.contenders import ALL, Contender, Ours, choose
 from compiled_llm.commands.bench.timing import Spread, Workload
 from compiled_llm.server.own_process import own_command
 
-STAGES = ("imported", "loaded", "first token", "all tokens")
+STAGES = ("torch", "imported", "device", "weights", "loaded", "first token", "all tokens")
+"""What a process has done; peers tell fewer of them."""
 PYTHON = "PYTHONPYCACHEPREFIX"
 CACHES = {
     PYTHON: "python",
@@ -37,6 +38,7 @@ CACHES = {
     "TORCH_EXTENSIONS_DIR": "torch_extensions",
     "CUDA_CACHE_PATH": "cuda",
     "VLLM_CACHE_ROOT": "vllm",
+    "COMPILED_LLM_CACHE": "compiled_llm",
 }
 """The folders of compiled code; every cold run has its own. Model files stay where they are.
 
@@ -45,11 +47,19 @@ Byte code is among them: if packages were installed without it, each start would
 Caches = Mapping[str, Path]
 
 
+class Start(NamedTuple):
+    """One start."""
+
+    stages: dict[str, float]  # when each was reached, in seconds after the process was started
+    spent: dict[str, float]  # seconds by what they were spent on, and until which stage
+
+
 class Starts:
     """Starts one contender again and again."""
 
-    def __init__(self, run: Bench, contender: Contender, root: Path) -> None:
-        self.run, self.contender, self.root = run, contender, root
+    def __init__(self, run: Bench, contender: Contender, root: Path, spent: bool) -> None:
+        """`spent`: whether processes of ours also tell what they spend their time on."""
+        self.run, self.contender, self.root, self.spent = run, contender, root, spent
         (self.workload,) = run.setup.workloads
 
     def empty(self, name: str) -> dict[str, Path]:
@@ -62,18 +72,23 @@ class Starts:
     def timed(self, kind: str, caches: Sequence[Caches], artifacts: str | None = None) -> None:
         """Start once with each set of caches, one after the other."""
         stages: dict[str, list[float]] = defaultdict(list)
+        spent: dict[str, list[float]] = defaultdict(list)
         with self.command(artifacts) as command:
             for number, folders in enumerate(caches, 1):
                 self.run.setup.log(f"{self.contender.name}, {kind}: start {number} of {len(caches)}")
-                for name, seconds in self.start(command, folders).items():
-                    stages[name].append(seconds)
+                start = self.start(command, folders)
+                for found, times in ((stages, start.stages), (spent, start.spent)):
+                    for name, seconds in times.items():
+                        found[name].append(seconds)
         figures = {name: Spread.of_times(times)._asdict() for name, times in stages.items()}
         result = {"contender": self.contender.name, "cache": kind, "stages": dict(stages), "figures": figures}
-        self.run.add("startup", result)
+        more = {"spent": {what: Spread.of_times(times)._asdict() for what, times in spent.items()}} if spent else {}
+        self.run.add("startup", result | more)
 
-    def start(self, command: list[str], folders: Caches) -> dict[str, float]:
-        """When each stage was reached, in seconds after the process was started; the first token is a call of one."""
+    def start(self, command: list[str], folders: Caches) -> Start:
+        """Start a process, which answers with one token, then with more."""
         stages: dict[str, float] = {}
+        spent: dict[str, float] = {}
         begin = time.perf_counter()
 
         def reach(stage: str) -> None:
@@ -83,10 +98,11 @@ class Starts:
             worker.wait_for("loaded")
             for stage, new, number in (("first token", 1, 0), ("all tokens", self.workload.new, 1)):
                 rows = self.workload.prompts(500, number)  # tokens that all models have
-                worker.ask(rows, [new] * self.workload.batch, sampling={"temperature": 0.0})
+                answer = worker.ask(rows, [new] * self.workload.batch, sampling={"temperature": 0.0})
                 reach(stage)
+                spent |= {f"{what}, until {stage}": seconds for what, seconds in answer.get("spent", {}).items()}
         self.run.report.machine["versions"].update(worker.versions)
-        return {name: stages[name] for name in STAGES}
+        return Start({name: stages[name] for name in STAGES if name in stages}, spent)
 
     @contextmanager
     def command(self, artifacts: str | None) -> Iterator[list[str]]:
@@ -103,6 +119,7 @@ class Starts:
             "dtype": str(setup.dtype).removeprefix("torch."),
             "workload": [work.batch, work.prompt, work.new],
             "artifacts": artifacts,
+            "spent": self.spent,
         }
         yield [sys.executable, os.fspath(HERE / "startup_worker.py"), js.dumps(job)]
 
@@ -133,6 +150,7 @@ def main(
     contenders: Contenders = "compiled-llm:cuda-graphs,vllm",
     cold_runs: Annotated[int, typer.Option(min=1, help="Starts with empty caches.")] = 1,
     runs: Annotated[int, typer.Option(min=0, help="Starts with warm caches, and as many with artifacts.")] = 5,
+    spent: Annotated[bool, typer.Option(help="Also tell what our processes spend their time on.")] = False,
     device: DeviceName = "auto",
     vllm: Vllm = "",
     json: Json = None,
@@ -144,7 +162,7 @@ def main(
 
         def measure(contender: Contender) -> None:
             with tempfile.TemporaryDirectory(prefix="compiled_llm_bench_") as root:
-                starts = Starts(run, contender, Path(root))
+                starts = Starts(run, contender, Path(root), spent)
                 caches = [starts.empty(f"cold_{number}") for number in range(cold_runs)]
                 starts.timed("cold", caches)
                 if runs:

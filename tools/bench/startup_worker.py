@@ -20,8 +20,11 @@ def main() -> None:
     job = json.loads(sys.argv[1])
 
     import torch
+
+    say(mark="torch")
     from models import build
     from peers import HFStatic
+    from spent import Spent
 
     from compiled_llm.commands.bench.contenders import ALL, Ours, Setup
     from compiled_llm.commands.bench.timing import Workload
@@ -32,6 +35,13 @@ def main() -> None:
         contender = Ours(contender.mode, contender.backend, job["artifacts"])
     dtype, device = getattr(torch, job["dtype"]), torch.device(job["device"])
     setup = Setup(job["model"], device, dtype, [Workload(*job["workload"])], load=build)
+    torch.zeros(1, device=device)
+    setup.synchronize()
+    say(mark="device")
+    setup.model()
+    setup.synchronize()
+    say(mark="weights")
+    spent = Spent().seconds if job["spent"] else {}
     with contender.opened(setup) as session:
         setup.synchronize()
         say(mark="loaded")
@@ -41,7 +51,8 @@ def main() -> None:
             options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **session.options}
             out = session.model.generate(input_ids=ids, max_new_tokens=asked["new"][0], **options)
             setup.synchronize()
-            say(lengths=[out.shape[1] - ids.shape[1]] * len(ids))
+            say(lengths=[out.shape[1] - ids.shape[1]] * len(ids), spent=dict(spent))
+            spent.clear()
 
 
 if __name__ == "__main__":

@@ -29,9 +29,19 @@ def startup(results: Sequence[Result]) -> Iterator[Table]:
         "caches": lambda result: result["cache"],
         "runs": lambda result: str(next(iter(result["figures"].values()))["runs"]),
     }
-    columns |= {f"{name}, s": spread(name) for name in results[0]["figures"]}
+    stages = max((result["figures"] for result in results), key=len)  # peers tell fewer
+    columns |= {f"{name}, s": spread(name) for name in stages}
     note = "Seconds from the start of the process, best / median. Cold: empty folders for everything compiled."
     yield Table("Start-up", results, columns, note, leading=2)
+    spent = [
+        {**result, "task": what, "figures": {"spent": times}}
+        for result in results
+        for what, times in result.get("spent", {}).items()
+    ]
+    if spent:
+        columns = CONTENDER | {"caches": lambda result: result["cache"], "on": lambda result: result["task"]}
+        note = "Best / median. Parts of one may be another, and what threads do beside the rest is among them."
+        yield Table("What starts are spent on", spent, columns | {"s": spread("spent")}, note, leading=3)
 
 
 def loops(results: Sequence[Result]) -> Iterator[Table]:

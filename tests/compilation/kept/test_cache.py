@@ -95,6 +95,7 @@ def test_a_fresh_process_traces_nothing_and_needs_nothing_of_inductors_cache(tmp
     environment = {"COMPILED_LLM_KEEP_PROGRAMS": "1", "COMPILED_LLM_CACHE": str(tmp_path)}
     first = result_of("plain", "Llama", tmp_path, environment)
     assert set(first["programs"].values()) == {"traced"}
+    assert first["refusals"] == []
     second = result_of("plain", "Llama", tmp_path, {**environment, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty")})
     assert second["programs"] == dict.fromkeys(first["programs"], "kept")
     assert (second["answers"], second["bits"]) == (first["answers"], first["bits"])

@@ -54,6 +54,7 @@ def kernels_of_inductor(folder: Path) -> set[Path]:
 
 def test_the_second_process_traces_nothing_and_its_bits_are_the_same(starts: Starts) -> None:
     first, second = starts.first, starts.second
+    assert first["refusals"] == second["refusals"] == []
     assert set(first["programs"].values()) == {"traced"}
     assert second["programs"] == dict.fromkeys(first["programs"], "kept")
     assert second["traces"] == 0

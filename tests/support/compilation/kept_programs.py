@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -93,6 +94,9 @@ def made(family: str, device: str) -> Any:
 
 def main(way: str, family: str, place: str, device: str) -> None:
     folder, pages = Path(place), FEW_PAGES if device == "cpu" else {**FEW_PAGES, "page_size": 16}
+    logger, refusals = logging.getLogger("compiled_llm.graphs"), list[str]()
+    logger.setLevel(logging.DEBUG)
+    logger.addFilter(lambda record: refusals.append(record.getMessage()) or record.levelno >= logging.WARNING)
     how = {"keep": part.recording, "take": taking}.get(way, lambda folder: nullcontext())
     with how(folder), traces_counted() as traces:
         model = compiled_llm.wrap(made(family, device), **pages)
@@ -100,6 +104,7 @@ def main(way: str, family: str, place: str, device: str) -> None:
     stats = model.compiled.stats()
     late = [name for name in ("torch._inductor.compile_fx", "torch._inductor.select_algorithm") if name in sys.modules]
     seen = {"traces": len(traces), "imported": late, "programs": stats.programs, "not kept": part.not_kept(folder)}
+    seen["refusals"] = [said for said in refusals if "kept" in said]
     children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()
     seen |= {"CUDA graphs": stats.cuda_graphs, "processes": len(children)}
     print(json.dumps({**said, **seen}))
