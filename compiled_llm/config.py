@@ -198,6 +198,9 @@ class WrapConfig:
             in the mode that it began in; those that begin once all is compiled, while no other runs, use it. Without
             ``warmup`` nothing is compiled. Elsewhere, with ``artifacts``, and where projections are fused, it does
             nothing.
+        images_in_steps: experimental, not tried on a GPU: let steps of ours compute prompts with pictures of Qwen2-VL,
+            Qwen2.5-VL and Qwen3-VL, as of text, and a program of ours their encoder, in place of HuggingFace's forward.
+            With other models it does nothing.
     """
 
     mode: Mode = "cuda-graphs"
@@ -220,6 +223,7 @@ class WrapConfig:
     progress: bool = True
     artifacts: str | os.PathLike[str] | None = None
     eager_first: bool = False
+    images_in_steps: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for an impossible value; the message names it and what is possible."""
@@ -233,7 +237,7 @@ class WrapConfig:
             unset = value is None and name == "workspace_bytes"
             if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
-        for name in ("progress", "eager_first", "batch_invariant"):
+        for name in ("progress", "eager_first", "batch_invariant", "images_in_steps"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.cascade != "auto" and not isinstance(self.cascade, bool):
@@ -250,6 +254,8 @@ class WrapConfig:
             )
         if self.checks_pages:
             check_has("check_pages", f"check_pages={self.check_pages!r}")
+        if self.images_in_steps:
+            check_has("images", "images_in_steps=True")
         if not isinstance(self.fuse_projections, (bool, NoneType)):
             raise ValueError(f"fuse_projections={self.fuse_projections!r}: must be True, False or None")
         if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":

@@ -34,7 +34,7 @@ FEATURES = {
 
 LATE_FEATURES = {
     "decisions": _modules("requests.decisions.part", "server.decisions.endpoint"),
-    "images": _modules("engine.images.part", "server.images.part"),
+    "images": _modules("engine.images.part", "huggingface.images", "server.images.part"),
     "lm_eval": _modules("commands.lm_eval"),
 }
 """Those of which nothing is imported before a request asks for it."""

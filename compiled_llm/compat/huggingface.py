@@ -12,6 +12,7 @@ Methods that a wrapped model overrides (``huggingface/wrapped_model.py``):
 | ``_prepare_special_tokens`` | they are uploaded once | slower first tokens | the config keeps the tensors |
 | ``_prepare_attention_mask_for_generation`` | the host knows the tokens | waits | 5.23 is the oldest supported |
 | ``_prepare_position_ids_for_generation`` | the host knows the mask | waits | 5.23 is the oldest supported |
+| ``_maybe_prepare_encoder_kwargs_for_generation`` (5.24) | our encoder | HuggingFace's runs | an encoder can be given |
 
 One that we call: ``_prefill``, for prompts that HuggingFace's own forward computes (without it they take the original
 path); ends when ``generate`` can be given the outputs of a prefill.

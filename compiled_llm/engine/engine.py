@@ -77,7 +77,7 @@ class Engine:
         tokenizer_eos: bool = False,
         speculative_config: Mapping[str, Any] | None = None,
         mm_encoder_cache_gb: float = 0.25,
-        images_in_steps: bool = False,
+        images_in_steps: bool | None = None,
     ) -> None:
         """Serve a wrapped model; nothing runs yet.
 
@@ -115,9 +115,8 @@ class Engine:
                 saves that time if only this engine uses the model.
             tokenizer_eos: end answers at the tokenizer's ``eos_token``, too, as vLLM and ``compiled-llm serve`` do; as
                 ``generate``, only at those of ``model.generation_config`` if False.
-            images_in_steps: experimental, not tried on a GPU: let steps compute prompts with pictures of Qwen2-VL,
-                Qwen2.5-VL and Qwen3-VL, as of text, and a program of ours their encoder, in place of HuggingFace's
-                forward between steps.
+            images_in_steps: experimental, as the option of ``wrap``, which ``generate`` goes by; None for what that
+                says.
             speculative_config: guess tokens, and check several of a request in one step: the same tokens in fewer
                 steps, if guesses are right. A dictionary with vLLM's names: ``method``, which is ``"ngram"``, the text
                 of the request itself; ``num_speculative_tokens``, how many are guessed at most, 1 to 7 (7); and how
@@ -165,7 +164,8 @@ class Engine:
         self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
         self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
         self._max_queue = max_queue
-        self._encoder_cache, self._images_in_steps = int(mm_encoder_cache_gb * 2**30), images_in_steps
+        self._encoder_cache = int(mm_encoder_cache_gb * 2**30)
+        self._images_in_steps = config.images_in_steps if images_in_steps is None else images_in_steps
         settings = LoopSettings(
             *(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission),
             *(speculation, max_model_len),

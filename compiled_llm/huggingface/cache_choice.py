@@ -14,12 +14,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from compiled_llm.compat.huggingface import columns_in, mask_width
 from compiled_llm.execution.limits import whole_limit
 from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.features import needed
 from compiled_llm.huggingface.cache.hidden_columns import differing_window
 from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import READABLE, readable
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, made
-from compiled_llm.huggingface.call.other_inputs import are_whole, sees, without_what_says_nothing
+from compiled_llm.huggingface.call.other_inputs import are_whole, sees, shows_pictures, without_what_says_nothing
 from compiled_llm.huggingface.forward.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
 from compiled_llm.huggingface.handle import CompiledModel
@@ -88,8 +89,21 @@ class CacheChoice:
     @cached_property
     def prefill(self) -> Reason | None:
         """Why HuggingFace's own forward computes the prompt, or None."""
-        reason = prefill_reason(self.others, self.inputs, self._known if self.returned else None)
+        reason = self._unread or prefill_reason(self.inputs, self._known if self.returned else None)
         return reason or (SEEN_BOTH_WAYS if self.runtime.facts.sees_prompts_both_ways else None)
+
+    @cached_property
+    def _unread(self) -> Reason | None:
+        """Why steps of ours do not read what the model is given besides tokens; None if they do, or it is nothing."""
+        if not self.others:
+            return None
+        if self.runtime.config.images_in_steps and shows_pictures(self.inputs) and not self.returned:
+            images = needed("images", "huggingface")
+            if (obstacle := images.steps_obstacle(self.runtime, self.others)) is not None:
+                return Reason("prefill", obstacle)
+            if not self._cannot_follow():
+                return None
+        return Reason("prefill", f"the model is given {', '.join(self.others)}")
 
     @property
     def stands_in(self) -> bool:

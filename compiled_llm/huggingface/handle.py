@@ -9,7 +9,9 @@ from weakref import WeakSet
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.engine.lifecycle.all_engines import with_no_pages
 from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.execution.lifecycle.warmup import Report
 from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.features import needed
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.inspection.model_obstacles import model_obstacle
 from compiled_llm.huggingface.inspection.overrides import Overrides
@@ -20,7 +22,7 @@ from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import Placement
 
 if TYPE_CHECKING:
-    from compiled_llm.explaining.report import Report
+    from compiled_llm.explaining.report import Report as History
 
 
 compiled_models: WeakSet[CompiledModel] = WeakSet()  # those of all wrapped models of this process
@@ -35,6 +37,11 @@ class CompiledModel(Runtime):
         self.prepared_configs = PreparedConfigs()
         self.special_tokens = SpecialTokens()
         self.overrides = Overrides()
+
+    def _prepare_parts(self, report: Report) -> None:
+        if self.config.images_in_steps:
+            report("preparing prompts with pictures")
+            needed("images", "engine").prepare(self.model_runner())
 
     def set_kv_scales(self, scales: KVScales) -> None:
         """Have other scales of keys and values in pages from now on, as ``wrap(kv_scales=...)``.
@@ -59,7 +66,7 @@ class CompiledModel(Runtime):
         check_scales("set_kv_scales", scales, self.facts.layers)
         with_no_pages(self, "set_kv_scales", lambda _: self.take_kv_scales(scales))
 
-    def explain(self, timings: bool | Sequence[int] = False) -> Report:
+    def explain(self, timings: bool | Sequence[int] = False) -> History:
         """Return the history and its reasons: paths taken, recompiles, cold starts, uploads, CUDA graphs.
 
         Args:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 import compiled_llm
+from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from support.execution.twins import OPTIONS, on_device, rms, twins_of
 from support.gpu import needs_cuda
 from support.huggingface.vision import FAMILIES as KNOWN, IMAGE, with_images
@@ -20,6 +21,7 @@ from support.parity import assert_account_is_empty, greedy
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 FAMILIES = ["Gemma3", "Qwen3VL", "Llava"]
+IN_STEPS = ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"]
 CAPTURED = [*FAMILIES, "Qwen3_5", "Lfm2Vl"]
 OTHERS = [family for family in KNOWN if family not in FAMILIES]
 NEW = 40
@@ -27,12 +29,20 @@ ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"),
-    [*product(CAPTURED, ["cuda-graphs"]), *product(FAMILIES + OTHERS, ["eager"])],
+    ("family", "mode", "in_steps"),
+    [
+        *product(CAPTURED, ["cuda-graphs"], [False]),
+        *product(FAMILIES + OTHERS, ["eager"], [False]),
+        *product(IN_STEPS, ["cuda-graphs"], [True]),
+    ],
 )
-def test_answers_to_images_have_logits_as_exact_as_huggingfaces(family: str, mode: str, seed: int) -> None:
-    """Prompts with one image, none and two, at once and again."""
-    twins = twins_of(of_family(family, seed).to("cuda", torch.bfloat16), mode=mode)
+def test_answers_to_images_have_logits_as_exact_as_huggingfaces(
+    family: str, mode: str, in_steps: bool, seed: int
+) -> None:
+    """Prompts with one image, none and two, at once and again; in steps with an encoder that is captured."""
+    twins = twins_of(of_family(family, seed).to("cuda", torch.bfloat16), mode=mode, images_in_steps=in_steps)
+    if in_steps:
+        twins.wrapped.compiled.warmup(3)
     for given in (with_images(family, seed), with_images(family, seed + 1), with_images(family, seed)):
         given = in_dtype(on_device(given), torch.bfloat16)
         out = greedy(twins.wrapped, given, NEW, suppress_tokens=list(range(IMAGE, 128)), **ASKED)
@@ -44,16 +54,24 @@ def test_answers_to_images_have_logits_as_exact_as_huggingfaces(family: str, mod
     stats = twins.wrapped.compiled.stats()
     assert stats.generate_calls == {"fast loop": 3}
     assert (stats.recompiles, stats.graph_breaks) == (0, 0)
+    if in_steps:
+        assert stats.slow_paths == {}
+        assert EncoderGraphs.of(twins.wrapped.compiled.model_runner()).replays
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
     gc.collect()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "Qwen3VLMoe", "Qwen3_5Moe"])
-def test_a_picture_in_a_second_turn(family: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "in_steps"),
+    [*product([*FAMILIES, "Qwen3VLMoe", "Qwen3_5Moe"], [False]), *product(IN_STEPS, [True])],
+)
+def test_a_picture_in_a_second_turn(family: str, in_steps: bool, seed: int) -> None:
     """Over the cache of a first turn that had images, in float32, where no expert is a near tie: the same tokens."""
     plain, wrapped = (of_family(family, seed).to("cuda") for _ in range(2))
-    wrapped = compiled_llm.wrap(wrapped, **{**OPTIONS, "backend": "triton", "progress": False})
+    wrapped = compiled_llm.wrap(
+        wrapped, **{**OPTIONS, "backend": "triton", "progress": False, "images_in_steps": in_steps}
+    )
     given, answers = on_device(with_images(family, seed)), []
     for model in (plain, wrapped):
         first = greedy(model, given, 9, return_dict_in_generate=True)

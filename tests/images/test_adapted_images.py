@@ -57,6 +57,17 @@ def test_answers_to_pictures_are_pefts(family, targets, in_steps, seed, caplog):
     assert_account_is_empty(model)
 
 
+@pytest.mark.parametrize("targets", [OF_TEXT, OF_BOTH])
+def test_generate_gives_pefts_tokens(targets, seed):
+    model, plain = seeing("Qwen3VL", seed=seed, images_in_steps=True), make("Qwen3VL", seed)
+    given = prompt_of("Qwen3VL", *PROMPTS[1])
+    assert alone(model, given, 9) == alone(plain, given, 9)
+    for own in (model, plain):
+        adapted(own, targets).set_adapter("second")
+    assert alone(model, given, 9) == alone(plain, given, 9)
+    assert model.compiled.stats().slow_paths == ({"encoder": 1} if targets == OF_BOTH else {})
+
+
 @pytest.mark.whole
 def test_a_switch_to_an_adapter_of_the_same_shapes_compiles_nothing(seed):
     model, plain = seeing("Qwen3VL", seed=seed, mode="cuda-graphs", eager_first=False), make("Qwen3VL", seed)

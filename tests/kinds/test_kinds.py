@@ -449,4 +449,5 @@ def test_each_kind_has_a_row_and_each_row_a_cell_for_each_feature() -> None:
 def test_each_option_of_wrap_is_a_feature_or_not_about_layers() -> None:
     about_none = {"mode", "max_batch_size", "kv_memory", "prefill_tokens", "kv_scales", "fuse_projections", "progress"}
     about_none |= {"packed", "workspace_bytes", "graph_memory", "max_graphs", "artifacts", "eager_first"}
+    about_none |= {"images_in_steps"}
     assert {option.name for option in dataclasses.fields(WrapConfig)} - about_none <= {*FEATURES}

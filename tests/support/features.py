@@ -142,7 +142,7 @@ FEATURES = {
     ),
     "images": Feature(
         "images",
-        ("compiled_llm/engine/images", "compiled_llm/server/images"),
+        ("compiled_llm/engine/images", "compiled_llm/huggingface/images.py", "compiled_llm/server/images"),
         ("images",),
         line='compiled_llm/features.py: "images": ',
         asks="Engine(model()).submit([{'role': 'user', 'content': [{'type': 'image', 'image': 'a.png'}]}])",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from compiled_llm.config import WrapConfig
 from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder, own_encoder
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.shown import nothing_shown
@@ -18,34 +19,33 @@ _FAMILIES = frozenset(f"{name}ForConditionalGeneration" for name in ("Qwen2VL", 
 def steps_obstacle(encoder: PromptEncoder, model_runner: ModelRunner) -> str | None:
     """Return why steps do not read these pictures, or None; they are as a processor of the model makes them."""
     # Others would fail in a step for all rows of the launch.
-    if (found := _obstacle(model_runner)) is not None:
+    if (found := model_obstacle(model_runner.state.facts, model_runner.config)) is not None:
         return found
     config = model_runner.state.facts.model.config.vision_config
     return None if _well_formed(encoder, config) else "pixels and tokens are not as many as the model's config says"
 
 
-def _obstacle(model_runner: ModelRunner) -> str | None:
+def model_obstacle(facts: ModelFacts, config: WrapConfig) -> str | None:
     """Return why steps of a model read no pictures, or None."""
-    facts, config = model_runner.state.facts, model_runner.config
     kind = facts.model_class
     if kind.__name__ not in _FAMILIES or not kind.__module__.startswith("transformers.models."):
         return f"steps read no pictures of {kind.__name__}"
     # Hooks are traced into programs of text alone, and pages are checked by ids. Artifacts have no such program; and
     # where answers run uncompiled at first, others would wait for it.
-    if facts.hooks or model_runner.state.taps:
+    if facts.hooks or config.checks_pages:
         return "hooks are traced, or pages checked, in steps of text alone"
     if config.artifacts is not None:
         return "artifacts have no steps that read pictures"
-    if config.eager_first_on(model_runner.device.type):
+    if config.eager_first_on(facts.model.device.type):
         return "answers run uncompiled at first (eager_first)"
     return None
 
 
 def prepare(model_runner: ModelRunner) -> None:
     """Compile the step that reads pictures and the encoder, if there are such, in the model's executor."""
-    if _obstacle(model_runner) is not None:
-        return
     facts = model_runner.state.facts
+    if model_obstacle(facts, model_runner.config) is not None:
+        return
     if (encoder := own_encoder(facts.model, model_runner)) is not None:
         model_runner.thread.call(_prepare_encoder, encoder, facts)
     model_runner.thread.call(model_runner.prefill.make_ready, brought=nothing_shown(model_runner, facts))

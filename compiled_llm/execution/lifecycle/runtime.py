@@ -83,6 +83,10 @@ class Runtime:
         wanted = self.warming.wanted("batch_sizes", batch_sizes, profile, self.config.max_batch_size)
         self.check_sizes("batch_sizes", wanted.sizes)
         self.warming.prepare(wanted, report)
+        self._prepare_parts(report)
+
+    def _prepare_parts(self, report: Report) -> None:
+        """Prepare what features need that rooms above know: none here."""
 
     def save_profile(self, path: ProfilePath) -> None:
         """Save which steps calls have used and how often, for ``warmup(profile=path)`` of a later process.

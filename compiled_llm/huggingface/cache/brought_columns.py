@@ -30,7 +30,12 @@ class EmbeddedColumns(NamedTuple):
 
     def of(self, row: int, columns: NDArray[np.int64]) -> EmbeddedTokens:
         """Return those of a row."""
-        first, last = int(columns[0]), int(columns[-1]) + 1
-        own = self.embeddings[row]
-        together = last - first == len(columns)  # the host knows, and no index has to be uploaded
-        return EmbeddedTokens(own[first:last] if together else own[torch.from_numpy(columns).to(own.device)])
+        return EmbeddedTokens(taken(self.embeddings[row], 0, columns))
+
+
+def taken(tensor: Tensor, dimension: int, places: NDArray[np.int64]) -> Tensor:
+    """Return ``places``, ascending and at least one, of a dimension of a tensor; a view of those that follow."""
+    first, count = int(places[0]), len(places)
+    if int(places[-1]) - first + 1 == count:
+        return tensor.narrow(dimension, first, count)
+    return tensor.index_select(dimension, torch.from_numpy(places).to(tensor.device))

@@ -34,6 +34,12 @@ def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCop
     return not bool(copies.of(value).any())
 
 
+def shows_pictures(inputs: Mapping[str, Any]) -> bool:
+    """Whether inputs have pictures: pixels, or what ``generate`` has had an encoder make of them."""
+    outputs = inputs.get("mm_encoder_outputs") or {}
+    return inputs.get("pixel_values") is not None or outputs.get("image") is not None
+
+
 def sees(model: PreTrainedModel) -> bool:
     """Whether a model takes images or videos, which token types mark."""
     # In transformers 5.17, Qwen3.5 has the modalities of text alone.

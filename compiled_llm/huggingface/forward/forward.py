@@ -21,10 +21,12 @@ from transformers.utils.generic import ModelOutput
 from compiled_llm.compat.cache_names import output_field
 from compiled_llm.compat.huggingface import columns_in
 from compiled_llm.compat.torch.dynamo import dynamo_watches
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.reporting.stats import ForwardPath
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.huggingface.cache.brought_columns import EmbeddedColumns
+from compiled_llm.features import needed
+from compiled_llm.huggingface.cache.brought_columns import BroughtColumns, EmbeddedColumns
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.cache.hidden_columns import SeesOthersError
 from compiled_llm.huggingface.cache.layer_in_pages import move_out, pages_of, put_in_pages
@@ -32,7 +34,7 @@ from compiled_llm.huggingface.cache.more_outputs import more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
 from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
-from compiled_llm.huggingface.call.other_inputs import one_a_token
+from compiled_llm.huggingface.call.other_inputs import one_a_token, shows_pictures
 from compiled_llm.huggingface.forward.forward_obstacles import (
     NUM_ITEMS,
     by_name,
@@ -197,7 +199,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
     model, argument = runtime.facts.model, runtime.facts.cache_argument
-    if "position_ids" in arguments:
+    if "position_ids" in arguments and not shows_pictures(arguments):
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
     given, keeps = arguments.get(argument), keeps_cache(model, arguments)
     asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
@@ -286,24 +288,35 @@ def _rows_of(name: str, value: Any, rows: int, start: int, count: int) -> Any:
 def _checked_forward(
     runtime: CompiledModel, cache: PagedCache, arguments: Mapping[str, Any], wanted: Any
 ) -> tuple[Tensor, Any]:
-    model, embeddings = runtime.facts.model, arguments.get("inputs_embeds")
-    if embeddings is None:
-        ids, brought = cast(Tensor, arguments.get("input_ids")), None
-        check_ids(ids)
-    else:
-        ids = torch.zeros(embeddings.shape[:2], dtype=torch.long, device="cpu")
-        brought = EmbeddedColumns(embeddings.to(model.device))
-    if not cache.model_runner.is_of(model):
+    if not cache.model_runner.is_of(runtime.facts.model):
         raise _foreign(runtime.facts.cache_argument)
+    ids, positions, brought = _columns_of(cache.model_runner, arguments)
     return cache.forward(
         ids,
         arguments.get("attention_mask"),
-        arguments.get("position_ids"),
+        positions,
         arguments.get("logits_to_keep", 0),
         brought,
         counts_unmasked=runtime.facts.default_positions == "unmasked",
         wanted=wanted,
     )
+
+
+def _columns_of(
+    model_runner: ModelRunner, arguments: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None, BroughtColumns | None]:
+    """Return a forward's ids and positions, ``[B, Q]`` each, and what its rows bring besides."""
+    positions, embeddings = arguments.get("position_ids"), arguments.get("inputs_embeds")
+    if embeddings is not None:
+        ids = torch.zeros(embeddings.shape[:2], dtype=torch.long, device="cpu")
+        return ids, positions, EmbeddedColumns(embeddings.to(model_runner.device))
+    ids = cast(Tensor, arguments.get("input_ids"))
+    check_ids(ids)
+    if not shows_pictures(arguments):
+        return ids, positions, None
+    ids = ids.cpu()  # once: it is read several times
+    shown = needed("images", "huggingface").ShownColumns.of_call(model_runner, ids, arguments)
+    return ids, torch.from_numpy(shown.axes[-1]), shown
 
 
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:

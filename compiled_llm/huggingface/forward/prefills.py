@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -27,12 +27,9 @@ OF_PREFILLS = frozenset(
 """Inputs of images and videos that a vision-language model reads while it computes a prompt, and not afterwards."""
 
 
-def prefill_reason(others: Sequence[str], inputs: Mapping[str, Any], known: int | None) -> Reason | None:
-    """Return why HuggingFace's own forward has to compute the prompt, or None."""
-    # ``others`` are inputs besides tokens, mask, positions and cache; ``known`` is how many columns the cache holds
-    # that the user gets back, None if it is not HuggingFace's.
-    if others:
-        return Reason("prefill", f"the model is given {', '.join(others)}")
+def prefill_reason(inputs: Mapping[str, Any], known: int | None) -> Reason | None:
+    """Return why HuggingFace's own forward has to compute a prompt whose other inputs steps read, or None."""
+    # ``known`` is how many columns the cache holds that the user gets back, None if it is not HuggingFace's.
     mask = inputs.get("attention_mask")
     if mask is None:
         return None
