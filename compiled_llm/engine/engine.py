@@ -379,7 +379,7 @@ class Engine:
                 *(self._encoder_cache, self._images_in_steps),
             )
             if images.slow is not None:
-                self._runtime.counters.took_request(images.slow, "HuggingFace computes a part of it")
+                self._runtime.counters.took_request(images.slow, "its pictures take longer")
         requests = requests_for(
             prompt,
             params,

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compiled_llm.engine.images.encoder.compiled_encoder import encoder_obstacle, own_encoder
+from compiled_llm.engine.images.encoder.compiled_encoder import own_encoder, slower_encoder
 from compiled_llm.engine.images.read_in_steps import model_obstacle
 from compiled_llm.engine.images.shown import AXES, ShownTokens, forward_for
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.brought_columns import taken
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.call.current_call import copies
@@ -40,20 +39,24 @@ def steps_obstacle(runtime: CompiledModel, inputs: Sequence[str]) -> str | None:
 
 
 def encoded(model: PreTrainedModel, runtime: CompiledModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a call, those of pictures replaced by what our encoder makes of them, if it can."""
+    """Return the inputs of a call, those of pictures replaced by what the encoder makes of them, if steps read it."""
     # From transformers 5.24 on, ``generate`` asks for it before it expands rows to beams.
+    pixels, grid = inputs.get(_PIXELS), inputs.get(_GRID)
     videos = inputs.get("pixel_values_videos") is not None
-    if videos or inputs.get(_PIXELS) is None or inputs.get(_GRID) is None or inputs.get(_OUTPUTS):
+    if pixels is None or grid is None or videos or inputs.get(_OUTPUTS) or not _may_encode(model, runtime):
         return dict(inputs)
-    if model_obstacle(runtime.facts, runtime.config) or runtime.asleep or runtime.obstacle() is not None:
-        return dict(inputs)
-    if torch.is_autocast_enabled(model.device.type):
-        return dict(inputs)
-    if (found := encoder_obstacle(_tower(model))) is not None:
-        runtime.counters.took_request(Reason("encoder", found), "HuggingFace computes a part of it")
-        return dict(inputs)
-    outputs = features_of(runtime.model_runner(), inputs)
+    model_runner = runtime.model_runner()
+    if (slower := slower_encoder(model_runner)) is not None:
+        runtime.counters.took_part(slower, "its pictures take longer")
+    outputs = features_of(model_runner, inputs)
     return {**{name: value for name, value in inputs.items() if name not in (_PIXELS, _GRID)}, _OUTPUTS: outputs}
+
+
+def _may_encode(model: PreTrainedModel, runtime: CompiledModel) -> bool:
+    """Whether steps can read pictures of the model as it is now."""
+    if runtime.asleep or runtime.obstacle() is not None or torch.is_autocast_enabled(model.device.type):
+        return False
+    return model_obstacle(runtime.facts, runtime.config) is None
 
 
 def features_of(model_runner: ModelRunner, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,10 +75,6 @@ def _features(model_runner: ModelRunner, pixels: Tensor, grid: Tensor) -> Any:
     with torch.no_grad(), facts.attention.original():
         # Whether a tensor was made in inference mode would be compiled in.
         return inner.get_image_features(pixels.clone() if pixels.is_inference() else pixels, grid, return_dict=True)
-
-
-def _tower(model: Any) -> Any:
-    return model.model.visual
 
 
 # ---- the prefill

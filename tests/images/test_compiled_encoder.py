@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.images.vision_encoders import window_patches
 from compiled_llm.engine.images.encoder import attention, encoder_graphs, grid_inputs
-from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder, own_encoder
+from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder, own_encoder, slower_encoder
 from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from compiled_llm.engine.images.encoder.encoder_step import PROGRAM
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.reporting.slow_paths import Reason
 from support.execution.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
 from support.huggingface.vision import make
 from support.images import seeing
@@ -121,6 +122,13 @@ def moved(model: PreTrainedModel) -> None:
     """Let a weight of the encoder lie elsewhere, as it is."""
     weight: Any = model.model.visual.merger.mlp[0].weight
     weight.data = weight.data.clone()
+
+
+def test_where_options_bound_graphs_none_are_captured_and_it_is_said(seed, monkeypatch):
+    let_a_cpu_capture(monkeypatch)
+    encoder = Encoder(WINDOWS, seed, mode="cuda-graphs", eager_first=False, max_graphs=4)
+    assert slower_encoder(encoder.runner) == Reason("encoder_graphs")
+    assert "max_graphs or graph_memory bound" in str(Reason("encoder_graphs"))
 
 
 def test_one_program_has_all_sizes_and_graphs_those_that_they_hold(captured, seed):

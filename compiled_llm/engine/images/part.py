@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm.compat.huggingface import sees_images
 from compiled_llm.compat.images.prompt_positions import prompt_positions
-from compiled_llm.engine.images.encoder.compiled_encoder import encoder_obstacle
+from compiled_llm.engine.images.encoder.compiled_encoder import slower_encoder
 from compiled_llm.engine.images.inputs import inputs_of as inputs_of
 from compiled_llm.engine.images.keys import digests_of, runs_of, token_keys
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder, in_dtype
@@ -78,12 +78,8 @@ def images_of(
 
 
 def _slower(obstacle: str | None, model_runner: ModelRunner) -> Reason | None:
-    """Return that steps do not read pictures for an ``obstacle``, or else why HuggingFace encodes them; None if not."""
-    if obstacle is not None:
-        return Reason("prefill", obstacle)
-    model: Any = model_runner.state.facts.model
-    found = encoder_obstacle(model.model.visual)
-    return None if found is None else Reason("encoder", found)
+    """Return that steps do not read pictures for an ``obstacle``, or else why their encoder is slower; None if not."""
+    return slower_encoder(model_runner) if obstacle is None else Reason("prefill", obstacle)
 
 
 def check_kinds(kinds: Sequence[FoundKind]) -> None:

@@ -43,7 +43,7 @@ class RequestImages(RunsApart):
         keys: ``[T]`` int64, ids with keys in place of the pictures' tokens (``token_keys``).
         end: E.
         in_steps: whether steps compute the tokens before it, in chunks beside other rows.
-        slow: why they do not, or HuggingFace encodes the pictures, if they were asked to; else None.
+        slow: why they do not, or the pictures are encoded more slowly, if they were asked to; else None.
     """
 
     timed = False  # how long its launch takes tells nothing of others

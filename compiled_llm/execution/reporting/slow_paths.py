@@ -17,6 +17,7 @@ SlowPath = Literal[
     "custom_generate",
     "draft_layers",
     "encoder",
+    "encoder_graphs",
     "fractional_positions",
     "fused_head",
     "generation_mode",
@@ -116,6 +117,10 @@ WORDINGS: dict[SlowPath, Wording] = {
     "encoder": Wording(
         "HuggingFace's own encoder computes pictures, because {}",
         "Remove the hooks (handle.remove()), or merge the adapters (merge_and_unload) of the encoder.",
+    ),
+    "encoder_graphs": Wording(
+        "the encoder of pictures is not captured where max_graphs or graph_memory bound CUDA graphs",
+        "Leave both out if the device has room for the encoder's graphs.",
     ),
     "fractional_positions": Wording(
         "position_ids are not whole numbers",

@@ -249,6 +249,11 @@ class Counters:
         with self._lock:
             _count(self.slow_generates, "an engine's request", path, reason)
 
+    def took_part(self, reason: Reason, path: str) -> None:
+        """Count a call of ``generate`` of which a part takes a slower ``path``; otherwise as ``took_request``."""
+        with self._lock:
+            _count(self.slow_generates, "a part of generate", path, reason)
+
     def took_forward(self, path: ForwardPath, reason: Reason | None = None) -> None:
         """Count one call of the model itself; a reason for not taking the compiled forward is logged the first time."""
         with self._lock:

@@ -17,6 +17,7 @@ from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from compiled_llm.engine.images.encoder.encoder_step import PROGRAM, EncoderInputs
 from compiled_llm.engine.images.encoder.grid_inputs import GridInputs
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 
 _EXAMPLE = (2, 10), (1, 1)
@@ -100,6 +101,14 @@ class CompiledEncoder:
 def own_encoder(model: Any, model_runner: ModelRunner) -> CompiledEncoder | None:
     """Return the encoder of a model, one of those whose steps read pictures; None if HuggingFace runs it."""
     return None if encoder_obstacle(model.model.visual) else CompiledEncoder(model_runner)
+
+
+def slower_encoder(model_runner: ModelRunner) -> Reason | None:
+    """Return why pictures are not encoded as fast as they could be, or None."""
+    model: Any = model_runner.state.facts.model
+    if (found := encoder_obstacle(model.model.visual)) is not None:
+        return Reason("encoder", found)
+    return Reason("encoder_graphs") if EncoderGraphs.of(model_runner).left_out else None
 
 
 def encoder_obstacle(encoder: nn.Module) -> str | None:

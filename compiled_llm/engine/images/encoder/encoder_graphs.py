@@ -62,6 +62,11 @@ class EncoderGraphs:
         """What they take, without what captures of one pool share."""
         return sum(own.nbytes for own in self._buffers) + sum(own.captured.cost.nbytes for own in self._graphs.values())
 
+    @property
+    def left_out(self) -> bool:
+        """Whether steps are captured, and options bound their graphs, which count none of these."""
+        return self._manager.cuda_graphs.ours and any(self._manager.table.budget)
+
     # ---- capture
 
     def prepare(self, encoder: Any, width: int, launch: Launch) -> None:
@@ -70,7 +75,7 @@ class EncoderGraphs:
         ``launch`` runs the program, which is compiled.
         """
         cuda_graphs = self._manager.cuda_graphs
-        if self._valid(encoder) or not cuda_graphs.ours or any(self._manager.table.budget) or self._manager.eager:
+        if self._valid(encoder) or not cuda_graphs.ours or self.left_out or self._manager.eager:
             return
         self._forget()
         cuda_graphs.finish()  # one capture at a time
