@@ -25,21 +25,23 @@ from compiled_llm.compilation.kept.cache.program_cache import ProgramCache, _say
 from compiled_llm.compilation.kept.cache.room import make_room
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.execution.reporting.progress import watched
-from support.compilation.kept_programs import result_of, traces_counted
+from support.compilation.kept_programs import result_of, said_by, traces_counted
 from support.parity import FEW_PAGES, greedy, mixed_prompts
-from support.tiny_models import ONE_LAYER, tiny_llama
+from support.tiny_models import ONE_LAYER, tiny_qwen3
 
 pytestmark = pytest.mark.slow
 
 MADE_FOR = {"model": "Tiny"}
+ROWS = ((7, 3), (2, 5))
+"""Lengths of prompts: calls of several rows alone, whose kernels all tests here share."""
 
 
 def answer(model: Any) -> list[list[int]]:
-    return greedy(model, mixed_prompts([7], 128, seed=0), 3).tolist()
+    return greedy(model, mixed_prompts([*ROWS[0]], 128, seed=0), 3).tolist()
 
 
 def wrapped() -> Any:
-    return compiled_llm.wrap(tiny_llama(**ONE_LAYER), **FEW_PAGES)
+    return compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **FEW_PAGES)
 
 
 def wait_for_writing() -> None:
@@ -63,7 +65,7 @@ def caching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache after prefill and decode of one row of a Llama of one layer."""
+    """The cache after prefill and decode of two rows of a Qwen3 of one layer, as the fresh process below has them."""
     CppPythonBindingsCodeCache.cache_clear()  # other tests may have loaded the same kernels, of folders that are gone
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -91,12 +93,16 @@ def read(folder: Path) -> CacheEntry:
 # ---- a process that finds programs
 
 
-def test_a_fresh_process_traces_nothing_and_needs_nothing_of_inductors_cache(tmp_path: Path) -> None:
-    environment = {"COMPILED_LLM_KEEP_PROGRAMS": "1", "COMPILED_LLM_CACHE": str(tmp_path)}
-    first = result_of("plain", "Llama", tmp_path, environment)
+def test_a_fresh_process_traces_nothing_and_needs_nothing_of_inductors_cache(
+    caching: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "compiled_llm.graphs")
+    first = said_by("Qwen3", lengths=ROWS)
+    wait_for_writing()
     assert set(first["programs"].values()) == {"traced"}
-    assert first["refusals"] == []
-    second = result_of("plain", "Llama", tmp_path, {**environment, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty")})
+    assert [said for said in caplog.messages if "kept" in said] == []
+    empty = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty")}
+    second = result_of("plain", "Qwen3", tmp_path, empty, lengths=ROWS)
     assert second["programs"] == dict.fromkeys(first["programs"], "kept")
     assert (second["answers"], second["bits"]) == (first["answers"], first["bits"])
     assert second["traces"] == 0
@@ -111,7 +117,7 @@ def test_what_lies_there_is_whole_and_this_users_alone(filled: Path) -> None:
 
 
 def test_a_program_that_is_damaged_is_traced_and_kept_again(copied: Path) -> None:
-    expected = answer(tiny_llama(**ONE_LAYER))
+    expected = answer(tiny_qwen3(**ONE_LAYER))
     before = programs_in(copied)
     for library in before[0].rglob("*.so"):
         library.write_bytes(library.read_bytes()[:-1])
@@ -127,12 +133,12 @@ def test_a_program_that_is_damaged_is_traced_and_kept_again(copied: Path) -> Non
         assert answer(model) == expected
     assert ways(model) == {"kept"}
     assert not traces
-    assert heard == ["loading prefill", "loading decode, 1 row"]
+    assert heard == ["loading prefill", "loading decode, 2 rows"]
 
 
 def test_a_changed_model_is_traced_and_kept_beside_the_other(copied: Path) -> None:
     def changed() -> Any:
-        model: Any = tiny_llama(**ONE_LAYER)
+        model: Any = tiny_qwen3(**ONE_LAYER)
         model.model.layers[0].mlp.act_fn = torch.nn.ReLU()
         return model
 
@@ -143,12 +149,12 @@ def test_a_changed_model_is_traced_and_kept_beside_the_other(copied: Path) -> No
         assert ways(model) == {way}
         wait_for_writing()
     assert len(programs_in(copied)) == 2 * len(before)
-    assert answer(wrapped()) == answer(tiny_llama(**ONE_LAYER))
+    assert answer(wrapped()) == answer(tiny_qwen3(**ONE_LAYER))
 
 
 def test_other_options_and_room_for_other_rows_are_another_key(copied: Path) -> None:
     for changed in ({}, {"max_batch_size": 3}, {"page_size": 32}):
-        model: Any = compiled_llm.wrap(tiny_llama(**ONE_LAYER), **{**FEW_PAGES, **changed})
+        model: Any = compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **{**FEW_PAGES, **changed})
         names = model.compiled.model_runner().graph_manager.programs._taker.names
         assert bool(names) == (not changed)
 

@@ -1,4 +1,7 @@
-"""A process that takes kept programs says what one says that traces them, bit for bit, and enters Dynamo nowhere."""
+"""A process that takes kept programs says what one says that traces them, bit for bit, and enters Dynamo nowhere.
+
+Each family has some thirty kernels, a minute of a core: without --whole, Qwen3 stands for them, in `test_cache.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,28 @@ from pathlib import Path
 import pytest
 
 from compiled_llm.compat.torch.inductor import inductor_cache
-from support.compilation.kept_programs import result_of
+from compiled_llm.compilation.kept import part
+from support.compilation.kept_programs import result_of, said_by
 from support.huggingface.families import FAMILIES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
-ALWAYS = ("Gemma3",)  # and Llama, of the cache
-OTHERS = (
-    *("Llama", "Qwen3", "Qwen2", "Mistral", "Mixtral", "Phi3", "Gemma2", "GPT2LMHead", "Cohere", "Olmoe", "Olmo2"),
-    *("Granite", "Starcoder2", "StableLm", "Qwen3Moe", "GPTNeoX", "Falcon", "OPT", "Glm4", "SmolLM3", "GptOss"),
-    "DeepseekV3",
+NAMES = (
+    *("Gemma3", "Llama", "Qwen3", "Qwen2", "Mistral", "Mixtral", "Phi3", "Gemma2", "GPT2LMHead", "Cohere", "Olmoe"),
+    *("Olmo2", "Granite", "Starcoder2", "StableLm", "Qwen3Moe", "GPTNeoX", "Falcon", "OPT", "Glm4", "SmolLM3"),
+    *("GptOss", "DeepseekV3"),
 )
 
 
 def each_family() -> pytest.MarkDecorator:
-    known = [name for name in OTHERS if name in FAMILIES or name in ("Llama", "Qwen3")]
-    cases = [*ALWAYS, *(pytest.param(name, marks=pytest.mark.whole) for name in known)]
-    return pytest.mark.parametrize("family", cases)
+    return pytest.mark.parametrize("family", [name for name in NAMES if name in (*FAMILIES, "Llama", "Qwen3")])
 
 
 @each_family()
 def test_tokens_and_logits_are_those_of_a_process_that_traces(family: str, tmp_path: Path) -> None:
     (tmp_path / "inductor").symlink_to(inductor_cache())
-    traced = result_of("keep", family, tmp_path)
-    assert traced["not kept"] == {}
+    traced = said_by(family, part.recording(tmp_path))
+    assert part.not_kept(tmp_path) == {}
     taken = result_of("take", family, tmp_path)
     assert taken["programs"] == dict.fromkeys(traced["programs"], "kept")
     assert (taken["answers"], taken["bits"]) == (traced["answers"], traced["bits"])

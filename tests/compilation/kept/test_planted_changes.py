@@ -159,7 +159,7 @@ def test_random_changes_are_followed(seed: int, whole: bool) -> None:
     """Of one model after the other, each changed until its programs are given up."""
     rng, names = np.random.default_rng(seed), [*READ, *WRITES, *WRITES]
     changes, model = READ | WRITES, None
-    for number in range(60 if whole else 5):
+    for number in range(60 if whole else 3):
         name, early = names[rng.integers(len(names))], bool(rng.integers(2))
         print(f"seed {seed}, change {number}: {name}, {'before wrap' if early else 'between two calls'}")
         with ExitStack() as stack, graphs_run():

@@ -12,8 +12,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,14 +29,17 @@ from support.parity import FEW_PAGES, mixed_prompts
 from support.tiny_models import ONE_LAYER, tiny_llama, tiny_qwen3
 
 NEW_TOKENS = 4
+Lengths = Sequence[Sequence[int]]
+ONE_AND_TWO: Lengths = ((7,), (7, 3), (5,))
 
 
-def run(model: Any) -> dict[str, Any]:
-    """Answer one prompt and two; return the tokens, and a hash of them and of each logit."""
+def run(model: Any, lengths: Lengths) -> dict[str, Any]:
+    """Answer prompts of these lengths; return the tokens, and a hash of them and of each logit."""
     bits, answers = hashlib.sha256(), []
     vocabulary = min(128, model.config.get_text_config().vocab_size)
-    for lengths in ([7], [7, 3], [5]):
-        batch = {name: tensor.to(model.device) for name, tensor in mixed_prompts(lengths, vocabulary, seed=0).items()}
+    for own in lengths:
+        prompts = mixed_prompts([*own], vocabulary, seed=0)
+        batch = {name: tensor.to(model.device) for name, tensor in prompts.items()}
         options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
         out = model.generate(**batch, **options, output_logits=True, return_dict_in_generate=True)
         answers.append(out.sequences.tolist())
@@ -46,10 +49,15 @@ def run(model: Any) -> dict[str, Any]:
 
 
 def result_of(
-    way: str, family: str, folder: Path, environment: Mapping[str, str] = MappingProxyType({}), device: str = "cpu"
+    way: str,
+    family: str,
+    folder: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    device: str = "cpu",
+    lengths: Lengths = ONE_AND_TWO,
 ) -> dict[str, Any]:
     """Run this file in a fresh process, and return what it prints."""
-    program = [sys.executable, __file__, way, family, str(folder), device]
+    program = [sys.executable, __file__, way, family, str(folder), device, json.dumps(lengths)]
     paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     environ = {**os.environ, **paths, **environment}
     done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=500, check=False)
@@ -92,22 +100,33 @@ def made(family: str, device: str) -> Any:
     return own[family](head_dim=64, eos_token_id=None).to(device, torch.bfloat16)
 
 
-def main(way: str, family: str, place: str, device: str) -> None:
-    folder, pages = Path(place), FEW_PAGES if device == "cpu" else {**FEW_PAGES, "page_size": 16}
+def said_by(
+    family: str,
+    how: AbstractContextManager[object] | None = None,
+    device: str = "cpu",
+    lengths: Lengths = ONE_AND_TWO,
+) -> dict[str, Any]:
+    """Wrap a model in a context, run it, and return what it said and how its programs and CUDA graphs were made."""
+    pages = FEW_PAGES if device == "cpu" else {**FEW_PAGES, "page_size": 16}
+    with how or nullcontext(), traces_counted() as traces:
+        model = compiled_llm.wrap(made(family, device), **pages)
+        said = run(model, lengths)
+    stats = model.compiled.stats()
+    return {**said, "traces": len(traces), "programs": stats.programs, "CUDA graphs": stats.cuda_graphs}
+
+
+def main(way: str, family: str, place: str, device: str, lengths: str) -> None:
+    folder = Path(place)
     logger, refusals = logging.getLogger("compiled_llm.graphs"), list[str]()
     logger.setLevel(logging.DEBUG)
     logger.addFilter(lambda record: refusals.append(record.getMessage()) or record.levelno >= logging.WARNING)
-    how = {"keep": part.recording, "take": taking}.get(way, lambda folder: nullcontext())
-    with how(folder), traces_counted() as traces:
-        model = compiled_llm.wrap(made(family, device), **pages)
-        said = run(model)
-    stats = model.compiled.stats()
+    how = {"keep": part.recording, "take": taking}.get(way)
+    seen = said_by(family, how and how(folder), device, json.loads(lengths))
     late = [name for name in ("torch._inductor.compile_fx", "torch._inductor.select_algorithm") if name in sys.modules]
-    seen = {"traces": len(traces), "imported": late, "programs": stats.programs, "not kept": part.not_kept(folder)}
+    seen |= {"imported": late, "not kept": part.not_kept(folder)}
     seen["refusals"] = [said for said in refusals if "kept" in said]
-    children = " ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()
-    seen |= {"CUDA graphs": stats.cuda_graphs, "processes": len(children)}
-    print(json.dumps({**said, **seen}))
+    seen["processes"] = len(" ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split())
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":
