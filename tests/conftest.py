@@ -23,6 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
 
+from compiled_llm.compat.torch.inductor import inductor_cache
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
@@ -30,6 +31,7 @@ from compiled_llm.model import layer_probe
 from compiled_llm.model.restore import restored
 from compiled_llm_ops import backends
 from support.compilation.fast_linker import link_fast
+from support.compilation.libraries_once import build_libraries_once
 from support.compilation.quick_tracing import hasten_traces
 from support.drawing import BY_READING
 from support.left_out import LeftOut
@@ -188,6 +190,15 @@ def _compilers_are_not_asked_what_they_build_for() -> Iterator[None]:
     """Beside what tox says, Inductor builds and loads up to nine libraries to see: 4 s of a core for each cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._inductor.cpu_vec_isa.VecISA.check_build", lambda *_: True)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _libraries_are_built_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Artifacts have a cache of their own, and kernels that others have; with ``--whole``, they build all."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.config.getoption("whole") and not torch.cuda.is_available():
+            build_libraries_once(patch, inductor_cache())
         yield
 
 

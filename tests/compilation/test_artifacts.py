@@ -30,7 +30,7 @@ from support.characters import character_tokenizer
 from support.compilation import start_with_artifacts
 from support.compilation.artifact_folders import compiled
 from support.compilation.start_with_artifacts import answers
-from support.tiny_models import tiny_llama
+from support.tiny_models import tiny_qwen3
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -44,7 +44,7 @@ OF_TORCH = {"_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_llama(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
+    tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)
     return folder
 
@@ -167,7 +167,7 @@ def test_another_dtype_config_option_or_number_of_threads_is_refused(
     other = loaded(model_folder)
     other.config.rms_norm_eps = 1e-3
     refused(r"config.rms_norm_eps 1e-06 there, 0.001 here", other)
-    refused(r"config.num_hidden_layers 1 there, 2 here", tiny_llama(eos_token_id=None))
+    refused(r"config.num_hidden_layers 1 there, 2 here", tiny_qwen3(eos_token_id=None))
     model = loaded(model_folder)
     refused("option prefill_tokens 8192 there, 16 here", model, prefill_tokens=16)
     refused("option mode 'cuda-graphs' there, 'compile' here", model, mode="compile")
