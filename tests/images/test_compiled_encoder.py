@@ -16,6 +16,7 @@ from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from compiled_llm.engine.images.encoder.encoder_step import PROGRAM
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
+from support.compilation.unbuilt_kernels import leave_kernels_unbuilt
 from support.execution.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
 from support.huggingface.vision import make
 from support.images import seeing
@@ -108,9 +109,11 @@ def test_positions_of_other_patches_would_be_found(seed, monkeypatch):
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch, seed: int) -> Encoder:
-    """With graphs of two sizes, made on a CPU."""
+def captured(monkeypatch: pytest.MonkeyPatch, seed: int, whole: bool) -> Encoder:
+    """With graphs of two sizes, made on a CPU; Inductor writes its kernels, which take half a minute with --whole."""
     let_a_cpu_capture(monkeypatch)
+    if not whole:
+        leave_kernels_unbuilt(monkeypatch)
     encoder = Encoder(WINDOWS, seed, mode="cuda-graphs", eager_first=False)
     monkeypatch.setattr(encoder_graphs, "GraphCapture", lambda device: StandInGraphCapture(encoder.model))
     monkeypatch.setattr(encoder_graphs, "TOKENS", (8, 24))

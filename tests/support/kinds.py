@@ -167,9 +167,10 @@ RECURRENT = Kind(
 )
 NO_ATTENTION = Kind("no attention", table.NO_ATTENTION, lambda seed, **config: recurrent_model("Mamba2", seed))
 KINDS = (FULL, WINDOWED, UNEVEN, LATENT, INDEXED, BLOCKS, VARIANT, RECURRENT)
+ONE_OF_THEM = (pytest.mark.drawn(most=1),)
 IN_FP8 = (
-    Kind("full in fp8", table.FULL, _full, codec=FP8),
-    Kind("windowed in fp8", table.WINDOWED, _windowed, {}, codec=FP8),
+    Kind("full in fp8", table.FULL, _full, codec=FP8, marks=ONE_OF_THEM),
+    Kind("windowed in fp8", table.WINDOWED, _windowed, {}, codec=FP8, marks=ONE_OF_THEM),
 )
 
 
