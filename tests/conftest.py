@@ -198,7 +198,7 @@ def _libraries_are_built_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """Artifacts have a cache of their own, and kernels that others have; with ``--whole``, they build all."""
     with pytest.MonkeyPatch.context() as patch:
         if not request.config.getoption("whole") and not torch.cuda.is_available():
-            build_libraries_once(patch, inductor_cache())
+            build_libraries_once(patch, inductor_cache() / "libraries")
         yield
 
 

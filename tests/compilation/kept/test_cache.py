@@ -58,6 +58,7 @@ def ways(model: Any) -> set[str]:
 @pytest.fixture
 def caching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep programs below a new folder, and return where they lie."""
+    CppPythonBindingsCodeCache.cache_clear()  # other tests may have loaded the same kernels, of folders that are gone
     monkeypatch.setenv("COMPILED_LLM_KEEP_PROGRAMS", "1")
     monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
     return tmp_path / "programs"
