@@ -27,6 +27,10 @@ class BroughtInputs(Protocol):
         """Its tensors, each with the dimension whose size changes from call to call."""
         ...
 
+    def over(self, tensors: Sequence[Tensor]) -> BroughtInputs:
+        """Return the same with other tensors, in the order of ``sizes``."""
+        ...
+
 
 class OwnInputs(Protocol):
     """The inputs of a launch by a program of its own, which reads no tokens: a NamedTuple, sizes in first places."""

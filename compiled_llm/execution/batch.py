@@ -29,6 +29,11 @@ class Brought(Protocol):
         """It runs launches with such rows, of which others may bring nothing."""
         ...
 
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs are captured of such launches."""
+        ...
+
     def of(self, start: int, stop: int) -> Brought:
         """Return that of new tokens ``start`` to ``stop``."""
         ...

@@ -410,6 +410,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
         self.graph_manager.release()
         self.steps.sampling_graphs.release()
+        self.prefill.brought_room.release()
         self.state.release()
         self._planner.release()
         self.parts.clear()
@@ -444,6 +445,11 @@ class ModelRunner:
         """Why new answers run uncompiled; None if they do not, or ``mode`` says so."""
         return self.compiling.uncompiled if self.compiling is not None and self.graph_manager.eager else None
 
+    @property
+    def _buffer_bytes(self) -> int:
+        parts = self.decode_buffers, self.steps.sampling_graphs, self.prefill.brought_room
+        return self.state.buffer_bytes + sum(part.nbytes for part in parts)
+
     def memory(self) -> dict[str, int]:
         """Return what each part takes of the device's memory, in bytes."""
         model = self._facts.model
@@ -453,7 +459,7 @@ class ModelRunner:
             "weights": sum(weights.values()),
             "pages": self.state.page_bytes,
             "workspace": self._planner.workspace_bytes,
-            "buffers": self.state.buffer_bytes + self.decode_buffers.nbytes + self.steps.sampling_graphs.nbytes,
+            "buffers": self._buffer_bytes,
             "graphs": self.graph_manager.cuda_graphs.nbytes,
             **({} if scores is None else {"scores": scores.limit}),
             **({} if not self.state.states else {"states": self.state.state_bytes}),

@@ -15,8 +15,10 @@ from compiled_llm.engine.images import shown, shown_prompt
 from compiled_llm.engine.images.encoder.encoder_step import PROGRAM as ENCODER
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.engine.images.shown_step import PROGRAM
+from compiled_llm.execution.prefill.brought_room import BroughtRoom
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
+from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.images import Part, Picture, answer, prompt_of, seeing
 from support.parity import assert_account_is_empty
 
@@ -132,6 +134,43 @@ def test_features_of_other_tokens_would_be_found(monkeypatch):
     )
     prompt = (5, WIDE, 7, 8)
     assert differing(prompt) == [prompt]
+
+
+# ---- captured
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_launches_with_pictures_are_captured_and_replayed_as_those_of_text(family, monkeypatch):
+    """On a CPU, where a replay launches once more: over the tensors that were captured, filled with other pictures."""
+    let_a_cpu_capture(monkeypatch)
+    model = seeing(family)
+    prompts: list[tuple[Part, ...]] = [(5, CAT, 7), (6, WIDE, 7, 8, 9), (5, 6, 7), (9, CAT, 3, WIDE, 4, DOG, 1)]
+    with Engine(model, images_in_steps=True, prefix_cache=False) as engine:
+        for _ in range(2):
+            for parts in prompts:
+                assert_answers(engine, family, parts)
+        table = model.compiled.model_runner().state.step_table
+        shown = [entry for key, entry in table.entries.items() if key.brought == PROGRAM.name]
+        assert sum(entry.replays for entry in shown) >= 4
+        assert model.compiled.model_runner().prefill.brought_room.nbytes
+        assert not any(key.brought for key in table.at_once("prefill"))
+    assert_account_is_empty(model)
+
+
+def test_a_replay_over_pictures_of_an_earlier_launch_would_be_found(monkeypatch):
+    let_a_cpu_capture(monkeypatch)
+    fill, filled = BroughtRoom.filled, list[Any]()
+
+    def only_first(room: BroughtRoom, brought: Any, *sizes: int) -> Any:
+        if not filled:
+            filled.append(fill(room, brought, *sizes))
+        return filled[0] if filled[0].shown.shape == brought.shown.shape else brought
+
+    monkeypatch.setattr(BroughtRoom, "filled", only_first)
+    with Engine(seeing(QWEN), images_in_steps=True, prefix_cache=False) as engine:
+        prompts = [(5, Picture(number, wide=True), 7, 8) for number in range(4)]
+        answers = [engine.submit(prompt_of(QWEN, *parts), greedy(20)).result(PATIENCE).outputs[0] for parts in prompts]
+        assert [own.token_ids for own in answers] != [answer(QWEN, parts, 20) for parts in prompts]
 
 
 # ---- compiled

@@ -166,9 +166,9 @@ class StepTable:
     def at_once(self, phase: Phase, shares: bool = False) -> list[StepKey]:
         """Return the steps that run at once, smallest first; any thread may ask."""
         # Of decode those of one new token, which any rows can run in: without the ones that give more than logits, or
-        # read shared pages once unless these ``shares`` are wanted, too.
+        # read shared pages once unless these ``shares`` are wanted, too; of prefills those that read ids.
         keys = [entry.key for entry in list(self.entries.values()) if entry.state == self.at_best]
-        plain = [key for key in keys if key.phase == phase and not key.wants and key.shares <= shares]
+        plain = [key for key in keys if key.phase == phase and not (key.wants or key.brought) and key.shares <= shares]
         return sorted(key for key in plain if phase != "decode" or key.new_tokens_per_row == 1)
 
     @property
@@ -328,9 +328,9 @@ class StepTable:
 
     def _staying(self, new: StepKey) -> list[StepKey]:
         """Return the anchors; of prefills, or decode steps of as many new tokens, that have none, the largest."""
-        alike: defaultdict[tuple[Phase, int], list[StepKey]] = defaultdict(list)
+        alike: defaultdict[tuple[Phase, int, str], list[StepKey]] = defaultdict(list)
         for key in (*self.of("decode", "prefill"), new):
-            alike[key.phase, key.new_tokens_per_row if key.phase == "decode" else 0].append(key)
+            alike[key.phase, key.new_tokens_per_row if key.phase == "decode" else 0, key.brought].append(key)
         anchors = {like: [key for key in keys if self._rank(key) < math.inf] for like, keys in alike.items()}
         return [key for like, keys in alike.items() for key in anchors[like] or [max(keys, key=_size)]]
 

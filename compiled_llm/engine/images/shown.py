@@ -41,6 +41,11 @@ class ShownTokens(NamedTuple):
         """That of all chunks with pictures."""
         return PROGRAM
 
+    @property
+    def captured(self) -> bool:
+        """They come as often as text."""
+        return True
+
     def of(self, start: int, stop: int) -> ShownTokens:
         """Return that of tokens ``start`` to ``stop``."""
         first, last = np.searchsorted(self.places, (start, stop)).tolist()
@@ -60,13 +65,11 @@ class ShownTokens(NamedTuple):
         mask = np.zeros(tokens, dtype=bool)
         mask[places] = True
         positions = np.concatenate([_positions_of(own) for own in chunk], axis=1)
-        device_places, flags, axes, first = staging.to_device(
-            [places, mask, np.ascontiguousarray(positions).reshape(-1), np.zeros(1, dtype=np.int64)]
-        )
+        device_places, flags, axes = staging.to_device([places, mask, np.ascontiguousarray(positions).reshape(-1)])
         joined = torch.cat([own.features for _, own in shown] or [self.features[:, :0]], dim=1)
         last, *others = (_spread(one, device_places, tokens) for one in (joined[:1], joined[1:]) if len(one))
         deep = others[0] if others else None
-        return ShownInputs(last[0], flags, axes.view(AXES, tokens), deep, first, self.forward)
+        return ShownInputs(last[0], flags, axes.view(AXES, tokens), deep, self.forward)
 
 
 def forward_for(model_runner: ModelRunner, facts: ModelFacts) -> Forward:

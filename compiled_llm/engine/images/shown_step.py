@@ -31,7 +31,6 @@ class ShownInputs(NamedTuple):
     shown: Tensor  # ``[T]`` bool, which tokens are those of pictures
     positions: Tensor  # ``[A, T]`` int64, rotary positions
     deep: Tensor | None  # ``[F, T, C]`` as ``features``; None without such layers
-    first: Tensor  # ``[1]`` int64, 0: the one sequence that all tokens are of
     forward: Forward | None  # takes ``deep``; None without it
 
     @property
@@ -44,6 +43,11 @@ class ShownInputs(NamedTuple):
         """Its tensors with T of something, and where that is."""
         deep = [] if self.deep is None else [(self.deep, 1)]
         return [(self.features, 0), (self.shown, 0), (self.positions, 1), *deep]
+
+    def over(self, tensors: Sequence[Tensor]) -> ShownInputs:
+        """Return the same with other tensors, in that order."""
+        features, shown, positions, *deep = tensors
+        return self._replace(features=features, shown=shown, positions=positions, deep=deep[0] if deep else None)
 
 
 def shown_step(
@@ -61,7 +65,7 @@ def shown_step(
     embedded = torch.where(brought.shown[None, :, None], brought.features[None], embedded)
     read: dict[str, Any] = {"inputs_embeds": embedded, "position_ids": brought.positions[:, None], **asked_of(inputs)}
     if brought.deep is not None and brought.forward is not None:
-        forward, read = brought.forward, {**read, "deep": brought.deep, "first": brought.first}
+        forward, read = brought.forward, {**read, "deep": brought.deep, "first": inputs.qo_indptr[:1].long()}
     out = forward_of_packed(model, forward, inputs, pages, specs, ids[0], logits_to_keep=inputs.keep, **read)
     return sampled_after(inputs, tables, out)
 
@@ -69,7 +73,10 @@ def shown_step(
 def deep_forward(
     model: Any, *, deep: Tensor, first: Tensor, logits_to_keep: Tensor, **inputs: Any
 ) -> CausalLMOutputWithPast:
-    """Run embeddings ``[1, T, C]`` as HuggingFace's forward, and add ``deep`` to what the first layers return."""
+    """Run embeddings ``[1, T, C]`` as HuggingFace's forward, and add ``deep`` to what the first layers return.
+
+    ``first`` is ``[1]`` int64, 0: the one sequence that all tokens are of.
+    """
     # The layers' sum takes tokens by a mask, whose number the host would have to know; an index takes all of them.
     out = model.model.language_model(
         visual_pos_masks=first, deepstack_visual_embeds=[*deep.unsqueeze(1).unbind()], **inputs

@@ -22,7 +22,7 @@ def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
             continue
         if key.accepts:
             uses[StepKey.decode(key.rows)] += count
-        elif not key.wants and (key.phase != "decode" or key.new_tokens_per_row == 1):
+        elif not (key.wants or key.brought) and (key.phase != "decode" or key.new_tokens_per_row == 1):
             uses[key] += count
     return dict(uses)
 

@@ -38,6 +38,10 @@ class EmbeddedInputs(NamedTuple):
         """Its tensor, whose first size is T."""
         return [(self.embeddings, 0)]
 
+    def over(self, tensors: Sequence[Tensor]) -> EmbeddedInputs:
+        """Return the same with another tensor."""
+        return EmbeddedInputs(*tensors)
+
 
 class EmbeddedTokens(NamedTuple):
     """What a row brings; its ids are zeros."""
@@ -54,6 +58,11 @@ class EmbeddedTokens(NamedTuple):
     def program(self) -> Program:
         """That of all such rows."""
         return PROGRAM
+
+    @property
+    def captured(self) -> bool:
+        """No: few calls bring embeddings, and each size would keep as many."""
+        return False
 
     def of(self, start: int, stop: int) -> EmbeddedTokens:
         """Return that of tokens ``start`` to ``stop``."""

@@ -19,10 +19,11 @@ from compiled_llm.compilation.graphs.captured_shapes import CapturedShapes
 from compiled_llm.compilation.graphs.cuda_graphs import Filled
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey, pools
-from compiled_llm.compilation.inputs import PrefillInputs
+from compiled_llm.compilation.inputs import BroughtInputs, PrefillInputs
 from compiled_llm.compilation.program_list import PREFILL, with_outputs
 from compiled_llm.execution.batch import Brought, Extension, Tap, TokenSpan, outputs_of
 from compiled_llm.execution.plans import Planner
+from compiled_llm.execution.prefill.brought_room import BroughtRoom
 from compiled_llm.execution.prefill.packing import (
     Packed,
     as_bytes,
@@ -53,7 +54,11 @@ _SCORES, _STATES = 1 / 64, 1 / 256
 
 
 class Prefill:
-    """The prefills of one model."""
+    """The prefills of one model.
+
+    Attributes:
+        brought_room: where CUDA graphs read what rows bring.
+    """
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class Prefill:
         self._shapes = shapes
         self._page_size = state.config.page_size
         self._taps = state.taps
+        self.brought_room = BroughtRoom()
         self._padding = state.slots.padding if state.taps else None
         self._stateful = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
@@ -234,11 +240,12 @@ class Prefill:
     ) -> StepOutputs:
         """Run one chunk; ``slots`` ``[C]`` are those of the rows that end in it, or empty."""
         wanted, sampled = len(keep), len(slots)
-        shape = None if brought is not None else self._shape_to_replay(chunk, wanted, slots, wants)
+        shape = self._shape_to_replay(chunk, wanted, slots, wants, brought)
         if shape is not None:
             launch = self._steps.ready(shape, exact=exact)
-            self._steps.want_padded(shape, launch.key, functools.partial(self._begin_capture, shape))
-            logits, tokens, emitted = self._run_shape(launch, chunk, keep, slots)
+            begin = functools.partial(self._begin_capture, shape, None if brought is None else brought.of(0, 0))
+            self._steps.want_padded(shape, launch.key, begin)
+            logits, tokens, emitted = self._run_shape(launch, chunk, keep, slots, brought)
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -335,7 +342,7 @@ class Prefill:
             for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
                 if self._table.get(shape) is None and not (only_with_room and self._table.full):
                     with self._cuda_graphs.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
-                        self._launch_shape(shape, *self._padded(shape, [], none, none), background=False)
+                        self._launch_shape(shape, *self._padded(shape, [], none, none), None, background=False)
 
     def _shape_to_replay(
         self,
@@ -343,6 +350,7 @@ class Prefill:
         wanted: int,
         slots: NDArray[np.int64],
         wants: tuple[str, ...],
+        brought: Brought | None,
     ) -> StepKey | None:
         """Return the shape in which a prefill can be captured; None if it cannot."""
         # Logits are wanted of as many tokens as there are rows, and tokens sampled from all of them or none; or of most
@@ -353,11 +361,22 @@ class Prefill:
         if self._graph_manager.programs.full():  # a new CUDA graph would have no guards
             return None
         queries = [len(extension.ids) for extension in chunk]
+        if brought is not None:
+            captured = brought.captured and not wants and wanted <= len(chunk)
+            return self._shape_with(brought, queries) if captured else None
         shape = self._shape_for(queries, [extension.row.length for extension in chunk], wants)
         if shape is None or wanted <= shape.rows:
             return shape
         scored = 2 * wanted >= sum(queries) and shape.tokens <= self._most_scored
         return shape._replace(phase="scoring") if scored else None
+
+    def _shape_with(self, brought: Brought, queries: Sequence[int]) -> StepKey | None:
+        """Return the shape of rows that bring something, whose program is compiled for one schedule."""
+        shape = self._shapes.smallest(sum(queries), len(queries))
+        if shape is None:
+            return None
+        shape = shape._replace(schedule=self._planner.schedules[0], brought=brought.program.name)
+        return shape if self._table.get(shape) is not None or self._planner.fits(shape) else None
 
     def _pays(self, shape: StepKey) -> bool:
         """Whether its launches, with this one, have taken calls as long, since its last capture, as another would."""
@@ -392,21 +411,28 @@ class Prefill:
         shape = self._shapes.smallest(tokens, len(queries)) if self._captures else None
         return tokens if shape is None else shape.tokens
 
-    def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
+    def _begin_capture(self, shape: StepKey, brought: Brought | None) -> Callable[[], None]:
         """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
         none = np.zeros(0, dtype=np.int64)
         packed, table = self._padded(shape, [], none, none)
         self._planner.plan_prefill(table, shape)
-        return functools.partial(self._capture, shape, *self._in_new_tensors(shape, packed), None, background=True)
+        inputs, filled = self._in_new_tensors(shape, packed, self._brought_to(shape, [], brought))
+        return functools.partial(self._capture, shape, inputs, filled, None, background=True)
 
     def _run_shape(
-        self, launch: Launch, chunk: list[Extension], keep: NDArray[np.int64], slots: NDArray[np.int64]
+        self,
+        launch: Launch,
+        chunk: list[Extension],
+        keep: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        brought: Brought | None,
     ) -> StepOutputs:
         """Run a prefill padded to the launch's shape: replay it, or launch it and have it captured."""
         state, shape, entry = self._state, launch.key, launch.entry
         packed, table = self._padded(shape, chunk, keep, slots)
+        shown = self._brought_to(shape, chunk, brought)
         background = not (launch.captures_now if len(slots) == len(keep) else self._pays(launch.wanted))
-        program = functools.partial(self._launch_shape, shape, packed, table, background)
+        program = functools.partial(self._launch_shape, shape, packed, table, shown, background)
         running = [cast(Row, extension.row) for extension in chunk if extension.is_next]
         forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
         if entry is None or not (forgettable or self._steps.is_valid(entry)):
@@ -414,6 +440,7 @@ class Prefill:
         assert entry.filled is not None
         fed = state.slots.fed() if running or self._taps else None  # the replay overwrites what it feeds in
         self._upload(packed, table, shape, entry.filled)
+        self._fixed(shape, shown)
         outputs = launch()
         # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
         # something else now, all it writes is written again.
@@ -422,9 +449,11 @@ class Prefill:
         state.slots.restore(packed.slots, fed)
         return program()
 
-    def _launch_shape(self, shape: StepKey, packed: Packed, table: HostTable, background: bool) -> StepOutputs:
+    def _launch_shape(
+        self, shape: StepKey, packed: Packed, table: HostTable, brought: BroughtInputs | None, background: bool
+    ) -> StepOutputs:
         """Launch a padded prefill over new tensors, and capture it, now or in the ``background``."""
-        inputs, filled = self._in_new_tensors(shape, packed)
+        inputs, filled = self._in_new_tensors(shape, packed, brought)
         self._upload(packed, table, shape, filled)
         _unpack(inputs, filled)
         outputs = self._launch(inputs)
@@ -443,10 +472,27 @@ class Prefill:
         slots = np.concatenate([slots, self._state.slots.of([], sampled - len(slots))])
         return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size, self._padding, self._stateful)
 
-    def _in_new_tensors(self, shape: StepKey, packed: Packed) -> tuple[PrefillInputs, Tensor]:
+    def _brought_to(self, shape: StepKey, chunk: Sequence[Extension], brought: Brought | None) -> BroughtInputs | None:
+        """Return what rows bring, laid out in new tensors of a padded shape."""
+        if brought is None:
+            return None
+        laid_out: BroughtInputs = brought.laid_out(padded(chunk, shape, self._page_size), self._state.staging)
+        return laid_out
+
+    def _fixed(self, shape: StepKey, brought: BroughtInputs | None) -> BroughtInputs | None:
+        """Return what rows bring where CUDA graphs read it, filled."""
+        largest = self._shapes.largest
+        if brought is None or largest is None:
+            return None
+        return self.brought_room.filled(brought, shape.tokens, largest.tokens)
+
+    def _in_new_tensors(
+        self, shape: StepKey, packed: Packed, brought: BroughtInputs | None
+    ) -> tuple[PrefillInputs, Tensor]:
         """Return the inputs of a captured prefill, and the tensor from which they are filled."""
         columns = self._state.staging.to_device(packed)
         inputs = self._as_inputs(columns, self._indices, shape)._replace(wants=shape.wants)
+        inputs = inputs._replace(brought=self._fixed(shape, brought))
         (filled,) = self._state.staging.to_device([as_bytes(packed)])
         return inputs, filled
 

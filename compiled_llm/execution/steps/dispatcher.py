@@ -57,7 +57,7 @@ class Dispatcher:
             other
             for other in self._table.of(step.phase)
             if other.schedule in (step.schedule, simplest)
-            and other.wants == step.wants
+            and (other.wants, other.brought) == (step.wants, step.brought)
             and step.tokens <= other.tokens <= step.tokens + padding
             and step.rows <= other.rows
             and (step.is_prefill or step.new_tokens_per_row == other.new_tokens_per_row)
