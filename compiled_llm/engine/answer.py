@@ -38,21 +38,22 @@ class Answer(PendingAnswer):
         return self.request.tokens[count : self._searched.count]
 
     def logprobs_behind(self, count: int) -> Sequence[dict[int, Logprob]] | None:
-        scores = self.request.scores
+        scores = self.request.part("logprobs")
         return None if scores is None else scores.entries(self.tokens_behind(count), count)
 
     def completion(self) -> Completion:
         whole = super().completion()
-        if self.request.pooled is not None:
+        if self.request.part("pooling") is not None:
             return replace(whole, pooled=self.pooled)
-        if self.request.emitted is None:
+        if self.request.part("hidden_states") is None:
             return whole
         return replace(whole, hidden_states=self.hidden_states, emitted=self.emitted)
 
     @property
     def pooled(self) -> array[float] | None:
         """The vector of its prompt, float32, once it has ended well; None before, or if none is wanted."""
-        return self.request.pooled.vector if self.request.pooled and self.finish_reason == "length" else None
+        pooled = self.request.part("pooling")
+        return None if pooled is None or self.finish_reason != "length" else pooled.vector
 
     @property
     def hidden_states(self) -> dict[int, Tensor] | None:
@@ -66,9 +67,10 @@ class Answer(PendingAnswer):
 
     @property
     def _kept(self) -> Any:
-        if self.request.emitted is not None and self.request.done:
-            self.request.emitted.end()
-        return self.request.emitted
+        emitted = self.request.part("hidden_states")
+        if emitted is not None and self.request.done:
+            emitted.end()
+        return emitted
 
     @property
     def _fed(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from compiled_llm.compilation.graphs.outputs import Emitted
+from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import InvalidRequestError, Request, RequestError
 from compiled_llm.engine.steps.taps import EngineTap, PlanTap, UnreadOutput
@@ -32,6 +33,10 @@ _EMITTED_ON_DEVICE = 256 << 20
 # Each such copy is put together with those before when the request has ended, so few should be needed.
 
 
+NAME = "hidden_states"
+"""By which a request has its ``RequestEmitted``."""
+
+
 class EmittedTap(EngineTap):
     """The hidden states and hook outputs that an engine loop's requests ask for."""
 
@@ -44,7 +49,7 @@ class EmittedTap(EngineTap):
         wanted = wanted_of(**asked)
 
         def enter(request: Request) -> None:
-            request.emitted = RequestEmitted(wanted)
+            request.parts[NAME] = RequestEmitted(wanted)
 
         return enter
 
@@ -61,7 +66,8 @@ class EmittedTap(EngineTap):
             )
 
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
-        wanting = [(request, request.emitted) for request in plan.requests if request.emitted is not None]
+        both = ((request, request.part(NAME)) for request in plan.requests)
+        wanting = [(request, emitted) for request, emitted in both if emitted is not None]
         self._reader = EmittedReader(self.model_runner, wanting) if wanting else None
         return self._reader
 
@@ -73,8 +79,8 @@ class EmittedTap(EngineTap):
         self._bytes_on_device += sum(launch.nbytes for launch in launches)
         is_much = self._bytes_on_device > _EMITTED_ON_DEVICE
         for request in ended:
-            if request.emitted is not None:
-                request.emitted.end()
+            if (emitted := request.part(NAME)) is not None:
+                emitted.end()
         if is_much:
             self._bytes_on_device = 0
             for emitted in self._wanting():
@@ -87,7 +93,8 @@ class EmittedTap(EngineTap):
     def _wanting(self) -> Iterator[RequestEmitted]:
         """Yield what is kept for requests that have not ended, of those that run first."""
         requests = itertools.chain(self.scheduler.running, self.scheduler.waiting)
-        return (request.emitted for request in requests if request.emitted is not None)
+        parts = (request.part(NAME) for request in requests)
+        return (emitted for emitted in parts if emitted is not None)
 
 
 TAP = EmittedTap
@@ -219,7 +226,7 @@ class KeptSteps:
         self.read = 0
 
 
-class RequestEmitted:
+class RequestEmitted(RequestPart):
     """A request's hidden states and hooks' outputs, of its tokens from the first on."""
 
     # They stay on the device, so that no step waits for a copy, until the request has ended or they take much memory.
@@ -238,6 +245,13 @@ class RequestEmitted:
     def tokens(self) -> int:
         """How many tokens have it."""
         return max([self._earlier, *(part.end for part in self._parts[-1:])])
+
+    @property
+    def needed(self) -> int:
+        return self.tokens
+
+    def lets_guess(self, processed_logprobs: bool) -> bool:
+        return False
 
     @property
     def copied(self) -> int:
@@ -401,7 +415,7 @@ def _names(asked: Sequence[str], hooks: TracedHooks) -> Sequence[str]:
 
 def _bytes_left(request: Request) -> int:
     """Return what the hidden states of a request are known to take beyond those that the host has."""
-    if (emitted := request.emitted) is None:
+    if (emitted := request.part(NAME)) is None:
         return 0
     known = max(len(request.prompt), emitted.tokens) if request.stop_token_ids else request.stored
     return int(max(0, known - emitted.copied) * emitted.wanted.token_bytes)

@@ -74,8 +74,7 @@ class EngineDrafts:
         return self._drafts.rule.size(self._rows)
 
     def _needs_single_tokens(self, request: Request) -> bool:
-        processed = self._processed_logprobs and request.scores is not None and request.scores.most is not None
-        return request.emitted is not None or processed
+        return not all(part.lets_guess(self._processed_logprobs) for part in request.parts.values())
 
     def _tell(self) -> None:
         if not self._told:

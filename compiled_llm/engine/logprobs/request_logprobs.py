@@ -16,6 +16,7 @@ from torch import Tensor
 from compiled_llm.engine.logprobs.entries import Logprobs
 from compiled_llm.engine.logprobs.score_tokens import ScoredTokens, score_tokens
 from compiled_llm.engine.logprobs.scores import Scores
+from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.taps import PlanTap
@@ -28,7 +29,7 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.sampling_params import SamplingParams
 
 
-class RequestLogprobs(RunsApart):
+class RequestLogprobs(RequestPart, RunsApart):
     """A request's log-probabilities."""
 
     # ``most`` is the number of tokens that are wanted besides the sampled ones, the likeliest ones or those ``named``;
@@ -70,6 +71,12 @@ class RequestLogprobs(RunsApart):
         """Return the first prompt token from ``start`` on that log-probabilities follow from; None if none are due."""
         at = max(start, self.first - 1 + len(self.prompt_scored))
         return at if self.prompt_most is not None and at < len(self.request.prompt) - 1 else None
+
+    def runs_apart(self, start: int) -> RequestLogprobs | None:
+        return self if self.unseen(start) == start else None
+
+    def lets_guess(self, processed_logprobs: bool) -> bool:
+        return self.most is None or not processed_logprobs
 
     def run(
         self,

@@ -23,6 +23,9 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.state.staging import Readback
 from compiled_llm.kvcache.row import Row
 
+NAME = "logprobs"
+"""By which a request has its ``RequestLogprobs``."""
+
 
 class LogprobsTap(EngineTap):
     """The log-probabilities of a loop's requests."""
@@ -32,7 +35,7 @@ class LogprobsTap(EngineTap):
         """``params`` say of how many tokens."""
 
         def enter(request: Request) -> None:
-            request.scores = RequestLogprobs(request, asked["params"])
+            request.parts[NAME] = RequestLogprobs(request, asked["params"])
 
         return enter
 
@@ -42,9 +45,8 @@ class LogprobsTap(EngineTap):
         model_runner.thread.call(_score_nothing, model_runner)
 
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
-        wanting = [
-            request for request in plan.sampled if request.scores is not None and request.scores.most is not None
-        ]
+        both = ((request, request.part(NAME)) for request in plan.sampled)
+        wanting = [request for request, part in both if part is not None and part.most is not None]
         if not (wanting or any(isinstance(chunk.apart, RequestLogprobs) for chunk in plan.extend)):
             return None
         return Watch(self.model_runner, wanting, self.logprobs_mode == "processed_logprobs")
@@ -69,12 +71,13 @@ class ArrivingLogprobs(NamedTuple):
     def hand_out(self) -> Mapping[Request, RequestError]:
         """Give them to requests that have not ended; a token for one that has is dropped, too."""
         scored = ScoredTokens.unpacked(self.readback.array(), len(self.requests) * self.each)
-        packed = {most: scored.packed(most) for most in {request.scores.most or 0 for request in self.requests}}
+        parts = [request.part(NAME) for request in self.requests]
+        packed = {most: scored.packed(most) for most in {part.most or 0 for part in parts}}
         counts = scored.ranks.reshape(-1, self.each).astype(bool).sum(axis=1).tolist() if self.each > 1 else None
-        for place, request in enumerate(self.requests):
+        for place, (request, part) in enumerate(zip(self.requests, parts, strict=True)):
             if request.finish_reason is None:
                 first, count = place * self.each, 1 if counts is None else counts[place]
-                request.scores.scored.extend(packed[request.scores.most or 0][first : first + count])
+                part.scored.extend(packed[part.most or 0][first : first + count])
         return {}
 
 
@@ -102,7 +105,7 @@ class Watch(PlanTap):
             names, most_likely = dict[Row, Request](), dict[Row, Request]()
             for row in rows:
                 if (request := self._requests.get(row)) is not None:
-                    (most_likely if request.scores.named is None else names)[row] = request
+                    (most_likely if request.part(NAME).named is None else names)[row] = request
             groups = [_Group(rows, wanting, self._processed) for wanting in (most_likely, names) if wanting]
             self._groups[rows[0]] = rows, groups
         return groups
@@ -115,8 +118,9 @@ class _Group:
         """At least one row is ``wanting``."""
         self.rows = rows
         self.requests = list(wanting.values())
-        self._most: int = max(request.scores.most for request in self.requests)
-        self._named = _padded([request.scores.named or () for request in self.requests], self._most)
+        parts = [request.part(NAME) for request in self.requests]
+        self._most: int = max(part.most for part in parts)
+        self._named = _padded([part.named or () for part in parts], self._most)
         at = [place for place, row in enumerate(rows) if row in wanting]
         self._at = None if len(at) == len(rows) else np.array(at, dtype=np.int64)
         self._kinds = _kinds(self.requests) if processed else None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from compiled_llm.compilation.pooling import POOLED_SCORES, POOLED_STATE
+from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.taps import EngineTap, PlanTap
@@ -49,12 +50,19 @@ class PooledLaunches(RunsApart):
 STATES, SCORES = PooledLaunches(POOLED_STATE), PooledLaunches(POOLED_SCORES)
 
 
-class RequestPooled:
+NAME = "pooling"
+"""By which a request has its ``RequestPooled``."""
+
+
+class RequestPooled(RequestPart):
     """What a request gets in place of an answer: ``vector``, float32, once it has ended well."""
 
     def __init__(self, launches: PooledLaunches) -> None:
         self.launches = launches
         self.vector: array[float] | None = None
+
+    def runs_apart(self, start: int) -> PooledLaunches:
+        return self.launches
 
 
 class ArrivingVectors(NamedTuple):
@@ -67,7 +75,7 @@ class ArrivingVectors(NamedTuple):
         """Give each its own."""
         numbers = self.readback.array().reshape(len(self.requests), -1)
         for request, vector in zip(self.requests, numbers, strict=True):
-            request.pooled.vector = array("f", vector.tobytes())
+            request.part(NAME).vector = array("f", vector.tobytes())
         return {}
 
 
@@ -94,7 +102,7 @@ class PoolingTap(EngineTap):
         """``launches`` say how prompts are pooled."""
 
         def enter(request: Request) -> None:
-            request.pooled = RequestPooled(asked["launches"])
+            request.parts[NAME] = RequestPooled(asked["launches"])
 
         return enter
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN, Sampling
+from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.constraint import Constraint
 from compiled_llm.engine.steps.token_log import Column, TokenLog
 from compiled_llm.kvcache.row import Row
@@ -45,12 +46,8 @@ class Request:
     salt: Hashable = None  # requests with equal ones may read each other's cached pages
     constraint: Constraint | None = None  # says on the host which tokens it may have next; None if nothing does
     index: int = 0  # which of its prompt's answers it is
-    # by features that can be taken out: its ``RequestLogprobs``, and what steps emit of its tokens besides logits, its
-    # ``RequestEmitted``; None if it wants nothing. Its ``RequestImages``, if its prompt has keys of pictures in it
-    scores: Any = None
-    emitted: Any = None
-    images: Any = None
-    pooled: Any = None  # its ``RequestPooled``, if it asks for the vector of its prompt in place of an answer
+    images: Any = None  # its ``RequestImages``, if its prompt has keys of pictures in it
+    parts: dict[str, RequestPart] = field(default_factory=dict)  # what it asks for of features, by their names
     listeners: Listeners | None = None  # to its tokens as they come
     prefix_owner: Request | None = None  # the answer whose prompt this one shares, and waits for; None for the first
     submitted: float = 0.0
@@ -158,15 +155,20 @@ class Request:
         checkpoints = (at for at in self.checkpoints_ahead if at < len(text))
         return max((at for at in checkpoints if np.array_equal(self.known[:at], text[:at])), default=0)
 
+    def part(self, name: str) -> Any:
+        """Return what it has of a feature; None if it asks for nothing of it."""
+        return self.parts.get(name)
+
     def unseen(self, start: int) -> int | None:
         """Return the first token, from ``start`` on, that is computed with all logits; None if none is."""
-        return None if self.scores is None else self.scores.unseen(start)
+        found = [part.unseen(start) for part in self.parts.values()]
+        return min((at for at in found if at is not None), default=None)
 
     @property
     def beginning(self) -> NDArray[np.int64]:
         """Its text, or the part up to the first token that has to be computed, whatever the prefix cache has of it."""
-        places = (self.unseen(0), None if self.emitted is None else self.emitted.tokens)
-        first = min((at for at in places if at is not None), default=None)
+        needed = [part.needed for part in self.parts.values()]
+        first = min((at for at in needed if at is not None), default=None)
         return self.text if first is None else self.text[: first + 1]
 
     @property

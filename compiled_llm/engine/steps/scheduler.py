@@ -268,7 +268,7 @@ class Scheduler:
             end = min(end, unseen)
         left = self._left_for_next(request, end) if not apart and start + room == end < len(request.known) else 0
         ids = request.known[start : request.cut_after(start, end - left)]
-        by = request.scores if apart else None if request.pooled is None else request.pooled.launches
+        by = next(filter(None, (part.runs_apart(start) for part in request.parts.values())), None)
         extend.append(Chunk(request, ids, start + len(ids) == len(request.known), by))
         if self._keeps_planned and by is None:
             self._keep_planned(request, start + len(ids))
@@ -350,8 +350,8 @@ class Scheduler:
         return row
 
     def _begin_with_known(self, request: Request, row: Row, known: NDArray[np.int64], prefixes: PrefixTree) -> None:
-        if request.scores is not None:  # first: what is known need not be computed for them
-            request.scores.recall(prefixes, again=request.generation != self.generation)  # the model may have changed
+        for part in request.parts.values():  # first: what is known need not be computed for them
+            part.recall(prefixes, again=request.generation != self.generation)  # the model may have changed
         match = prefixes.match(request.beginning, request.salt)
         try:
             row.begin_from(match.pages, match.state, match.tokens)

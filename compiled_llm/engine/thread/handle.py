@@ -62,10 +62,11 @@ class RequestHandle(PendingAnswers[Answer]):
     def output(self) -> RequestOutput:
         """Return what it came to, errors included, once it is ``done``."""
         first = self.requests[0]
+        scores = first.part("logprobs")
         return RequestOutput(
             prompt_token_ids=first.prompt_ids.tolist(),
             outputs=[answer.completion() for answer in self.answers],
-            prompt_logprobs=None if first.scores is None else first.scores.entries_of_prompt(),
+            prompt_logprobs=None if scores is None else scores.entries_of_prompt(),
             **self.figures(),
         )
 

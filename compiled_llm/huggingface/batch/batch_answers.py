@@ -100,9 +100,9 @@ def _brought_up(state: RequestState, request: Request) -> bool:
     if not (ended or (state.streaming and count > len(state.generated_tokens))):
         return False
     state.generated_tokens = request.tokens[:count]
-    if request.scores is not None:
+    if (scores := request.part("logprobs")) is not None:
         known = len(state.logprobs)
-        entries = request.scores.entries(request.tokens[known:count], known)
+        entries = scores.entries(request.tokens[known:count], known)
         state.logprobs.extend(next(iter(own.values())).logprob for own in entries or ())
     if state.status == RequestStatus.PENDING and request.admitted is not None:
         state.status = RequestStatus.DECODING

@@ -96,9 +96,9 @@ class Stream:
         first = handle.requests[0]
         self._tells_prompt = tells_prompt
         self.handle = handle
-        self._scores_tokens = first.scores is not None
+        self._scores_tokens = first.part("logprobs") is not None
         # whether what is sent keeps others waiting: log-probabilities and what was emitted do
-        self.takes_long = self._scores_tokens or first.emitted is not None
+        self.takes_long = self._scores_tokens or first.part("hidden_states") is not None
         self._number = number
         self._open = tuple(_SendCursor(answer) for answer in handle.answers)
         self._scores: Sequence[dict[int, Logprob]] | None = None
@@ -132,7 +132,7 @@ class Stream:
         return Update(self._number, answer.request.index, tokens, entries, _ended(answer))
 
     def _entries(self, sent: _SendCursor, tokens: list[int]) -> list[list[Entry]] | None:
-        scores = sent.answer.request.scores
+        scores = sent.answer.request.part("logprobs")
         logprobs = None if scores is None else scores.entries(tokens, sent.tokens)
         return None if logprobs is None else list(map(_entries, logprobs))
 
@@ -163,10 +163,10 @@ class Stream:
     def _prompt_scores(self) -> PromptScores | None:
         """Return the next log-probabilities of the prompt's tokens, which are all there with the first token."""
         request = self.handle.requests[0]
-        if request.scores is None or not (request.tokens or request.done):
+        if (scores := request.part("logprobs")) is None or not (request.tokens or request.done):
             return None
         if self._scores is None:
-            self._scores = request.scores.scored_entries()
+            self._scores = scores.scored_entries()
         elif self._scored >= len(self._scores):
             return None
         if self._scores is None:

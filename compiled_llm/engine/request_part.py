@@ -1,0 +1,31 @@
+"""What a request asks of features that can be taken out: a loop asks all of its parts, and knows none of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compiled_llm.kvcache.prefix_tree import PrefixTree
+
+
+class RequestPart:
+    """What one request has of one feature, besides its tokens or in place of them."""
+
+    def unseen(self, start: int) -> int | None:
+        """Return the first token, from ``start`` on, that is computed with all logits; None if none is."""
+        return None
+
+    @property
+    def needed(self) -> int | None:
+        """The first token that has to be computed, whatever the prefix cache has of it; None if none has to."""
+        return self.unseen(0)
+
+    def runs_apart(self, start: int) -> Any:
+        """Return who computes a chunk from ``start`` on in launches of its own (``RunsApart``); None for steps."""
+        return None
+
+    def recall(self, prefixes: PrefixTree, again: bool) -> None:
+        """Take what is kept beside cached pages, before its text begins with some; ``again`` forgets all before."""
+
+    def lets_guess(self, processed_logprobs: bool) -> bool:
+        """Return whether steps may check guesses of its request; what tokens are drawn from is not as without them."""
+        return True
