@@ -31,7 +31,7 @@ from compiled_llm.execution.batch import Batch, StepOutput, Tap
 from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.part import Drafts
 from compiled_llm.execution.growth import grown
-from compiled_llm.execution.state.staging import Readback
+from compiled_llm.execution.state.staging import AREAS, Readback, Staging
 from compiled_llm.kvcache import memory
 from compiled_llm.kvcache.row import Row, reject
 from compiled_llm.requests.outputs import RequestOutput
@@ -463,8 +463,10 @@ def test_launches_wait_for_nothing_while_rows_come_and_go(seed: int, monkeypatch
             with monkeypatch.context() as patch:
                 of_all = ((AcceptedTokens, "sync"), (Readback, "array"), (Readback, "result"))
                 waits = [note_calls(patch, owner, name, lambda own: own) for owner, name in of_all]
+                uploads = [note_calls(patch, Staging, name, lambda own, *_: own) for name in ("upload", "to_device")]
                 launched = launch_unread(loop, handles[1].requests[0])
             assert not any(waits)
+            assert sum(map(len, uploads)) <= AREAS, "on a GPU one more waits for the first"
         check_launched(launched, 3)
         for number in (0, 2, 3):
             assert handles[number].result(60).token_ids == expected[number].token_ids

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_AREAS = 8
+AREAS = 32  # a step that drafts beside a prompt makes up to six uploads, and a few such steps are launched unread
+_LARGEST = 2**20  # bytes of an area at most: what is larger has pinned memory of its own, which the allocator keeps
 _ALIGNMENT = 8
 
 
@@ -26,8 +27,7 @@ class _Area(NamedTuple):
     bytes: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, nbytes: int, pinned: bool = True) -> _Area:
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+    def of(cls, memory: Tensor) -> _Area:
         return cls(memory, memory.numpy())
 
 
@@ -37,8 +37,8 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         """Areas grow to the largest upload."""
         self._device = device
-        self._areas = [_Area.of(0, pinned=False)] * _AREAS
-        self._events = [torch.cuda.Event() for _ in range(_AREAS)] if device.type == "cuda" else []
+        self._areas = [_Area.of(torch.empty(0, dtype=torch.uint8, device="cpu"))] * AREAS
+        self._events = [torch.cuda.Event() for _ in range(AREAS)] if device.type == "cuda" else []
         self._current = 0
         self._lent = torch.empty(0, 0, dtype=torch.int32, device="cpu")
         self._lent_event = torch.cuda.Event() if self._events else None
@@ -70,15 +70,14 @@ class Staging:
             for array, target in pairs:
                 target[: len(array)].numpy()[:] = array
             return
-        self._current = (self._current + 1) % _AREAS
+        nbytes = sum(_aligned(array.nbytes) for array, _ in pairs)
+        if nbytes > _LARGEST:
+            _copy(pairs, _Area.of(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")))
+            return
+        self._current = (self._current + 1) % AREAS
         self._events[self._current].synchronize()
-        area = self._area(sum(_aligned(array.nbytes) for array, _ in pairs))
-        start = 0
-        for array, target in pairs:
-            end = start + array.nbytes
-            area.bytes[start:end].view(array.dtype)[:] = array  # a view of the array itself would need adjacent items
-            target[: len(array)].copy_(area.memory[start:end].view(target.dtype), non_blocking=True)
-            start += _aligned(array.nbytes)
+        self.make_room(nbytes)
+        _copy(pairs, self._areas[self._current])
         self._events[self._current].record()
 
     def to_device(self, arrays: Sequence[NDArray[Any]], targets: Sequence[Tensor] = ()) -> list[Tensor]:
@@ -97,15 +96,22 @@ class Staging:
 
     def make_room(self, nbytes: int) -> None:
         """Let each area hold so much: to pin memory takes a millisecond, and may wait for the device."""
-        for number, event in enumerate(self._events):
-            event.synchronize()
-            self._current = number
-            self._area(nbytes)
+        if not self._events or len(self._areas[0].bytes) >= min(nbytes, _LARGEST):
+            return
+        # One piece for all: each would take as long. Copies underway keep what they read, as the allocator knows them.
+        size = min(1 << max(12, (nbytes - 1).bit_length()), _LARGEST)
+        whole = torch.empty(AREAS * size, dtype=torch.uint8, pin_memory=True, device="cpu")
+        self._areas = [_Area.of(part) for part in whole.split(size)]
 
-    def _area(self, nbytes: int) -> _Area:
-        if len(self._areas[self._current].bytes) < nbytes:
-            self._areas[self._current] = _Area.of(1 << max(12, (nbytes - 1).bit_length()))
-        return self._areas[self._current]
+
+def _copy(pairs: Sequence[tuple[NDArray[Any], Tensor]], area: _Area) -> None:
+    """Queue copies of arrays into the beginnings of device tensors, by way of an area."""
+    start = 0
+    for array, target in pairs:
+        end = start + array.nbytes
+        area.bytes[start:end].view(array.dtype)[:] = array  # a view of the array itself would need adjacent items
+        target[: len(array)].copy_(area.memory[start:end].view(target.dtype), non_blocking=True)
+        start += _aligned(array.nbytes)
 
 
 def _aligned(nbytes: int) -> int:
