@@ -21,7 +21,8 @@ from support.huggingface.vision import BOTH_WAYS, FAMILIES, IMAGE, one_image, ty
 from support.huggingface.vision_gpu import ROUTED, in_dtype, judged, of_an_answer, of_family
 from support.parity import assert_account_is_empty
 
-pytestmark = [pytest.mark.gpu, needs_cuda]
+# Where pages are checked, steps read text alone.
+pytestmark = [pytest.mark.gpu, pytest.mark.unchecked_pages, needs_cuda]
 
 NEW, LIKELY = 40, 20
 PARAMS = SamplingParams(

@@ -126,7 +126,8 @@ class Load(NamedTuple):
         """Return those of `generate`."""
         own: dict[str, Any] = {"do_sample": self.guesses == "wrong" or self.sampled, "max_new_tokens": self.new}
         if self.guesses == "wrong":  # no others are drawn
-            own |= {"temperature": 1.0, "top_k": 0, "sequence_bias": [[[token], LIKELY] for token in range(FEW)]}
+            likely = [[[token], LIKELY] for token in range(1, FEW)]  # HuggingFace takes no bias of token 0
+            own |= {"temperature": 1.0, "top_k": 0, "sequence_bias": likely}
         elif self.sampled:
             own |= {"top_k": 0, **DRAWN}
         if not self.ends:
@@ -142,6 +143,7 @@ Answering = Callable[[list[list[int]]], int]
 def an_engine(model: Any, load: Load, guesses: bool) -> Iterator[tuple[Answering, Callable[[], dict[str, Any]]]]:
     config = {"method": "ngram", "num_speculative_tokens": load.most, "prompt_lookup_max": 4} if guesses else None
     with Engine(model, max_num_seqs=load.rows, prefix_cache=False, speculative_config=config) as engine:
+        engine.warmup(load.rows)  # a size of steps that is first tried in a timed run would be compiled there
 
         def answer(prompts: list[list[int]]) -> int:
             return sum(len(output.token_ids) for output in engine.generate(prompts, load.params))
