@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path as File
 
+from transformers import PreTrainedModel
+
 from compiled_llm.compat.torch.triton import choose_cache
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.kept.cache.program_cache import ProgramCache
@@ -16,6 +18,7 @@ from compiled_llm.compilation.kept.fingerprint.surroundings import versions
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.record import Recorder
 from compiled_llm.compilation.kept.take import InFolder, Taker
+from compiled_llm.compilation.kept.trial.kept_trial import NAME, KeptTrial
 from compiled_llm.config import WrapConfig
 from compiled_llm.env import Env
 from compiled_llm.model.facts import ModelFacts
@@ -68,8 +71,17 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
         return Recorder(partial(_keep_in, _written[-1]), version), None
     if artifacts is not None:
         return None, taker(artifacts, version)
-    cache = _cache_for(facts, config)
+    cache = _cache_for(facts.model, facts.model_class, config)
     return (None, None) if cache is None else (Recorder(cache.keep, version), Taker(cache.read(), version))
+
+
+def trial_of(model: PreTrainedModel, config: WrapConfig) -> KeptTrial | None:
+    """Return the trial forward of a model that is not wrapped; None if it has to run, and is not kept."""
+    # Functions of layers are the user's, and with invariance more is found than is kept.
+    if config.layer_functions or config.batch_invariant or config.artifacts is not None or _written:
+        return None
+    cache = _cache_for(model, type(model), config, NAME)
+    return None if cache is None else KeptTrial(model, cache)
 
 
 def taker(folder: File, version: ModelVersion) -> Taker:
@@ -77,13 +89,15 @@ def taker(folder: File, version: ModelVersion) -> Taker:
     return Taker([InFolder(program, folder) for program in _read(folder)], version)
 
 
-def _cache_for(facts: ModelFacts, config: WrapConfig) -> ProgramCache | None:
+def _cache_for(
+    model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig, what: str = "programs"
+) -> ProgramCache | None:
     environment = Env.from_environ()
-    if facts.model.device.type not in environment.keeps_programs_on:
+    if model.device.type not in environment.keeps_programs_on:
         return None
     try:
-        here = made_for(facts.model, facts.model_class, config)
-        return ProgramCache(environment.cache.absolute() / CACHE, {**here, **versions(), "rows": config.max_batch_size})
+        here = {**made_for(model, model_class, config), **versions(), "rows": config.max_batch_size, "what": what}
+        return ProgramCache(environment.cache.absolute() / CACHE, here)
     except Exception as error:  # any: a config may hold what no JSON has, and the current folder may be gone
         logger.debug("compiled_llm: programs are not kept: %s: %s", type(error).__name__, error)
         return None

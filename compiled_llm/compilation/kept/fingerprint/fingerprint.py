@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -18,6 +19,7 @@ from compiled_llm.compat.torch.kept.guards import Guarded, guards_now
 from compiled_llm.compat.torch.modes import hooks_on_all_modules
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
 from compiled_llm.compilation.kept.fingerprint.coverage import functions_read, uncovered
+from compiled_llm.compilation.kept.fingerprint.plain import EVERYTHING, UNSAID
 from compiled_llm.compilation.kept.fingerprint.surroundings import process_state, versions
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError
 from compiled_llm.compilation.kept.fingerprint.walk import Walk
@@ -33,6 +35,16 @@ _LIBRARIES = tuple(
         sysconfig.get_path("stdlib"),
     )
 )
+_OF_LAYERS = str(Path(nn.__file__).resolve().parent)
+_SAYING_NOTHING = frozenset({"transformers.utils.logging", "typing_extensions"})
+"""Modules of others whose functions make no difference to layers."""
+
+_BELOW = frozenset({"torch", "compiled_llm", "compiled_llm_ops"})
+_OF_PROCESS = UNSAID | {
+    *("environ", "getenv", "open", "read_text", "time", "perf_counter", "random", "urandom", "uuid4", "getpid"),
+    *("_getframe", "gc", "locals", "globals", "vars"),
+}
+"""Names by which code may read what is hashed nowhere."""
 _OPS = frozenset({"aten", "prims", "prim", "compiled_llm", "inductor", "higher_order"})
 
 
@@ -72,6 +84,25 @@ class Fingerprint:
             return cls._of_trace(model, function, arguments, graph, beside)
         except Exception as error:  # any: what is read may be anything, and not every torch has what is asked for
             return cls({}, f"its trace cannot be read: {type(error).__name__}: {error}")
+
+    @classmethod
+    def of_run(
+        cls, model: nn.Module, function: Callable[..., Any], codes: Sequence[tuple[CodeType, str]], **beside: object
+    ) -> Fingerprint:
+        """Return that of a run of ``function`` with a model, on tensors without values, which executed ``codes``.
+
+        Each has the name of its module beside it. No guards tell what was read: all attributes are looked into, and
+        what cannot be is refused.
+        """
+        read = {"model": model}
+        try:
+            looked_into = [code for code, module in codes if not _is_below(code, module)]
+            traced = frozenset(map(code_digest, looked_into))
+            walk, refused = _walked(model, function, read, beside, traced, EVERYTHING)
+            refused = refused or _why_not_run(walk, looked_into)
+            return cls(_entries_of(walk), refused, traced, frozenset(walk.looked_up), _places(walk))
+        except Exception as error:  # any: as above
+            return cls({}, f"its run cannot be read: {type(error).__name__}: {error}")
 
     @classmethod
     def _of_trace(
@@ -163,7 +194,7 @@ def _walked(
     arguments: Mapping[str, Any],
     beside: Mapping[str, object],
     traced: frozenset[str],
-    words: frozenset[str],
+    words: Container[str],
 ) -> tuple[Walk, str | None]:
     walk = Walk(model, traced, words)
     roots = {name: value for name, value in arguments.items() if name not in PER_CALL}
@@ -206,6 +237,28 @@ def _why_not(walk: Walk, codes: frozenset[CodeType], guards: list[Guarded], grap
     for node in () if graph is None else graph.nodes:
         if node.op == "call_function" and (call := _unknown_call(node.target)) is not None:
             return f"it calls {call}, whose code is not looked into"
+    return None
+
+
+def _is_below(code: CodeType, module: str) -> bool:
+    """Whether code is of what functions of torch's, of Python's and of ours do, and not of layers."""
+    if module in _SAYING_NOTHING:
+        return True
+    if code.co_filename.startswith("<"):  # Python writes some, as for a dataclass
+        origin = module.partition(".")[0]
+        return origin in _BELOW or origin in sys.stdlib_module_names or origin.startswith("namedtuple_")
+    return _is_of_library(code) and not code.co_filename.startswith(_OF_LAYERS)
+
+
+def _why_not_run(walk: Walk, codes: Sequence[CodeType]) -> str | None:
+    """Return why what a run has found cannot be kept; None if it can."""
+    for code in codes:
+        if read := _OF_PROCESS.intersection(code.co_names):
+            return f"{code.co_name} ({code.co_filename}) reads {min(read)}"
+        if code_digest(code) not in walk.reached and not _is_of_library(code):
+            return f"the function {code.co_name} ({code.co_filename}) is nowhere that is looked into"
+    if walk.unread:
+        return f"{walk.unread[0]} is not looked into"
     return None
 
 

@@ -16,6 +16,7 @@ from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Vis
 
 _OF_LIBRARIES = frozenset({"torch", "transformers", "compiled_llm", "compiled_llm_ops", "peft"})
 _BOUND = (BuiltinMethodType, MethodWrapperType)
+_WITHOUT_PARTS = frozenset({"getset_descriptor", "member_descriptor", "PyCapsule", "_DataclassParams"})
 _CACHED = type(functools.cache(lambda: None))
 
 
@@ -62,6 +63,8 @@ def describe_object(visit: Visit, value: Any, where: str) -> str:
         return visit.all(where, path_of(kind), value.__wrapped__)
     origin = kind.__module__.partition(".")[0]
     if origin in sys.stdlib_module_names or origin == "torch":
+        if kind.__name__ not in _WITHOUT_PARTS and origin != "typing":
+            visit.unread.append(f"a {path_of(kind)} ({where})")
         return f"a {path_of(kind)}"  # its parts are nobody's: a guard that reads one is not covered
     if origin not in _OF_LIBRARIES:
         raise UnhashableError(f"{where} is an object of {path_of(kind)}")

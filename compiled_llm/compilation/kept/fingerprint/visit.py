@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -37,11 +37,12 @@ class Visit:
         named: the names of globals and attributes in that code.
         methods: the names of members of classes that were traced.
         objects: the attributes of objects that were looked into, with their classes.
+        unread: objects that were found and whose parts are no entry, by what they are and where.
         places: where functions and values were found that a change would replace, for ``ModelVersion.watch_code``.
     """
 
     def __init__(
-        self, describers: Describers, traced: Collection[str], words: Collection[str], kinds: Collection[str]
+        self, describers: Describers, traced: Collection[str], words: Container[str], kinds: Collection[str]
     ) -> None:
         """``words`` name the attributes whose objects are looked into."""
         self.entries: dict[str, str] = {}
@@ -51,7 +52,8 @@ class Visit:
         self.methods: set[str] = set()
         self.objects: list[tuple[type, dict[str, Any]]] = []
         self.places: list[Place] = []
-        self.traced, self.kinds, self._words = frozenset(traced), frozenset(kinds), frozenset(words)
+        self.traced, self.kinds, self._words = frozenset(traced), frozenset(kinds), words
+        self.unread: list[str] = []
         self._describers = describers
         self._names: dict[int, str] = {}
         self._taken: Counter[str] = Counter()

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from contextvars import ContextVar
 from logging import Logger
 from types import (
@@ -83,7 +83,7 @@ _LOOKUPS = CALLED | {"__getattr__", "__getattribute__"}
 class Walk(Visit):
     """A walk from a model on."""
 
-    def __init__(self, model: nn.Module, traced: Collection[str], words: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, traced: Collection[str], words: Container[str]) -> None:
         """Look into functions whose code is ``traced``, by hash, and into objects that these ``words`` name."""
         self._classes = list(dict.fromkeys(map(type, model.modules())))
         super().__init__(_DESCRIBERS, traced, words, set(map(str, self._classes)))
