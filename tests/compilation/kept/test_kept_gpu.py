@@ -81,7 +81,7 @@ def test_a_process_with_artifacts_takes_programs_and_builds_nothing(tmp_path: Pa
     character_tokenizer().save_pretrained(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*next(iter(KEPT.items())))
-        done = compiled(model, artifacts, "--device", "cuda", "--max-num-seqs", "8", "--warmup", "1,2", "--quiet")
+        done = compiled(model, artifacts, "--device", "cuda", "--max-num-seqs", "64", "--warmup", "1,2", "--quiet")
     assert done.returncode == 0, done.stderr
     assert list((artifacts / "kept").glob("*.json"))
     said = {
