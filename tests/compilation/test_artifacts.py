@@ -68,7 +68,7 @@ def artifacts(
 
 
 def compile_for_several_rows(model_folder: Path, target: Path, profile: Path) -> None:
-    """As the command does, in this process; without programs for one row and for embeddings."""
+    """As the command does, in this process; without programs for one row, for embeddings and for guesses."""
     prepare = runner_lifecycle.prepare
     with unfinished(target) as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in variables(folder).items():
@@ -77,7 +77,7 @@ def compile_for_several_rows(model_folder: Path, target: Path, profile: Path) ->
         patch.setattr(compile, "_run_some_requests", lambda engine: None)
         torch._dynamo.utils.counters.clear()  # which tell of graphs that cannot be kept
         model = loaded(model_folder)
-        compile.compiled_into(folder, model, character_tokenizer(), {"progress": False}, 64, [2], profile, GUESSES)
+        compile.compiled_into(folder, model, character_tokenizer(), {"progress": False}, 64, [2], profile)
 
 
 @pytest.fixture(autouse=True)
@@ -211,6 +211,7 @@ def test_an_engine_has_the_room_that_was_compiled_for(model_folder: Path, artifa
     assert model.compiled.stats().builds == NOTHING
 
 
+@pytest.mark.whole
 def test_steps_that_guess_are_in_it(model_folder: Path, artifacts: Path) -> None:
     """Fewer pages than where it was written hold shorter texts."""
     model = compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, kv_memory="160 tokens", progress=False)
@@ -224,6 +225,7 @@ def test_steps_that_guess_are_in_it(model_folder: Path, artifacts: Path) -> None
     assert model.compiled.stats().builds == NOTHING
 
 
+@pytest.mark.whole
 def test_an_error_names_the_option_that_has_steps_compiled_which_are_not_in_it(
     model_folder: Path, artifacts: Path
 ) -> None:
@@ -257,6 +259,7 @@ def test_a_profile_of_another_model_is_not_put_into_artifacts(model_folder: Path
     assert [path.name for path in tmp_path.iterdir()] == ["profile"]
 
 
+@pytest.mark.whole
 def test_a_copy_of_a_model_starts_with_them_too(model_folder: Path, artifacts: Path) -> None:
     model = copy.deepcopy(compiled_llm.wrap(loaded(model_folder), artifacts=artifacts, progress=False))
     assert answers(model, "two") == answers(loaded(model_folder), "two")

@@ -71,6 +71,7 @@ def test_batch_invariant_programs_do_not_run_uncompiled(inputs, caplog):
     assert_account_is_empty(wrapped)
 
 
+@pytest.mark.whole
 def test_warmup_compiles_for_what_holds_then(models, inputs):
     plain, wrapped = models
     for value in (1, 2):
@@ -82,6 +83,7 @@ def test_warmup_compiles_for_what_holds_then(models, inputs):
     assert wrapped.compiled.stats().uncompiled == 0
 
 
+@pytest.mark.whole
 def test_a_value_that_a_callback_changes_in_each_step_is_followed(models, inputs):
     def changing(model: PreTrainedModel) -> Callable[..., Tensor]:
         def change(ids: Tensor, scores: Any) -> Tensor:

@@ -152,6 +152,7 @@ def test_what_the_ops_do_in_a_step(family, steps, seed):
         assert all(attention.overlap for attention in attentions)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize(
     ("family", "warned"),

@@ -152,6 +152,7 @@ def test_compiled_numbers_are_those_of_a_row_alone_however_graphs_are_fused(seed
         assert torch.equal(parts[1](row, parts[0](row))[0], out)
 
 
+@pytest.mark.whole
 @torch.no_grad()
 def test_numbers_of_a_gated_norm_are_those_of_a_row_alone(seed: int) -> None:
     """Of a prompt, Inductor makes a loop over single numbers of it, and of a row's one over vectors."""

@@ -105,6 +105,7 @@ def scale_the_middle_more(model: PreTrainedModel) -> None:
     scale(model.model.layers[1], 3.0)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("regions", [pytest.param(False, marks=pytest.mark.whole), True], ids=["whole", "in regions"])
 @pytest.mark.parametrize("when", ["from the start", pytest.param("later", marks=pytest.mark.whole)])
 def test_what_a_class_of_tensors_makes_of_them_is_looked_at(when: str, whole: bool) -> None:

@@ -139,6 +139,7 @@ def test_layers_with_states_stand_for_others(family, traced, graphs, monkeypatch
     assert all(map(torch.equal, answers[0].logits, answers[1].logits))
 
 
+@pytest.mark.whole
 def test_a_cpu_traces_layers_once_and_looks_at_them_once_a_call(without_inductor, monkeypatch, seed):
     """Dynamo checks its guards in each step there; to compare layers as well would take as long again."""
     traced, looked = [], []
@@ -163,6 +164,7 @@ def test_a_cpu_traces_layers_once_and_looks_at_them_once_a_call(without_inductor
     assert traced == [1, 1, 0, 0]
 
 
+@pytest.mark.whole
 def test_layers_of_two_kinds_in_turn_are_traced_once_each(graphs, seed):
     layers = [("sliding_attention", "full_attention")[number % 2] for number in range(LAYERS)]
     plain, model = (model_of(layer_types=layers, use_sliding_window=True, sliding_window=6) for _ in range(2))
@@ -193,6 +195,7 @@ def assert_alike(model: PreTrainedModel, plain: PreTrainedModel, seed: int, new_
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.whole
 def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs, seed, whole):
     """All in one model: the first and the last layer are as they were, each between them differs in its own way."""
     ways = [change for name, change in TRACED_LAYER.items() if name != "a layer's forward"]
@@ -214,6 +217,7 @@ def test_layers_that_differ_from_the_start_are_each_traced_for_themselves(graphs
 NOT_TOLD_APART = {replace_a_weight: 1, patch_the_layers_forward: LAYERS}
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(("change", "traced"), NOT_TOLD_APART.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_what_differs_without_an_attribute_does_not_mislead(change, traced, graphs, seed):
     plain, model = model_of(), compiled_llm.wrap(model_of(), **FEW_PAGES)
@@ -223,6 +227,7 @@ def test_what_differs_without_an_attribute_does_not_mislead(change, traced, grap
     assert graphs.traced == [traced]
 
 
+@pytest.mark.whole
 def test_a_window_of_one_layer_is_seen_and_none_that_huggingfaces_mask_has(graphs, monkeypatch, seed):
     """The mask comes from the config, so answers stay; a layer's code has another constant: all are traced anew."""
     found = []
@@ -269,7 +274,7 @@ def dicts_of(module: nn.Module) -> list[dict[str, Any]]:
     return [module._modules, module._parameters, module._buffers]
 
 
-@pytest.mark.drawn(most=6)
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("number", [0, 2], ids="layer {}".format)
 @pytest.mark.parametrize("change", TRACED_LAYER.values(), ids=TRACED_LAYER)
 def test_a_later_change_of_any_layer_is_noticed(change, number, outlined, monkeypatch):
@@ -353,6 +358,7 @@ class Changing(Qwen3Attention):
         return super().forward(*args, **kwargs)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("kind", "new_tokens", "traced"),
     [
@@ -370,6 +376,7 @@ def test_what_layers_do_is_looked_at_too(kind, new_tokens, traced, graphs, seed)
     assert graphs.traced == traced
 
 
+@pytest.mark.whole
 def test_only_the_first_of_equal_layers_runs_on_fake_tensors(graphs, monkeypatch, seed):
     """The others reuse a function's result: a run takes a tenth of a millisecond."""
     ran: list[int] = []
@@ -406,6 +413,7 @@ class TwiceInTheMiddle(Qwen3Model):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
+@pytest.mark.whole
 def test_what_happens_between_layers_stays_where_it_is(graphs, monkeypatch, seed):
     found = []
     for _ in outlined_and_whole(monkeypatch):
@@ -430,6 +438,7 @@ def test_looking_at_a_model_leaves_it_as_it_was(graphs, seed):
     assert all(map(torch.equal, values, tensors))
 
 
+@pytest.mark.whole
 def test_an_outline_keeps_no_model_alive(graphs, seed):
     model = compiled_llm.wrap(model_of(), **FEW_PAGES)
     logits(model, seed, new_tokens=1)

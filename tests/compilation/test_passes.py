@@ -38,7 +38,7 @@ def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_products_with_weights_become_skinny_linear(rows, slow_mkl, seed):
     x, weight, bias = torch.randn(rows, 24), torch.randn(16, 24), torch.randn(16)
@@ -202,6 +202,7 @@ def test_what_reads_a_normed_product_lets_the_next_kernel_go_ahead(function, ahe
     assert node.args[2:] == (True, ahead)
 
 
+@pytest.mark.whole
 def test_compiled_products_behind_a_normed_one_let_the_next_kernel_go_ahead_too(slow_mkl, seed):
     def layer(states: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
         total, out = normed_linear(states, states, norm, 1e-6, weight, True)

@@ -110,6 +110,7 @@ def plain(**overrides: Any) -> PreTrainedModel:
     return tiny_qwen3(eos_token_id=None, **overrides)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "sliding"])
 def test_steps_in_pieces_give_huggingfaces_tokens(
     layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seed: int

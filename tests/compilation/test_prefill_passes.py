@@ -120,6 +120,7 @@ def test_what_the_op_does_in_a_prefill(family, prefills, seed):
         assert len({(args.cos, args.sin) for args in made}) == 1, "flat once for all layers"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("layers", "mixed"),
     [
@@ -148,6 +149,7 @@ def test_texts_that_begin_alike_share_pages_that_the_op_wrote(layers, mixed, pre
     assert all(map(made_in, prefills))
 
 
+@pytest.mark.whole
 def test_captured_prefills_pad_with_tokens_that_no_row_reads(prefills, seed, monkeypatch):
     let_a_cpu_capture(monkeypatch)
     plain, model = (tiny_qwen3(eos_token_id=None) for _ in range(2))
@@ -175,6 +177,7 @@ def test_prefills_from_embeddings_have_the_op_too(prefills, seed):
     assert all(map(made_in, prefills))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("layers", [3, *(pytest.param(layers, marks=pytest.mark.whole) for layers in (2, 5))])
 def test_a_region_ends_with_the_op_and_equal_ones_are_compiled_once(layers, monkeypatch, seed):
     in_pieces = functools.partial(inductor.Inductor, layers_in_region=1)

@@ -20,6 +20,7 @@ OPTIONS: dict[str, Any] = {"page_size": 4, "kv_memory": "800 tokens", "max_batch
 TWO_ROWS = "decode, batch 2"
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_a_further_program_is_an_entry(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []

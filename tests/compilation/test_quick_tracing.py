@@ -64,6 +64,7 @@ def described(node: fx.Node) -> Any:
     return value.dtype, str(value.shape), str(value.stride()), value.requires_grad
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_graphs_and_guards_are_those_of_slow_traces(gradients: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -197,6 +197,7 @@ def test_regions_run_one_after_the_other_compute_what_the_whole_does(seed):
     torch.testing.assert_close(tuple(found), function(inputs, torch.full((1,), 2.0)))
 
 
+@pytest.mark.whole
 def test_a_region_is_given_the_sizes_that_its_own_inputs_are_made_of():
     """The first one reads ``indptr``, of rows and one more, and nothing that has as many entries as there are rows."""
 

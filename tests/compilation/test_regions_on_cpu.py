@@ -45,6 +45,7 @@ def test_equal_regions_of_several_layers_are_compiled_once(windows, regions, see
     assert len(compiled) == regions * PREFILL_AND_DECODE
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "recurrent"),
     [

@@ -301,9 +301,9 @@ def machine(budget: Budget) -> Any:
 
 
 TestUnbounded = machine(Budget())
-TestAFew = machine(Budget(max_graphs=2))
-TestSome = machine(Budget(max_graphs=4))
-TestMemory = machine(Budget(nbytes=SHARED + 9))
+TestAFew = pytest.mark.whole(machine(Budget(max_graphs=2)))
+TestSome = pytest.mark.whole(machine(Budget(max_graphs=4)))
+TestMemory = pytest.mark.whole(machine(Budget(nbytes=SHARED + 9)))
 TestBoth = machine(Budget(nbytes=SHARED + 14, max_graphs=5))
 
 

@@ -69,6 +69,7 @@ def test_a_model_runs_uncompiled_and_says_so_once(way, eager_first, monkeypatch,
     assert wrapped.compiled.stats().graphs == 0
 
 
+@pytest.mark.whole
 def test_a_stance_set_later_holds_for_calls_from_then_on(without_inductor, caplog):
     plain, wrapped = pair(OPTIONS, eos_token_id=None)
     wrapped.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)

@@ -17,7 +17,7 @@ PAGE_SIZE = 16
 OPTIONS: dict[str, Any] = {"page_size": PAGE_SIZE, "max_batch_size": 4, "progress": False}
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.parametrize("pages", [2, 3, 4, 5, 6])
 def test_there_may_be_as_many_pages_as_rows_or_tokens(pages, seed):
     """Prefill is compiled with 3 rows, 4 starts, 6 tokens, 5 logits and 4 choices, decode with 2 rows and 3 starts."""

@@ -44,6 +44,7 @@ def test_whatever_is_replaced_is_noticed_and_so_is_that_it_is_put_back(model):
         assert (code() == changed) == by_dynamo, name
 
 
+@pytest.mark.whole
 def test_what_no_program_runs_may_change_without_a_word(model, monkeypatch):
     programs = model.compiled.programs()
     for owner in (qwen3.Qwen3MLP, GradientCheckpointingLayer, qwen3.Qwen3ForCausalLM):

@@ -23,7 +23,7 @@ from support.compilation.drafted_rows import Known, Rows, always, never, parts_o
 OF_ROWS = "slots", "positions", "lengths", "starts"
 
 
-@pytest.mark.drawn(most=5)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("page_size", [1, 3])
 @pytest.mark.parametrize("new", NEW_TOKENS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -32,6 +32,7 @@ def test_tokens_are_those_of_plain_steps(drafter: str, new: int, page_size: int,
     check(case, DRAFTERS[drafter](case), lambda step: new)
 
 
+@pytest.mark.whole
 def test_layers_may_see_windows(seed: int) -> None:
     check(case := case_of(3, seed, windows=True), DRAFTERS["mixed"](case), lambda step: 4)
 
@@ -135,6 +136,7 @@ def test_taps_hear_of_what_does_not_count(goes_back: bool, seed: int, monkeypatc
 # ---- compiled
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("count", [1, 3])
 def test_each_number_of_tokens_has_a_program_that_is_one_graph(count: int, seed: int) -> None:
@@ -191,6 +193,7 @@ def planted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, name, faults[name])
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("name", ["accept_drafts", "sample_tokens", "_before"])
 def test_planted_faults_are_seen(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of(3, seed)

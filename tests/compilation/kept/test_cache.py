@@ -137,6 +137,7 @@ def test_a_program_that_is_damaged_is_traced_and_kept_again(copied: Path) -> Non
     assert heard == ["loading prefill", "loading decode, 2 rows"]
 
 
+@pytest.mark.whole
 def test_a_changed_model_is_traced_and_kept_beside_the_other(copied: Path) -> None:
     def changed() -> Any:
         model: Any = tiny_qwen3(**ONE_LAYER)

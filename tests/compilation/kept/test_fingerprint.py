@@ -69,6 +69,7 @@ KINDS = {
 """Kinds of entries, by what their names begin with."""
 
 
+@pytest.mark.whole
 def test_each_kind_of_hash_is_needed(traced):
     """Left out, no other one would find some change."""
     needed = set()

@@ -67,6 +67,7 @@ def test_all_guards_of_prefill_and_decode_are_covered(family, whole):
     assert 20 * len(unlooked) < len(guards), unlooked  # else Dynamo's expressions are no longer evaluated
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("left_out", ["opened", "saw", "read"])
 def test_a_guard_that_no_entry_covers_is_named(left_out):
     """Were values not looked into, not found, or globals no entries, nothing would be kept."""

@@ -79,6 +79,7 @@ def test_a_change_between_two_calls_is_followed_and_so_is_its_end(name: str) -> 
         assert answer(model) == before
 
 
+@pytest.mark.whole
 @some(READ, "an enumeration")
 def test_a_change_before_wrap_is_followed(name: str) -> None:
     before = answer(reading_model())
@@ -155,6 +156,7 @@ def test_tensors_that_were_moved_or_written_to_are_read_where_they_are(name: str
     assert set(model.compiled.stats().programs.values()) == {"kept"}
 
 
+@pytest.mark.whole
 def test_random_changes_are_followed(seed: int, whole: bool) -> None:
     """Of one model after the other, each changed until its programs are given up."""
     rng, names = np.random.default_rng(seed), [*READ, *WRITES, *WRITES]
