@@ -274,6 +274,7 @@ def test_without_a_depyf_that_works_bytecode_is_disassembled(spoil: Callable[...
     assert "RETURN_VALUE" in bytecode
 
 
+@pytest.mark.whole
 def test_a_dump_is_whole_but_for_what_fails(tmp_path, monkeypatch):
     no_depyf(monkeypatch)
     monkeypatch.setattr(Sandbox, "inductor", fails)

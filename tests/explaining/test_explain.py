@@ -142,7 +142,8 @@ IN_WHOLE = [pytest.mark.whole]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=IN_WHOLE if name in {**CACHE, **MORE_BREAKS} else []) for name in FAULTS]
+    "name",
+    [pytest.param(name, marks=IN_WHOLE if name in {**UNCAPTURABLE, **CACHE, **MORE_BREAKS} else []) for name in FAULTS],
 )
 def test_a_fault_is_named_by_its_line_and_advice(name, reports):
     fault = FAULTS[name]
@@ -154,7 +155,7 @@ def test_a_fault_is_named_by_its_line_and_advice(name, reports):
 @pytest.mark.parametrize(
     "group",
     [
-        pytest.param(group, id=", ".join(group), marks=IN_WHOLE if group in (CACHE, MORE_BREAKS) else [])
+        pytest.param(group, id=", ".join(group), marks=IN_WHOLE if group in (UNCAPTURABLE, CACHE, MORE_BREAKS) else [])
         for group in GROUPS
     ],
 )
@@ -165,6 +166,7 @@ def test_nothing_but_the_faults_is_named(group, reports):
     assert lines == {(planted.__file__, planted_line(fault.planted)) for fault in group.values()}, str(report)
 
 
+@pytest.mark.whole
 def test_what_is_advised_makes_every_finding_go_away_and_the_model_serves(monkeypatch, whole):
     """All of it in one model: any that did not help would still be a finding. No package of an extra is imported."""
     faults = FAULTS if whole else {**BREAKS, **UNCAPTURABLE, **GROWING}
@@ -181,6 +183,7 @@ def test_what_is_advised_makes_every_finding_go_away_and_the_model_serves(monkey
     torch.testing.assert_close(greedy(compiled_llm.wrap(make(), mode="eager"), inputs, 12), expected)
 
 
+@pytest.mark.whole
 def test_a_module_swapped_after_wrap_is_named_and_wrapping_again_serves(monkeypatch):
     monkeypatch.setattr(
         programs,
@@ -243,8 +246,8 @@ def test_explaining_leaves_no_trace(explained):
 
 
 def test_text_page_and_data_say_the_same(tmp_path, reports):
-    report = reports("mutated")
-    finding = the_finding(report, planted.Mutated)
+    report = reports("growing")
+    finding = the_finding(report, planted.Growing)
     page = HtmlText(report.to_html(tmp_path / "report.html").read_text())
     assert page.links == [], "one file, nothing to fetch"
     for said in (finding["source"], finding["reason"], finding["advice"], f"planted_faults.py:{finding['line']}"):
@@ -417,6 +420,7 @@ def test_timings_of_a_wrapped_model_are_of_the_buckets_that_are_ready(bandwidth,
     assert model.compiled.stats().pages.used == 0
 
 
+@pytest.mark.whole
 def test_a_batch_size_that_is_ready_for_smaller_ones_to_run_in_is_timed_once_it_is_wanted(monkeypatch, bandwidth):
     let_a_cpu_capture(monkeypatch)
     model = in_eager_mode(max_batch_size=8)
