@@ -441,6 +441,7 @@ def test_single_functions_compile_whole_and_once_for_all_lengths(backend: str, s
         torch.testing.assert_close(found, layer(rows.query, *rows.ragged))
 
 
+@pytest.mark.drawn(most=1)
 @BACKENDS
 @pytest.mark.parametrize("kind", ["decode", "prefill", "ragged"])
 def test_planned_wrappers_compile_whole_and_once_for_all_batches(kind: str, backend: str, seed: int) -> None:

@@ -113,6 +113,7 @@ def test_every_kernel_that_is_launched_is_compiled_by_a_test() -> None:
     assert compiled_in("flashinfer_api", launched) == launched
 
 
+@pytest.mark.whole
 def test_the_ops_and_the_package_import_none_of_them() -> None:
     """With every public name, and all modules of ours that are imported for one."""
     code = """

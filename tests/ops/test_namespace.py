@@ -92,6 +92,7 @@ def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
         torch.testing.assert_close(batches[0].pages, batches[1].pages)
 
 
+@pytest.mark.whole
 def test_a_function_with_pages_of_fp8_compiles_whole_and_once_for_all_shapes(seed):
     """With and without a count of clamped numbers, which is optional and written; on Inductor's kernels, too."""
 

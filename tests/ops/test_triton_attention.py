@@ -210,6 +210,7 @@ def test_long_rows_and_groups_of_rows_are_shared_by_many_programs(lengths, group
     check(batch, tiling_of(batch, spare, row_tile=row_tile))
 
 
+@pytest.mark.whole
 @interpreted
 def test_of_many_rows_only_long_ones_are_shared(seed):
     batch = batch_of([256, 512, 513, 1100], 2, 16, 128)  # blocks: 4, 8, 9, 18
@@ -227,6 +228,7 @@ def test_of_many_rows_only_long_ones_are_shared(seed):
         assert found == shared, (spare, unsplit, min_share)
 
 
+@pytest.mark.whole
 @interpreted
 @pytest.mark.parametrize(("rows", "long"), [pytest.param(8, 7, marks=WHOLE), (17, 8)])
 def test_one_long_row_of_many(rows, long, seed):
@@ -386,6 +388,7 @@ def test_several_new_tokens_are_normed_and_turned_by_their_own_positions(seed):
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.whole
 @interpreted
 def test_counters_are_zero_again(seed, monkeypatch):
     """The same ones serve launch after launch, over rows that grow and shrink."""
@@ -561,6 +564,7 @@ def counts_of(shares: Sequence[Share], rows: int) -> list[int]:
     return [sum(share.row == row and share.count > 0 for share in shares) for row in range(rows)]
 
 
+@pytest.mark.whole
 @interpreted
 @settings(derandomize=True, deadline=None, max_examples=5)
 @given(
@@ -670,7 +674,7 @@ FP8_CASES = {
 """Which of the arguments that belong to fp8 are None."""
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -722,6 +726,7 @@ def compiled_of_fp8(tiling, absent=(), dtype="bf16", **options):
     return compiled(kernel, constants, types, tiling.warps, aligned, launch_pdl=True, **options)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -735,7 +740,7 @@ def test_three_programs_of_fp8_fit_a_multiprocessor(tmp_path):
     assert int(stack) <= 16, "registers spill"
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -90,6 +90,7 @@ def test_any_number_of_programs_reads_every_item(programs, block, seed):
     check(rows, programs=programs, block=block)
 
 
+@pytest.mark.whole
 @interpreted
 def test_more_members_than_a_tile_has_room_for(seed):
     check(rows_of([(range(20), 5), (range(1, 20), 2)], [1 + row % 7 for row in range(21)], seed, group=7))
@@ -284,7 +285,7 @@ def test_registers_and_shared_memory_suffice(head_dim, options, tmp_path):
     assert steps[len(before) + 1] == "griddepcontrol.launch_dependents"
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -318,6 +319,7 @@ def test_runs_of_fp8_are_read_as_they_are_and_converted_once(dtype, tmp_path):
     assert steps[: steps.index("griddepcontrol.wait")] == ["ld.global"], "the first item's members"
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -348,6 +350,7 @@ def test_tails_wait_for_nothing_but_at_their_end(tmp_path):
     assert begun < waits == len(steps) - 1, "runs are read meanwhile"
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

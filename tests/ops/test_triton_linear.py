@@ -127,7 +127,7 @@ def constants_of(tiling: LinearTiling) -> dict[str, Any]:
 POINTERS = dict.fromkeys("xwy", "*bf16")
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -161,6 +161,7 @@ def pair_of(m: int, outputs: int, inputs: int, gated: bool) -> ChainedTiling:
     return tiling
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -191,7 +192,7 @@ def test_of_two_products_the_first_reads_weights_alone_before_waiting(
 SUMS = ("states", "norm", "total", "scaled")
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -325,6 +326,7 @@ def test_plain_pytorch(kind: str, dtype: torch.dtype, seed: int) -> None:
         check_packed(top_logprobs(logits, tokens, num_logprobs), logits, tokens, num_logprobs)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -182,7 +182,7 @@ def resources_of(cubin: bytes, path: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -220,6 +220,7 @@ def test_it_moves_16_bytes_a_thread_and_touches_only_the_table_before_waiting(he
     assert re.fullmatch(r"wdl+s+llllwdl+s+", order), "programs of queries, and of keys, which read the table first"
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -170,6 +170,7 @@ def test_equal_logits_are_all_kept(vocabulary: int, seed: int) -> None:
     assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
 
 
+@pytest.mark.whole
 @interpreted
 def test_ties_with_the_kth_are_kept(seed: int) -> None:
     logits = torch.randn(8, 5000).clamp(max=0)  # half of all are the largest
@@ -179,6 +180,7 @@ def test_ties_with_the_kth_are_kept(seed: int) -> None:
     assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
 
 
+@pytest.mark.whole
 @interpreted
 def test_the_tiles_that_a_mask_leaves_may_be_fewer_than_top_k_keeps_tokens(seed: int) -> None:
     mask = mask_of(4000, allowed=range(60, 160))
@@ -187,6 +189,7 @@ def test_the_tiles_that_a_mask_leaves_may_be_fewer_than_top_k_keeps_tokens(seed:
     assert_wins(launch(*arguments(logits, seeds, settings)), seeds, logits, settings, 1e-5)
 
 
+@pytest.mark.whole
 @interpreted
 def test_candidates_are_many_or_have_no_room_or_are_guessed_wrongly(seed: int) -> None:
     """Of 320 tiles, all are likely, or those beside each other, or the first tokens, of which the sample consists."""
@@ -222,6 +225,7 @@ def test_greedy_rows_take_what_argmax_takes(vocabulary: int, dtype: torch.dtype,
     assert launch(*given).tolist() == logits.argmax(dim=-1).tolist()
 
 
+@pytest.mark.whole
 @interpreted
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.whole), 1.0])
 def test_unusual_logits_are_edited_as_on_the_cpu(temperature: float, seed: int) -> None:

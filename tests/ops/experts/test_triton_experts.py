@@ -123,6 +123,7 @@ def test_experts_that_no_row_chose_are_not_read(seed: int) -> None:
         torch.testing.assert_close(found.double(), expected, **TOLERANCE[torch.float32])
 
 
+@pytest.mark.whole
 @interpreted
 def test_a_model_decodes_by_the_kernels(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its prompts go through the sorted pairs, and its steps through the others."""

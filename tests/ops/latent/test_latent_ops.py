@@ -185,6 +185,7 @@ def test_sizes_without_a_kernel_are_named():
         check_kernel("latent_decode", args._replace(pages=args.pages.transpose(0, 1)))
 
 
+@pytest.mark.whole
 def test_a_function_of_the_ops_compiles_whole_and_once_for_all_shapes(seed):
     """By Inductor, which writes pages in place; it makes whole models of them with --whole."""
 

@@ -83,6 +83,7 @@ def test_decode_with_any_sizes(rank, size, page_size, seed):
     check(rows_of([3, 40, 0, 65], rank=rank, size=size, page_size=page_size, seed=seed), 3)
 
 
+@pytest.mark.whole
 @interpreted
 def test_many_rows_and_shares(seed):
     check(rows_of([0, *range(1, 40), 700, 0], page_size=16, seed=seed), 9)
@@ -369,7 +370,7 @@ SIZES = pytest.mark.parametrize(
 LISTS = pytest.mark.parametrize("table", [(), ("chosen",)], ids=str)
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -397,7 +398,7 @@ def test_decode_fits_registers_and_shared_memory(table, heads, rank, size, tmp_p
     assert set(before) == {"ld.global"}, "where pages begin, and lengths"
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -417,7 +418,7 @@ def test_the_kernel_by_hand_fits_registers_and_shared_memory(table, heads, page_
     assert before[-1] == "griddepcontrol.wait"
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

@@ -147,7 +147,7 @@ def test_what_the_rule_chooses_is_launched(name: str, m: int, seed: int, monkeyp
 # ---- compiled, without a GPU
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -177,7 +177,7 @@ def test_codes_become_numbers_in_registers(name: str, rows: int) -> None:
         assert not re.search(rf"local_alloc .*tensor<64x{inputs}xbf16", made.asm["ttgir"])
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -200,7 +200,7 @@ def test_what_the_rule_chooses_fits_a_multiprocessor(name: str, rows: int) -> No
     assert made.metadata.shared <= SHARED_MEMORY
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -222,6 +222,7 @@ def test_joined_codes_become_numbers_in_registers(name: str, tile: JoinedTile, t
     assert not [one for one in found[:last] if one.startswith("st.")], "a program without inputs waits, too"
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -258,6 +259,7 @@ def block_of_codes(name: str, outputs: int, inputs: int) -> str:
     return f"tensordesc<{'u8' if format.layout in ('rows', 'high_first') else 'i32'}[{sizes[0]},{sizes[1]}]>"
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
@@ -275,7 +277,7 @@ def test_of_one_row_the_weight_alone_is_read_before_waiting(name: str) -> None:
     assert found[before + 1] == "griddepcontrol.launch_dependents"
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

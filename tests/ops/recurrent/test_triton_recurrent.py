@@ -135,7 +135,7 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

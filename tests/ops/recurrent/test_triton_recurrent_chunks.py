@@ -69,6 +69,7 @@ def test_delta_rule(
     check(rows, args, apply_in_chunks, 2 * value, delta_expected(rows, args))
 
 
+@pytest.mark.whole
 @interpreted
 def test_delta_rule_is_that_of_the_cpu(seed: int) -> None:
     from compiled_llm_ops.recurrent.kernels.chunked_delta_rule import apply_in_chunks
@@ -114,6 +115,7 @@ def test_keys_of_float16_may_be_as_short_as_none() -> None:
     check(rows, args, apply_in_chunks, 16, delta_expected(rows, args))
 
 
+@pytest.mark.whole
 @interpreted
 def test_bits_of_a_delta_rule_do_not_depend_on_the_tiling(seed: int) -> None:
     from compiled_llm_ops.recurrent.kernels.chunked_delta_rule import apply_in_chunks

@@ -77,7 +77,7 @@ def test_as_many_programs_as_listed_keys_need(seed, monkeypatch):
     assert found == [7 * 16, 8 * 16]
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")

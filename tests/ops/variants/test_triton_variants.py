@@ -106,6 +106,7 @@ def test_examples_in_the_kernel_of_packed_queries(name: str, window: int, seed: 
         torch.testing.assert_close(lse, sums, rtol=1e-3, atol=3e-3)
 
 
+@pytest.mark.whole
 @interpreted
 def test_a_query_that_sees_no_key_has_zeros_wherever_programs_end(seed: int) -> None:
     batch = batch_of(3, group=1, seed=seed)
@@ -178,7 +179,7 @@ def test_examples_in_the_decode_kernel_compile_for_hopper(name: str, new_tokens:
     assert len(re.findall(r"(?:ld|st|atom)\.global", before)) <= 4, "a variant's tensors may be the previous kernel's"
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
