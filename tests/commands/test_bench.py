@@ -45,6 +45,7 @@ def new_report() -> BenchReport:
 # ---- latency
 
 
+@pytest.mark.whole
 def test_latency_on_this_machine(model_folder: Path, tmp_path: Path) -> None:
     file, plot = tmp_path / "out" / "results.json", tmp_path / "out" / "chart.png"
     quick = ("--batches", "1,2", "--prompts", "8", "--new", "4", "--runs", "2", "--decoding", "both", "--device", "cpu")
@@ -182,6 +183,7 @@ def test_choosing_contenders() -> None:
 # ---- serve
 
 
+@pytest.mark.whole
 def test_serve_asks_a_server(socket: Path, tmp_path: Path) -> None:
     with running_server(socket) as server:
         loads = ("--concurrency", "1,3", "--rates", "8", "--seconds", "1", "--requests", "2", "--runs", "2")
@@ -235,6 +237,7 @@ PIECE = {"choices": [{"text": "a"}]}
 USAGE = {"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}}
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("server", "said"),
     [

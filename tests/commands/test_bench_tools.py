@@ -80,6 +80,7 @@ def fake_vllm(folder: Path, missing: int = 0) -> tuple[str, Path]:
     return f"env PYTHONPATH={folder} {sys.executable} -S", log
 
 
+@pytest.mark.whole
 def test_latency(tool: Any) -> None:
     quick = ("--batches", "1,2", "--prompts", "8", "--new", "4", "--runs", "2")
     report, printed = tool("latency", *quick, "--contenders", "hf-eager,hf-static,compiled-llm:eager,vllm")
@@ -112,6 +113,7 @@ def test_shapes_have_as_many_parameters_as_the_models_that_they_are_named_for(
     assert model.num_parameters() / 1e9 == pytest.approx(SIZES[name], abs=0.01)
 
 
+@pytest.mark.whole
 def test_quantised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     path = tmp_path / "figures.json"
@@ -159,7 +161,7 @@ def test_all_of_a_random_packed_model_is_on_the_device(monkeypatch: pytest.Monke
         assert {tensor.device.type for tensor in held} == {"cuda"}, name
 
 
-@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.whole), 32])
 def test_guesses_are_right_independently_of_each_other(rows: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By position, and where rows ask about the same positions."""
     monkeypatch.syspath_prepend(str(TOOLS))
@@ -179,6 +181,7 @@ def test_guesses_are_right_independently_of_each_other(rows: int, seed: int, mon
         assert abs(share - right) < 4 * (right * (1 - right) / 3200) ** 0.5, (place, share, right)
 
 
+@pytest.mark.whole
 def test_vllm_is_asked_for_the_same_work(tool: Any, tmp_path: Path) -> None:
     python, log = fake_vllm(tmp_path)
     quick = ("--batches", "2", "--prompts", "8", "--new", "64", "--runs", "2", "--decoding", "both")
@@ -200,6 +203,7 @@ def test_vllm_is_asked_for_the_same_work(tool: Any, tmp_path: Path) -> None:
     assert len(report.results["latency"]) == 2
 
 
+@pytest.mark.whole
 def test_an_engine_that_comes_short_or_dies_says_why(tool: Any, tmp_path: Path) -> None:
     quick = ("--batches", "2", "--prompts", "8", "--new", "5", "--contenders", "vllm", "--vllm")
     python, _ = fake_vllm(tmp_path, missing=1)
@@ -242,6 +246,7 @@ def test_offline_with_pages_for_a_share_of_the_load(tool: Any, tmp_path: Path) -
     assert "such as 0.75x" in tool("offline", *quick, *both, "--kv-memory", "4GiB", code=1)[1]
 
 
+@pytest.mark.whole
 def test_offline_also_with_shared_pages_read_once(tool: Any, tmp_path: Path) -> None:
     python, _ = fake_vllm(tmp_path)
     quick = ("--requests", "3", "--prompts", "4-8", "--answers", "5-9", "--decoding", "greedy", "--runs", "1")
@@ -253,6 +258,7 @@ def test_offline_also_with_shared_pages_read_once(tool: Any, tmp_path: Path) -> 
     assert len({result["new_tokens"] for result in report.results["offline"]}) == 1
 
 
+@pytest.mark.whole
 def test_offline_also_with_keys_and_values_in_8_bits(tool: Any, tmp_path: Path) -> None:
     python, log = fake_vllm(tmp_path)
     quick = ("--requests", "3", "--prompts", "4-8", "--answers", "5-9", "--decoding", "greedy", "--runs", "1")
@@ -302,6 +308,7 @@ def test_prompts_of_a_pass_begin_alike_if_wanted(monkeypatch: pytest.MonkeyPatch
     assert shared[0].prompt[:40] != others[0].prompt[:40], "a prefix cache would know it from the pass before"
 
 
+@pytest.mark.whole
 def test_online(tool: Any) -> None:
     quick = ("--rates", "4", "--seconds", "1", "--prompts", "4-8", "--answers", "3-5", "--system-prompt", "20")
     report, _ = tool("online", *quick, "--contenders", "compiled-llm:engine:eager")
@@ -343,6 +350,7 @@ AROUND = (
 )
 
 
+@pytest.mark.whole
 def test_around(tool: Any) -> None:
     """Every tool that is there gives the same answers; lm-eval is here in the environment of trainers alone."""
     report, printed = tool("around", *AROUND)
@@ -361,6 +369,7 @@ SERVE = ("--prompts=6", "--new=4", "--requests=2", "--streams=2", "--stream-toke
 LOADS = ("one after the other", "2 at once", "4 requests/s")
 
 
+@pytest.mark.whole
 def test_serve(tool: Any) -> None:
     report, _ = tool("serve", *SERVE, "--mode", "eager", "--contenders", "compiled-llm:engine")
     found = [(one["contender"], one["load"]) for one in report.results["serve"]]

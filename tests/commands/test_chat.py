@@ -162,6 +162,7 @@ def test_a_chat_by_http_says_what_its_options_say_and_no_more() -> None:
             assert {name: script.asked[-1].params.get(name) for name in own} == expected, options
 
 
+@pytest.mark.whole
 def test_over_a_socket_a_chat_is_sampled_as_the_engine_processs_model_is(
     model_folder: Path, engine: Engine, path: Path
 ) -> None:

@@ -132,6 +132,7 @@ def assert_usage_error(result: Any, message: str) -> None:
 # ---- chat
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(("flags", "system"), [([], ""), (["--system", "Be brief"], "<system: Be brief>")])
 def test_chat_writes_the_answer_alone_to_system_and_user(model_folder: Path, flags: list[str], system: str) -> None:
     result = generate(model_folder, "Hi", "--chat", *flags)
@@ -186,6 +187,7 @@ def drawn(folder: Path, seed: int = 1, **options: Any) -> list[int]:
     return wrapped(folder).generate(**inputs, max_new_tokens=40, **{"do_sample": True, **options})[0, 5:].tolist()
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     "options", [{"temperature": 0.4, "top_k": 8, "repetition_penalty": 2.0}, {"top_p": 0.6, "min_p": 0.15}]
 )
@@ -199,6 +201,7 @@ def test_sampling_flags_draw_as_generate_does(model_folder: Path, options: dict[
         assert tokens != drawn(model_folder, seed=2, **others), f"{name} makes a difference"
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(("flag", "options"), [("--sample", {}), ("--top-k=0", {"top_k": 0})])
 def test_without_settings_all_tokens_may_be_drawn(model_folder: Path, flag: str, options: dict[str, Any]) -> None:
     assert answer(model_folder, "Hello", flag, "--seed=1")["token_ids"] == drawn(model_folder, **options)
@@ -210,6 +213,7 @@ def test_greedy_takes_a_repetition_penalty(model_folder: Path) -> None:
     assert penalised != drawn(model_folder, do_sample=False)
 
 
+@pytest.mark.whole
 def test_models_own_settings_hold_where_no_flag_is_given(model_folder: Path, tmp_path: Path) -> None:
     folder = with_generation_config(model_folder, tmp_path, top_k=2, do_sample=True)
     assert answer(folder, "Hello", "--seed", "1")["token_ids"] == drawn(model_folder, top_k=2)
@@ -226,6 +230,7 @@ def with_generation_config(model_folder: Path, tmp_path: Path, **settings: Any) 
 # ---- the end, and the output
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("positions", [12, 40])
 def test_context_of_a_few_tokens_is_enough(model_folder: Path, tmp_path: Path, positions: int, monkeypatch) -> None:
     """One row is warmed up, and on CUDA captured."""
@@ -268,6 +273,7 @@ def test_json_holds_text_figures_and_stats(model_folder: Path) -> None:
     assert written["stats"]["pages"]["used"] == 0
 
 
+@pytest.mark.whole
 def test_keys_and_values_may_take_8_bits(model_folder: Path, tmp_path: Path) -> None:
     given = [answer(model_folder, "Hello world", "--kv-dtype", kv_dtype) for kv_dtype in ("auto", "fp8_e4m3")]
     taken = [one["stats"]["memory"]["pages"] for one in given]

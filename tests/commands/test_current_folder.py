@@ -39,6 +39,7 @@ def run(*command: str, cwd: Path, text: str = "") -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=cwd, input=text, capture_output=True, text=True, timeout=PATIENCE * 5)
 
 
+@pytest.mark.whole
 def test_a_server_its_api_servers_and_its_clients(model_folder: Path, foreign: ForeignFolder, path: Path) -> None:
     command = ("env", "-C", str(foreign.path), COMMAND)
     with serving(model_folder, "--uds", str(path), *SERVED, command=command) as (_, url):

@@ -48,6 +48,7 @@ def test_nothing_is_taken_apart_and_what_was_registered_and_written_is_not_lost(
     assert (done.returncode, done.stdout, done.stderr) == (0, "written thread registered", "")
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize(
     ("does", "code"),
     [

@@ -109,6 +109,7 @@ def test_what_is_less_than_the_level_is_left_out(log: logging.Logger, capsys: py
     assert line.endswith(" WARNING compiled_llm: said")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.whole])])
 def test_a_server_that_starts_says_over_http_what_it_says_on_stderr(
     mode: str, model_folder: Path, tmp_path: Path

@@ -79,7 +79,7 @@ def test_a_chat_over_http_goes_on(model_folder: Path, url: str) -> None:
     assert "no such message" in error
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("command", [("client", "Hi"), ("client", "Hi", "--raw"), ("chat",)])
 def test_neither_torch_nor_transformers_is_imported_for_it(command: tuple[str, ...], server: str) -> None:
     code = """
