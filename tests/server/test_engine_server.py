@@ -187,6 +187,7 @@ def test_a_long_prompts_logprobs_come_in_parts(client: Client, engine: Engine, m
         assert_equal(ours, theirs)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("at_once", [2**20, 700])
 def test_hidden_states_and_what_hooks_emit_come_in_parts(
     client: Client, engine: Engine, at_once: int, monkeypatch: Any
@@ -371,6 +372,7 @@ def engine_ends(engine: Engine, count: int) -> threading.Event:
     return ended
 
 
+@pytest.mark.whole
 def test_a_slow_reader_gets_merged_frames_and_loses_nothing(engine: Engine, engine_process: Loop, path: Path) -> None:
     params = {"max_tokens": 300, "ignore_eos": True, "seed": 5, "logprobs": 20}
     with Bytes(path) as slow:

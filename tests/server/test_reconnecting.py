@@ -54,6 +54,7 @@ def until_lost(client: BaseClient) -> None:
 GONE, NO_SOCKET = "has gone: its process has ended", "there is no such socket; start an engine process with"
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_requests_end_and_the_next_one_connects_again(
     engine: Engine, path: Path, kind: type[Client | AsyncClient]

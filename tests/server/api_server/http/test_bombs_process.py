@@ -19,7 +19,7 @@ from support.server.processes import children, forget_peak, memory_of
 from support.server.running_servers import chat_tokenizer, serving
 from support.tiny_models import tiny_qwen3
 
-pytestmark = pytest.mark.slow  # of all, or the server would be started twice: slow tests come first
+pytestmark = [pytest.mark.whole, pytest.mark.slow]  # of all, or the server would be started twice: slow ones come first
 
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -317,6 +317,7 @@ def test_a_head_may_wait_for_the_answer_before_it(timed: RunningServer, clock: C
         assert b"HTTP/1.1 200 " in peer.recv(2**16)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_takes_nothing_is_cut_off(
     timed: RunningServer, clock: Clock, engine: Engine, stream: bool
@@ -336,6 +337,7 @@ def test_a_client_that_takes_nothing_is_cut_off(
     until(lambda: not engine.stats().running)
 
 
+@pytest.mark.whole
 def test_a_stream_that_is_not_read_ends_at_a_limit_and_no_other_waits(engine_process: Loop, engine: Engine) -> None:
     before = engine.stats()
     with running_server(engine_process.server._path, max_unsent=100) as api_server:

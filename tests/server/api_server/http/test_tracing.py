@@ -256,6 +256,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
         server.shutdown()
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("name", [None, "our-models"])
 def test_spans_come_to_a_collector_before_the_server_has_ended(
     engine_process: Loop, name: str | None, monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,7 @@ def test_texts_and_tokens_are_continued(client: Any, engine: Engine) -> None:
         assert [choice.text for choice in ours.choices] == [a.text for output in theirs for a in output.outputs]
 
 
+@pytest.mark.whole
 def test_two_hundred_streams_at_once(api_server: RunningServer, engine: Engine) -> None:
     prompts = ["fox " * (1 + number % 20) for number in range(200)]
     theirs = [expected(engine, {"temperature": 0.0, "max_tokens": 10}, prompt).text for prompt in prompts[:20]] * 10

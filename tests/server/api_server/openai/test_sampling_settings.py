@@ -44,7 +44,7 @@ def model(one_thread: None) -> PreTrainedModel:
     return compiled_llm.wrap(twin, progress=False, **options)
 
 
-@pytest.mark.drawn(most=6)
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("name", GREEDY)
 def test_the_most_likely_tokens_are_huggingfaces(
     name: str, plain: PreTrainedModel, model: PreTrainedModel, engine: Engine, api_server: RunningServer
@@ -62,6 +62,7 @@ def test_the_most_likely_tokens_are_huggingfaces(
     assert [answer["token_ids"] for answer in answers] == expected
 
 
+@pytest.mark.whole
 def test_settings_that_are_combined_are_huggingfaces(plain: PreTrainedModel, engine: Engine) -> None:
     """Each pair, and all, as requests of one batch."""
     combined = [together(pair) for pair in itertools.combinations(COMBINED, 2)] + [together(COMBINED)]
@@ -103,7 +104,7 @@ OF_TEXTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.drawn(most=8)
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("name", [*GREEDY, *(name for name in DRAWN if DRAWN[name].params), *OF_TEXTS])
 def test_each_endpoint_takes_each_setting(name: str, engine: Engine, api_server: RunningServer) -> None:
     """They give the text that the engine gives."""
@@ -273,6 +274,7 @@ def test_a_request_that_says_nothing_is_sampled_as_the_models_generation_config_
         assert (answer["temperature"], answer["top_p"]) == (0.6, 0.9)
 
 
+@pytest.mark.whole
 def test_without_one_it_takes_the_most_likely_tokens(api_server: RunningServer) -> None:
     def said(**body: Any) -> str:
         text = api_server.post("/v1/completions", prompt="the quick", max_tokens=20, ignore_eos=True, **body)

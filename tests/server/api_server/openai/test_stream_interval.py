@@ -63,6 +63,7 @@ def told_by_chats(chunks: list[Any], index: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_chunks_of_a_chat_come_to_its_answer(spaced: RunningServer, interval: int, settings: dict[str, Any]) -> None:
     body = {**CHAT, **settings, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
@@ -89,7 +90,7 @@ ECHOES: list[dict[str, Any]] = [{"seed": 3, "echo": True}] + [
 ]
 
 
-@pytest.mark.drawn(most=6)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("settings", [*SETTINGS, *ECHOES], ids=lambda given: str(given)[-70:])
 def test_chunks_of_a_completion_come_to_its_answer(
     spaced: RunningServer, interval: int, settings: dict[str, Any]
