@@ -108,6 +108,7 @@ def test_tokens_in_generate(kind: Kind, reading: None, seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=4)
 @pytest.mark.either("mixed")
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed steps"])
 @each(*KINDS, *IN_FP8)
@@ -130,6 +131,7 @@ def test_tokens_in_an_engine(kind: Kind, mixed: bool, seed: int, monkeypatch: py
 # ---- captured
 
 
+@pytest.mark.drawn(most=3)
 @each(*KINDS, *IN_FP8)
 def test_captured_steps_give_the_same_tokens(kind: Kind, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     let_a_cpu_capture(monkeypatch)
@@ -142,7 +144,7 @@ def test_captured_steps_give_the_same_tokens(kind: Kind, seed: int, monkeypatch:
 # ---- compiled
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("mode", ["compile", *CAPTURES])
 @each(*KINDS, *IN_FP8)
@@ -203,6 +205,7 @@ CLOSE: dict[str, float] = {"rtol": 1e-3, "atol": 1e-3}
 # ---- caches
 
 
+@pytest.mark.drawn(most=3)
 @each(*KINDS, *IN_FP8)
 def test_a_cache_goes_on_with_a_conversation(kind: Kind, seed: int) -> None:
     """Of rows of mixed lengths; a turn is one token, more than a chunk, and none."""
@@ -251,6 +254,7 @@ def tensors_of(layer: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name} {number}", state
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @each(*KINDS, *IN_FP8)
 def test_huggingfaces_caches_are_read_in_and_written_back(kind: Kind, cache: str, seed: int) -> None:
@@ -275,6 +279,7 @@ def test_huggingfaces_caches_are_read_in_and_written_back(kind: Kind, cache: str
 # ---- beams and drafts
 
 
+@pytest.mark.drawn(most=3)
 @each(*KINDS, *IN_FP8)
 def test_beams(kind: Kind, seed: int) -> None:
     model, plain, prompts = kind.wrapped(seed), kind.plain(seed), prompts_of([6, 29], seed)
@@ -284,6 +289,7 @@ def test_beams(kind: Kind, seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=3)
 @each(*KINDS, *IN_FP8)
 def test_drafts(kind: Kind, seed: int) -> None:
     model, (prompt,) = kind.wrapped(seed), prompts_of([13], seed)
@@ -301,6 +307,7 @@ def test_drafts(kind: Kind, seed: int) -> None:
 # ---- prefix hits
 
 
+@pytest.mark.drawn(most=3)
 @each(*KINDS, *IN_FP8)
 def test_prompts_that_come_together_and_begin_alike(kind: Kind, seed: int) -> None:
     """Those that may begin with pages of the same step compute what they have in common once."""
@@ -315,6 +322,7 @@ def test_prompts_that_come_together_and_begin_alike(kind: Kind, seed: int) -> No
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=3)
 @each(*KINDS, *IN_FP8)
 def test_prompts_that_begin_alike_begin_with_cached_pages(kind: Kind, seed: int) -> None:
     """What an engine has cached is what a prompt begins with, until it sleeps."""
@@ -345,6 +353,7 @@ def wrapped_with(option: str, kind: Kind, seed: int, model: Any = None) -> Any:
     return kind.wrapped(seed, model=model, **{**OPTIONS[option], **(kind.wrap_options if option == "variants" else {})})
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("kind", "option"),
     [pytest.param(kind, option, marks=kind.marks) for kind in KINDS for option in OPTIONS if kind(option) is YES],
@@ -363,6 +372,7 @@ def test_each_option_works(kind: Kind, option: str, seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=3)
 @each(*(kind for kind in KINDS if kind("mixed") is YES))
 def test_mixed_steps(kind: Kind, seed: int) -> None:
     model, prompts = kind.wrapped(seed), prompts_of(LENGTHS, seed)
