@@ -335,7 +335,7 @@ class RowsWithStates(RuleBasedStateMachine):
 
 
 class TestRowsWithStates(RowsWithStates.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)
+    settings = settings(derandomize=True, deadline=None, max_examples=20, stateful_step_count=30)
 
 
 @pytest.mark.whole

@@ -474,7 +474,7 @@ class Requests(RuleBasedStateMachine):
 
 
 class TestRequests(Requests.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=50, stateful_step_count=40)
+    settings = settings(derandomize=True, deadline=None, max_examples=15, stateful_step_count=40)
 
 
 @pytest.mark.whole

@@ -345,7 +345,7 @@ class Batches(RuleBasedStateMachine):
 
 
 class TestBatches(Batches.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=50, stateful_step_count=40)
+    settings = settings(derandomize=True, deadline=None, max_examples=15, stateful_step_count=40)
 
 
 @pytest.mark.whole

@@ -93,7 +93,7 @@ def test_layers_of_one_model_may_have_different_specs() -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_such_a_model_decodes_by_plan(mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
     wrap_and_compare(uneven_llama(seed), seed, mode=mode)

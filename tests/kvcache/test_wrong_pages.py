@@ -311,6 +311,7 @@ def test_an_engine_names_the_request_and_goes_on(monkeypatch: pytest.MonkeyPatch
     assert_works(model)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("config", [{}, WINDOWS])
 def test_a_random_schedule_is_silent(config: dict[str, Any], seed: int) -> None:
     """Rows come, go, fork, rewind, extend, and feed in tokens that do not count."""

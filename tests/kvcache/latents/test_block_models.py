@@ -77,6 +77,7 @@ def test_keys_fill_whole_blocks_and_as_many_as_are_chosen(pages: int) -> None:
 # ---- the same tokens
 
 
+@pytest.mark.whole
 def test_prefills_in_chunks_and_decode_by_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_tokens(*pair(seed, prefill_tokens=11), seed)
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)

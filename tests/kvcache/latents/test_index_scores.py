@@ -106,7 +106,7 @@ BUILD: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("case", BUILD)
 def test_scores_take_no_more_than_the_account_says(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "MiniMaxM3" and not hasattr(transformers, "MiniMaxM3VLForCausalLM"):
@@ -127,6 +127,7 @@ def test_scores_take_no_more_than_the_account_says(case: str, seed: int, monkeyp
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 def test_an_engine_mixes_as_far_as_scores_fit(seed: int) -> None:
     plain, model = indexed_model(seed=seed), indexed_model(seed=seed)
     wrapped: Any = compiled_llm.wrap(model, mode="eager", **{**FEW_PAGES, "kv_memory": "400 tokens"})

@@ -121,12 +121,13 @@ def test_each_query_scores_its_own_rows_keys_alone(packed: bool, seed: int) -> N
 # ---- the same tokens
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @CASES
 def test_tokens_equal_huggingfaces(case: str, seed: int) -> None:
     check_tokens(*pair(seed, case), seed, ([5], LONG), 20)
 
 
+@pytest.mark.whole
 def test_decode_by_plan_and_prefills_in_chunks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_tokens(*pair(seed, prefill_tokens=16), seed)
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)

@@ -144,6 +144,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launches
 
 
+@pytest.mark.whole
 def test_each_decode_step_is_planned_for_its_lengths(seed: int, planned: list[int]) -> None:
     plain, model = pair(seed)
     for lengths in ([5], [4, 8, 1, 19, 11, 16]):

@@ -41,6 +41,7 @@ def decodes_in(graph: fx.Graph) -> list[LatentDecode]:
 # ---- overlap
 
 
+@pytest.mark.whole
 def test_decode_attention_to_latents_begins_before_the_previous_kernel_has_ended(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
