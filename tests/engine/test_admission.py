@@ -68,6 +68,7 @@ def again(by_rule: dict[str, list[list[Cost]]], name: str) -> float:
     return sum(cost.again for cost in later) / sum(cost.tokens for cost in later)
 
 
+@pytest.mark.whole
 def test_loads_cost_no_more_than_under_the_cheapest_rule(seed: int, whole: bool) -> None:
     """Within 2% in the median, and 5% in each kind of load."""
     seeds = range(seed, seed + (5 if whole else 1))
@@ -89,6 +90,7 @@ def line_of(kind: str, by_rule: dict[str, list[list[Cost]]]) -> str:
     return f"| {kind} | " + " | ".join(cells) + " |"
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_load_of_the_benchmark_takes_as_long_each_time(exact: bool) -> None:
     """``tools/bench/offline.py --kv-memory 0.75x``, with lengths that a policy may know and without."""
@@ -106,7 +108,7 @@ def test_the_load_of_the_benchmark_takes_as_long_each_time(exact: bool) -> None:
     assert [cost.steps for cost in costs([load] * 2, Rule())] == ([1041, 1379] if exact else [1041, 1483])
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("kind", "within"),
     [

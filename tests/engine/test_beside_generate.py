@@ -83,7 +83,7 @@ def joined(model: Any, engine: Engine, tokens: int = SHORT) -> Any:
 # ---- a call in the engine's batch
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("stop", "requests"),
     [("update", "end"), ("update", "wait"), ("update", "keep"), ("sleep", "park"), ("sleep", "end")],
@@ -104,6 +104,7 @@ def test_a_call_in_the_batch_ends_before_the_engine_stops(model, engine, folder,
     beside.cancel()
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("rows", [1, 256])
 def test_calls_go_on_inside_a_pause(model, rows):
     """With one row, which is taken for long, a call that waits in the batch leaves it."""
@@ -234,6 +235,7 @@ def test_a_call_between_its_beginning_and_its_loop_ends_first(model, engine, mon
     sleeping.result(PATIENCE)
 
 
+@pytest.mark.whole
 def test_a_callback_waits_for_anothers_call_while_the_engine_is_busy(model, engine, folder):
     """Steps of an engine do not bring a call on that waits."""
     over = threading.Event()

@@ -103,7 +103,7 @@ def assert_cascade_changes_nothing(
         assert_same(output, expected)
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("case", "late"), cases_read_early_and_late("many pages", "few pages", "mixed steps", "windows")
 )
@@ -203,6 +203,7 @@ def shared_buckets(engine: Engine) -> list[int]:
     return [row["rows"] for row in table if (row["phase"], row["variant"], row["state"]) == ("decode", 1, "ready")]
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("automatic", "captures")
 def test_the_first_load_after_warmup_replays_steps_that_read_shared_pages_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of_64() as engine:
@@ -216,6 +217,7 @@ def test_the_first_load_after_warmup_replays_steps_that_read_shared_pages_once(m
         assert engine.stats().cold_starts == engine._model.compiled.stats().recompiles == 0
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("automatic", "captures")
 @pytest.mark.parametrize("others", [False, True], ids=["nothing captured", "steps of rows that share nothing captured"])
 def test_the_first_load_without_warmup_waits_for_captures_a_few_steps_long(

@@ -64,6 +64,7 @@ def test_tokens_equal_huggingface(plain, engine, seed):
     assert all(output.cached_tokens == (len(output.prompt_token_ids) - 1) // 16 * 16 for output in outputs)
 
 
+@pytest.mark.whole
 def test_capped_logits_and_windows_under_hits_and_preemption(monkeypatch, one_thread, seed):
     """A Gemma 2, whose every other layer sees eight tokens."""
     monkeypatch.setattr(Loop, "asynchronous", True)

@@ -99,6 +99,7 @@ def check_child(engine: Engine, handle: RequestHandle, stream: Iterator[str], ex
         assert own.submit(PROMPT, greedy(20)).result(timeout=20).token_ids == expected[:20]
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("meanwhile", [running, paused_with_every_lock_held])
 def test_an_engine_belongs_to_its_process(meanwhile, model, engine):
     expected = alone(model, PROMPT, 200)

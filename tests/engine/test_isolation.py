@@ -257,7 +257,7 @@ BEFORE: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("before", BEFORE)
 def test_a_forgotten_engine_ends_with_its_model(one_thread, before):
     def threads() -> list[threading.Thread]:

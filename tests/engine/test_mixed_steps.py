@@ -59,7 +59,7 @@ def ways(seed: int, whole: bool, request: pytest.FixtureRequest) -> Sequence[Mix
     return both if whole else (random.Random(f"{seed} {request.node.name}").choice(both),)
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("case", "late"), cases_read_early_and_late("many pages", "few pages", "short steps", "windows")
 )
@@ -107,6 +107,7 @@ def assert_mixed_steps_change_nothing(
             assert_same(output, expected)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.either("mode")
 @pytest.mark.parametrize("mode", MODES)
@@ -122,6 +123,7 @@ def test_mixed_steps_run_in_each_mode(
     )
 
 
+@pytest.mark.whole
 def test_captured_shapes_are_replayed_by_mixed_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     let_a_cpu_capture(monkeypatch)
     monkeypatch.setattr(Loop, "asynchronous", property(lambda _: False))

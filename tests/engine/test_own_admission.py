@@ -35,7 +35,7 @@ STOPS = [3, 50, 99]
 Questions = list[tuple[list[int], SamplingParams]]
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_engine_runs_as_many_steps_as_the_simulation(seed: int, exact: bool) -> None:
     """Within 2%, over two loads, the second of which knows the lengths of the first."""

@@ -108,11 +108,11 @@ def test_a_request_that_comes_is_in_the_next_plan():
 
 
 class TestCrowd(Crowd.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=30)
+    settings = settings(derandomize=True, deadline=None, max_examples=25, stateful_step_count=30)
 
 
 class TestShortage(Shortage.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=40, stateful_step_count=20)
+    settings = settings(derandomize=True, deadline=None, max_examples=15, stateful_step_count=20)
 
 
 @pytest.mark.whole

@@ -38,6 +38,7 @@ def by_itself(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
 # ---- pages
 
 
+@pytest.mark.whole
 def test_a_call_beside_a_paused_engine_takes_its_pages(model, engine):
     handle = engine.submit(PROMPT, greedy(100))
     next(iter(handle))
@@ -80,7 +81,7 @@ BY_ITSELF: Any = lambda model, engine, tokens: by_itself(model, PROMPT, tokens) 
 IN_ENGINE: Any = lambda model, engine, tokens: engine.submit(PROMPT, greedy(tokens)).result(PATIENCE).token_ids  # noqa: E731
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("crowd", "size", "late", "most"),
     [
@@ -113,6 +114,7 @@ def test_requests_are_served_in_their_order(model, engine, crowd, size, late, mo
     assert len(served) - before < most, "it has waited for many that came later"
 
 
+@pytest.mark.whole
 def test_a_call_that_waits_for_no_other_passes_when_nothing_moves(model, engine):
     """A callback waits for a call that came after one that waits for the callback's pages."""
     waiting, expected = [], huggingfaces(PROMPT[:9], 20)

@@ -57,6 +57,7 @@ def assert_right(handles: list[RequestHandle], penalty: float = PENALTY) -> None
         assert handle.result(PATIENCE).token_ids == huggingfaces([5, 6, number], TOKENS, penalty=penalty)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("penalty", [PENALTY, 1.0])
 def test_the_third_of_three_busy_engines_waits(penalty, engines):
     handles = [begun(engine) for engine in engines[:2]]
@@ -67,6 +68,7 @@ def test_the_third_of_three_busy_engines_waits(penalty, engines):
     assert [engine.stats().preemptions for engine in engines] == [0, 0, 0]
 
 
+@pytest.mark.whole
 def test_a_request_that_waits_for_paused_engines_is_reported(engines, monkeypatch, caplog):
     monkeypatch.setattr(starvation, "_LONG", 0.05)
     said = threading.Event()
@@ -90,6 +92,7 @@ def _then(say: Any, event: threading.Event) -> Any:
     return said
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.whole)])
 def test_many_loops_of_all_kinds(rounds, model, engines, seed):
     expected = {

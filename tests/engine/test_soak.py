@@ -329,6 +329,7 @@ def without_cudnn_attention() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_cudnn_attention")
 @pytest.mark.parametrize(

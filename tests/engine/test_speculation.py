@@ -234,7 +234,7 @@ class Guessing(Crowd):
 
 
 class TestGuessing(Guessing.TestCase):  # type: ignore[misc]
-    settings = settings(derandomize=True, deadline=None, max_examples=40, stateful_step_count=30)
+    settings = settings(derandomize=True, deadline=None, max_examples=25, stateful_step_count=30)
 
 
 @pytest.mark.whole
@@ -301,6 +301,7 @@ def let_it_know(monkeypatch: pytest.MonkeyPatch, model: Any, outputs: Sequence[R
     monkeypatch.setattr(engine_drafts, "Drafts", made)
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.usefixtures("one_thread", "reading")
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_guesses_change_no_token(kind: Kind | None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +322,7 @@ def test_a_pool_of_what_plain_steps_need_is_enough_and_nobody_loses_pages(seed: 
     assert_same([output], [expected])
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("one_thread", "reading")
 @pytest.mark.parametrize("tokens", [60, 100])
 def test_requests_that_lose_their_pages_go_on_with_the_same_tokens(tokens: int, seed: int) -> None:
@@ -349,6 +351,7 @@ def test_what_the_prefix_cache_keeps_is_what_plain_steps_have_written(
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("one_thread", "reading")
 def test_pages_of_a_second_pass_are_those_without_guesses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests whose texts begin in the prefix cache, and go on beyond it, guess; all of their pages are read back."""
@@ -448,6 +451,7 @@ def test_a_drafter_that_raises_ends_requests_with_its_name_and_later_ones_go_on(
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("one_thread")
 def test_launches_wait_for_nothing_while_rows_come_and_go(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose device sleeps: nine launches follow each other, and nobody reads one."""

@@ -117,6 +117,7 @@ def test_five_threads_with_text_streamers_run_at_once(model: Any, busy: Busy) ->
     assert model.compiled.stats().generate_calls == {"engine": 5}
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("lengths", [[5], [4, 9, 6]])
 def test_a_streamer_gets_what_huggingface_gives_it(model: Any, busy: Busy, lengths: list[int], seed: int) -> None:
     inputs, plain = mixed_prompts(lengths, 128, seed), tiny()
@@ -157,6 +158,7 @@ def test_a_streamer_that_raises_ends_its_own_row_and_raises_in_its_caller(model:
         assert max(map(len, (request.tokens for request in busy.engine._engine_thread.request_table))) < 900
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("where", ["in a streamer", "while it waits"])
 def test_an_interrupt_ends_the_row_of_the_main_threads_call(model: Any, busy: Busy, where: str) -> None:
     def interrupt() -> None:
@@ -179,6 +181,7 @@ def test_an_interrupt_ends_the_row_of_the_main_threads_call(model: Any, busy: Bu
     assert generated(model, PROMPTS[1], 9, Notes()) == huggingfaces(PROMPTS[1], 9)
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -195,6 +195,7 @@ def test_an_event_loop_is_woken_once_a_step_for_all_its_streams(engine, as_text)
     assert 0 < woken <= engine.stats().steps + 20
 
 
+@pytest.mark.whole
 def test_a_stream_may_begin_late_and_be_read_again(engine):
     handle = engine.submit(PROMPT, settings())
     text = handle.result(PATIENCE).text
@@ -230,6 +231,7 @@ def test_a_stream_gives_what_a_request_that_ends_early_has(model, end, stop):
     assert not threads()
 
 
+@pytest.mark.whole
 @BOTH_WAYS
 def test_a_preempted_answer_goes_on_with_its_text(model, monkeypatch):
     monkeypatch.setitem(POLICIES, "auto", Greedy)

@@ -226,7 +226,7 @@ LOADS = {
 """A device, requests a second, and gaps' p99 and first tokens' p50 and p99 as multiples of those of whole prompts."""
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.whole
 @pytest.mark.parametrize("load", LOADS)
 def test_gaps_are_shorter_where_prompts_come_often_and_nothing_is_worse_where_they_are_rare(load: str) -> None:
     """Whole prompts are launched at once, as ever; with chunks, steps that are long enough are launched late."""
@@ -240,6 +240,7 @@ def test_gaps_are_shorter_where_prompts_come_often_and_nothing_is_worse_where_th
     assert auto.gap_p50 <= 1.05 * whole.gap_p50
 
 
+@pytest.mark.whole
 def test_prompts_do_not_starve() -> None:
     """Twice as many as chunks of a stretched step could compute."""
     whole, auto = (played(policy, H200_8B, 60.0, 0) for policy in (Whole(), Stretched()))
@@ -250,6 +251,7 @@ def test_without_followers_steps_are_those_of_whole_prompts() -> None:
     assert played(Stretched(), H200_8B, 24.0, 1, followed=False) == played(Whole(), H200_8B, 24.0, 1)
 
 
+@pytest.mark.whole
 def test_odd_steps_change_little() -> None:
     """One in 40 takes 20 times as long as usual."""
     odd = random.Random(5)

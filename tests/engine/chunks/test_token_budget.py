@@ -100,6 +100,7 @@ def test_the_engine_runs_prompts_in_chunks_that_it_has_timed(monkeypatch, seed):
     assert 32 in sizes
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("follows", [False, True])
 def test_chunks_are_short_beside_answers_that_somebody_follows(
     follows: bool, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +161,7 @@ def test_a_policy_that_fails_is_asked_no_more(said: object, caplog: pytest.LogCa
     assert "max_step_ms: Failing.plan has failed, and the engine goes on with None: " in line
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("limit", [1000.0, Stretched()])
 def test_steps_are_repeated_though_some_are_timed(limit: float | Stretched, monkeypatch: pytest.MonkeyPatch) -> None:
     let_a_cpu_capture(monkeypatch)

@@ -128,6 +128,7 @@ def test_the_worker_imports_neither_torch_nor_what_lies_in_the_current_folder(tm
     assert not (tmp_path / "planted").exists()
 
 
+@pytest.mark.whole
 def test_a_version_of_xgrammar_that_does_not_come_apart_is_imported_as_a_whole(tmp_path, monkeypatch, vocabulary):
     shadow = tmp_path / "xgrammar"
     shadow.mkdir()
@@ -211,6 +212,7 @@ def test_masks_are_those_of_grammars_compiled_in_this_process(worker, vocabulary
         assert_same_masks(rng, source.compiled(compiler), xgr.CompiledGrammar.deserialize_json(answer.grammar, INFO))
 
 
+@pytest.mark.whole
 def test_a_large_grammar_is_vetted_there_and_compiled_here(worker, vocabulary):
     large = GrammarSource("regex", "[a-y]" * 40_000)
     assert isinstance(worker.compile(Compile(0, large, 30, 2**29), vocabulary, wanted), Vetted)

@@ -113,6 +113,7 @@ def test_tags_in_their_former_form(engine):
     assert re.match(r"[^a]*(a(true|false))?$", output.text or "")
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("given", [{"json": {"type": "object"}}, {"json_object": True}])
 def test_blanks_are_bounded_unless_a_user_wants_them(engine, given):
     blank, brace = byte_level().encode(" ")[0], byte_level().encode("}")[0]
@@ -178,6 +179,7 @@ def assert_follows(schema: dict[str, Any], value: Any) -> None:
         assert schema["minimum"] <= value <= schema["maximum"]
 
 
+@pytest.mark.whole
 def test_64_requests_with_64_schemas(model, monkeypatch):
     monkeypatch.setattr(Loop, "asynchronous", True)
     each = schemas()
@@ -199,6 +201,7 @@ def test_64_requests_with_64_schemas(model, monkeypatch):
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 def test_threads_fill_masks_that_take_long(engine, monkeypatch):
     params = [settings(n, structured_outputs=form(json=schema)) for n, schema in enumerate(schemas()[:12])]
     expected = tokens_of(engine.generate([[5]] * 12, params))
@@ -287,6 +290,7 @@ def test_preempted_answers_go_on_in_their_grammars(monkeypatch, model, seed):
     assert_account_is_empty(short)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("through", ["sleep", "restart"])
 def test_answers_go_on_after_sleep_and_after_steps_are_lost(monkeypatch, through, seed):
     monkeypatch.setattr(Loop, "asynchronous", True)
@@ -311,6 +315,7 @@ def test_answers_go_on_after_sleep_and_after_steps_are_lost(monkeypatch, through
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("place", [(ModelRunner, "sample_deferred"), (deferred_sampling, "sample")], ids=["call", "op"])
 def test_a_choice_that_fails_ends_what_runs_and_later_requests_are_served(engine, place, monkeypatch, seed):
     prompts = prompts_of(seed)

@@ -52,7 +52,7 @@ def check_engine(model: PreTrainedModel, seed: int, count: int = 8, preempts: bo
     assert_account_is_empty(model)
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(("case", "late"), cases_read_early_and_late("many pages", "few pages", "windows"))
 def test_answers_have_the_bits_of_the_teacher_forced_model(
@@ -85,6 +85,7 @@ ELSEWHERE = ("soft caps", "windows in all layers", "norms without weights")
 BY_KIND = [pytest.param(kind, marks=[pytest.mark.whole] * (kind in ELSEWHERE)) for kind in KINDS]
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", BY_KIND)
@@ -147,6 +148,7 @@ def test_a_forward_that_would_have_other_bits_is_refused() -> None:
     assert model(ids).logits.requires_grad
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def check_kind(
     assert_account_is_empty(model)
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("few_pages", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -98,6 +98,7 @@ def places(model: PreTrainedModel) -> dict[str, int]:
 # ---- requests
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("late", [False, True])
 def test_requests_that_are_parked_get_the_tokens_that_they_would_have_got(monkeypatch, model, engine, late):
     monkeypatch.setattr(Loop, "asynchronous", late)
@@ -172,6 +173,7 @@ def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
 # ---- memory
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("how", ["eager", "captured", pytest.param("compile", marks=pytest.mark.whole)])
 def test_nothing_of_the_model_runner_is_left_and_all_of_it_is_made_again(monkeypatch, one_thread, how):
     captures = how == "captured"
@@ -393,6 +395,7 @@ def test_impossible_moments_and_arguments(model, engine):
     assert len(refused) == 2
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["_current", "prepare", "take_again"])
 def test_what_fails_to_wake_is_asleep_and_can_be_woken_again(monkeypatch, engine, place, kind):
@@ -514,6 +517,7 @@ def test_on_a_cpu_weights_stay_where_they_are(model, engine):
     assert places(model) == before
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("moves", [False, True], ids=["pages", "weights"])
 def test_requests_that_draft_go_on_after_it(
     moves: bool, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, request: pytest.FixtureRequest

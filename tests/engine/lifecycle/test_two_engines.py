@@ -111,6 +111,7 @@ def test_an_engine_that_runs_looks_at_the_model_in_its_next_step(watched, model,
         assert looked[2:8] == [False, False, False, True, False, False]
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("changes", ["sleep", "update_weights"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_thread_that_has_paused_one_engine_may_use_the_other_while_a_third_one_stops_both(

@@ -148,6 +148,7 @@ def check_answers(output: RequestOutput) -> None:
     assert all(len(states) == tokens for states in output.hidden_states.values())
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_captured_steps_give_those_of_each_step(plain, monkeypatch, seed):
     let_a_cpu_capture(monkeypatch)

@@ -58,6 +58,7 @@ def check(plain: PreTrainedModel, output: RequestOutput, asked: Sequence[int]) -
             torch.testing.assert_close(states, expected[number][0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.core
 @pytest.mark.parametrize("mixed", [True, False])
 def test_requests_that_ask_have_huggingfaces_and_others_none(plain, model, mixed, seed):
@@ -102,6 +103,7 @@ def test_steps_of_the_same_rows_are_one_part_also_after_these_got_more_pages(pla
     assert len(begun) <= 4, "of the prompts, of the answers, and of what is launched after their end"
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("nbytes", [0, 5000])
 def test_many_leave_the_device_while_their_requests_run(plain, monkeypatch, nbytes, seed):

@@ -183,6 +183,7 @@ def test_many_rows_are_computed_some_at_a_time(drawn, monkeypatch, seed):
     assert torch.equal(score_tokens(logits, tokens, 3, draws), whole)
 
 
+@pytest.mark.whole
 def test_tokens_leave_nothing_for_the_garbage_collector():
     """A full collection stops the loop for tenths of a second: whatever it looks at is not made token by token."""
     prompts = [list(range(3, 103))] * 8
@@ -206,6 +207,7 @@ def tracked_after(engine: Engine, prompts: list[list[int]], tokens: int) -> int:
         gc.enable()
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("beside", [0, 20])
 def test_a_kept_answer_keeps_its_own_alone(beside):
     """Not what its steps have computed of all rows, with as many tokens as another one wants."""
