@@ -206,7 +206,7 @@ def assert_huggingfaces_tokens(model: Any, reference: PreTrainedModel, seed: int
     assert_account_is_empty(model)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("installed", "without_inductor")
 @pytest.mark.parametrize("backend", ["unplanned", "planned"])
 @pytest.mark.parametrize(
@@ -259,6 +259,7 @@ def test_mixed_steps_run_with_any_backend(backend: str, seed: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("installed")
 def test_graphs_are_cut_before_the_decode_ops_of_any_backend(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
@@ -422,6 +423,7 @@ def planned_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reference, "decode_ops", lambda self, device: None)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("planned_decode", "without_inductor")
 @pytest.mark.parametrize(("mode", "layers"), [("eager", 2), ("compile", 1)])
 def test_planned_decode_gives_huggingfaces_tokens(mode: str, layers: int, seed: int) -> None:

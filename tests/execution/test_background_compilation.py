@@ -109,6 +109,7 @@ def test_answers_are_the_same_before_and_after_compiled_programs_take_over(gate:
     assert gate.times == 3
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_engine_says_that_it_answers_uncompiled_until_new_answers_do_not(gate: Gate, fails: bool) -> None:
     gate.error = RuntimeError("no compiler") if fails else None
@@ -126,6 +127,7 @@ def test_an_engine_says_that_it_answers_uncompiled_until_new_answers_do_not(gate
         assert is_eager(engine._model) == fails
 
 
+@pytest.mark.whole
 def test_steps_that_guess_are_compiled_with_the_others_and_no_request_waits_for_them(gate: Gate) -> None:
     prompt, settings = [5, 6, 5, 6, 5], compiled_llm.SamplingParams(max_tokens=40, temperature=0.0)
     with compiled_llm.Engine(eager_first(), max_num_seqs=2, speculative_config={"method": "ngram"}) as engine:
@@ -143,6 +145,7 @@ def test_steps_that_guess_are_compiled_with_the_others_and_no_request_waits_for_
         assert engine.model.compiled.stats().recompiles == 0
 
 
+@pytest.mark.whole
 def test_without_the_option_warmup_waits(gate: Gate) -> None:
     gate.opened.set()
     model = compiled_llm.wrap(plain(), **OPTIONS)
@@ -178,6 +181,7 @@ class Watching(TextStreamer):
         pass
 
 
+@pytest.mark.whole
 def test_an_answer_ends_in_the_mode_that_it_began_in(gate: Gate, seed: int) -> None:
     model, inputs = eager_first(), mixed_prompts(LENGTHS[:1], 128, seed)
     model.compiled.warmup(1)
@@ -187,6 +191,7 @@ def test_an_answer_ends_in_the_mode_that_it_began_in(gate: Gate, seed: int) -> N
         assert watching.eager == [eager] * 6
 
 
+@pytest.mark.whole
 @pytest.mark.either("drains")
 @pytest.mark.parametrize("drains", [False, True])
 def test_a_busy_engine_changes_over_once_its_requests_have_ended(
@@ -218,6 +223,7 @@ def test_a_busy_engine_changes_over_once_its_requests_have_ended(
         assert expected[0, len(prompt) :].tolist() == tokens_said
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("drains", [False, pytest.param(True, marks=pytest.mark.whole)])
 def test_a_request_that_is_preempted_goes_on_in_the_mode_that_it_began_in(
     gate: Gate, drains: bool, monkeypatch: pytest.MonkeyPatch
@@ -313,6 +319,7 @@ def move_meanwhile(gate: Gate, seed: int) -> None:
     assert model.compiled.stats().recompiles == 0
 
 
+@pytest.mark.whole
 @pytest.mark.either("change")
 @pytest.mark.parametrize("change", [sleep_meanwhile, move_meanwhile])
 def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(
@@ -321,6 +328,7 @@ def test_a_model_that_has_slept_or_moved_meanwhile_gets_what_fits_it(
     change(gate, seed)
 
 
+@pytest.mark.whole
 def test_an_engine_that_does_not_watch_its_model_changes_over_without_a_look(gate: Gate) -> None:
     """So the compiled programs have to forget the pages of the thread that has compiled them."""
     model = eager_first()
@@ -333,7 +341,7 @@ def test_an_engine_that_does_not_watch_its_model_changes_over_without_a_look(gat
         assert not is_eager(model)
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.parametrize("watches", [True, False])
 @pytest.mark.parametrize("compiled", [False, True], ids=["while it compiles", "before they take over"])
 def test_new_weights_are_those_of_all_later_answers_and_nothing_is_compiled_for_them(

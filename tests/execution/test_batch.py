@@ -69,6 +69,7 @@ class RandomBatches(Batches):
             self.end(row, comes_again=len(self.texts[row]) <= 20)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 @pytest.mark.parametrize("captured", [False, True], ids=["sampling is launched", "sampling is captured"])
 def test_rows_of_all_kinds_get_their_own_tokens_in_random_batches(mode, captured, seed, whole, monkeypatch):
@@ -147,6 +148,7 @@ def test_a_mixed_step_that_fails_leaves_no_row_a_token_that_may_be_wrong(seed, m
         batches.run([row], [Extension.of(new, ids_of(5, seed))], mixed=True)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.either("penalised")
 @pytest.mark.parametrize("penalised", [False, True])

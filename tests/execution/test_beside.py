@@ -160,7 +160,7 @@ class Rows(RuleBasedStateMachine):
         assert len(said) == (failures > 0 and not self.before.failures), "once for a model"
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("budget", [None, 2, pytest.param(4, marks=pytest.mark.whole)])
 def test_tokens_are_right_whatever_is_captured_and_when(
@@ -215,6 +215,7 @@ def counts(model: Any, rows: int) -> tuple[int, int, int, int]:
     return (found[0].captures, found[0].replays, found[0].misses, found[0].padded) if found else (0, 0, 0, 0)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("exact", "largest", "ran"),
     [(False, True, 8), (True, True, 4), (False, False, 4)],
@@ -242,7 +243,7 @@ def test_a_step_without_its_graph_runs_in_the_next_larger_or_as_it_is_until_it_i
     assert not model.compiled.events.cold_starts
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.whole
 @pytest.mark.parametrize(("budget", "least"), [(3, 512), (8, 128), (None, 32)])
 def test_no_prompt_runs_in_far_more_tokens_than_its_own(
     budget: int | None, least: int, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -386,6 +387,7 @@ def test_a_capture_ends_before_anything_is_compiled(monkeypatch: pytest.MonkeyPa
     generate_loop.close()
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_a_model_that_changes_while_its_step_is_captured_computes_as_changed() -> None:
     reference, model = one_layer(), compiled_llm.wrap(one_layer(), **OPTIONS)
@@ -426,6 +428,7 @@ class InAThread(StandInGraphCapture):
         in_thread(self.thread.finish, 20)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
     """Of programs that are compiled, if all is asked for."""
@@ -448,6 +451,7 @@ def test_an_engine_goes_on_while_another_thread_captures(monkeypatch: pytest.Mon
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor", "one_thread")
 def test_nothing_is_compiled_again_when_pytorch_gets_another_number_of_threads_after_the_first_capture(
     monkeypatch: pytest.MonkeyPatch,

@@ -67,7 +67,7 @@ class Batch:
         assert_account_is_empty(self.model)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
     ("mode", "lengths", "new", "set_up"),
@@ -160,7 +160,7 @@ def end(batch: Batch) -> None:
         row.reserve(row.length + 20)
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("act", [fork, rewind, stored, extend, go_away, end])
 def test_what_needs_exact_lengths_waits_for_them(act: Callable[[Batch], None], seed: int) -> None:
     batch = Batch(wrapped(), [3, 4, 9], seed)

@@ -141,6 +141,7 @@ def test_a_tensor_that_an_attribute_has_got_before_the_capture_is_watched(monkey
     assert model.compiled.cuda_graphs.captures > captured
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_tokens_of_a_replay_whose_guards_turn_out_wrong_are_thrown_away_and_do_not_count_as_seen(monkeypatch, seed):
     reference, model = one_layer(), compiled_llm.wrap(one_layer(), **OPTIONS)
@@ -195,6 +196,7 @@ def test_bounded_cuda_graphs_make_room_and_are_captured_again(seed, monkeypatch)
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 def test_bounded_cuda_graphs_leave_their_outputs_in_one_buffer(seed, monkeypatch):
     model = uncompiled(monkeypatch, nbytes=2**30)
     model.compiled.warmup([1, 3])

@@ -88,6 +88,7 @@ class Operators(TorchDispatchMode):
         return median(self._counts)
 
 
+@pytest.mark.whole
 def test_hidden_states_cost_a_step_of_generate_two_operators_at_most(model, monkeypatch, seed):
     """One copies them all; a place for many steps is made at once."""
     monkeypatch.setattr(GenerateLoop, "asynchronous", True)
@@ -97,6 +98,7 @@ def test_hidden_states_cost_a_step_of_generate_two_operators_at_most(model, monk
     assert operators.of_most(lambda: greedy(model, inputs, 100, **asked)) <= plain + 2
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("asking", [[True, True, True], [True, False, True]], ids=["all", "two"])
 def test_hidden_states_cost_a_step_of_an_engine_two_operators_at_most(model, monkeypatch, asking):
     """Rows that ask are next to each other, or not."""
@@ -173,6 +175,7 @@ def test_steps_repeat_until_rows_pages_graphs_or_weights_change(monkeypatch, see
         assert share > 0.02, "few steps repeat between captures; none would prove nothing"
 
 
+@pytest.mark.whole
 def test_the_schedule_finds_steps_that_nothing_invalidates(monkeypatch, seed):
     monkeypatch.setattr(StepValidity, "invalidate", lambda self: None)
     with pytest.raises(AssertionError):
@@ -212,6 +215,7 @@ def give_slots_to_others(generate_loop: GenerateLoop) -> None:
         other.close()
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize(
     "change",
     [
@@ -252,6 +256,7 @@ def test_a_change_invalidates_the_step_and_the_next_is_made_of_what_there_is(mod
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("in_an_engine", [False, True])
 def test_ctrl_c_arrives_before_the_next_replay(model, monkeypatch, in_an_engine):
     """A replay is not interrupted; while all steps are replays, Ctrl-C still has to arrive."""
@@ -310,6 +315,7 @@ def pressed_at(code: CodeType, line: int, after: int, function: Callable[[], obj
     return False
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("captured", [False, True])
 def test_ctrl_c_at_each_line_of_a_repeated_step_leaves_whole_rows(captured, monkeypatch, seed, request):
     """Wherever it comes, all rows have taken the step or none has, and they go on from there."""

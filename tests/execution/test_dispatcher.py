@@ -158,7 +158,7 @@ def machine(budget: Budget) -> Any:
 
 TestUnbounded = machine(Budget())
 TestAFew = machine(Budget(max_graphs=3))
-TestSome = machine(Budget(max_graphs=6))
+TestSome = pytest.mark.whole(machine(Budget(max_graphs=6)))
 
 
 @pytest.mark.parametrize("captures", [False, True])

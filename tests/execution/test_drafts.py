@@ -59,14 +59,14 @@ def assert_same(model: Any, seed: int, settings: Any, *kinds: Kind | None, new: 
         assert_account_is_empty(model)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("settings", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_drafts_change_no_token(kind: Kind | None, settings: Any, seed: int) -> None:
     assert_same(wrapped(), seed, settings, kind)
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_change_no_token_of_captured_steps(kind: Kind, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are read a step late."""
@@ -77,6 +77,7 @@ def test_drafts_change_no_token_of_captured_steps(kind: Kind, seed: int, monkeyp
         assert_same(model, seed, settings, kind, name=str(settings is DRAWN))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("budget", [{"max_graphs": 3}, {"nbytes": 2**18}], ids=str)
 def test_graphs_of_steps_that_draft_keep_to_the_limits(
     budget: dict[str, int], seed: int, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +96,7 @@ def test_graphs_of_steps_that_draft_keep_to_the_limits(
     assert model.compiled.stats().recompiles == 0
 
 
-@pytest.mark.drawn
+@pytest.mark.whole
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_another_number_of_tokens_each_step(
@@ -106,7 +107,7 @@ def test_another_number_of_tokens_each_step(
     assert_same(wrapped(), seed, DRAWN, kind, sizes=[8, 1, 2, 4, 1, 1, 2])
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("overrides", "options"),
     [({}, {"page_size": 1}), ({}, {"page_size": 3}), (WINDOWS, {}), ({}, {"check_pages": "raise"})],
@@ -122,7 +123,7 @@ def test_short_answers(seed: int) -> None:
         assert_same(model, seed, GREEDY, "right", "wrong", new=new, name=str(new))
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pool_of_exactly_the_promised_pages_is_enough(kind: Kind, seed: int) -> None:
     """Rows end with steps of one token then: no page is there for drafts."""
@@ -131,7 +132,7 @@ def test_a_pool_of_exactly_the_promised_pages_is_enough(kind: Kind, seed: int) -
     assert_same(wrapped(kv_memory=f"{4 * pages} tokens"), seed, DRAWN, kind)
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_last_position_of_the_model_is_used(kind: Kind, seed: int) -> None:
     assert_same(wrapped(overrides={"max_position_embeddings": 54}), seed, DRAWN, kind, new=41)
@@ -154,6 +155,7 @@ def test_right_drafts_take_few_steps_and_wrong_ones_as_many_as_tokens(
     assert steps["right"] < min(steps[KINDS[2]], steps[KINDS[3]]) <= max(steps[KINDS[2]], steps[KINDS[3]]) < 39
 
 
+@pytest.mark.whole
 def test_rows_that_leave_move_the_others_without_a_wait(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that stay go on from lengths that the host has not read."""
     monkeypatch.setattr(GenerateLoop, "asynchronous", True)
@@ -202,7 +204,7 @@ def test_a_drafter_that_gives_wrong_numbers_ends_the_call_with_its_name(seed: in
     assert_same(model, seed, DRAWN, "right")
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", [*KINDS, None])
 def test_the_rule_drafts_where_drafts_are_right(
@@ -280,7 +282,7 @@ def test_a_row_whose_drafts_are_wrong_has_none_while_others_have_all() -> None:
     assert [rule.limit(row) for row in rows] == [7, 7, 7]
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_device_is_told_how_many_drafts_each_row_may_have(
     asynchronous: bool, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -360,6 +362,7 @@ def costs_of_steps(model: Any, size: int, patch: pytest.MonkeyPatch) -> tuple[fl
     return median(operators), min(calls[5:-5])
 
 
+@pytest.mark.whole
 def test_a_repeated_step_that_drafts_costs_the_host_what_a_plain_one_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go back by what does not count, and leave the pages that they have entered; the rule is asked, and told."""
     let_a_cpu_capture(monkeypatch)

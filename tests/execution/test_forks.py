@@ -117,6 +117,7 @@ def hold_every_lock_inside_a_step(model: PreTrainedModel, stay: Callable[[], Non
     model_runner.thread.call(step)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.core
 @pytest.mark.parametrize("work", [generate, hold_every_lock_inside_a_step])
 def test_a_forked_process_is_told_and_wraps_its_own_whatever_another_thread_does(work, model, seed):

@@ -125,6 +125,7 @@ BOOKS = (
 )
 
 
+@pytest.mark.whole
 def test_ctrl_c_at_calls_and_returns_of_a_forward_leaves_whole_books(model, executor, seed, request):
     """Pages are shared, copied, taken and given back; wherever that is interrupted, the cache goes on and is whole."""
     if executor is DeviceThread:

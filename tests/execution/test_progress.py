@@ -59,6 +59,7 @@ def test_a_terminal_shows_how_far_a_task_is(monkeypatch, capsys) -> None:
     )
 
 
+@pytest.mark.whole
 def test_a_terminal_of_80_columns_shows_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
@@ -80,6 +81,7 @@ def test_a_terminal_of_80_columns_shows_one_line(monkeypatch, capsys) -> None:
     assert any(re.search(r"downloading the demo model .* 92\.0/92\.9 MB +[\d.]+ MB/s", line) for line in lines)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_inductor) -> None:
     model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode=mode, max_batch_size=8, kv_memory="400 tokens")
@@ -98,6 +100,7 @@ def test_warmup_numbers_what_it_will_do(mode: str, capsys, monkeypatch, without_
     assert capsys.readouterr().err.splitlines() == ([] if mode == "eager" else expected)
 
 
+@pytest.mark.whole
 def test_who_watches_hears_the_words_of_stderr_though_they_are_not_shown(capsys, without_inductor) -> None:
     model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), mode="compile", kv_memory="400 tokens", progress=False)
     heard: list[tuple[str, int | None, int | None]] = []

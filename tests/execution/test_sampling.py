@@ -101,6 +101,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_a_thousand_replays_follow_each_rows_own_distribution(mode, seed):
     logits = torch.randn(len(SETTINGS), VOCABULARY) * 2
@@ -249,7 +250,7 @@ def test_random_numbers_are_exponential_and_others_for_each_seed_position_and_nu
     assert shares[:, :, 0].T.corrcoef().triu(1).abs().max() < 5 / math.sqrt(240)
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.whole
 @pytest.mark.parametrize("setting", [Sampling(), Sampling(temperature=0.7, top_k=900), Sampling(top_p=0.9)], ids=str)
 def test_draws_of_a_large_vocabulary_follow_the_distribution(setting, seed, whole):
     """Most tokens are rare, and most tiles."""

@@ -49,6 +49,7 @@ def config() -> Any:
     return tiny_qwen3(eos_token_id=None, attn_implementation="eager").config
 
 
+@pytest.mark.whole
 @pytest.mark.core
 def test_threads_with_models_of_one_config_each_compute_with_their_own_attention(config, seed):
     """Two wrapped models, one of them also on its original path, and one that is not wrapped, all at once."""

@@ -120,6 +120,7 @@ MODES: list[Callable[[PreTrainedModel, int], Any]] = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.core
 def test_all_modes_at_once_from_several_threads(model):
     plain = tiny_qwen3(eos_token_id=None)

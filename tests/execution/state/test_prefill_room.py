@@ -92,6 +92,7 @@ def noted_room(monkeypatch: pytest.MonkeyPatch) -> list[PrefillRoom]:
 # ---- pieces of long prompts
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_pieces_do_not_recompile(seed):
     wrapped = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1), page_size=4, prefill_tokens=9, progress=False)

@@ -69,6 +69,7 @@ def test_a_row_on_its_seat_whose_slot_was_taken_goes_on_with_its_own_token(model
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 def test_many_more_rows_than_slots_take_turns(model, seed):
     pairs = begun(model, seed, 5 * SLOTS)
     for turn in range(12):
