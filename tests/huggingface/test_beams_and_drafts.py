@@ -68,6 +68,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 # ---- beams
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.core
 @pytest.mark.parametrize("lengths", [[7], [4, 9]])
 @pytest.mark.parametrize("beams", [2, 4])
@@ -133,6 +134,7 @@ def test_a_beam_search_that_raises_gives_its_pages_back(model, seed):
 # ---- drafts
 
 
+@pytest.mark.whole
 @pytest.mark.core
 def test_wrong_drafts_give_their_pages_back(plain, seed, watched):
     """A draft model of other weights is mostly wrong: each round is cropped by most of what it stored."""
@@ -162,6 +164,7 @@ def test_right_drafts_are_taken_several_at_a_time_with_a_wrapped_model_on_either
         assert_account_is_empty(own)
 
 
+@pytest.mark.whole
 def test_a_pad_in_an_answer_is_a_token_to_a_draft_model(plain, seed):
     """HuggingFace gives it no mask where its caller hides nothing, and it would be found among the ids."""
     model, helper = wrapped_in("eager"), wrapped_in("eager")
@@ -220,7 +223,7 @@ def by_itself(name: str, seed: int) -> tuple[Tensor, int]:
     return tokens, pool.total - available[0]
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=1)
 @pytest.mark.core
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, seed, watched):
@@ -238,7 +241,7 @@ def test_a_loop_needs_no_page_beyond_those_it_was_promised(name, seed, watched):
     assert_account_is_empty(tight)
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_waits_for_one_that_leaves_too_few_pages(name, seed):
     """There are pages for one and a half; without a promise both would begin, and one run out midway."""
@@ -387,7 +390,7 @@ MODES = {
 }
 
 
-@pytest.mark.drawn(most=7)
+@pytest.mark.drawn(most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_compile_nothing_anew(mode, compiled, plain, seed):
@@ -408,6 +411,7 @@ def test_modes_compile_nothing_anew(mode, compiled, plain, seed):
     assert_account_is_empty(compiled)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_inductor")
 def test_a_compiled_draft_model_compiles_nothing_anew(compiled, plain, seed):
@@ -441,6 +445,7 @@ def test_what_steps_with_drafts_cannot_do_is_huggingfaces_loop(more: dict[str, A
     assert model.compiled.stats().generate_calls == {"compiled forward": 1}
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("options", [{}, {"batch_invariant": True, "mode": "compile"}], ids=["planned", "invariant"])
 def test_planned_steps_and_batch_invariant_ones_leave_drafts_to_huggingface(

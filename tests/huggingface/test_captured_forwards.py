@@ -39,6 +39,7 @@ def captured(model: Any, phase: str) -> dict[int, int]:
     return {row.tokens: row.replays for row in model.compiled.cuda_graphs if row.phase == phase and row.replays}
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("lengths", [[5], [16], [9, 4, 17], [3, 3, 3, 20, 8], [64, 40]])
 def test_logits_are_huggingfaces_before_and_after_the_capture(lengths, seed, monkeypatch):
     reference, model = one_layer(), uncompiled(monkeypatch)
@@ -96,6 +97,7 @@ def test_no_more_is_captured_than_logits_may_take(seed, monkeypatch):
     assert [*captured(model, "scoring")] == [32]
 
 
+@pytest.mark.whole
 def test_within_a_budget_they_make_room_for_answers(seed, monkeypatch):
     reference, model = one_layer(), uncompiled(monkeypatch, max_graphs=4)
     for lengths in ([9], [30], [64]) * CALLS:

@@ -137,6 +137,7 @@ def _saved(model: PreTrainedModel) -> Any:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, _pickled, _saved])
 def test_a_copy_is_wrapped_has_equal_tokens_and_none_of_the_pages(copied: Callable[[Any], Any], inputs):
     model = compiled_llm.wrap(tiny_qwen3(), **OPTIONS)

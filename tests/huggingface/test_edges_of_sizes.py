@@ -26,7 +26,7 @@ def pair(max_batch_size: int = 2, page_size: int = 4, **overrides: Any) -> tuple
     return reference, compiled_llm.wrap(model, mode="eager", progress=False, **options)
 
 
-@pytest.mark.parametrize("raised", [64, 300])
+@pytest.mark.parametrize("raised", [64, pytest.param(300, marks=pytest.mark.whole)])
 def test_positions_may_be_raised_between_calls(raised: int, seed: int) -> None:
     reference, model = pair(max_position_embeddings=16)
     greedy(model, mixed_prompts([5, 9], 128, seed), 3)

@@ -27,7 +27,7 @@ def scores(model: PreTrainedModel, ids: Tensor) -> Tensor:
 )
 @pytest.mark.core
 def test_tokens_equal_huggingface(family, mode, seed):
-    """In each run those with experts have tests of their own: `experts`."""
+    """Those with experts have tests of their own, some of them in each run: `experts`."""
     model = make(family, FAMILIES[family], seed)
     inputs = mixed_prompts([5, 19, 11], 128, seed)
     expected, ids = greedy(model, inputs, 8), inputs["input_ids"][1:2]  # of a row without padding

@@ -428,6 +428,7 @@ def rounds(model: Any, plain: Any, ask: Callable[[], dict[str, Any]], steps: int
             optimizer.zero_grad()
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.core
 @pytest.mark.parametrize("persistent", [False, True])
 def test_rounds_of_grpo_answer_with_the_weights_of_their_time(persistent, wrapped):

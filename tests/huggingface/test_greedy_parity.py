@@ -72,6 +72,7 @@ def all_cores() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.usefixtures("all_cores")
 @pytest.mark.parametrize(("layers", "tokens"), [(2, 20), pytest.param(None, 200, marks=pytest.mark.whole)])

@@ -52,6 +52,7 @@ def test_hooks_on_the_model_itself_fire_once_a_step_and_what_they_change_counts(
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_hooks_that_come_and_go_leave_compiled_steps_as_they_were(inputs):
     plain = tiny_qwen3(**ONE_LAYER)
@@ -70,6 +71,7 @@ def test_hooks_that_come_and_go_leave_compiled_steps_as_they_were(inputs):
     assert model.compiled.stats().graphs == graphs
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_hooks_that_huggingface_leaves_behind_once_it_was_asked_for_hidden_states_slow_nothing(inputs):
     plain = tiny_qwen3(**ONE_LAYER)

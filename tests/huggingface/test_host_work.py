@@ -51,6 +51,7 @@ def test_a_forward_checks_guards_once_and_defers_interrupts_once(counts: dict[st
     assert counts["handlers of signals"] == 3 * 2, "ours, and Python's again"
 
 
+@pytest.mark.whole
 def test_repeated_steps_check_no_guards(counts: dict[str, int], seed: int) -> None:
     model = compiled_llm.wrap(tiny_qwen3(num_hidden_layers=1, eos_token_id=None))
     text = torch.randint(3, 128, (1, 9))

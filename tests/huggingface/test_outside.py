@@ -74,6 +74,7 @@ def test_copies_count_their_own_calls_and_an_unwrapped_model_none(model):
     assert vars(model.model).keys() == vars(tiny_qwen3().model).keys()
 
 
+@pytest.mark.whole
 def test_each_graph_that_a_compiler_of_the_users_traces_is_counted_and_stays_whole(model, caplog):
     theirs = tiny_qwen3(**ONE_LAYER)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
@@ -89,6 +90,7 @@ def test_each_graph_that_a_compiler_of_the_users_traces_is_counted_and_stays_who
     assert counts(model) == (3, {OUTER: 3})
 
 
+@pytest.mark.whole
 def test_the_module_inside_can_be_compiled_whole(model):
     compiled = torch.compile(model.model, backend="eager", fullgraph=True)
     for _ in range(2):

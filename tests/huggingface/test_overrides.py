@@ -196,6 +196,7 @@ def test_a_forward_that_the_user_compiles_is_the_one_that_runs(change, before):
         assert_same_tokens(plain, model, "original", "own_forward")
 
 
+@pytest.mark.whole
 def test_a_forward_that_the_user_compiles_is_traced_as_huggingfaces():
     torch._dynamo.reset()
     plain, model = twins()

@@ -31,7 +31,7 @@ def wrapped(**options: Any) -> PreTrainedModel:
     return compiled_llm.wrap(tiny_qwen3(eos_token_id=None), **{**FEW_PAGES, "mode": "eager", **options})
 
 
-@pytest.mark.drawn
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=map(len, LENGTHS))
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_greedy_tokens_are_those_of_generate(
@@ -59,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("lengths", [[7], [5, 9, 4]], ids=[1, 3])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_seed_gives_the_tokens_that_it_gives_without_drafts(name: str, lengths: list[int], seed: int) -> None:
@@ -109,6 +109,7 @@ def test_a_streamer_and_criteria_see_each_token_as_without_drafts(plain: Any, se
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("lengths", [[6], [5, 8, 3]], ids=[1, 3])
 def test_a_kept_cache_is_huggingfaces_and_goes_on(lengths: list[int], plain: Any, seed: int) -> None:
     """Rows of other lengths, some of which end early: pads are stored after them."""

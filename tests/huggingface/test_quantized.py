@@ -361,6 +361,7 @@ def unwrapped(way: Way) -> tuple[torch.Tensor, torch.Tensor]:
         return greedy(plain, PROMPTS, 8), plain(**UNPADDED).logits[:, -1]
 
 
+@pytest.mark.drawn(most=4)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(("way", "mode"), cases())
 def test_a_quantised_model_gives_huggingfaces_tokens_or_is_refused_by_the_name_of_the_module(

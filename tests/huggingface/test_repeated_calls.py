@@ -53,6 +53,7 @@ class EndsAt(StoppingCriteria):
         return self._lengths <= input_ids.shape[1]
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("budget", [None, 2, 5])
 def test_a_call_runs_in_the_same_shapes_whatever_is_recorded(
     budget: int | None, ran: list[Any], monkeypatch: pytest.MonkeyPatch, seed: int
@@ -74,6 +75,7 @@ def test_a_call_runs_in_the_same_shapes_whatever_is_recorded(
     assert (table.evictions > 0) == (budget is not None)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("budget", [2, 5, 7])
 def test_a_bounded_call_that_is_repeated_replays_all_its_steps(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """CudaGraphs that others could run in make room for it, too."""
@@ -87,6 +89,7 @@ def test_a_bounded_call_that_is_repeated_replays_all_its_steps(budget: int, monk
     assert replays_in(after) - replays_in(before) == 12
 
 
+@pytest.mark.whole
 def test_which_bucket_rows_run_in_that_are_left_does_not_follow_from_what_is_ready(
     ran: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +107,7 @@ def test_which_bucket_rows_run_in_that_are_left_does_not_follow_from_what_is_rea
     assert not [cold for cold in model.compiled.events.cold_starts if "bucket 2" in cold.what], "nobody waited for it"
 
 
+@pytest.mark.whole
 def test_an_engine_pads_what_is_missing(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = uncompiled(monkeypatch, max_batch_size=16)
     prompt = mixed_prompts([9], 128, seed=1)["input_ids"][0].tolist()

@@ -78,6 +78,7 @@ def test_the_first_token_does_not_wait_for_decode_to_be_prepared(monkeypatch, se
     assert warm == ["prompt", "decode", "token", "decode", "token", "token", "end"]
 
 
+@pytest.mark.whole
 def test_an_iterator_streamer_is_fed_from_a_thread_while_it_is_read(plain, wrapped, tokenizer, seed):
     inputs = mixed_prompts([6], 128, seed)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=PATIENCE)
@@ -121,6 +122,7 @@ class Noting(BaseStreamer):
         return (ids[:, -1] == self.token) | (ids.shape[1] == 9)
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("lengths", [[5], [4, 9, 6]])
 @pytest.mark.parametrize("pads", [False, True])
 def test_streamer_and_criteria_are_called_as_huggingface_calls_them(pads, lengths, reading, plain, wrapped, seed):

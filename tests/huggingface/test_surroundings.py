@@ -19,6 +19,7 @@ TEMPLATE = (
 # ---- pipelines and chats
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.core
 @pytest.mark.parametrize(
     "options",

@@ -56,6 +56,7 @@ CALLS: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.drawn(most=1)
 @torch.no_grad()
 @pytest.mark.parametrize("call", CALLS, ids=["forward", "generate", "beams"])
 def test_flops_are_counted_as_huggingfaces(call, models, inputs):
@@ -118,6 +119,7 @@ def score_embeddings(model: PreTrainedModel, embeddings: Tensor) -> Tensor:
     return model(inputs_embeds=embeddings, use_cache=False).logits
 
 
+@pytest.mark.drawn(most=2)
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("transform", [mapped, traced, forward_derivative, dual_numbers], ids=lambda f: f.__name__)

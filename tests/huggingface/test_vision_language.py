@@ -41,7 +41,7 @@ def inputs(seed: int) -> dict[str, Tensor]:
     return mixed_prompts([4, 9, 6], 100, seed)
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_alone_is_the_fast_loops(family, inputs, seed):
     plain, wrapped = pair(family, seed)
@@ -66,7 +66,7 @@ def test_a_forward_over_text_is_compiled(family, inputs, seed):
     assert wrapped.compiled.stats().forward_calls == {"compiled": 1}
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_are_computed_by_huggingfaces_forward_and_tokens_by_ours(family, seed):
     plain, wrapped = pair(family, seed)
@@ -84,7 +84,7 @@ def test_images_are_computed_by_huggingfaces_forward_and_tokens_by_ours(family, 
     assert_account_is_empty(wrapped)
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_kept_cache_goes_on_with_another_image_and_then_with_text(family, seed):
     """HuggingFace's forward computes the new image over copies of what the pages hold."""
@@ -145,6 +145,7 @@ def three_turns(model: PreTrainedModel, family: str, seed: int) -> list[Tensor]:
     return [later.sequences, greedy(model, next_turn(given, later, torch.tensor([[7, 8]])), 5)]
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", ["Gemma3", "Qwen2VL"])
 def test_images_in_prompts_padded_on_the_right(family, seed):
     """Over the columns of a padded row, Gemma's windows would not be those over what pages hold."""
@@ -154,6 +155,7 @@ def test_images_in_prompts_padded_on_the_right(family, seed):
     assert wrapped.compiled.stats().generate_calls == {"original" if family == "Gemma3" else "fast loop": 1}
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("family", "images"), [("Gemma3", False), ("Qwen2VL", False), ("Qwen2VL", True), ("Llava", True)]
 )
@@ -196,6 +198,7 @@ def test_a_cache_of_a_call_before_another_with_images_is_refused_in_one_sentence
     assert_account_is_empty(wrapped)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", ["Qwen2VL", "Qwen3VL"])
 def test_a_model_that_ran_under_inference_mode_before_is_wrapped_and_left_as_it_was(family, seed):
     """Its forward keeps a tensor of its images, which is then one of inference mode."""

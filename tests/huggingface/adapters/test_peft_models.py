@@ -126,6 +126,7 @@ def test_an_adapted_model_gives_huggingfaces_results(kind: Kind, order: str) -> 
         assert_account_is_empty(pair.wrapped)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if str(kind) in NOT_ONE_GRAPH], ids=str)
 def test_a_kind_that_breaks_the_graph_raises_at_the_line_where_it_is_compiled(
     kind: Kind, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,7 @@ def add(name: str, **settings: Any) -> Change:
     return lambda model: (model.add_adapter(name, lora(**settings)), model.set_adapter(name))
 
 
+@pytest.mark.whole
 def test_adapters_of_other_shapes_are_compiled_once_for_each_shape(pairs: Pairs, whole: bool) -> None:
     """So are several that are active at once, if all is asked for."""
     pairs.tokens()
@@ -133,6 +134,7 @@ def test_adapters_of_other_shapes_are_compiled_once_for_each_shape(pairs: Pairs,
     assert pairs.recompiles == shapes * PROGRAMS
 
 
+@pytest.mark.whole
 def test_disabled_and_merged_adapters_are_one_program(pairs: Pairs) -> None:
     acting = pairs.tokens()
     with pairs.pair.adapted.disable_adapter(), pairs.theirs.disable_adapter():

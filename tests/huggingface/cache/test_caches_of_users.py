@@ -66,6 +66,7 @@ def assert_same_contents(ours: Cache, theirs: Cache) -> None:
         assert type(layer) is type(expected), "once it was looked at"
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.core
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
 @pytest.mark.parametrize("made", MADE)

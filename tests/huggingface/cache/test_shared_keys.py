@@ -36,6 +36,7 @@ def inputs(seed: int) -> dict[str, Tensor]:
     return mixed_prompts([5, 12, 9], 128, seed)
 
 
+@pytest.mark.drawn(most=1)
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["Gemma3n", "Gemma4"])
 def test_a_conversation_beams_and_drafts_run_over_pages(family: str, inputs: dict[str, Tensor]) -> None:
@@ -53,6 +54,7 @@ def test_a_conversation_beams_and_drafts_run_over_pages(family: str, inputs: dic
     assert_account_is_empty(models[1])
 
 
+@pytest.mark.drawn(most=1)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_cache_of_huggingfaces_is_read_and_filled_without_what_layers_share(

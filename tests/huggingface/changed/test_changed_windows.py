@@ -97,6 +97,7 @@ def answers(model: PreTrainedModel) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_next_calls_see_what_huggingface_sees(name: str) -> None:
     plain, model, change = pair(name)

@@ -81,7 +81,7 @@ IN_GLOBALS = {"a function of the model's file", "a function of torch's"}
 ALIKE = {*LAYERS, *CODE} - {"a number, last layer", "a class, last layer", "a method of the model's class"}
 
 
-@pytest.mark.drawn(most=8)
+@pytest.mark.drawn(most=4)
 @pytest.mark.parametrize("name", rows((name for name in CHANGES if "first layer" not in name), whole=ALIKE))
 def test_the_next_call_on_every_path_computes_what_the_model_does_by_then(name, stack):
     plain, wrapped = pair(mode="eager")
@@ -117,7 +117,7 @@ def test_the_next_call_on_every_path_computes_what_the_model_does_by_then(name, 
     assert_account_is_empty(wrapped)
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("name", [name for name in (*SLOWER, *CLASSES) if name != "a hook on all modules"])
 def test_a_model_that_was_changed_before_it_was_wrapped_takes_the_same_path(name, stack):
     plain, model = model_to_change(), model_to_change()
@@ -151,6 +151,7 @@ def assert_alike(model: PreTrainedModel, plain: PreTrainedModel) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("name", rows(FAST, whole={*FAST} - IN_EACH_RUN))
 def test_compiled_code_and_cuda_graphs_stay_if_they_can(name, stack):
@@ -169,6 +170,7 @@ def test_compiled_code_and_cuda_graphs_stay_if_they_can(name, stack):
     assert_account_is_empty(wrapped)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
     "name",

@@ -73,6 +73,7 @@ def barred(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(moe.ExpertsInterface._global_mapping, name, raises)
 
 
+@pytest.mark.drawn(most=6)
 @pytest.mark.core
 @pytest.mark.parametrize("family", FAMILIES_WITH_EXPERTS)
 def test_each_family_gives_huggingfaces_tokens(
@@ -100,7 +101,7 @@ def test_each_family_gives_huggingfaces_tokens(
 FEW_FAMILIES = ["Qwen3Moe", "GptOss", "Qwen3_5Moe"]
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("mode", CAPTURES)
 @pytest.mark.parametrize("family", [family for family in FEW_FAMILIES if family in FAMILIES_WITH_EXPERTS])

@@ -162,6 +162,7 @@ def test_states_of_embeddings_are_huggingfaces(models, inputs):
     assert_same_layers(ours.hidden_states, theirs.hidden_states, inputs["attention_mask"] != 0)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_compiled_steps_with_states_and_without_take_turns_and_nothing_is_compiled_again(inputs):
     plain = tiny_qwen3(**ONE_LAYER)

@@ -42,6 +42,7 @@ def steering(seed: int) -> Steering:
 MODULES = {"a layer": "model.layers.0", "attention": "model.layers.1.self_attn", "the norm": "model.norm"}
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.core
 @pytest.mark.parametrize("name", MODULES)
 def test_a_hook_steers_every_way_of_generating_until_it_is_removed(name, inputs, models, steering):
@@ -99,6 +100,7 @@ def test_hidden_states_are_those_that_the_model_goes_on_with(inputs, models, ste
     torch.testing.assert_close(steered[1][seen], plain[1][seen] + steering.vector, **CLOSE)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_the_first_call_may_ask_for_hidden_states(inputs, steering):
     """Before HuggingFace has put its own hooks on the model."""
@@ -111,6 +113,7 @@ def test_the_first_call_may_ask_for_hidden_states(inputs, steering):
     torch.testing.assert_close(ours[seen], theirs[seen], **CLOSE)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_a_hook_is_compiled_once_and_what_it_holds_may_be_written_to(inputs, steering):
     plain, wrapped = pair(COMPILED, num_hidden_layers=1, eos_token_id=None)

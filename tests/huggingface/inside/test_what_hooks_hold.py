@@ -164,7 +164,7 @@ def test_an_engine_answers_by_what_a_hook_reads_now(kind: Callable[[], tuple[Sca
         assert expected[0] != expected[1], "else the change is none"
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("kind", [a_closure, a_module_with_another_parameter], ids=lambda kind: kind.__name__)
 def test_a_captured_step_is_made_again(

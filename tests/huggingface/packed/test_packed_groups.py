@@ -99,7 +99,7 @@ def addresses(own: Any) -> set[int]:
     return {tensor.data_ptr() for module in own.modules() for tensor in tensors_of(module)}
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("name", PACKS)
 def test_projections_of_one_input_are_one_product_until_the_model_is_unwrapped(name: str, products: list[int]) -> None:
     own = packed(PACKS[name], attention_bias=True)
@@ -128,6 +128,7 @@ def test_words_along_the_inputs_stay_apart() -> None:
     assert wrapped(packed(gptq)).compiled.facts.groups_of_stand_ins == ()
 
 
+@pytest.mark.whole
 def test_weights_that_were_taken_out_are_laid_side_by_side_again(products: list[int]) -> None:
     own = wrapped(packed())
     before = answer(own)
@@ -152,6 +153,7 @@ def test_a_weight_that_somebody_else_holds_stays_where_it_is(products: list[int]
     assert own.model.layers[0].mlp.up_proj.weight_packed.data_ptr() == alias.data_ptr()
 
 
+@pytest.mark.whole
 def test_a_group_that_can_no_longer_be_one_is_compiled_apart(products: list[int]) -> None:
     own = wrapped(packed())
     before, layer = answer(own), own.model.layers[0].mlp.up_proj
@@ -174,6 +176,7 @@ def test_copies_have_groups_of_their_own() -> None:
     assert not addresses(own) & addresses(copied)
 
 
+@pytest.mark.whole
 def test_groups_sleep_wake_and_take_new_weights(
     monkeypatch: pytest.MonkeyPatch, products: list[int], tmp_path: Path
 ) -> None:

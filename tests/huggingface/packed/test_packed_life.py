@@ -58,7 +58,7 @@ def adapted(own: Any, *names: str) -> Any:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_adapters_of_peft_act_on_top(mode: str) -> None:
     own = packed()
     model = adapted(own, "one", "two")
@@ -94,6 +94,7 @@ def test_an_engine_serves_packed_weights_and_sleeps() -> None:
     assert own.compiled.stats().weights == {"int4-g32: compiled_llm": 14}
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("pack", [gptq, ao_int8, bnb_int8, bnb_nf4, ct_typed, fp8_blocks])
 def test_packed_weights_move_to_host_memory_and_back(pack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU too, to other memory; what still held the old one would keep it on the device."""

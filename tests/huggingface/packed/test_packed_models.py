@@ -67,6 +67,7 @@ def weights_of(own: Any) -> dict[str, int]:
     return found
 
 
+@pytest.mark.drawn(most=8)
 @pytest.mark.parametrize("name", PACK)
 def test_tokens_are_those_of_the_model_unpacked(name: str) -> None:
     format, pack = PACK[name]
@@ -84,6 +85,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_programs_give_the_same_tokens(name: str) -> None:
@@ -261,6 +263,7 @@ def modes(name: str) -> list[Any]:
 ALWAYS = ("into a tensor inside a weight", "another tensor in a weight's state")
 
 
+@pytest.mark.drawn(most=2)
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(("name", "mode"), [case for name in WRITES for case in modes(name)])
 def test_writes_into_packed_weights_are_noticed(name: str, mode: str) -> None:
@@ -275,7 +278,7 @@ def test_writes_into_packed_weights_are_noticed(name: str, mode: str) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
 def test_a_layer_that_can_no_longer_be_read_is_its_library_s_again(mode: str) -> None:
     own = wrapped(packed_for(mode, bnb_nf4), mode=mode)
     before = answer(own)
@@ -379,6 +382,7 @@ def test_a_plain_model_has_none(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.whole
 def test_explain_takes_a_packed_model_and_says_what_it_has() -> None:
     report = compiled_llm.explain(packed(fp8_blocks, layers=1))
     assert report.clean, report

@@ -17,6 +17,7 @@ from support.packed_twins import PACKS, packed_twins
 SIZES: dict[str, Any] = {"vocab_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("int4", "FP8") else pytest.mark.whole) for name in PACKS]
 )

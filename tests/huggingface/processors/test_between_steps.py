@@ -130,6 +130,7 @@ def _before_its_end(tokens: Tensor) -> Tensor:
     return ends.cumsum(dim=1) - ends == 0
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("name", FILTERS)
 def test_in_generate_batch_tokens_are_drawn_from_what_filters_leave(name: str, plain: Any, wrapped: Any) -> None:
     options = SAMPLED | FILTERS[name]

@@ -36,7 +36,7 @@ def same_lengths(seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_prompts_padded_on_the_right_go_on_from_huggingfaces_states(family: str, seed: int) -> None:
     model, plain, inputs = wrapped_family(family), plain_family(family), right_padded([3, 14, 9], seed)
@@ -48,7 +48,7 @@ def test_prompts_padded_on_the_right_go_on_from_huggingfaces_states(family: str,
     assert_account_is_empty(model)
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("family", [family for family in HYBRIDS if family != "Jamba"])
 def test_a_cache_of_huggingfaces_is_read_and_gets_the_states_back(family: str, kind: str, seed: int) -> None:

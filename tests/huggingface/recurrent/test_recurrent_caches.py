@@ -119,7 +119,7 @@ ENDS: dict[str, Callable[[Any, list[int], Any], list[int]]] = {
 }
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("length", [5, 18])
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("family", [*KINDS, "FalconH1", "KimiLinear"])
@@ -137,6 +137,7 @@ def test_a_cache_goes_on_after_each_kind_of_end(
     assert_nothing_left(model)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", KINDS[:2])
 def test_rows_that_ended_early_begin_again_without_their_pads(family: str, reading: None, seed: int) -> None:
     """Pads are in their states; where a mask hides them, the row alone is the measure."""
@@ -176,6 +177,7 @@ def test_a_cache_cannot_be_cropped_and_goes_on(seed: int) -> None:
     assert_nothing_left(model)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("words", [[], [5, 6]], ids=["one token", "more"])
 def test_copies_of_a_cache_go_on_for_themselves(words: list[int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = wrapped_family("Qwen3_5"), prompts_of([9, 17], seed)

@@ -47,6 +47,7 @@ ONE_OF_EACH_KIND = {"Bamba", "Jamba", "KimiLinear", "Lfm2", "Qwen3_5"}
 """Of recurrences, by which families differ in 16 bits."""
 
 
+@pytest.mark.drawn(most=3)
 @pytest.mark.parametrize(
     "family",
     [
@@ -57,7 +58,7 @@ ONE_OF_EACH_KIND = {"Bamba", "Jamba", "KimiLinear", "Lfm2", "Qwen3_5"}
 def test_each_family_gives_huggingfaces_tokens(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are longer than a chunk and end on and beside pages; released states are NaN.
 
-    In each run other families with experts have their tokens compared in `experts`.
+    Other families with experts have their tokens compared in `experts`.
     """
     model = wrapped_family(family)
     released = poison_released_states(model, monkeypatch)
@@ -89,6 +90,7 @@ def test_compiled_steps_give_the_same_tokens_of_states(family: str, seed: int) -
     assert (stats.graph_breaks, stats.recompiles) == (0, 0)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", TWO)
 def test_sampled_rows_follow_the_seed_and_their_scores_are_huggingfaces(family: str, seed: int) -> None:
     """Of the tokens that were drawn, HuggingFace's logits are those that they were drawn from."""
@@ -154,6 +156,7 @@ DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_drafts_take_huggingfaces_loop(kind: str, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """Which is said: a state cannot forget several tokens."""

@@ -80,7 +80,7 @@ def test_prompts_that_begin_alike_begin_with_a_state(engine: Engine, seed: int) 
     assert asked(engine, [first, second]) == 48 + BASE, "the second's own last border is nearer than a cut is worth"
 
 
-@pytest.mark.drawn(most=2)
+@pytest.mark.drawn(most=1)
 @pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("new", [27, 28, 29, 30])
 def test_an_answer_goes_on(engine: Engine, new: int, seed: int) -> None:
@@ -95,6 +95,7 @@ def test_an_answer_goes_on(engine: Engine, new: int, seed: int) -> None:
         chat += turn
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("reading")
 def test_answers_that_end_otherwise_go_on(engine: Engine, seed: int) -> None:
     """With a token that ends them, or cancelled; a state after few new tokens is not kept."""
@@ -115,6 +116,7 @@ def test_answers_that_end_otherwise_go_on(engine: Engine, seed: int) -> None:
     assert [asked(engine, [prompt], 12), asked(engine, [[*short, 7]])] == [0, 48]
 
 
+@pytest.mark.whole
 def test_an_answer_goes_on_in_several_ways_at_once(engine: Engine, seed: int) -> None:
     """All begin with one page that is full in part; each writes into a copy of its own."""
     (prompt, *turns) = prompts_of([LONG, 3, 7, 7, 1], seed)
@@ -139,6 +141,7 @@ def test_many_that_come_together_begin_with_what_the_first_of_them_computes(engi
     assert asked(engine, same) == 48 * 4
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("answered", [True, False], ids=["after the first", "all together"])
 def test_64_prompts_share_400_tokens(answered: bool, seed: int) -> None:
     """At least 90% of what they share is not computed again."""
@@ -166,6 +169,7 @@ def test_those_that_wait_go_on_if_the_first_is_cancelled(engine: Engine, seed: i
     assert handles[1].result(timeout=PATIENCE).token_ids == of_rows_alone(FAMILY, others[1:], NEW)[0]
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_kinds_of_layers(family: str, seed: int) -> None:
     first, second, third = begin_alike(seed, BASE, [9, 6, 7])
@@ -200,6 +204,7 @@ def test_rows_that_lose_their_pages_begin_with_a_state_again(seed: int, monkeypa
     assert (pool.account().used, pool.states.account()) == (0, (pool.states.total, 2, pool.states.total - 2, 0))
 
 
+@pytest.mark.whole
 def test_entries_run_out_before_pages(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row leaves few entries; the states that were used least recently go, and pages stay."""
     model = wrapped_family(FAMILY, max_batch_size=1)

@@ -38,7 +38,7 @@ def with_states(count: int, one: int, **options: Any) -> Any:
     return wrapped_family(FAMILY, kv_memory=2 * count * one, max_batch_size=ROWS, **options)
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("count", [4, 5, 11, ALL, ALL + 40])
 def test_states_bound_how_many_requests_run(count: int, one: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, most = with_states(count, one), list[int]()
@@ -67,6 +67,7 @@ def test_states_bound_how_many_requests_run(count: int, one: int, seed: int, mon
     assert_account_is_empty(model)
 
 
+@pytest.mark.whole
 def test_the_prefix_cache_takes_the_share_of_memory_that_is_described(one: int, seed: int) -> None:
     model, prompts = with_states(20, one), prompts_of([24] * 30, seed)
     with Engine(model, max_num_seqs=4) as engine:

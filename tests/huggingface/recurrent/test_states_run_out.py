@@ -93,6 +93,7 @@ def test_states_that_the_prefix_tree_keeps_go_first(model: Any, engine: Engine, 
     close(caches)
 
 
+@pytest.mark.whole
 def test_a_request_waits_for_states_of_another_engine(
     model: Any, engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
 FAMILIES = sorted(ALL_RECURRENT)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.whole])])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_those_of_rows_alone(family: str, mode: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +65,7 @@ def test_a_cache_goes_on_under_the_name_that_the_model_has_for_it(family: str, s
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_forward_and_beams_go_over_states(family: str, seed: int) -> None:

@@ -28,6 +28,7 @@ def pair(**options: Any) -> tuple[Any, Any]:
     return tiny_qwen3(eos_token_id=None), model
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_hooks_that_ask_for_gradients_come_and_go_without_a_compile(inputs):
     plain, model = pair(mode="compile")

@@ -34,6 +34,7 @@ KINDS = ["alibi", "sigmoid", "inkling"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", ["alibi", "sigmoid"])
 def test_tokens_are_huggingfaces(kind: str, seed: int) -> None:
     """In batches of mixed lengths, computed in several chunks, twice."""
@@ -49,6 +50,7 @@ def test_programs_are_one_graph_each_and_traced_once(kind: str, seed: int) -> No
     assert layer.kind.function == registered(kind).key, "what compiled code is looked up by has the variant's meaning"
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_rotary_embedding_of_queries_and_keys_is_the_ops(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, in decode steps."""
@@ -75,12 +77,14 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_planned_tokens_are_huggingfaces(kind: str, planned: list[str], seed: int) -> None:
     wrap_and_compare(with_attention(kind, seed), seed, mode="eager", prefill_tokens=8, **variants_for(kind))
     assert {*planned} == {registered(kind).key}
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_planned_programs_are_one_graph_each(planned: list[str], seed: int) -> None:
     """Beside layers that attend as usual, which have plans of their own."""
@@ -91,6 +95,7 @@ def test_planned_programs_are_one_graph_each(planned: list[str], seed: int) -> N
     assert [group.function for group in groups] == ["", registered("alibi").key]
 
 
+@pytest.mark.whole
 def test_planned_sinks_take_part(planned: list[str], seed: int) -> None:
     register_variant("no_change")
     model = make("GptOss", FAMILIES["GptOss"], seed)
@@ -98,6 +103,7 @@ def test_planned_sinks_take_part(planned: list[str], seed: int) -> None:
     assert planned
 
 
+@pytest.mark.whole
 def test_planned_requests_are_answered_as_alone(planned: list[str], seed: int) -> None:
     """Sampled ones and greedy ones."""
     plain, found = with_attention("inkling", seed, **WORDS), []
