@@ -45,6 +45,7 @@ def a_page_is_lost_when_a_call_fails(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagePool, "give_back", losing)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "plant", [pytest.param(min_p_is_forgotten, marks=pytest.mark.whole), a_page_is_lost_when_a_call_fails]
 )

@@ -34,6 +34,7 @@ def answers(engine: Engine, family: str, patience: float = PATIENCE) -> list[lis
     return [list(handle.result(patience).outputs[0].token_ids) for handle in handles]
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(
     ("family", "targets", "in_steps"),
     [("Qwen3VL", OF_TEXT, True), ("Qwen2_5_VL", OF_BOTH, True), ("Qwen3VL", OF_BOTH, False)],

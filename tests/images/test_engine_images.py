@@ -68,7 +68,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.core
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in BOTH_WAYS])
 def test_a_picture_has_huggingfaces_tokens(family, seed):
     model, plain = seeing(family, seed=seed), make(family, seed)
@@ -150,6 +150,7 @@ def test_several_answers_to_a_picture(prefix_cache):
         assert [one.token_ids for one in output.outputs] == [answer(QWEN, (5, CAT, 7, 8), 9)] * 3
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("family", [QWEN, "Qwen3_5"])
 def test_text_and_pictures_run_together(family, seed, whole):
     """Few pages: rows are preempted, and prompts with pictures are computed again from what was kept."""

@@ -60,6 +60,7 @@ def test_chunks_cut_pictures(engine):
     assert_answers(*engine, (*LONG, WIDE, 7, DOG, 8), cache_salt="other")
 
 
+@pytest.mark.drawn(most=1)
 def test_pictures_and_text_run_in_one_launch(engine):
     before = engine[0].stats().mixed_steps
     assert_answers(*engine, (5, 6), (9, CAT, 7), (7, 8, 9), (CAT, 3, WIDE, 5), (*LONG, 4), (6, WIDE, *LONG))

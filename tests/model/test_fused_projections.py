@@ -44,6 +44,7 @@ def run_fused(module: nn.Module, x: Tensor, weights: FusedWeights) -> Any:
         return compiled(x)
 
 
+@pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(("rows", "bias"), [((1,), False), ((1, 5), True)])
 def test_products_of_one_input_become_one(rows, bias, products, seed):
     module, x = Heads(bias), torch.randn(*rows, 24)
@@ -170,6 +171,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_a_swapped_weight_that_is_held_is_read_where_it_is(twins, products, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
@@ -190,6 +192,7 @@ def test_a_swapped_weight_that_is_held_is_read_where_it_is(twins, products, seed
     assert_account_is_empty(twins[1])
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_copies_and_pickles_fuse_weights_of_their_own(twins, seed):
     inputs = mixed_prompts([4, 9], 128, seed)
@@ -201,6 +204,7 @@ def test_copies_and_pickles_fuse_weights_of_their_own(twins, seed):
         assert addresses[0].isdisjoint(addresses[1])
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_unwrapping_gives_weights_memory_of_their_own(seed):
     plain, wrapped = tiny_qwen3(**SMALL), compiled_llm.wrap(tiny_qwen3(**SMALL), **OPTIONS)

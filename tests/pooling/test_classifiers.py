@@ -59,6 +59,7 @@ def test_calls_and_engines_score_as_huggingface(kind, seed):
     assert_account_is_empty(ours)
 
 
+@pytest.mark.whole
 def test_programs_of_classifiers_are_whole(seed, monkeypatch):
     monkeypatch.setattr(inductor, "compile_with_inductor", lambda module, inputs, options: module.forward)
     plain, inputs = classifier(), batch(seed)

@@ -130,6 +130,7 @@ def test_numbers_that_are_none_are_an_error():
         running.embed([[5, 6]], pooling="last")
 
 
+@pytest.mark.whole
 def test_programs_compute_no_logits(monkeypatch):
     graphs: list[Any] = []
 
