@@ -92,6 +92,7 @@ def check_tokens(kind: Kind, model: Any, seed: int, small: bool = False, new: in
 # ---- tokens
 
 
+@pytest.mark.drawn(most=5)
 @each(*KINDS, *IN_FP8)
 def test_tokens_in_generate(kind: Kind, reading: None, seed: int) -> None:
     """Some rows end early."""

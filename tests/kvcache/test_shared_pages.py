@@ -48,7 +48,7 @@ class SharingSchedule(Schedule):
         self.waiting[row], self.left[row] = prompt, new
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("make", "config"), [(tiny_qwen3, {}), pytest.param(tiny_llama, {}, marks=pytest.mark.whole), (tiny_qwen3, WINDOWS)]
 )
