@@ -151,6 +151,7 @@ def test_a_prompt_and_what_runs_are_one_launch_if_they_fit(monkeypatch: pytest.M
         assert answered == [engine.generate([ids], params)[0].token_ids for ids in ([5, 6, 7], list(range(3, 83)))]
 
 
+@pytest.mark.whole
 def test_a_launch_that_finds_the_model_changed_runs_again_with_what_it_was_fed(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

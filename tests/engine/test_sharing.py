@@ -81,7 +81,7 @@ BY_ITSELF: Any = lambda model, engine, tokens: by_itself(model, PROMPT, tokens) 
 IN_ENGINE: Any = lambda model, engine, tokens: engine.submit(PROMPT, greedy(tokens)).result(PATIENCE).token_ids  # noqa: E731
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("crowd", "size", "late", "most"),
     [

@@ -251,6 +251,7 @@ def test_a_request_that_is_preempted_goes_on_in_the_mode_that_it_began_in(
     assert said == [expected_tokens(prompt, tokens=60) for prompt in prompts]
 
 
+@pytest.mark.whole
 def test_a_failure_is_said_once_and_answers_go_on(gate: Gate, caplog: pytest.LogCaptureFixture, seed: int) -> None:
     gate.error = ValueError("planted\nwith all that a compiler has said")
     model, inputs = eager_first(), mixed_prompts(LENGTHS, 128, seed)

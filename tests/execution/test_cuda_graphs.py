@@ -105,6 +105,7 @@ MOVED = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.drawn(most=1)
 @pytest.mark.parametrize(

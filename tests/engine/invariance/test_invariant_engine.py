@@ -93,6 +93,7 @@ def test_layers_of_each_kind_have_them(kind: str, seed: int) -> None:
     check_engine(invariant(KINDS[kind]()), seed)
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_generate_has_them(seed: int) -> None:
     """Of several rows, whose prompts are padded."""

@@ -173,7 +173,7 @@ def test_all_engines_of_a_model_sleep_and_wake_together(model, engine):
 # ---- memory
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.parametrize("how", ["eager", "captured", pytest.param("compile", marks=pytest.mark.whole)])
 def test_nothing_of_the_model_runner_is_left_and_all_of_it_is_made_again(monkeypatch, one_thread, how):
     captures = how == "captured"

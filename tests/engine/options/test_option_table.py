@@ -111,7 +111,7 @@ def test_two_options_give_the_answers_of_the_first(cell: Cell, seed: int) -> Non
         assert_same(output, before, within)
 
 
-@pytest.mark.drawn(most=1)
+@pytest.mark.whole
 @pytest.mark.parametrize("weights", BY_WEIGHTS)
 @pytest.mark.parametrize("first", [(), ("kv_dtype",)], ids=["", "fp8"])
 def test_adapted_and_quantised_weights_multiply_in_steps_of_all_kinds(
