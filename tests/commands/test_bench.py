@@ -342,6 +342,7 @@ def published(**fields: Any) -> dict[str, Any]:
     return {"published": True, "model": MODEL, "machine": MACHINE, "latency": latencies, **fields}
 
 
+@pytest.mark.whole
 def test_the_chart_has_greedy_rates_by_batch_size(tmp_path: Path) -> None:
     path = tmp_path / "published.json"
     path.write_text(json.dumps(published()))

@@ -175,6 +175,7 @@ def test_a_prompt_that_ends_inside_an_image_takes_the_original_path(seed):
     assert wrapped.compiled.stats().generate_calls == {"original": 1}
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 def test_text_alone_compiles_whole(inputs, seed):
     plain, wrapped = pair("Qwen2VL", seed, mode="compile")

@@ -53,6 +53,7 @@ def test_products_of_one_input_become_one(rows, bias, products, seed):
     assert products.counts == [(4, 2)]
 
 
+@pytest.mark.whole
 def test_products_of_other_inputs_and_of_weights_apart_are_left_alone(products, seed):
     class Apart(Heads):
         def forward(self, x: Tensor) -> tuple[Tensor, ...]:

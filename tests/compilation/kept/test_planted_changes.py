@@ -67,7 +67,7 @@ def taken() -> tuple[Any, Any]:
     return model, plain
 
 
-@some(READ, "a table", "a module's partial function")
+@some(READ, "a table")
 def test_a_change_between_two_calls_is_followed_and_so_is_its_end(name: str) -> None:
     model, plain = taken()
     before = answer(plain)

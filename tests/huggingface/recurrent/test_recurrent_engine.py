@@ -71,6 +71,7 @@ def test_an_engine_sleeps_and_gets_new_weights(seed: int, tmp_path: Path) -> Non
 SLEEPS = ["eager", *(pytest.param(mode, marks=[pytest.mark.slow, pytest.mark.whole]) for mode in CAPTURES)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("family", ["Qwen3_5", pytest.param("Jamba", marks=pytest.mark.whole)])
 @pytest.mark.parametrize("mode", SLEEPS)
 def test_requests_go_on_after_sleep(family: str, mode: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

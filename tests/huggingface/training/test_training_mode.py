@@ -25,6 +25,7 @@ def flags(model: Any) -> list[bool]:
     return [module.training for module in model.modules()]
 
 
+@pytest.mark.whole
 @pytest.mark.usefixtures("without_inductor")
 @pytest.mark.parametrize(
     "begins",

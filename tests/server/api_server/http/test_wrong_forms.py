@@ -147,6 +147,7 @@ def test_openais_client_does_not_ask_again(api_server: RunningServer) -> None:
     assert len(asked) == 1
 
 
+@pytest.mark.whole
 def test_a_form_that_no_token_goes_on_with_ends_a_stream_by_name(api_server: RunningServer) -> None:
     (letter,) = tool_tokenizer()("a", add_special_tokens=False)["input_ids"]
     body = {"prompt": "hi", "stream": True, "max_tokens": 400, "allowed_token_ids": [letter]}
