@@ -57,6 +57,11 @@ def mkdocs() -> str:
     return (CHECKOUT / "mkdocs.yml").read_text()
 
 
+def test_the_workflow_draws_other_cases_each_week() -> None:
+    assert JOBS["drawn"]["if"].startswith("github.event_name == 'schedule'")
+    assert commands("drawn")[-1].startswith("tox -e py -- --seed ${{ github.run_number }}")
+
+
 def test_the_workflow_runs_the_whole_matrix() -> None:
     rows = JOBS["matrix"]["strategy"]["matrix"]["include"]
     pythons = {row["environment"]: row["python"] for row in rows}
@@ -69,7 +74,7 @@ def test_the_workflow_runs_the_whole_matrix() -> None:
 
 
 def test_a_release_needs_all_checks_and_is_what_was_tested() -> None:
-    assert set(JOBS["release"]["needs"]) == set(JOBS) - {"release"}
+    assert set(JOBS["release"]["needs"]) == set(JOBS) - {"release", "drawn"}, "what a tag runs"
     assert JOBS["release"]["if"] == "github.ref_type == 'tag'"
     text = "\n".join(commands("release"))
     assert "python -m build" in text
