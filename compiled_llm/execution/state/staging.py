@@ -72,7 +72,7 @@ class Staging:
             return
         nbytes = sum(_aligned(array.nbytes) for array, _ in pairs)
         if nbytes > _LARGEST:
-            _copy(pairs, _Area.of(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")))
+            _copy(pairs, _Area.of(_pinned(nbytes)))
             return
         self._current = (self._current + 1) % AREAS
         self._events[self._current].synchronize()
@@ -100,8 +100,11 @@ class Staging:
             return
         # One piece for all: each would take as long. Copies underway keep what they read, as the allocator knows them.
         size = min(1 << max(12, (nbytes - 1).bit_length()), _LARGEST)
-        whole = torch.empty(AREAS * size, dtype=torch.uint8, pin_memory=True, device="cpu")
-        self._areas = [_Area.of(part) for part in whole.split(size)]
+        self._areas = [_Area.of(part) for part in _pinned(AREAS * size).split(size)]
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _copy(pairs: Sequence[tuple[NDArray[Any], Tensor]], area: _Area) -> None:

@@ -28,8 +28,7 @@ def staging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """As on a CPU, and with the areas that a GPU's copies go through, which nothing can pin here."""
     made = Staging(CPU)
     if request.param == "through areas":
-        of = module._Area.of
-        monkeypatch.setattr(module._Area, "of", lambda nbytes, pinned=False: of(nbytes, pinned=False))
+        monkeypatch.setattr(module, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
         made._events = [_Event()] * len(made._areas)  # type: ignore[list-item]
     return made
 
@@ -70,3 +69,14 @@ def test_what_is_uploaded_is_a_copy(staging: Staging, seed: int) -> None:
     (there,) = staging.to_device([array])
     array[:] = 0
     assert there.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_uploads_of_all_sizes_arrive(staging: Staging) -> None:
+    """More than areas there are, each larger than those before, and some larger than an area may be."""
+    for number in range(2 * module.AREAS):
+        array = np.arange(number, number + 1000 * (number + 1))
+        (there,) = staging.to_device([array])
+        np.testing.assert_array_equal(there.numpy(), array)
+    (large,) = staging.to_device([np.arange(300_000)])
+    assert large.tolist() == list(range(300_000))
+    assert sum(len(area.bytes) for area in staging._areas) <= module.AREAS * module._LARGEST
