@@ -15,7 +15,7 @@ from compiled_llm_ops.protocol import DecodeOps
 
 
 class BroughtInputs(Protocol):
-    """What rows of a prefill bring besides ids; a program of its own reads it."""
+    """Inputs that rows of a prefill have besides ids, such as embeddings; they name the program that reads them."""
 
     @property
     def program(self) -> Any:

@@ -13,7 +13,7 @@ from compiled_llm.config import WrapConfig
 PREFILL, PREFILL_ALONE = "prefill", "prefill of rows without cached tokens"
 """Names of programs that parts have others of, too, for steps with outputs that these do not give."""
 PREFILL_EMBEDDED = "prefill from embeddings"
-"""That of a program of rows that bring these."""
+"""The name of the program of rows that bring embeddings in place of ids."""
 
 ProgramInputs: TypeAlias = PrefillInputs | DecodeInputs | UnpagedInputs | OwnInputs
 

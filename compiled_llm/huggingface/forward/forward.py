@@ -314,7 +314,7 @@ def _columns_of(
     check_ids(ids)
     if not shows_pictures(arguments):
         return ids, positions, None
-    ids = ids.cpu()  # once: it is read several times
+    ids = copies().of(ids)
     shown = needed("images", "huggingface").ShownColumns.of_call(model_runner, ids, arguments)
     return ids, torch.from_numpy(shown.axes[-1]), shown
 

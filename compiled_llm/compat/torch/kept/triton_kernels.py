@@ -17,7 +17,7 @@ _NEEDED = (".json", ".cubin")
 
 _PLAIN = (bool, int, float, str, type(None))
 _TUNING = ("dynamic_scale_rblock", "coordinate_descent_tuning", "combo_tuning_groups")
-"""What Inductor would try further tilings by."""
+"""Settings by which Inductor would time further tilings."""
 
 
 class TritonKernel(NamedTuple):
@@ -28,7 +28,7 @@ class TritonKernel(NamedTuple):
 
     @property
     def launched(self) -> Any:
-        """What launches it; ValueError if no tiling was chosen, because it has not run yet."""
+        """Its launcher with the tiling that was chosen; ValueError before its first run, which chooses."""
         launchers = self.kernel.launchers
         if len(launchers) != 1:
             raise ValueError("a kernel of Triton's has not run in its first call")

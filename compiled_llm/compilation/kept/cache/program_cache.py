@@ -42,7 +42,7 @@ class ProgramCache:
 
     def keep(self, program: KeptProgram, files: Mapping[str, Path]) -> None:
         """Write a program on a thread, which the end of this process waits for."""
-        # The caller has just run it for the first time, and somebody waits for a token.
+        # Callers do so right after the first run of a program, when a request waits for its token.
         if program.refused is None:
             try:
                 threading.Thread(target=self.write, args=(program, files), name="compiled_llm kept programs").start()
