@@ -95,7 +95,7 @@ JOINED = [
     *(Cut(16, outputs, stages, 4, "joined") for outputs, stages in ((64, 4), (64, 6), (128, 4))),
     *(Cut(32, outputs, 4, warps, "joined") for outputs, warps in ((64, 4), (128, 4), (256, 8))),
     *(Cut(64, outputs, 4, warps, "joined") for outputs, warps in ((64, 4), (128, 4), (128, 8), (256, 8))),
-    Cut(128, 128, 3, 8, "joined"),
+    *(Cut(128, outputs, stages, 8, "joined") for outputs, stages in ((64, 3), (128, 3), (128, 4), (256, 3))),
 ]
 BESIDE = [
     *(Cut(8, outputs, 4, warps) for outputs, warps in ((64, 4), (64, 2), (32, 2))),
