@@ -69,23 +69,21 @@ class JoinedTile(NamedTuple):
     outputs: int
     stages: int  # blocks of inputs on their way at a time
     programs: float  # for each multiprocessor, up to which a tile's inputs are split
+    warps: int = 4
 
 
 _64 = JoinedTile(64, 128, 4, 2.0)
 JOINED = {
     "bytes": (JoinedTile(16, 64, 6, 3.0), JoinedTile(32, 64, 4, 3.0), _64),
     "halves": (JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), JoinedTile(64, 64, 4, 2.0), _64),
-    "nf4": (JoinedTile(32, 64, 4, 3.0), JoinedTile(64, 64, 4, 6.0), _64),
+    "nf4": (JoinedTile(32, 64, 4, 3.0), JoinedTile(64, 64, 4, 6.0), JoinedTile(128, 128, 4, 2.0, 8)),
     "words_by_input": (JoinedTile(16, 128, 4, 6.0), JoinedTile(32, 128, 4, 3.0), _64),
     "words_by_output": (JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), _64),
     "tiles": (JoinedTile(16, 128, 4, 3.0), JoinedTile(32, 128, 4, 3.0), _64),
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
-# 4 bits. Tiles of 128 rows, with 8 warps, were up to a tenth faster with more than 64 rows; one of them, for int8, gave
-# other bits the second time (``tiles.ended``), and none has been measured since that is mended.
-
-JOINED_WARPS = 4
+# 4 bits. With NF4, whose table takes long, tiles of 128 rows look codes up half as often.
 
 FEWEST_JOINED = {"bytes": 9, "halves": 9, "nf4": 17, "words_by_input": 1, "words_by_output": 1, "tiles": 1}
 """Rows from which on codes are joined in order."""
@@ -150,7 +148,7 @@ def joined_tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: 
     tile = next((tile for tile in tiles_of if tile.rows >= m), tiles_of[-1])
     tiles = -(-m // tile.rows) * -(-n // tile.outputs)
     splits = min(int(tile.programs * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
-    return PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), JOINED_WARPS, joined=True)
+    return PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps, joined=True)
 
 
 def _reading(format: PackedFormat, inputs: int) -> str:

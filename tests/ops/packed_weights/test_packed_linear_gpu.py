@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.packed.linear import multiply_packed
-from compiled_llm_ops.packed.rule import JOINED, JOINED_WARPS, MAX_BLOCK, JoinedTile
+from compiled_llm_ops.packed.rule import JOINED, MAX_BLOCK, JoinedTile
 from compiled_llm_ops.packed.tilings import PackedLinearTiling, block_inputs, can_be_joined
 from support.gpu import needs_cuda, on_gpu, seeded
 from support.ops.packed_weights import FORMATS, IN_ROWS, Made, finite, side_by_side
@@ -64,7 +64,7 @@ def test_codes_joined_in_order(name: str, tile: JoinedTile, seed: int) -> None:
     inputs = block_inputs(made.weight.format, MAX_BLOCK)
     rows = torch.randn(tile.rows - 3, K, device="cuda", dtype=torch.bfloat16)
     for splits in (1, 3):
-        tiling = PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, splits, JOINED_WARPS, joined=True)
+        tiling = PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, splits, tile.warps, joined=True)
         out = multiply(rows, made.weight, None, tiling, pdl=False)
         check(out, rows, made)
         assert torch.equal(multiply(rows, made.weight, None, tiling, pdl=True), out)
@@ -72,11 +72,12 @@ def test_codes_joined_in_order(name: str, tile: JoinedTile, seed: int) -> None:
 
 CHAINED = ["torchao int8", "torchao float8 by row", "compressed-tensors int4, channel", "torchao int4, tiles"]
 """Formats of which a block's product is added by the next one."""
+NF4 = "bitsandbytes NF4"
 
 
 @seeded
-@pytest.mark.parametrize(("tile", "warps"), [((16, 64, 6), 4), ((32, 64, 4), 4), ((64, 128, 4), 4), ((128, 128, 3), 8)])
-@pytest.mark.parametrize("name", CHAINED)
+@pytest.mark.parametrize(("tile", "warps"), [((16, 64, 6), 4), ((32, 64, 4), 4), ((64, 128, 4), 4), ((128, 128, 4), 8)])
+@pytest.mark.parametrize("name", [*CHAINED, NF4])
 def test_products_have_the_same_bits_each_time(name: str, tile: tuple[int, int, int], warps: int, seed: int) -> None:
     """Tensor cores have ended before the next block's numbers take the place of those that they read."""
     from compiled_llm_ops.packed.kernels.joined import multiply
@@ -103,6 +104,6 @@ def test_side_by_side_products_have_the_bits_of_those_apart(name: str, seed: int
     if not can_be_joined(whole, torch.bfloat16):
         pytest.skip("not joined")
     rows = torch.randn(30, K, device="cuda", dtype=torch.bfloat16)
-    tiling = PackedLinearTiling(32, 64, block_inputs(whole.format, MAX_BLOCK), 4, 2, JOINED_WARPS, joined=True)
+    tiling = PackedLinearTiling(32, 64, block_inputs(whole.format, MAX_BLOCK), 4, 2, 4, joined=True)
     apart = torch.cat([multiply(rows, own, None, tiling, pdl=False) for own in both], -1)
     assert torch.equal(multiply(rows, whole, None, tiling, pdl=False), apart)

@@ -54,7 +54,6 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
         if isinstance(choice, PackedLinearTiling):
             fewest = 17 if weight.format.code == "nf4" else 1 if weight.format.layout in WORDS else 9
             assert choice.joined == (m >= fewest and can_be_joined(weight, torch.bfloat16))
-            assert choice.warps <= 4, "tiles with 8 warps have not been measured since they are the same twice"
             assert choice.rows >= m
 
 

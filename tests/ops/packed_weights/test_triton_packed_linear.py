@@ -16,7 +16,7 @@ import torch
 from compiled_llm_ops.kernels.linear.skinny_tiling import SHARED_MEMORY
 from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
 from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
-from compiled_llm_ops.packed.rule import JOINED, JOINED_WARPS, MAX_BLOCK, TILE_ROWS, JoinedTile, tiling_for
+from compiled_llm_ops.packed.rule import JOINED, MAX_BLOCK, TILE_ROWS, JoinedTile, tiling_for
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
     PackedLinearTiling,
@@ -229,11 +229,11 @@ def test_joined_codes_become_numbers_in_registers(name: str, tile: JoinedTile, t
 @pytest.mark.parametrize(("name", "outputs", "warps"), [("torchao int8", 64, 4), ("torchao int4, tiles", 128, 8)])
 def test_tensor_cores_have_ended_before_their_registers_are_written(name: str, outputs: int, warps: int) -> None:
     """As what `compiled` checks: on a GPU, int8 by row gave infinities at times."""
-    code = joined(name, JoinedTile(32, outputs, 3, 1.0), warps).asm["ptx"]
+    code = joined(name, JoinedTile(32, outputs, 3, 1.0, warps)).asm["ptx"]
     assert set(re.findall(r"wgmma\.wait_group\S*\s+(\d+)", code)) == {"0"}
 
 
-def joined(name: str, tile: JoinedTile, warps: int = JOINED_WARPS) -> Any:
+def joined(name: str, tile: JoinedTile) -> Any:
     from compiled_llm_ops.packed.kernels.joined import _packed_joined as kernel
 
     format, kind = FORMATS[name]
@@ -246,7 +246,7 @@ def joined(name: str, tile: JoinedTile, warps: int = JOINED_WARPS) -> Any:
     types |= {"scales": "*bf16", "zeros": "*bf16"} if scaled else {}
     types |= {"x": f"tensordesc<bf16[{tile.rows},{inputs}]>", "codes": block_of_codes(name, tile.outputs, inputs)}
     aligned = (ALIGNED - {"x", "codes"}) & types.keys()
-    return compiled(kernel, constants, types, warps=warps, aligned=aligned, launch_pdl=True)
+    return compiled(kernel, constants, types, warps=tile.warps, aligned=aligned, launch_pdl=True)
 
 
 def block_of_codes(name: str, outputs: int, inputs: int) -> str:
