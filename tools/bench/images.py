@@ -170,7 +170,8 @@ class Stopwatch:
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Not for the device: CUDA refuses that while a thread captures, as an engine's does.
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def greedy(tokens: int) -> SamplingParams:

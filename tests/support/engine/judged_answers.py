@@ -31,16 +31,20 @@ def judged(
     model: PreTrainedModel, exact: PreTrainedModel, prompts: Sequence[list[int]], new: int, steps: int, **options: Any
 ) -> Judged:
     """Answer prompts greedily until the engine has run so many steps, each time beginning with another token."""
-    params, missed, tokens = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True), 0, 0
+    params, not_best, tokens = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True), 0, 0
     with Engine(model, max_num_seqs=len(prompts), **options) as engine:
         turn = 0
         while engine.stats().steps < steps:
             turn += 1
             for output in engine.generate([[turn, *prompt] for prompt in prompts], params):
-                text = [*output.prompt_token_ids, *output.token_ids]
-                with torch.no_grad():
-                    ids = torch.tensor([text], device=exact.device)
-                    best = exact(input_ids=ids, use_cache=False, logits_to_keep=new + 1).logits[0, :-1].argmax(dim=1)
-                missed += int((best.cpu() != torch.tensor(output.token_ids)).sum())
+                not_best += missed(exact, output.prompt_token_ids, output.token_ids)
                 tokens += new
-        return Judged(engine.stats().steps, tokens, missed)
+        return Judged(engine.stats().steps, tokens, not_best)
+
+
+@torch.no_grad()
+def missed(exact: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> int:
+    """Return how many tokens of an answer are not the best that a model in float32 has after those before."""
+    ids = torch.tensor([[*prompt, *answer]], device=exact.device)
+    best = exact(input_ids=ids, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1].argmax(dim=1)
+    return int((best.cpu() != torch.tensor(list(answer))).sum())
