@@ -15,9 +15,9 @@ from compiled_llm.execution.batch import Batch
 from compiled_llm.execution.drafts.part import DraftSettings
 from compiled_llm.execution.drafts.rounds import Rounds
 from compiled_llm.execution.generate_loop import GenerateLoop
+from support.engine.judged_answers import Judged, missed
 from support.execution.drafters import Turning, drafted_answers, plain_answers
 from support.execution.schedule import prompt_of
-from support.engine.judged_answers import Judged, missed
 from support.execution.twins import OPTIONS, in_float32, small_qwen3
 from support.gpu import needs_cuda
 from support.parity import assert_account_is_empty
