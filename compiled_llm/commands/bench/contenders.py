@@ -65,7 +65,8 @@ class Setup:
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            # Not for the device: CUDA refuses that while a thread captures, as an engine's does.
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 class BenchSession:
