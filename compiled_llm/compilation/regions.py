@@ -100,9 +100,11 @@ def cut(module: fx.GraphModule, layers: int = 1, ops: Sequence[torch._ops.OpOver
         if node.op not in ("placeholder", "output"):
             numbers[node] = count - 1
     for node in reversed(numbers):
-        # Views are made in the region that reads them: one that returns its own tensors only is equal to others.
-        if node.target in _VIEWS and node.users:
-            numbers[node] = min(numbers.get(user, numbers[node]) for user in node.users)
+        # Views are made in the region that reads them: one that returns its own tensors only is equal to others. Those
+        # that several read stay: the first of these would return a view of its input, and no other one would.
+        readers = {numbers.get(user, numbers[node]) for user in node.users}
+        if node.target in _VIEWS and len(readers) == 1:
+            numbers[node] = min(readers)
     parts: list[list[fx.Node]] = [[] for _ in range(count)]
     for node, number in numbers.items():
         parts[number].append(node)

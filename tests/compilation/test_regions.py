@@ -116,6 +116,20 @@ def test_what_a_region_computes_is_told_from_an_earlier_one_like_it(seed):
     assert len(told._known) == 4, "in front of all, three layers, two layers with sums, and the last"
 
 
+def test_a_view_that_all_layers_read_is_no_output_of_the_first_of_them(seed):
+    """Cosines and sines of a decode step: that region would return a view of its input, and differ from the next."""
+
+    def layers(to: Inputs, angles: Tensor) -> Tensor:
+        angle, query = angles.cos().squeeze(0), to.query
+        for _ in range(4):
+            query = attend(query, to) * angle
+        return query
+
+    before, first, second, third, _ = descriptions(layers, inputs_of(), torch.randn(1, 3, 1, 16))
+    assert "squeeze" in before
+    assert first == second == third
+
+
 def test_parts_of_one_product_share_memory_in_what_is_told_too(seed):
     def layers(to: Inputs) -> Tensor:
         query = to.query

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 from transformers import PreTrainedModel
 
+from compiled_llm.compat.torch.dynamo import before_dynamo
 from compiled_llm.model.version import contents, module_tree
+from compiled_llm.model.version.code import Code
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.tensors import Tensors
@@ -284,6 +287,20 @@ def test_functions_are_watched_where_they_are_defined_or_may_come_to_be(monkeypa
             assert watch.changed() == {"code", "values"}
             assert not watch.changed()
         assert watch.changed() == {"code", "values"}
+
+
+def test_what_the_first_trace_puts_around_methods_of_modules_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program is taken as it was kept, and the next is the first that Dynamo traces in the process."""
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, before_dynamo(getattr(nn.Module, name)))
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    code, init = Code(), nn.Module.__init__
+    code.watch([(nn.Module, "__init__"), (nn.Module, "__setstate__")])
+    install_generation_tagging_init()
+    assert nn.Module.__init__ is not init
+    assert code.valid()
+    monkeypatch.setattr(nn.Module, "__init__", lambda self: init(self))
+    assert not code.valid()
 
 
 # ---- checks

@@ -26,6 +26,7 @@ BackendError = BackendCompilerFailed
 
 F = TypeVar("F", bound=Callable[..., Any])
 E = TypeVar("E", bound=BaseException)
+T = TypeVar("T")
 
 
 def dynamo_watches() -> bool:
@@ -247,12 +248,12 @@ def traced_code() -> frozenset[CodeType]:
     return frozenset(get_traced_code() or ())
 
 
-def before_dynamo(function: FunctionType) -> FunctionType:
-    """Return the method of ``nn.Module`` that Dynamo has put this one in place of; others as they are."""
-    if function.__module__ != "torch._dynamo.mutation_guard":
-        return function
-    held = (cell.cell_contents for cell in function.__closure__ or ())
-    return next((value for value in held if isinstance(value, FunctionType)), function)
+def before_dynamo(value: T) -> T | FunctionType:
+    """Return the method of ``nn.Module`` that Dynamo has put a function in place of; any other value as it is."""
+    if not isinstance(value, FunctionType) or value.__module__ != "torch._dynamo.mutation_guard":
+        return value
+    held = (cell.cell_contents for cell in value.__closure__ or ())
+    return next((content for content in held if isinstance(content, FunctionType)), value)
 
 
 def is_taken_as_constant(function: FunctionType) -> bool:

@@ -7,6 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from compiled_llm.compat.torch.dynamo import before_dynamo
 from compiled_llm.model.version.module_tree import same
 
 Place = tuple[Any, str | None]
@@ -42,11 +43,20 @@ class Code:
 
     def valid(self) -> bool:
         """Whether all of it is still there."""
-        return same(self._known, self._now()) and same(self._held, self._held_now())
+        return self._has_its_values(self._now()) and same(self._held, self._held_now())
 
     def remember(self) -> None:
         """Remember all places as they are now."""
         self._known, self._held = self._now(), self._held_now()
+
+    def _has_its_values(self, now: list[object]) -> bool:
+        if same(self._known, now):
+            return True
+        # The first trace of a process puts functions of Dynamo's in place of methods of ``nn.Module``, which call them.
+        only_marked = same([*map(before_dynamo, self._known)], [*map(before_dynamo, now)])
+        if only_marked:
+            self._known = now
+        return only_marked
 
     def _now(self) -> list[object]:
         return [look_up(name) for (_, name), look_up in self._lookups.items()]
