@@ -130,6 +130,7 @@ def compiled_into(
     from compiled_llm.compilation.artifacts.writing import PROFILE, seal
     from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
     from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
+    from compiled_llm.execution.prefill.embedded import EmbeddedTokens
 
     here = made_for(loaded, type(loaded), WrapConfig.from_options(options))
     model = compiled_llm.wrap(loaded, max_batch_size=max_num_seqs, **options)
@@ -140,7 +141,7 @@ def compiled_into(
         default = [1, min(2, max_num_seqs)] if model.device.type == "cpu" else buckets_up_to(max_num_seqs)
         engine.warmup(sizes or default)
         model_runner = model.compiled.model_runner()
-        prepare(model_runner, [], [], embedded=True)
+        prepare(model_runner, [], [], [EmbeddedTokens.none(loaded)])
         model_runner.thread.call(model_runner.prepare_deferred, sizes or default)
         _run_some_requests(engine)
     with Console(stderr=True).status("waiting for kernels of attention that are built for later processes"):

@@ -448,8 +448,7 @@ class Engine:
         if structured or (self._tokenizer is not None and wanted.structured):
             check_has("structured_outputs", "structured=True")
             self._grammars.prepare(self.token_facts.logits, self.token_facts.eos_token_ids)
-        shows = self._processor is not None and self._images_in_steps
-        warm_up(self._runtime, self._engine_thread, wanted, structured, report, shows)
+        warm_up(self._runtime, self._engine_thread, wanted, structured, report, self._images_in_steps)
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""

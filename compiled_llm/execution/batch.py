@@ -38,6 +38,10 @@ class Brought(Protocol):
         """Return that of new tokens ``start`` to ``stop``."""
         ...
 
+    def of_none(self) -> Brought:
+        """Return that of no tokens, which keeps no memory of this one."""
+        ...
+
     def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> Any:
         """Return what ``PrefillInputs.brought`` is in a launch of packed rows, of which some bring the like."""
         ...

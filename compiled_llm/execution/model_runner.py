@@ -164,6 +164,8 @@ class ModelRunner:
         self.prefill = Prefill(self.state, self.graph_manager, self._planner, shapes, self.steps)
         self.unpaged = Unpaged(self.state, self.graph_manager)
         self.parts: dict[str, Any] = {}  # what features have allocated on the device, with its ``nbytes``, by name
+        # what features have prepared ahead, by name: each prepares it on another runner, made after sleep
+        self.prepared: dict[str, Callable[[ModelRunner], None]] = {}
         self._values: int | None = None  # of the model that computed ``prefixes``; None before the first check
 
     # ---- run

@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+from compiled_llm.compilation.programs import Programs
 from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.images import shown, shown_prompt
+from compiled_llm.engine.images.encoder import encoder_graphs
+from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from compiled_llm.engine.images.encoder.encoder_step import PROGRAM as ENCODER
 from compiled_llm.engine.images.request_images import RequestImages
 from compiled_llm.engine.images.shown_step import PROGRAM
 from compiled_llm.execution.prefill.brought_room import BroughtRoom
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.engine.tiny_engines import PATIENCE, greedy
-from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.execution.stand_in_cuda_graphs import NoGuards, StandInGraphCapture, let_a_cpu_capture
 from support.images import Part, Picture, answer, prompt_of, seeing
 from support.parity import assert_account_is_empty
 
@@ -158,6 +161,37 @@ def test_launches_with_pictures_are_captured_and_replayed_as_those_of_text(famil
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_after_a_warmup_first_pictures_are_replayed_and_so_they_are_after_sleep(family, monkeypatch):
+    """In the next larger of a few sizes; sleep gives the CUDA graphs back, and wake captures them again."""
+    let_a_cpu_capture(monkeypatch)
+    model = seeing(family)
+    monkeypatch.setattr(encoder_graphs, "GraphCapture", lambda device: StandInGraphCapture(model))
+    monkeypatch.setattr(encoder_graphs, "TOKENS", (8, 24))
+    monkeypatch.setattr(Programs, "guards", lambda *asked: NoGuards())
+    with Engine(model, max_num_seqs=4, images_in_steps=True, prefix_cache=False) as engine:
+        engine.warmup(2)
+        for _ in range(2):
+            runner = model.compiled.model_runner()
+            shown = [key for key in runner.state.step_table.of("prefill") if key.brought]
+            assert shown
+            assert {key.brought for key in shown} == {PROGRAM.name}
+            assert_answers(engine, family, (5, CAT, 7))
+            assert sum(runner.state.step_table.entries[key].replays for key in shown) == 1
+            assert EncoderGraphs.of(runner).replays == 1
+            assert_answers(engine, family, (9, WIDE, 3, DOG, 1), (6, 7, 8), (4, CAT, 5))
+            before = model.compiled.stats().memory
+            assert engine.sleep(graphs=True) > 0
+            engine.wake()
+            after = model.compiled.stats().memory
+            assert [after[part] for part in ("buffers", "encoder_graphs")] == [
+                before["buffers"],
+                before["encoder_graphs"],
+            ]
+    assert_account_is_empty(model)
+
+
 def test_a_replay_over_pictures_of_an_earlier_launch_would_be_found(monkeypatch):
     let_a_cpu_capture(monkeypatch)
     fill, filled = BroughtRoom.filled, list[Any]()
@@ -181,7 +215,7 @@ def test_a_replay_over_pictures_of_an_earlier_launch_would_be_found(monkeypatch)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_of_pictures_compile_nothing_after_warmup(family):
     model = seeing(family, mode="cuda-graphs", eager_first=False)
-    with Engine(model, processor=object(), images_in_steps=True) as engine:
+    with Engine(model, images_in_steps=True) as engine:
         engine.warmup(1)
         assert {PROGRAM.name, ENCODER.name} <= model.compiled.model_runner().graph_manager.prefills
         before = model.compiled.stats()

@@ -10,6 +10,7 @@ from compiled_llm.config import WrapConfig
 from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder, own_encoder
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.shown import nothing_shown
+from compiled_llm.engine.images.shown_step import PROGRAM
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.facts import ModelFacts
 
@@ -42,13 +43,15 @@ def model_obstacle(facts: ModelFacts, config: WrapConfig) -> str | None:
 
 
 def prepare(model_runner: ModelRunner) -> None:
-    """Compile the step that reads pictures and the encoder, if there are such, in the model's executor."""
-    facts = model_runner.state.facts
+    """Compile, and on CUDA capture, the prefill with pictures and the encoder, if steps read pictures of the model."""
+    facts, thread, prefill = model_runner.state.facts, model_runner.thread, model_runner.prefill
     if model_obstacle(facts, model_runner.config) is not None:
         return
     if (encoder := own_encoder(facts.model, model_runner)) is not None:
-        model_runner.thread.call(_prepare_encoder, encoder, facts)
-    model_runner.thread.call(model_runner.prefill.make_ready, brought=nothing_shown(model_runner, facts))
+        thread.call(_prepare_encoder, encoder, facts)
+    thread.call(prefill.make_ready, brought=nothing_shown(model_runner, facts))
+    thread.call(prefill.capture_anchors, PROGRAM.name)  # those that launches since have made room for, too
+    model_runner.prepared[PROGRAM.name] = prepare
 
 
 def _prepare_encoder(encoder: CompiledEncoder, facts: ModelFacts) -> None:

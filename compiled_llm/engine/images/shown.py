@@ -52,6 +52,11 @@ class ShownTokens(NamedTuple):
         features = self.features[:, first:last]
         return ShownTokens(self.positions[:, start:stop], self.places[first:last] - start, features, self.forward)
 
+    def of_none(self) -> ShownTokens:
+        """Return that of no tokens."""
+        features = self.features.new_empty(len(self.features), 0, self.features.shape[2])
+        return ShownTokens(self.positions[:, :0].copy(), self.places[:0].copy(), features, self.forward)
+
     def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> ShownInputs:
         """Return what the step reads of packed rows, some of which have pictures."""
         counts = [len(extension.ids) for extension in chunk]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.program import PREFILL_EMBEDDED
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
+from compiled_llm.execution.batch import Brought
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
@@ -26,25 +26,28 @@ class CompiledParts:
     programs: Programs | None
     weights: FusedWeights
     decodes: tuple[StepKey, ...]  # steps that were ready
-    embedded: bool  # whether prefill from embeddings was ready
+    bringing: tuple[Brought, ...]  # what no tokens bring, of each program that reads more than ids and was ready
     shapes: tuple[StepKey, ...]  # captured prefills, smallest first
     samplings: tuple[int, ...]  # the numbers of rows whose deferred sampling was captured
+    prepared: tuple[Callable[[ModelRunner], None], ...]  # prepare what features had prepared ahead
 
     @staticmethod
     def of(model_runner: ModelRunner, made_for: tuple[Hashable, ...]) -> CompiledParts:
         graph_manager, table = model_runner.graph_manager, model_runner.state.step_table
+        stay = not graph_manager.programs.in_trees
         return CompiledParts(
             made_for=made_for,
             rows=model_runner.config.max_batch_size,
             positions=model_runner.max_positions,
             tokens=model_runner.pool.tokens_in(model_runner.pool.total),
             states=0 if model_runner.pool.states is None else model_runner.pool.states.total,
-            programs=None if graph_manager.programs.in_trees else graph_manager.programs,
+            programs=graph_manager.programs if stay else None,
             weights=graph_manager.weights,
             decodes=tuple(table.at_once("decode", shares=True)),
-            embedded=PREFILL_EMBEDDED in graph_manager.prefills,
+            bringing=model_runner.prefill.bringing if stay else (),
             shapes=tuple(sorted(table.of("prefill"))),
             samplings=tuple(model_runner.steps.sampling_graphs.buckets),
+            prepared=tuple(model_runner.prepared.values()),
         )
 
     def fits(self, made_for: tuple[Hashable, ...], rows: int, positions: int) -> bool:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from compiled_llm.compilation.artifacts.profile import Profile
 from compiled_llm.compilation.graphs.captured_shapes import buckets_up_to
 from compiled_llm.compilation.graphs.step_key import StepKey
+from compiled_llm.execution.batch import Brought
 from compiled_llm.execution.lifecycle.runner_lifecycle import prepare
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.prefill.embedded import EmbeddedTokens
 
 
 def used_steps(used: Mapping[StepKey | str, int]) -> dict[StepKey, int]:
@@ -38,16 +40,17 @@ def prepare_profile(model_runner: ModelRunner, profile: Profile, report: Callabl
     steps = [
         key for key in keys if key.phase == "decode" or (key.phase == "prefill" and model_runner.prefill.fits(key))
     ]
-    _prepare_steps(model_runner, steps, profile.embeddings > 0, report)
-    for phase in (model_runner.prefill, model_runner.steps):  # all other steps run in these
-        model_runner.thread.call(phase.capture_anchors)
+    embedded = [EmbeddedTokens.none(model_runner.state.facts.model)] if profile.embeddings else []
+    _prepare_steps(model_runner, steps, embedded, report)
+    model_runner.thread.call(model_runner.prefill.capture_anchors)  # all other steps run in these
+    model_runner.thread.call(model_runner.steps.capture_anchors)
     if samplings := sorted({key.rows for key in keys if key.phase == "sampling"}):
         report("preparing sampling of tokens under grammars")
         model_runner.thread.call(model_runner.prepare_deferred, samplings)
 
 
 def _prepare_steps(
-    model_runner: ModelRunner, steps: Sequence[StepKey], embedded: bool, report: Callable[[str], None]
+    model_runner: ModelRunner, steps: Sequence[StepKey], bringing: Sequence[Brought], report: Callable[[str], None]
 ) -> None:
     """Prepare steps; the most used ones are given first."""
     nbytes, most = model_runner.state.step_table.budget
@@ -55,10 +58,10 @@ def _prepare_steps(
     if nbytes is None:
         decodes = sorted(step for step in steps if step.phase == "decode")
         shapes = sorted(step for step in steps if step.phase == "prefill")
-        prepare(model_runner, decodes, [shapes], embedded, report, anchors=False)
+        prepare(model_runner, decodes, [shapes], bringing, report, anchors=False)
         return
     # The most used ones last: the first captured is the first to make room.
-    prepare(model_runner, [], [], embedded, report, anchors=False)
+    prepare(model_runner, [], [], bringing, report, anchors=False)
     for number, step in enumerate(reversed(steps), start=1):
         report(f"preparing what requests use ({number} of {len(steps)})")
         if step.phase == "decode":

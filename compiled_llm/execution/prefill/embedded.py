@@ -68,6 +68,10 @@ class EmbeddedTokens(NamedTuple):
         """Return that of tokens ``start`` to ``stop``."""
         return EmbeddedTokens(self.embeddings[start:stop])
 
+    def of_none(self) -> EmbeddedTokens:
+        """Return that of no tokens."""
+        return EmbeddedTokens(self.embeddings.new_empty(0, self.embeddings.shape[1]))
+
     def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> EmbeddedInputs:
         """Return what the step reads of packed rows, of which padding brings nothing."""
         # It is a new tensor in any case: whether one was made in inference mode would be compiled in.

@@ -81,6 +81,7 @@ class Prefill:
         self._page_size = state.config.page_size
         self._taps = state.taps
         self.brought_room = BroughtRoom()
+        self._bringing: dict[str, Brought] = {}  # that of no tokens, by the program that it was compiled with
         self._padding = state.slots.padding if state.taps else None
         self._stateful = state.pool.states is not None
         self._table.when_dropped.append(planner.forget)
@@ -112,8 +113,7 @@ class Prefill:
         brought: Brought | None = None,
     ) -> None:
         """Compile prefill, if it is not compiled yet, for a call of ``waiting`` rows that waits for it."""
-        # ``anchors`` are captured, too; ``wants`` are further outputs; of rows that have ``brought`` something, another
-        # program is compiled.
+        # ``anchors`` are captured, too; ``wants`` are further outputs; what rows have ``brought`` has its own program.
         graph_manager = self._graph_manager
         program = with_outputs(PREFILL if brought is None else brought.program.name, wants)
         checked = self._steps.check_model_if_due()
@@ -129,18 +129,29 @@ class Prefill:
             for schedule in self._schedules_of_programs(brought is not None):
                 self._launch(self._laid_out(null, keep, slots, schedule, wants, brought))
         graph_manager.prefills.add(program)
-        if anchors and brought is None and not wants:
-            self.capture_anchors()
+        if wants:
+            return
+        if brought is not None:
+            self._bringing[program] = brought.of_none()
+        if anchors and (brought is None or brought.captured):
+            self.capture_anchors("" if brought is None else program)
+
+    @property
+    def bringing(self) -> tuple[Brought, ...]:
+        """What no tokens bring, of each compiled program that reads more than ids."""
+        prepared = self._graph_manager.prefills
+        return tuple(none for program, none in self._bringing.items() if program in prepared)
 
     def _schedules_of_programs(self, own_inputs: bool) -> list[int]:
         """Return a schedule for each program that prefills run in; there is one for those with inputs of their own."""
         alone = [schedule for schedule in self._planner.schedules if self._planner.attends_alone(schedule)]
         return [self._planner.schedules[0], *([] if own_inputs else alone)]
 
-    def capture_anchors(self) -> None:
+    def capture_anchors(self, brought: str = "") -> None:
         """Capture, as far as there is room, a few shapes in which any prefill can run while its own is captured."""
-        # They are evicted after all others.
-        self.capture_shapes(sorted(self._anchors), only_with_room=True)
+        # Those that read ids are evicted after all others. ``brought`` names a compiled program that reads more.
+        anchors = [shape._replace(brought=brought) for shape in self._anchors]
+        self.capture_shapes(sorted(anchors), only_with_room=True)
 
     def _find_anchors(self) -> list[StepKey]:
         if not self._captures:
@@ -243,9 +254,8 @@ class Prefill:
         shape = self._shape_to_replay(chunk, wanted, slots, wants, brought)
         if shape is not None:
             launch = self._steps.ready(shape, exact=exact)
-            begin = functools.partial(self._begin_capture, shape, None if brought is None else brought.of(0, 0))
-            self._steps.want_padded(shape, launch.key, begin)
-            logits, tokens, emitted = self._run_shape(launch, chunk, keep, slots, brought)
+            self._steps.want_padded(shape, launch.key, functools.partial(self._begin_capture, shape))
+            logits, tokens, emitted = self._run_shape(launch, chunk, keep, slots)
             return StepOutputs(logits[:wanted].clone(), tokens[:sampled].clone(), emitted)  # overwritten by the next
         # A symbolic size is at least 2.
         if len(chunk) == 1:
@@ -336,13 +346,18 @@ class Prefill:
         if not (self._captures and new):
             return
         self.make_ready(anchors=False)
-        largest = max(shape.tokens for shape in new)
-        none = np.zeros(0, dtype=np.int64)
-        with self._graph_manager.preparing(f"prefill of up to {largest} tokens", 0, PREFILL):
-            for shape in reversed(new):  # the largest first: what it leaves in the pool serves the others
+        for brought in dict.fromkeys(shape.brought for shape in new):
+            self._capture_new([shape for shape in new if shape.brought == brought], brought or PREFILL, only_with_room)
+
+    def _capture_new(self, shapes: Sequence[StepKey], program: str, only_with_room: bool) -> None:
+        """Capture shapes of one compiled program."""
+        largest, none = max(shape.tokens for shape in shapes), np.zeros(0, dtype=np.int64)
+        with self._graph_manager.preparing(f"{program} of up to {largest} tokens", 0, program):
+            for shape in reversed(shapes):  # the largest first: what it leaves in the pool serves the others
                 if self._table.get(shape) is None and not (only_with_room and self._table.full):
-                    with self._cuda_graphs.accounted(f"prefill of {shape.tokens} tokens, {shape.rows} rows"):
-                        self._launch_shape(shape, *self._padded(shape, [], none, none), None, background=False)
+                    with self._cuda_graphs.accounted(f"{program} of {shape.tokens} tokens, {shape.rows} rows"):
+                        packed, table = self._padded(shape, [], none, none)
+                        self._launch_shape(shape, packed, table, self._brought_to(shape, []), background=False)
 
     def _shape_to_replay(
         self,
@@ -411,12 +426,12 @@ class Prefill:
         shape = self._shapes.smallest(tokens, len(queries)) if self._captures else None
         return tokens if shape is None else shape.tokens
 
-    def _begin_capture(self, shape: StepKey, brought: Brought | None) -> Callable[[], None]:
+    def _begin_capture(self, shape: StepKey) -> Callable[[], None]:
         """Plan a shape that may never have run, over rows of padding; returns a function that begins its capture."""
         none = np.zeros(0, dtype=np.int64)
         packed, table = self._padded(shape, [], none, none)
         self._planner.plan_prefill(table, shape)
-        inputs, filled = self._in_new_tensors(shape, packed, self._brought_to(shape, [], brought))
+        inputs, filled = self._in_new_tensors(shape, packed, self._brought_to(shape, []))
         return functools.partial(self._capture, shape, inputs, filled, None, background=True)
 
     def _run_shape(
@@ -425,14 +440,13 @@ class Prefill:
         chunk: list[Extension],
         keep: NDArray[np.int64],
         slots: NDArray[np.int64],
-        brought: Brought | None,
     ) -> StepOutputs:
         """Run a prefill padded to the launch's shape: replay it, or launch it and have it captured."""
         state, shape, entry = self._state, launch.key, launch.entry
         packed, table = self._padded(shape, chunk, keep, slots)
-        shown = self._brought_to(shape, chunk, brought)
+        brought = self._brought_to(shape, chunk)
         background = not (launch.captures_now if len(slots) == len(keep) else self._pays(launch.wanted))
-        program = functools.partial(self._launch_shape, shape, packed, table, shown, background)
+        program = functools.partial(self._launch_shape, shape, packed, table, brought, background)
         running = [cast(Row, extension.row) for extension in chunk if extension.is_next]
         forgettable = not state.slots.remember(running)  # else the host lacks what would have to be written again
         if entry is None or not (forgettable or self._steps.is_valid(entry)):
@@ -440,7 +454,7 @@ class Prefill:
         assert entry.filled is not None
         fed = state.slots.fed() if running or self._taps else None  # the replay overwrites what it feeds in
         self._upload(packed, table, shape, entry.filled)
-        self._fixed(shape, shown)
+        self._fixed(shape, brought)
         outputs = launch()
         # Checked while the device computes. All it reads is there, since the weights are; and if the model computes
         # something else now, all it writes is written again.
@@ -472,11 +486,12 @@ class Prefill:
         slots = np.concatenate([slots, self._state.slots.of([], sampled - len(slots))])
         return pack(padded(chunk, shape, self._page_size), keep, slots, self._page_size, self._padding, self._stateful)
 
-    def _brought_to(self, shape: StepKey, chunk: Sequence[Extension], brought: Brought | None) -> BroughtInputs | None:
-        """Return what rows bring, laid out in new tensors of a padded shape."""
-        if brought is None:
+    def _brought_to(self, shape: StepKey, chunk: Sequence[Extension]) -> BroughtInputs | None:
+        """Return what rows bring, laid out in new tensors of a padded shape; None if its program reads ids."""
+        if not shape.brought:
             return None
-        laid_out: BroughtInputs = brought.laid_out(padded(chunk, shape, self._page_size), self._state.staging)
+        none = self._bringing[shape.brought]
+        laid_out: BroughtInputs = none.laid_out(padded(chunk, shape, self._page_size), self._state.staging)
         return laid_out
 
     def _fixed(self, shape: StepKey, brought: BroughtInputs | None) -> BroughtInputs | None:

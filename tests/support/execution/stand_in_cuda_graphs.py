@@ -117,6 +117,9 @@ class NoGuards(Guards):
     def __init__(self) -> None:
         pass
 
+    def find(self) -> None:
+        pass
+
     def valid(self) -> bool:
         return True
 
