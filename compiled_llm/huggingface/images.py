@@ -18,7 +18,6 @@ from compiled_llm.engine.images.encoder.compiled_encoder import own_encoder, slo
 from compiled_llm.engine.images.read_in_steps import model_obstacle
 from compiled_llm.engine.images.shown import AXES, ShownTokens, forward_for
 from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.huggingface.cache.brought_columns import taken
 from compiled_llm.huggingface.cache.cache_columns import on_host
 from compiled_llm.huggingface.call.current_call import copies
 from compiled_llm.huggingface.handle import CompiledModel
@@ -117,8 +116,7 @@ class ShownColumns(NamedTuple):
         places = np.flatnonzero(numbers >= 0)
         if not len(places):
             return None
-        features = taken(self.features, 1, numbers[places])
-        return ShownTokens(self.axes[:, row, columns], places, features, self.forward)
+        return ShownTokens(self.axes[:, row, columns], places, self.features, numbers[places], self.forward)
 
 
 def _stacked(outputs: Any, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import compiled_llm
+from compiled_llm.execution.state.staging import Staging
 from support.huggingface.pairs import OPTIONS, pair
+from support.noting import note_calls
 from support.parity import assert_account_is_empty, mixed_prompts
 from support.tiny_models import ONE_LAYER, TINY
 
@@ -142,6 +144,22 @@ def test_losses_may_be_divided_by_a_number_of_items(models, ids):
         theirs, ours = (model(ids, labels=torch.full((3, LENGTH), 7), num_items_in_batch=9) for model in models)
     torch.testing.assert_close((ours.loss, ours.logits), (theirs.loss, theirs.logits), **CLOSE)
     assert_forwards(models[1], compiled=1)
+
+
+@pytest.mark.parametrize("most", [32, 8])
+def test_embeddings_around_holes_are_picked_by_one_upload_a_launch(most, ids, monkeypatch):
+    """A copy from ordinary memory would wait for the device; those that follow one another need none."""
+    plain, wrapped = pair({**FEW, "prefill_tokens": most}, eos_token_id=None)
+    uploads = note_calls(monkeypatch, Staging, "to_device", lambda _, arrays, targets=(): [*map(list, arrays)])
+    first, second = [0, 1, 2, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 8, 9, 10]
+    expected = {32: [[first, second]], 8: [[first[2:]], [second[1:]]]}[most]  # 6 tokens of another row come before
+    mask = masks()["holes"]
+    rows = {"inputs_embeds": plain.get_input_embeddings()(ids).detach(), "attention_mask": mask}
+    with torch.no_grad():
+        ours, theirs = (model(**rows, use_cache=True) for model in (wrapped, plain))
+    assert_equal_where_seen(ours, theirs, mask)
+    known = [lists[0] for lists in expected]
+    assert [lists for lists in uploads if lists[0] in known] == expected
 
 
 # ---- under grad

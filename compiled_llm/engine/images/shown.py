@@ -1,7 +1,7 @@
 """The tokens of pictures that a chunk of a prompt brings to a prefill, as an encoder's features."""
 
-# Shapes: Q tokens of a chunk, T of a launch, K of them of pictures, A axes of positions, F layers with features of
-# their own, C hidden size.
+# Shapes: Q tokens of a chunk, T of a launch, K of them of pictures, N tokens of pictures that have features, A axes of
+# positions, F layers with features of their own, C hidden size.
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from compiled_llm.compilation.programs import Programs
 from compiled_llm.engine.images.shown_step import PROGRAM, ShownInputs, deep_forward
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.prefill.picked import picked
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.model.facts import Forward, ModelFacts, with_kinds
 
@@ -33,7 +34,8 @@ class ShownTokens(NamedTuple):
 
     positions: NDArray[np.int64]  # ``[A, Q]``, rotary positions
     places: NDArray[np.int64]  # ``[K]`` ascending, which of the Q tokens are those of pictures
-    features: Tensor  # ``[1 + F, K, C]`` in the model's dtype, the last layer's first
+    features: Tensor  # ``[1 + F, N, C]`` in the model's dtype, the last layer's first
+    numbers: NDArray[np.int64]  # ``[K]`` ascending, where these tokens are in ``features``
     forward: Forward | None  # takes those of further layers; None without them
 
     @property
@@ -49,13 +51,14 @@ class ShownTokens(NamedTuple):
     def of(self, start: int, stop: int) -> ShownTokens:
         """Return that of tokens ``start`` to ``stop``."""
         first, last = np.searchsorted(self.places, (start, stop)).tolist()
-        features = self.features[:, first:last]
-        return ShownTokens(self.positions[:, start:stop], self.places[first:last] - start, features, self.forward)
+        places, numbers = self.places[first:last] - start, self.numbers[first:last]
+        return ShownTokens(self.positions[:, start:stop], places, self.features, numbers, self.forward)
 
     def of_none(self) -> ShownTokens:
         """Return that of no tokens."""
         features = self.features.new_empty(len(self.features), 0, self.features.shape[2])
-        return ShownTokens(self.positions[:, :0].copy(), self.places[:0].copy(), features, self.forward)
+        none = np.zeros(0, dtype=np.int64)
+        return ShownTokens(self.positions[:, :0].copy(), none, features, none, self.forward)
 
     def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> ShownInputs:
         """Return what the step reads of packed rows, some of which have pictures."""
@@ -71,7 +74,8 @@ class ShownTokens(NamedTuple):
         mask[places] = True
         positions = np.concatenate([_positions_of(own) for own in chunk], axis=1)
         device_places, flags, axes = staging.to_device([places, mask, np.ascontiguousarray(positions).reshape(-1)])
-        joined = torch.cat([own.features for _, own in shown] or [self.features[:, :0]], dim=1)
+        features = picked([(own.features, own.numbers) for _, own in shown], 1, staging)
+        joined = torch.cat(features or [self.features[:, :0]], dim=1)
         last, *others = (_spread(one, device_places, tokens) for one in (joined[:1], joined[1:]) if len(one))
         deep = others[0] if others else None
         return ShownInputs(last[0], flags, axes.view(AXES, tokens), deep, self.forward)
@@ -92,7 +96,8 @@ def nothing_shown(model_runner: ModelRunner, facts: ModelFacts) -> ShownTokens:
     width, none = config.get_text_config(decoder=True).hidden_size, np.zeros(0, dtype=np.int64)
     features = torch.zeros(1 + deep, 0, width, dtype=facts.model.dtype, device=model_runner.device)
     return ShownTokens(
-        np.zeros((AXES, 0), dtype=np.int64), none, features, forward_for(model_runner, facts) if deep else None
+        *(np.zeros((AXES, 0), dtype=np.int64), none, features, none),
+        forward_for(model_runner, facts) if deep else None,
     )
 
 

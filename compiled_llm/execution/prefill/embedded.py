@@ -1,13 +1,15 @@
 """Rows that bring embeddings, which the model reads in place of token ids."""
 
-# Shapes: Q new tokens of a row, T packed tokens, C hidden size.
+# Shapes: N tokens of a row, Q of them that a chunk computes, T packed tokens, C hidden size.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,6 +20,7 @@ from compiled_llm.compilation.program import PREFILL_EMBEDDED, Program, ProgramI
 from compiled_llm.compilation.sampling.sampling import SamplingTables
 from compiled_llm.compilation.steps import asked_of, forward_of_packed, sampled_after
 from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.prefill.picked import picked
 from compiled_llm.execution.state.staging import Staging
 from compiled_llm.kinds.spec import KVCacheSpec
 from compiled_llm.model.facts import Forward
@@ -46,13 +49,14 @@ class EmbeddedInputs(NamedTuple):
 class EmbeddedTokens(NamedTuple):
     """What a row brings; its ids are zeros."""
 
-    embeddings: Tensor  # ``[Q, C]`` in the model's dtype
+    embeddings: Tensor  # ``[N, C]`` in the model's dtype
+    places: NDArray[np.int64]  # ``[Q]`` ascending, where its tokens are in ``embeddings``
 
     @classmethod
     def none(cls, model: PreTrainedModel) -> EmbeddedTokens:
         """Return that of no tokens: the program is compiled with it."""
         width = cast(nn.Embedding, model.get_input_embeddings()).embedding_dim
-        return cls(torch.zeros(0, width, dtype=model.dtype, device=model.device))
+        return cls(torch.zeros(0, width, dtype=model.dtype, device=model.device), np.zeros(0, dtype=np.int64))
 
     @property
     def program(self) -> Program:
@@ -66,21 +70,22 @@ class EmbeddedTokens(NamedTuple):
 
     def of(self, start: int, stop: int) -> EmbeddedTokens:
         """Return that of tokens ``start`` to ``stop``."""
-        return EmbeddedTokens(self.embeddings[start:stop])
+        return self._replace(places=self.places[start:stop])
 
     def of_none(self) -> EmbeddedTokens:
         """Return that of no tokens."""
-        return EmbeddedTokens(self.embeddings.new_empty(0, self.embeddings.shape[1]))
+        return EmbeddedTokens(self.embeddings.new_empty(0, self.embeddings.shape[1]), np.zeros(0, dtype=np.int64))
 
     def laid_out(self, chunk: Sequence[Extension], staging: Staging) -> EmbeddedInputs:
         """Return what the step reads of packed rows, of which padding brings nothing."""
         # It is a new tensor in any case: whether one was made in inference mode would be compiled in.
-        return EmbeddedInputs(torch.cat([self._of_row(extension) for extension in chunk]))
+        return EmbeddedInputs(torch.cat(picked([self._of_row(extension) for extension in chunk], 0, staging)))
 
-    def _of_row(self, extension: Extension) -> Tensor:
-        if isinstance(extension.brought, EmbeddedTokens):
-            return extension.brought.embeddings.detach()
-        return self.embeddings.new_zeros(len(extension.ids), self.embeddings.shape[1])
+    def _of_row(self, extension: Extension) -> tuple[Tensor, NDArray[np.int64]]:
+        if isinstance(own := extension.brought, EmbeddedTokens):
+            return own.embeddings.detach(), own.places
+        count = len(extension.ids)
+        return self.embeddings.new_zeros(count, self.embeddings.shape[1]), np.arange(count)
 
 
 def embedded_step(

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,12 +29,4 @@ class EmbeddedColumns(NamedTuple):
 
     def of(self, row: int, columns: NDArray[np.int64]) -> EmbeddedTokens:
         """Return those of a row."""
-        return EmbeddedTokens(taken(self.embeddings[row], 0, columns))
-
-
-def taken(tensor: Tensor, dimension: int, places: NDArray[np.int64]) -> Tensor:
-    """Return ``places``, ascending and at least one, of a dimension of a tensor; a view of those that follow."""
-    first, count = int(places[0]), len(places)
-    if int(places[-1]) - first + 1 == count:
-        return tensor.narrow(dimension, first, count)
-    return tensor.index_select(dimension, torch.from_numpy(places).to(tensor.device))
+        return EmbeddedTokens(self.embeddings[row], columns)

@@ -382,12 +382,18 @@ class PagedCache(Cache):
         else:
             places = packed[kept] // new * len(distinct) + np.searchsorted(distinct, packed[kept] % new)
             out = logits.new_zeros(len(rows), len(distinct), logits.shape[-1])
-            out.view(-1, logits.shape[-1]).index_copy_(0, _on(out, places), logits)
-            out = out if leaders == list(range(len(rows))) else out[_on(out, np.array(leaders))]
+            out.view(-1, logits.shape[-1]).index_copy_(0, self._uploaded(places), logits)
+            out = out if leaders == list(range(len(rows))) else out[self._uploaded(np.array(leaders))]
         found = emitted()
         if found is not None and leaders != list(range(len(rows))):
-            found = found.map(lambda tensor: tensor[_on(tensor, np.array(leaders))])
-        return out if distinct is columns else out[:, _on(out, order)], found
+            followed = self._uploaded(np.array(leaders))
+            found = found.map(lambda tensor: tensor[followed])
+        return out if distinct is columns else out[:, self._uploaded(order)], found
+
+    def _uploaded(self, indices: NDArray[np.int64]) -> Tensor:
+        """Return indices on the device, from pinned memory: a copy from ordinary memory waits for all that runs."""
+        (uploaded,) = self.model_runner.thread.call(self.model_runner.state.staging.to_device, [indices])
+        return uploaded
 
     def _known_ids(self, input_ids: Tensor) -> NDArray[np.int64]:
         ids: NDArray[np.int64] = on_host(input_ids).astype(np.int64)
@@ -396,10 +402,6 @@ class PagedCache(Cache):
 
 
 _NOTHING: NDArray[np.bool_] = np.zeros((0, 0), dtype=bool)
-
-
-def _on(like: Tensor, indices: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(indices).to(like.device)
 
 
 def _lent(rows: Sequence[Row]) -> list[int]:
