@@ -417,10 +417,11 @@ class ModelRunner:
         self._planner.release()
         self.parts.clear()
 
-    def run_capture_slices(self, ended: Callable[[], bool] = lambda: True) -> None:
+    def run_capture_slices(self, ended: Callable[[], bool] = lambda: True, settled: bool = True) -> None:
         """Run a time slice of pending captures, after a launch, and further ones until their time has ``ended``."""
+        # ``settled`` if the steps to come are likely to be as the last one.
         if self.state.step_table.pending:
-            self.graph_manager.run_capture_slices(ended)
+            self.graph_manager.run_capture_slices(ended, settled)
 
     def catch_up(self, wanted: Callable[[], object]) -> None:
         """Run pending captures while no step is to run, until something is ``wanted``."""

@@ -18,6 +18,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import compiled_llm
+from compiled_llm.compilation.graphs.cuda_graphs import CudaGraphs
 from compiled_llm.compilation.graphs.slices import SlicedThread
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, StepTable
@@ -367,6 +368,34 @@ def test_no_capture_goes_on_when_a_call_or_the_engine_has_ended(monkeypatch: pyt
         engine.generate([prompt_of(5)] * 5, compiled_llm.SamplingParams(temperature=0.0, max_tokens=3))
         assert not StandInGraphCapture.late
         assert begun
+
+
+def test_an_engine_captures_the_step_that_all_rows_run_in_before_those_that_ran_while_they_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captures take a few steps each; the second load misses none."""
+    monkeypatch.setattr(StandInGraphCapture, "slices", 3)
+    monkeypatch.setattr(StandInGraphCapture, "run_slices", one_slice)
+    begun = note_calls(monkeypatch, CudaGraphs, "begin", lambda _, key, step: key)
+    model = uncompiled(monkeypatch, prefill_tokens=64)
+    model.compiled.warmup([1])
+    model.compiled.model_runner().graph_manager.forget_graphs()
+    before = model.compiled.cuda_graphs.misses
+    with compiled_llm.Engine(model, mixed=False, prefix_cache=False) as engine:
+        for load in range(2):
+            prompts = [[*prompt_of(20), load] for _ in range(8)]
+            engine.generate(prompts, compiled_llm.SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+            missed, before = model.compiled.cuda_graphs.misses - before, model.compiled.cuda_graphs.misses
+            assert (missed == 0) == (load == 1)
+    print(begun)
+    assert begun[0] == StepKey.decode(8)
+    assert {"prefill", "decode"} == {key.phase for key in begun[1:]}
+
+
+def one_slice(self: StandInGraphCapture, ended: Callable[[], bool]) -> None:
+    self._left -= 1
+    if not self._left:
+        self.finish()
 
 
 @pytest.mark.usefixtures("without_inductor")

@@ -23,6 +23,7 @@ from compiled_llm.compilation.graphs.outputs import SharedOutputs, StepOutputs
 from compiled_llm.compilation.graphs.step_key import STEPS, StepKey
 from compiled_llm.compilation.graphs.step_table import ATTEMPTS, Cost, StepTable
 from compiled_llm.compilation.graphs.validity import Checks
+from compiled_llm.compilation.graphs.wanted_steps import Begin as Begin, WantedSteps
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs
 from compiled_llm.config import WrapConfig
 from compiled_llm.kvcache.memory import reserved_bytes
@@ -32,7 +33,6 @@ logger = logging.getLogger("compiled_llm.graphs")
 StepInputs = PrefillInputs | DecodeInputs
 
 _OWNER = "steps"
-Begin = Callable[[], "Begin | None"]
 
 
 class Filled(NamedTuple):
@@ -83,7 +83,7 @@ class CudaGraphs:
             rows = max(2, config.max_batch_size)
             self._outputs |= {name: SharedOutputs(rows) for name in ("logits", "pooled")}
         self._underway: _Underway | None = None
-        self._wanted: tuple[StepKey, Begin] | None = None  # to be captured next, and what begins that
+        self._wanted = WantedSteps()  # to be captured next
         self._half_begun: tuple[StepKey, Begin] | None = None  # and what goes on with it
         self._before = cudagraph_tree_graphs(device) if self._in_trees else 0
         self._expected = 0
@@ -115,10 +115,12 @@ class CudaGraphs:
 
     # ---- while steps go on
 
-    def want(self, key: StepKey, begin: Begin) -> None:
-        """Capture a step after this one, if possible; ``begin`` calls ``self.begin`` now or in the next."""
-        if self._capturer is not None and self.table.state(key) != "failed" and self.table.has_room_for(key):
-            self._wanted = key, begin
+    def want(self, key: StepKey, begin: Begin, padded: bool = False) -> None:
+        """Capture a step, if possible, while later ones run; ``begin`` calls ``self.begin`` now or in the next."""
+        # ``padded`` if it runs in a larger one until then.
+        going = self.table.state(key) in ("capturing", "failed")
+        if self._capturer is not None and not going and self.table.has_room_for(key):
+            self._wanted.add(key, begin, padded)
             self.table.changed()  # steps that repeat themselves would leave it no time
 
     def begin(self, key: StepKey, step: StepToCapture) -> None:
@@ -130,22 +132,21 @@ class CudaGraphs:
     @property
     def background_captures(self) -> bool:
         """Whether there is a graph to capture between steps, or to release."""
-        underway = any(each is not None for each in (self._underway, self._half_begun, self._wanted))
-        return underway or self.table.releases_later
+        underway = self._underway is not None or self._half_begun is not None
+        return underway or bool(self._wanted) or self.table.releases_later
 
-    def run_capture_slices(self, ended: Callable[[], bool]) -> None:
+    def run_capture_slices(self, ended: Callable[[], bool], settled: bool = True) -> None:
         """Capture missing graphs until their time has ``ended``, once evicted ones that made room have."""
-        if self._underway is not None:
+        # ``settled`` if the steps to come are likely to be as the last one.
+        goes_on = self._underway is not None
+        if not goes_on and self.table.release_ended():
+            next_step, self._half_begun = self._half_begun or self._wanted.take(settled), None
+            if next_step is not None:
+                self._begin_with(*next_step)
+        self._wanted.launched()
+        if self._underway is not None and (goes_on or not ended()):
             assert self._capturer is not None
             self._capturer.run_slices(ended)
-        elif not self.table.release_ended():
-            return
-        elif self._half_begun is not None:
-            half_begun, self._half_begun = self._half_begun, None
-            self._begin_with(*half_begun)
-        elif self._wanted is not None:
-            wanted, self._wanted = self._wanted, None
-            self._begin_with(*wanted)
 
     def _begin_with(self, key: StepKey, begin: Begin) -> None:
         state = self.table.state(key)
@@ -182,7 +183,7 @@ class CudaGraphs:
 
     def end_captures(self) -> None:
         """End captures before a wait for the whole device, which is an error during a capture. Any thread may."""
-        self._wanted = None
+        self._wanted.clear()
         self._give_up_half_begun()
         self.finish()
 
@@ -246,7 +247,8 @@ class CudaGraphs:
             abandon(self._underway.captured)
             self.end_captures()
             self._underway = None
-        self._wanted = self._half_begun = None
+        self._wanted.clear()
+        self._half_begun = None
         self._moved = self.moved_weights()
         self.table.forget(*STEPS)
         self.table.shared[_OWNER] = 0

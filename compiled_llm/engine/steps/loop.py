@@ -296,8 +296,11 @@ class Loop:
             if self.model_runner.events.preparing.seconds > before:  # that takes longer than the device does
                 timer = None
         self._note_launched(prepared, readbacks, timer)
-        as_long_again = 2 * time.perf_counter() - began
-        self.model_runner.run_capture_slices(lambda: self._is_due(as_long_again))
+        # To capture a step takes half as long again as to launch its kernels: if this one was missing its CUDA graph,
+        # the next one has it. After prompts the next step has more rows.
+        took = time.perf_counter() - began
+        until = began + 3 * took
+        self.model_runner.run_capture_slices(lambda: self._is_due(until), settled=not plan.extend)
 
     def _is_due(self, since: float) -> bool:
         """Whether captures, which may take some time of each step, are to leave the rest to it."""

@@ -239,11 +239,11 @@ class GraphManager:
         step = StepToCapture(check, partial(_launch, call, self.paged, first), like, guards, filled)
         (self.cuda_graphs.begin if background else self.cuda_graphs.capture)(key, step)
 
-    def run_capture_slices(self, ended: Callable[[], bool]) -> None:
+    def run_capture_slices(self, ended: Callable[[], bool], settled: bool) -> None:
         """Run a time slice of pending captures, and further ones until their time has ``ended``."""
         if self.cuda_graphs.background_captures:
             with deferred():
-                self.cuda_graphs.run_capture_slices(ended)
+                self.cuda_graphs.run_capture_slices(ended, settled)
             if not self.cuda_graphs.background_captures:
                 self._state.validity.invalidate()  # steps need leave no time any more
         self.table.pending = self.cuda_graphs.background_captures

@@ -120,7 +120,7 @@ class Steps:
     def want_padded(self, wanted: StepKey, key: StepKey, begin: Begin) -> None:
         """If a step runs in a larger one, let ``begin`` begin its capture while steps go on."""
         if key != wanted and self._cuda_graphs.can_begin(wanted):
-            self._cuda_graphs.want(wanted, begin)
+            self._cuda_graphs.want(wanted, begin, padded=True)
 
     def is_ready(self, step: StepKey) -> bool:
         """Return whether a step is compiled, and on CUDA captured."""

@@ -138,7 +138,7 @@ class NaiveDevice:
         for row in rows:
             self.next.pop(row, None)
 
-    def run_capture_slices(self, due: Callable[[], bool]) -> None:
+    def run_capture_slices(self, due: Callable[[], bool], settled: bool) -> None:
         """Nothing is captured here."""
 
     def end_captures(self) -> None:

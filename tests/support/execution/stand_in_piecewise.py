@@ -125,7 +125,7 @@ class PieceRecorder:
         begun.set_result(self.capture(launch))
         return begun
 
-    def run_slice(self) -> None:
+    def run_slices(self, ended: Callable[[], bool]) -> None:
         pass
 
     def finish(self) -> None:
