@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,31 +21,27 @@ from compiled_llm.engine.engine_options import LogprobsMode, check_can_mix, chec
 from compiled_llm.engine.input_processing.input_processor import (
     QueueFullError as QueueFullError,
     TokenFacts,
-    requests_for,
 )
 from compiled_llm.engine.input_processing.prompts import Prompt
 from compiled_llm.engine.input_processing.sampling import RequestSampling
+from compiled_llm.engine.intake import Intake
 from compiled_llm.engine.lifecycle.sleep import let_rise, put_to_sleep, wake_up
 from compiled_llm.engine.lifecycle.update_weights import update_weights
 from compiled_llm.engine.lifecycle.warmup import warm_up
 from compiled_llm.engine.metrics import EngineDescription, EngineStats
 from compiled_llm.engine.steps.loop import LoopSettings, Mixed
-from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.engine.wanted import wanted_of
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.lifecycle.warmup import Report, Sizes, quiet
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
-from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import check_has, feature, needed
 from compiled_llm.kvcache.specs import token_numbers
 from compiled_llm.model.sizes import max_positions_of
-from compiled_llm.requests.answer_text import TextFormat
-from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import Decisions, RequestOutput
-from compiled_llm.requests.prompts import shows_images, with_params
+from compiled_llm.requests.prompts import with_params
 from compiled_llm.requests.sampling_params import SamplingParams
 
 
@@ -159,13 +155,7 @@ class Engine:
         self._max_model_len = max_model_len
         self._logprobs_mode: LogprobsMode = logprobs_mode
         self._tokenizer, self._processor = tokenizer, processor
-        own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
         self._decider: Any = None  # once questions are asked
-        self._own_ends = frozenset[int]() if own_end is None else frozenset([own_end])
-        self._decoding = None if tokenizer is None else TokenDecoder(tokenizer)
-        self._max_queue = max_queue
-        self._encoder_cache = int(mm_encoder_cache_gb * 2**30)
-        self._images_in_steps = config.images_in_steps if images_in_steps is None else images_in_steps
         settings = LoopSettings(
             *(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission),
             *(speculation, max_model_len),
@@ -175,6 +165,15 @@ class Engine:
         grammars = feature("structured_outputs", "engine")  # None if that was taken out
         self._grammars = grammars and grammars.grammars_of(
             tokenizer, grammar_worker, float(grammar_timeout), arrive, end
+        )
+        own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
+        self._intake = Intake(
+            *(self._runtime, self._engine_thread, tokenizer, processor, self._grammars),
+            own_ends=frozenset[int]() if own_end is None else frozenset([own_end]),
+            max_model_len=max_model_len,
+            max_queue=max_queue,
+            encoder_cache=int(mm_encoder_cache_gb * 2**30),
+            images_in_steps=config.images_in_steps if images_in_steps is None else images_in_steps,
         )
         self._runtime.engine = weakref.ref(self._engine_thread)
         self._runtime.engines.add(self._engine_thread)
@@ -252,9 +251,9 @@ class Engine:
         params, wanted = wanted_of(self._runtime.facts, params, hidden_states, emitted, pooled)
         samplings = dict[int, RequestSampling]()
         listed = with_params(prompts, params)
-        handles = [self._handle(model_runner, *entry, wanted, samplings, **waiting) for entry in listed]
+        handles = [self._intake.handle(model_runner, *entry, wanted, samplings, **waiting) for entry in listed]
         with deferred():  # an interrupt between the two would leave requests that no thread runs
-            self._add(handles)
+            self._intake.add(handles)
             self._engine_thread.answer(handles)
         for handle in handles:
             handle.raise_failure()
@@ -296,18 +295,18 @@ class Engine:
         waiting: dict[str, Any] = {"priority": priority, "timeout": timeout, "salt": cache_salt}
         model_runner = self._checked_runner()
         params, wanted = wanted_of(self._runtime.facts, params, hidden_states, emitted, pooled)
-        handle = self._handle(model_runner, prompt, params or SamplingParams(), wanted, **waiting)
+        handle = self._intake.handle(model_runner, prompt, params or SamplingParams(), wanted, **waiting)
         self.begin(handle)
         return handle
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> RequestHandle:
         """Check a prompt as ``submit``; ``begin`` answers it."""
-        return self._handle(self._checked_runner(), prompt, params)
+        return self._intake.handle(self._checked_runner(), prompt, params)
 
     @deferred()
     def begin(self, handle: RequestHandle) -> None:
         """Begin to answer a prepared prompt."""
-        self._add([handle])
+        self._intake.add([handle])
         self._engine_thread.start_thread()
 
     def embed(
@@ -349,65 +348,9 @@ class Engine:
         scores: Tensor = needed("pooling", "engine").classify(self, self._runtime.facts.model, texts)
         return scores
 
-    def _add(self, handles: Sequence[RequestHandle]) -> None:
-        self._engine_thread.add(handles, self._max_queue)
-        for handle in handles:
-            if not handle.requests[0].ready:
-                self._grammars.await_grammar(handle.requests)
-
     def _checked_runner(self) -> ModelRunner:
         self._check_open()
         return self._engine_thread.check.check_for_request()
-
-    def _handle(
-        self,
-        model_runner: ModelRunner,
-        prompt: Prompt,
-        params: SamplingParams,
-        enter: Callable[[Request], None] | None = None,
-        samplings: dict[int, RequestSampling] | None = None,
-        **waiting: Any,
-    ) -> RequestHandle:
-        images = None
-        if shows_images(prompt):
-            if enter is not None:
-                raise ValueError(
-                    "hidden_states, emitted, pooled: there are none of a prompt with pictures; leave them out"
-                )
-            images = needed("images", "engine").images_of(
-                *(prompt, self._processor, params, model_runner, waiting.get("salt")),
-                *(self._encoder_cache, self._images_in_steps),
-            )
-            if images.slow is not None:
-                self._runtime.counters.took_request(images.slow, "its pictures take longer")
-        requests = requests_for(
-            prompt,
-            params,
-            self.token_facts,
-            model_runner,
-            self._tokenizer,
-            self._grammars,
-            max_model_len=self._max_model_len,
-            enter=enter,
-            samplings=samplings,
-            images=images,
-            **waiting,
-        )
-        if params.structured_outputs is not None:
-            self._grammars.begin(requests, params.structured_outputs)
-        if (constraint := requests[0].constraint) is not None and constraint.processors:
-            names = ", ".join(processor.name for processor in constraint.processors)
-            self._runtime.counters.took_request(Reason("processors", names))
-        form = TextFormat.of(params, self._decoding)
-        engine_thread = self._engine_thread
-        return RequestHandle(
-            requests,
-            engine_thread.cancel,
-            form,
-            engine_thread.request_table.output.read,
-            engine_thread.step_lock.check_elsewhere,
-            self._runtime.home.check,
-        )
 
     def _check_open(self) -> None:
         self._check_usable()
@@ -448,7 +391,7 @@ class Engine:
         if structured or (self._tokenizer is not None and wanted.structured):
             check_has("structured_outputs", "structured=True")
             self._grammars.prepare(self.token_facts.logits, self.token_facts.eos_token_ids)
-        warm_up(self._runtime, self._engine_thread, wanted, structured, report, self._images_in_steps)
+        warm_up(self._runtime, self._engine_thread, wanted, structured, report, self._intake.images_in_steps)
 
     def stats(self) -> EngineStats:
         """Return what has happened so far."""
@@ -478,7 +421,7 @@ class Engine:
     @property
     def token_facts(self) -> TokenFacts:
         """The facts of its model's tokens that answers depend on."""
-        return self._engine_thread.check.tokens.also_ending_at(self._own_ends)
+        return self._intake.token_facts
 
     def describe(self) -> EngineDescription:
         """Return where device memory went, and how many requests of which length fit; allocates what is not there yet.

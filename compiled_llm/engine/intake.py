@@ -1,0 +1,106 @@
+"""The way of prompts into an engine: requests are made of them, each answered through a handle, and added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from compiled_llm.engine.input_processing.input_processor import TokenFacts, requests_for
+from compiled_llm.engine.input_processing.prompts import Prompt
+from compiled_llm.engine.input_processing.sampling import RequestSampling
+from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.thread.engine_thread import EngineThread
+from compiled_llm.engine.thread.handle import RequestHandle
+from compiled_llm.execution.lifecycle.runtime import Runtime
+from compiled_llm.execution.model_runner import ModelRunner
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.features import needed
+from compiled_llm.requests.answer_text import TextFormat
+from compiled_llm.requests.detokenizer import TokenDecoder
+from compiled_llm.requests.prompts import shows_images
+from compiled_llm.requests.sampling_params import SamplingParams
+
+
+@dataclass
+class Intake:
+    """What an engine makes requests with; its fields are options of ``Engine``, or follow from them."""
+
+    runtime: Runtime
+    engine_thread: EngineThread
+    tokenizer: Any
+    processor: Any
+    grammars: Any  # None if structured outputs were taken out
+    own_ends: frozenset[int]  # tokens that end answers besides those of the model
+    max_model_len: int | None
+    max_queue: int | None
+    encoder_cache: int  # bytes
+    images_in_steps: bool
+    decoding: TokenDecoder | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.decoding = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
+
+    @property
+    def token_facts(self) -> TokenFacts:
+        """The facts of the model's tokens that answers depend on."""
+        return self.engine_thread.check.tokens.also_ending_at(self.own_ends)
+
+    def handle(
+        self,
+        model_runner: ModelRunner,
+        prompt: Prompt,
+        params: SamplingParams,
+        enter: Callable[[Request], None] | None = None,
+        samplings: dict[int, RequestSampling] | None = None,
+        **waiting: Any,
+    ) -> RequestHandle:
+        """Return the handle of a prompt's requests, which have not been added; arguments as of ``requests_for``."""
+        images = self._images(model_runner, prompt, params, enter, waiting.get("salt"))
+        requests = requests_for(
+            prompt,
+            params,
+            self.token_facts,
+            model_runner,
+            self.tokenizer,
+            self.grammars,
+            max_model_len=self.max_model_len,
+            enter=enter,
+            samplings=samplings,
+            images=images,
+            **waiting,
+        )
+        if params.structured_outputs is not None:
+            self.grammars.begin(requests, params.structured_outputs)
+        if (constraint := requests[0].constraint) is not None and constraint.processors:
+            names = ", ".join(processor.name for processor in constraint.processors)
+            self.runtime.counters.took_request(Reason("processors", names))
+        engine_thread = self.engine_thread
+        return RequestHandle(
+            requests,
+            engine_thread.cancel,
+            TextFormat.of(params, self.decoding),
+            engine_thread.request_table.output.read,
+            engine_thread.step_lock.check_elsewhere,
+            self.runtime.home.check,
+        )
+
+    def _images(self, model_runner: ModelRunner, prompt: Prompt, params: SamplingParams, enter: Any, salt: Any) -> Any:
+        """Return the ``RequestImages`` of a prompt with pictures, and None of others."""
+        if not shows_images(prompt):
+            return None
+        if enter is not None:
+            raise ValueError("hidden_states, emitted, pooled: there are none of a prompt with pictures; leave them out")
+        images = needed("images", "engine").images_of(
+            *(prompt, self.processor, params, model_runner, salt, self.encoder_cache, self.images_in_steps)
+        )
+        if images.slow is not None:
+            self.runtime.counters.took_request(images.slow, "its pictures take longer")
+        return images
+
+    def add(self, handles: Sequence[RequestHandle]) -> None:
+        """Let the requests of handles begin, all of them or none: QueueFullError if they are too many."""
+        self.engine_thread.add(handles, self.max_queue)
+        for handle in handles:
+            if not handle.requests[0].ready:
+                self.grammars.await_grammar(handle.requests)
