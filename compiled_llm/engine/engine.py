@@ -17,7 +17,7 @@ from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.chunks.policies import MaxStep
 from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.device_loss import DeviceLostError as DeviceLostError
-from compiled_llm.engine.engine_options import LogprobsMode, check_can_mix, check_options, is_count, speculation_of
+from compiled_llm.engine.engine_options import LogprobsMode, check_fits, check_options, is_count, speculation_of
 from compiled_llm.engine.input_processing.input_processor import (
     QueueFullError as QueueFullError,
     TokenFacts,
@@ -39,7 +39,6 @@ from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.features import check_has, feature, needed
 from compiled_llm.kvcache.specs import token_numbers
-from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.outputs import Decisions, RequestOutput
 from compiled_llm.requests.prompts import with_params
 from compiled_llm.requests.sampling_params import SamplingParams
@@ -140,12 +139,8 @@ class Engine:
             grammar_timeout=grammar_timeout,
             mm_encoder_cache_gb=mm_encoder_cache_gb,
         )
-        if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
-            raise ValueError(f"max_model_len={max_model_len}: exceeds the model's {positions} positions")
+        check_fits(self._runtime, max_num_seqs, max_model_len, mixed)
         config = self._runtime.config
-        if mixed is True:
-            kinds = self._runtime.facts.kinds
-            check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant, kinds)
         if config.batch_invariant:
             mixed = False
         speculation = speculation_of(speculative_config, self._runtime, max_num_seqs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.features import check_has, feature
 from compiled_llm.kinds.support import FoundKind, refusal
+from compiled_llm.model.sizes import max_positions_of
 
 if TYPE_CHECKING:
     from compiled_llm.execution.lifecycle.runtime import Runtime
@@ -37,7 +38,16 @@ def speculation_of(given: Mapping[str, Any] | None, runtime: Runtime, max_num_se
     return speculation
 
 
-def check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool, kinds: Sequence[FoundKind]) -> None:
+def check_fits(runtime: Runtime, max_num_seqs: int, max_model_len: int | None, mixed: Any) -> None:
+    """Check options of an ``Engine`` against its model; ValueError if one does not fit."""
+    model, config = runtime.facts.model, runtime.config
+    if max_model_len is not None and max_model_len > (positions := max_positions_of(model)):
+        raise ValueError(f"max_model_len={max_model_len}: exceeds the model's {positions} positions")
+    if mixed is True:
+        _check_can_mix(max_num_seqs, config.prefill_tokens, config.batch_invariant, runtime.facts.kinds)
+
+
+def _check_can_mix(max_num_seqs: int, prefill_tokens: int, batch_invariant: bool, kinds: Sequence[FoundKind]) -> None:
     """Raise ValueError if no step could ever be mixed; modes and backends do not matter: rows are a prefill's."""
     if batch_invariant:
         raise ValueError(
