@@ -368,10 +368,14 @@ class Programs:
         return names
 
     def ways(self) -> dict[str, str]:
-        """Return where each program that has run comes from: ``kept``, ``traced``, or ``given up:`` and why."""
+        """Return where each program that has run comes from, as ``Stats.programs`` says."""
         traced = {name: "traced" for name, count in self.graph_counts().items() if count}
+        if self._recorder is not None:
+            traced |= {name: f"traced, not kept: {why}" for name, why in self._recorder.refused.items()}
         if self._taker is None:
             return traced
+        misfits = {name: f"traced: {why}" for name, why in self._taker.misfits.items()}
+        traced |= {name: misfits.get(name, way) for name, way in traced.items() if way == "traced"}
         given_up = {name: f"given up: {why}" for name, why in self._taker.given_up.items()}
         return {**traced, **given_up, **dict.fromkeys(sorted(self._taker.taken), "kept")}
 

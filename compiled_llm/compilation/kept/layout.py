@@ -7,6 +7,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -43,6 +44,12 @@ def _form(value: Any, seen: dict[int, int]) -> Iterable[str]:
         yield str(value)
     else:
         raise UnknownError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def form_differs(form: Sequence[str], kept: Sequence[str]) -> str:
+    """Return in words how arguments differ from those of a kept program."""
+    pairs = zip_longest(form, kept, fillvalue="nothing")
+    return next(f"an argument is {now}, and was {then}" for now, then in pairs if now != then)
 
 
 def form_of_model(model: nn.Module) -> str:
@@ -109,6 +116,15 @@ class Shapes:
         if not all(_value(code, values) for code in self._guards):
             return None
         return numbers if all(_fits(tensor, now, numbers) for tensor, now in found) else None
+
+    def misfit(self, arguments: Mapping[str, Any]) -> str:
+        """Return in words which sizes do not fit."""
+        for tensor in self.tensors:
+            now = look_up(arguments, tensor.path)
+            others = [size for size, there in zip(tensor.sizes, now.shape, strict=False) if there != size]
+            if len(tensor.sizes) != now.dim() or any(isinstance(size, int) for size in others):
+                return f"{'.'.join(map(str, tensor.path))} has sizes {[*now.shape]}, and had {[*tensor.sizes]}"
+        return "symbolic sizes or strides are others"
 
 
 def _bounds(bounds: Sequence[int | None]) -> tuple[float, float]:

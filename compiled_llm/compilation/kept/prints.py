@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
-from compiled_llm.compilation.kept.fingerprint.surroundings import ProcessWatch
+from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint, compare
+from compiled_llm.compilation.kept.fingerprint.surroundings import ProcessWatch, process_state
 from compiled_llm.model.version.code import Place
 
 
@@ -46,3 +46,8 @@ class Prints:
     def process_differs(self) -> bool:
         """Whether this process or thread has other settings than at the last comparison."""
         return self._process is None or not self._process.holds()
+
+    def process_differences(self) -> list[str]:
+        """Return in words how they differ from where the program was kept."""
+        now = process_state()
+        return compare({name: entry for name, entry in self._kept.entries.items() if name in now}, now)

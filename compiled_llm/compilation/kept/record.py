@@ -41,10 +41,15 @@ class NotKeptError(ValueError):
 
 
 class Recorder:
-    """A recorder of one model's programs."""
+    """A recorder of one model's programs.
+
+    Attributes:
+        refused: why programs were traced that are not kept, by their names.
+    """
 
     def __init__(self, keep: Keep, version: ModelVersion) -> None:
         """``keep`` is called with each program that was traced and has run, refused or not; it raises nothing."""
+        self.refused: dict[str, str] = {}
         self._keep = keep
         self._version = version
         self._codes: dict[int, RegionCode] = {}
@@ -107,7 +112,9 @@ class Recorder:
             self._write(*trace.finished(result, self._version.form == trace.form))
 
     def _write(self, kept: KeptProgram, files: Mapping[str, File]) -> None:
+        self.refused.pop(kept.name, None)
         if kept.refused:
+            self.refused[kept.name] = kept.refused
             logger.debug("%s is not kept: %s", kept.name, kept.refused)
         self._keep(kept, files)
 

@@ -15,6 +15,7 @@ from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.layout import (
     Size,
     UnknownError,
+    form_differs,
     form_of,
     form_of_model,
     memory_shared,
@@ -27,6 +28,10 @@ from compiled_llm.model.version.model_version import ModelVersion
 logger = logging.getLogger("compiled_llm.graphs")
 
 Function = Callable[..., Any]
+
+
+class MisfitError(ValueError):
+    """A call is none of those that a program was kept for; the message says what is different."""
 
 
 class Kept(Protocol):
@@ -54,6 +59,7 @@ class Taker:
 
     Attributes:
         given_up: why programs that were kept are traced, by their names.
+        misfits: why a call was traced that programs were not kept for, the first of each name, or for no call.
         taken: the names of programs that run as they were kept.
     """
 
@@ -61,14 +67,16 @@ class Taker:
         """Of several programs of one name, the first that fits is taken."""
         self._version = version
         self._programs: dict[str, list[_Taken]] = defaultdict(list)
+        self.misfits: dict[str, str] = {}
         for kept in programs:
             if kept.program.refused is None:
                 self._programs[kept.program.name].append(_Taken(kept))
+            else:
+                self.misfits[kept.program.name] = f"it is not kept, since {kept.program.refused}"
         self._form: int | None = None  # of the model, for which all were taken
         self._let_gos = 0  # of the model's version, as of then
         self.given_up: dict[str, str] = {}
         self.taken: set[str] = set()
-        self._said: set[str] = set()  # the names of those of which the log says that a call is traced
 
     @property
     def names(self) -> set[str]:
@@ -77,13 +85,17 @@ class Taker:
 
     def bound(self, name: str, function: Function, arguments: Mapping[str, Any]) -> Function | None:
         """Return a call of a kept program with these arguments, by name; None if ``function`` has to be traced."""
+        misfit = None
         for taken in [*self._candidates(name)]:
-            if (call := self._bound(taken, function, arguments)) is not None:
-                self.taken.add(name)
-                return call
-        if name in self._programs and name not in self._said:
-            self._said.add(name)
-            logger.info("compiled_llm: %s is traced for a call that it was not kept for", name)
+            try:
+                if (call := self._bound(taken, function, arguments)) is not None:
+                    self.taken.add(name)
+                    return call
+            except MisfitError as error:
+                misfit = str(error)
+        if misfit is not None and name not in self.misfits:
+            self.misfits[name] = misfit
+            logger.info("compiled_llm: %s is traced for a call that it was not kept for: %s", name, misfit)
         return None
 
     def checks(self, name: str, function: Function, arguments: Mapping[str, Any]) -> KeptChecks:
@@ -112,19 +124,20 @@ class Taker:
                 taken.prints = None
 
     def _bound(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> Function | None:
+        """Return a call; None if the program is given up, MisfitError if it may fit other calls."""
         try:
             if taken.prints is None:
                 if different := self._checked(taken, function, arguments):
                     self._give_up_one(taken, "; ".join(different))
                     return None
             elif taken.prints.process_differs():
-                return None
+                raise MisfitError("; ".join(taken.prints.process_differences()) or "the process has other settings")
             if not taken.take_tensors(arguments["model"], self._version.tensors):
                 self._give_up_one(taken, "its model has other tensors")
                 return None
             return taken.bound(arguments)
-        except (LookupError, AttributeError, TypeError, UnknownError):  # an argument is not what it was
-            return None
+        except (LookupError, AttributeError, TypeError, UnknownError) as error:
+            raise MisfitError(f"an argument is not what it was ({type(error).__name__}: {error})") from error
 
     def _checked(self, taken: _Taken, function: Function, arguments: Mapping[str, Any]) -> list[str]:
         """Return what differs from where the program was kept; if nothing does, watch what may change."""
@@ -198,19 +211,21 @@ class _Taken:
         self._looked_up = number
         return True
 
-    def bound(self, arguments: Mapping[str, Any]) -> Function | None:
-        """Return a call with these arguments; None if they do not fit."""
+    def bound(self, arguments: Mapping[str, Any]) -> Function:
+        """Return a call with these arguments; MisfitError if they do not fit."""
         program, calls = self.program, self._calls
         assert calls is not None, "loaded before"
-        if form_of(arguments) != program.form or (sizes := self._shapes.fitting(arguments)) is None:
-            return None
+        if (form := form_of(arguments)) != program.form:
+            raise MisfitError(form_differs(form, program.form))
+        if (sizes := self._shapes.fitting(arguments)) is None:
+            raise MisfitError(self._shapes.misfit(arguments))
         inputs = [
             tensor if tensor is not None else self._input(place, arguments, sizes)
             for tensor, place in zip(self._tensors, program.inputs, strict=True)
         ]
         per_call = [value if isinstance(value, Tensor) else None for value in inputs]
         if memory_shared(per_call, program.written) != program.shared:
-            return None
+            raise MisfitError("other tensors share memory with one that is written to")
         return calls.of(inputs)
 
     @staticmethod

@@ -64,8 +64,9 @@ class Stats:
         compile_seconds: how long tracing, compiling, building kernels and capturing took, in ``warmup`` or in calls
             that waited for it.
         tracing_seconds: how much of that Dynamo took to trace graphs; what artifacts keep is not traced.
-        programs: where each program comes from, by its name: ``kept`` if it runs as artifacts have it, ``traced``, or
-            ``given up:`` with the reason why it was kept and is traced nevertheless.
+        programs: where each program comes from, by its name: ``kept`` if it runs as artifacts have it, ``traced`` or
+            ``traced:`` and how the call differs from those that it was kept for, ``traced, not kept:`` and why no later
+            process can take it, or ``given up:`` and why it was kept and is traced nevertheless.
         builds: with ``artifacts``, what had to be built nevertheless: ``graphs``, ``C++ kernels``, ``Triton kernels``
             and ``FlashInfer kernels``, the last two over the whole process since the model was wrapped; 0 of each if
             all is well. Empty without.

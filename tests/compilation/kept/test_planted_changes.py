@@ -20,9 +20,11 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import compiled_llm
 from compiled_llm.compat.torch.inductor import inductor_cache
-from compiled_llm.compilation.kept import part
+from compiled_llm.compilation.kept import part, take
 from compiled_llm.compilation.kept.fingerprint import fingerprint
+from compiled_llm.compilation.kept.fingerprint.surroundings import ProcessWatch
 from compiled_llm.compilation.kept.prints import Prints
+from compiled_llm.compilation.kept.take import Taker
 from support.compilation import planted_runs
 from support.compilation.kept_programs import taking
 from support.compilation.planted_changes import OF_CODE, OF_MODEL, OF_PROCESS
@@ -212,3 +214,18 @@ def test_a_model_that_was_let_go_of_is_compared_again() -> None:
         assert answer(model) == answer(plain)
     assert compared.call_count == 2
     assert set(model.compiled.stats().programs.values()) == {"kept"}
+
+
+def test_why_a_call_is_traced_is_told_by_name() -> None:
+    model, _ = taken()
+    with mock.patch.object(Taker, "bound", autospec=True, side_effect=Taker.bound) as bound:
+        answer(model)
+    (taker, name, *call), manager = bound.call_args.args, model.compiled.model_runner().graph_manager
+    with manager.paged(), ExitStack() as stack:
+        OF_PROCESS["matmul precision"].make(stack, model)
+        assert taker.bound(name, *call) is None
+        assert "torch.set_float32_matmul_precision differs" in taker.misfits.pop(name)
+        stack.enter_context(mock.patch.object(ProcessWatch, "holds", return_value=True))
+        stack.enter_context(mock.patch.object(take, "form_of", return_value=["a list"]))
+        assert taker.bound(name, *call) is None
+        assert taker.misfits[name].startswith("an argument is a list, and was ")
