@@ -222,6 +222,20 @@ def test_a_function_whose_result_is_taken_as_constant_is_refused_by_name():
         entries(Layer(), function=chosen)
 
 
+def test_the_way_to_a_module_that_traced_code_imports_counts(monkeypatch):
+    """Dynamo reads it from its package, attribute by attribute, and guards each."""
+
+    def importing(x: torch.Tensor) -> bool:
+        import torch.fx
+
+        return isinstance(x, (torch.fx.Proxy, getattr(torch, "_subclasses").FakeTensor))  # noqa: B009
+
+    before = entries(Layer(), importing, function=importing)
+    assert {"torch.fx", "torch.fx.Proxy", "torch._subclasses"} <= before.keys()
+    monkeypatch.setattr(torch, "fx", torch.nn)
+    assert entries(Layer(), importing, function=importing) != before
+
+
 def test_what_a_metaclass_does_counts(monkeypatch):
     class Meta(type):
         def __call__(cls, *args: Any) -> Any:

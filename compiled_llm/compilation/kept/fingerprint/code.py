@@ -47,6 +47,13 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(_CACHED)
+def names_read_in(code: CodeType) -> frozenset[str]:
+    """Return ``names_in`` code, and its texts if it may read attributes by these."""
+    names = names_in(code)
+    return names.union(words_in(code)) if "getattr" in names else names
+
+
+@functools.lru_cache(_CACHED)
 def codes_in(code: CodeType) -> frozenset[str]:
     """Return the hashes of code and of the functions inside it."""
     return frozenset(map(code_digest, _with_inner(code)))

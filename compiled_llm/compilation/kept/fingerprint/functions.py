@@ -9,7 +9,14 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from compiled_llm.compat.torch.dynamo import before_dynamo, is_taken_as_constant, marks_of
-from compiled_llm.compilation.kept.fingerprint.code import code_digest, codes_in, digest, imports, names_in
+from compiled_llm.compilation.kept.fingerprint.code import (
+    code_digest,
+    codes_in,
+    digest,
+    imports,
+    names_in,
+    names_read_in,
+)
 from compiled_llm.compilation.kept.fingerprint.plain import BOOKKEEPING, is_plain, path_of
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError, Visit
 
@@ -83,7 +90,7 @@ def _cell(visit: Visit, cell: CellType, where: str) -> str:
 
 
 def _globals(visit: Visit, function: FunctionType, name: str) -> Iterator[str]:
-    names, found = names_in(function.__code__), function.__globals__
+    names, found = names_read_in(function.__code__), function.__globals__
     module = sys.modules.get(str(found.get("__name__")))
     hidden = sorted(names & vars(builtins).keys())
     if module is None or vars(module) is not found:  # generated code has a dictionary of its own
@@ -99,6 +106,7 @@ def _globals(visit: Visit, function: FunctionType, name: str) -> Iterator[str]:
     if imports(function.__code__):
         for each in sorted(_imported(names, found)):
             _attributes(visit, sys.modules[each], names)
+            _packages_of(visit, each)
 
 
 def _attributes(visit: Visit, module: ModuleType, names: frozenset[str]) -> None:
@@ -113,6 +121,14 @@ def _attributes(visit: Visit, module: ModuleType, names: frozenset[str]) -> None
                 visit.entries[where] = digest(visit.said(value, where))
         if isinstance(value, ModuleType):
             _attributes(visit, value, names)
+
+
+def _packages_of(visit: Visit, module: str) -> None:
+    """Make entries of the attributes by which Dynamo finds an imported module, from its outermost package on."""
+    while package := module.rpartition(".")[0]:
+        if package in sys.modules:
+            _attributes(visit, sys.modules[package], frozenset({module.rpartition(".")[2]}))
+        module = package
 
 
 def _imported(names: Iterable[str], found: Mapping[str, Any]) -> Iterator[str]:
