@@ -31,6 +31,7 @@ from compiled_llm.model import layer_probe
 from compiled_llm.model.restore import restored
 from compiled_llm_ops import backends
 from support.compilation.fast_linker import link_fast
+from support.compilation.first_worker import FirstWorker
 from support.compilation.libraries_once import build_libraries_once
 from support.compilation.quick_tracing import hasten_traces
 from support.drawing import BY_READING
@@ -71,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.cuda.is_available(), config.getoption("whole"), config.getoption("seed"), 1 if INTERPRETED else None
     )
     config.pluginmanager.register(left_out)
+    config.pluginmanager.register(FirstWorker(config))
     # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
