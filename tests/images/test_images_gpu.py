@@ -31,10 +31,15 @@ PARAMS = SamplingParams(
 
 
 def prompts_of(family: str, seed: int) -> list[dict[str, Tensor]]:
-    """Two pictures, text, and the first picture again."""
+    """Pictures, text, and the first picture again.
+
+    One prompt says little: over three, HuggingFace's own eager attention is at 0.9 to 1.23 times the error of its SDPA,
+    over 16 at 0.95 to 1.06 (Qwen3-VL-MoE on a CPU, 20 and 10 seeds). A near tie of a router in a prompt changes all of
+    its answer: by single prompts 0.65 to 2.2.
+    """
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     text = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types_of_text(family, ids)}
-    return [one_image(family, seed), text, one_image(family, seed + 1), one_image(family, seed)]
+    return [one_image(family, seed), text, *(one_image(family, seed + number % 15) for number in range(1, 16))]
 
 
 def likely(answer: Any) -> tuple[Tensor, Tensor]:
@@ -70,13 +75,14 @@ def test_answers_of_an_engine_are_as_exact_as_huggingfaces(family: str, in_steps
         for name, found in (("ours", ours), ("theirs", plain)):
             errors[name].append((found - exact).square().mean(dim=1).sqrt())
     ours, theirs = (judged(family, torch.cat(found)) for found in errors.values())
-    most = 1.2 if family in ROUTED else 1.1  # a median of few steps varies more: 1.02 to 1.08 on a CPU
+    most = 1.2 if family in ROUTED else 1.1  # over 16 prompts Qwen3.5-MoE's varies more: 0.98 to 1.14 on a CPU
     assert ours <= most * theirs, f"RMS error {ours:.3e}, HuggingFace's {theirs:.3e}"
     stats = twins.wrapped.compiled.stats()
-    assert (stats.recompiles, stats.graph_breaks) == (0, 0)
-    assert stats.cuda_graphs
+    counts = twins.wrapped.compiled.model_runner().graph_manager.programs.graph_counts()
+    assert (stats.recompiles, stats.graph_breaks) == (0, 0), f"graphs by program: {counts}"
+    assert stats.cuda_graphs, "nothing is captured"
     prepared = twins.wrapped.compiled.model_runner().graph_manager.prefills
-    assert (PROGRAM.name in prepared) is (in_steps and family in IN_STEPS)
+    assert (PROGRAM.name in prepared) is (in_steps and family in IN_STEPS), f"{prepared}, {stats.slow_paths}"
     assert_account_is_empty(twins.wrapped)
     compiled_llm.unwrap(twins.wrapped)
     gc.collect()
