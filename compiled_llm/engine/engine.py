@@ -299,9 +299,9 @@ class Engine:
         return self._intake.handle(self._checked_runner(), prompt, params)
 
     @deferred()
-    def begin(self, handle: RequestHandle) -> None:
-        """Begin to answer a prepared prompt."""
-        self._intake.add([handle])
+    def begin(self, *handles: RequestHandle) -> None:
+        """Begin to answer prepared prompts."""
+        self._intake.add(handles)
         self._engine_thread.start_thread()
 
     def embed(

@@ -359,6 +359,7 @@ class GenerateLoop:
         self._enter_settings()
         if self._computed is not None:
             rows, logits = list(self.rows), self._computed.clone()
+            self.model_runner.graph_manager.check_model()
             return self.model_runner.sample(rows, logits, self._persistent, self._every_row.taps)
         extend = [Extension.of(row, ids) for row, ids, _ in self._pending]
         return self.model_runner.run(self._every_row._replace(decode=(), extend=extend), self._persistent)
@@ -370,6 +371,7 @@ class GenerateLoop:
 
     def _extend(self, extensions: Sequence[Extension], keep: NDArray[np.int64] | None) -> Tensor:
         self._persistent.invalidate()
+        self.model_runner.expect_changes()
         return self.model_runner.extend(extensions, self.promise, keep, self._every_row.taps)
 
     def _decode(self, tokens: Tensor, positions: Sequence[int] | None) -> Tensor:

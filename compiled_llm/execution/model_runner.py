@@ -294,7 +294,6 @@ class ModelRunner:
         # ``keep`` is ``[L]`` ascending, the packed tokens whose logits are wanted, None for the last of each row.
         # OutOfPagesError as ``run``.
         self.graph_manager.cuda_graphs.adopt()
-        self.expect_changes()
         rows = _rows(extensions)
         with self._grown_by(extensions, promise):
             logits = self.prefill.run(extensions, keep, remember=False, exact=True, taps=taps).logits
@@ -319,7 +318,6 @@ class ModelRunner:
         self, rows: Sequence[Row], logits: Tensor, persistent: PersistentBatch, taps: Sequence[Tap] = ()
     ) -> StepOutput:
         """Sample the next tokens of rows, which hold all tokens before, from logits ``[B, V]`` computed elsewhere."""
-        self.graph_manager.check_model()
         state = self.state
         state.slots.ensure(rows)
         state.arena.flush()

@@ -10,6 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.logprobs import prompt_launches
+from compiled_llm.execution.prefill.packing import token_count
+from compiled_llm.execution.prefill.prefill import Prefill
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 from support.engine.text_tokenizers import byte_level
@@ -150,6 +153,53 @@ def test_texts_that_begin_alike_are_computed_once_if_their_ends_alone_are_scored
         assert output.prompt_logprobs is not None
         scored = list(output.prompt_logprobs)[len(shots) :]
         assert [next(iter(place or {})) for place in scored] == text[len(shots) :]
+
+
+QUESTIONS, CHOICES, SHARED, OWN = 6, 4, 100, 5
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Tokens, rows and logits of each launch of prompts from now on."""
+    found: list[tuple[int, int, int]] = []
+
+    def noted(self: Prefill, chunk: Any, keep: Any, *others: Any) -> Any:
+        found.append((token_count(chunk), len(chunk), len(keep)))
+        return run(self, chunk, keep, *others)
+
+    run = Prefill._run_chunk
+    monkeypatch.setattr(Prefill, "_run_chunk", noted)
+    return found
+
+
+@pytest.mark.parametrize("at_once", [None, 12])
+def test_choices_of_all_questions_are_scored_in_one_launch(
+    launches: list[tuple[int, int, int]], plain: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, at_once: int | None
+) -> None:
+    """Or in as few as their logits allow; a launch for each choice would read all weights as often."""
+    model = wrapped(3000, tiny(), prefill_tokens=1024)
+    if at_once is not None:
+        monkeypatch.setattr(prompt_launches, "_LOGITS", at_once * plain.config.vocab_size)
+    shared = [[number, *prompt(SHARED - 1)] for number in range(QUESTIONS)]
+    own = [[number, *range(20, 19 + OWN)] for number in range(CHOICES)]
+    texts = [question + choice for question in shared for choice in own]
+    with Engine(model, tokenizer=byte_level()) as engine:
+        outputs = engine.generate(texts, scoring(prompt_logprobs=0, prompt_logprobs_start=SHARED))
+        steps = engine.stats().steps
+    assert steps == 2
+    scored = OWN + 1  # the last of a question says what the first of a choice follows
+    shared_again = (SHARED - 1) % model.compiled.config.page_size  # the rest lies in pages that all may read
+    computed = QUESTIONS * (SHARED - 1 + (CHOICES - 1) * shared_again)
+    each = CHOICES * QUESTIONS if at_once is None else at_once // scored
+    assert launches[0] == (computed, QUESTIONS * CHOICES, 0), "logits of questions are not computed"
+    assert launches[1:] == [(each * scored, each, each * scored)] * (CHOICES * QUESTIONS // each)
+    for text, output in zip(texts, outputs, strict=True):
+        with torch.no_grad():
+            expected = torch.log_softmax(plain(torch.tensor([text])).logits[0].float(), dim=-1)
+        found = list(output.prompt_logprobs or ())[SHARED:]
+        assert [(entry or {})[token].logprob for token, entry in zip(text[SHARED:], found, strict=True)] == (
+            pytest.approx([float(expected[SHARED + at - 1, token]) for at, token in enumerate(text[SHARED:])], abs=2e-5)
+        )
 
 
 @pytest.mark.parametrize("answers", [[[11, 12], [13, 14, 15], [16]], [[], [], [9] * 40]])

@@ -3,43 +3,35 @@
 # Those of prompts are kept beside the pages in which a prefix cache keeps these prompts: the cache has keys and values,
 # and no logits. Without them, a request that asks for those of its whole prompt would have to compute cached tokens
 # again, as evaluations do for many continuations of one context. A page's are dropped with it.
-# Shapes: Q tokens of a chunk, V vocabulary.
+# Shapes: Q tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
+from numpy.typing import NDArray
 
 from compiled_llm.engine.logprobs.entries import Logprobs
-from compiled_llm.engine.logprobs.score_tokens import ScoredTokens, score_tokens
+from compiled_llm.engine.logprobs.score_tokens import ScoredTokens
 from compiled_llm.engine.logprobs.scores import Scores
 from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart
-from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.engine.steps.taps import PlanTap
-from compiled_llm.execution.batch import Extension
-from compiled_llm.execution.decode.persistent_batch import PersistentBatch
-from compiled_llm.execution.model_runner import ModelRunner
-from compiled_llm.execution.state.staging import Readback
+from compiled_llm.engine.steps.request import Request
 from compiled_llm.kvcache.prefix_tree import PrefixTree
-from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.sampling_params import SamplingParams
 
 
-class RequestLogprobs(RequestPart, RunsApart):
+class RequestLogprobs(RequestPart):
     """A request's log-probabilities."""
 
     # ``most`` is the number of tokens that are wanted besides the sampled ones, the likeliest ones or those ``named``;
     # ``prompt_most`` that of its prompt's likeliest ones; None for none at all. ``scored`` and ``prompt_scored``, from
     # ``first`` on, have those of each token; those of one may be there before it.
 
-    timed = True  # chunks of its prompt take as long as others
-
-    def __init__(self, request: Request, params: SamplingParams) -> None:
-        self.request = request
+    def __init__(self, request: Request, params: SamplingParams, launches: RunsApart) -> None:
+        """``launches`` compute what of its prompt is scored."""
+        self.request, self._launches = request, launches
         self.named = params.logprob_token_ids
         self.most, self.prompt_most = params.num_logprobs, None if request.index else params.prompt_logprobs
         self.first = params.scored_from
@@ -72,34 +64,23 @@ class RequestLogprobs(RequestPart, RunsApart):
         at = max(start, self.first - 1 + len(self.prompt_scored))
         return at if self.prompt_most is not None and at < len(self.request.prompt) - 1 else None
 
-    def runs_apart(self, start: int) -> RequestLogprobs | None:
-        return self if self.unseen(start) == start else None
+    def runs_apart(self, start: int) -> RunsApart | None:
+        return self._launches if self.unseen(start) == start else None
 
     def lets_guess(self, processed_logprobs: bool) -> bool:
         return self.most is None or not processed_logprobs
 
-    def run(
-        self,
-        model_runner: ModelRunner,
-        persistent: PersistentBatch,
-        extensions: Sequence[Extension],
-        taps: Sequence[PlanTap],
-    ) -> Tensor:
-        """Run a chunk of its prompt with all logits, without waiting for it; in the model's executor."""
-        # Returns ``[1]`` int64, the token that was sampled after it; ``[0]`` if the chunk does not end the prompt.
-        (extension,) = extensions
-        row, count = cast(Row, extension.row), len(extension.ids)
-        start = row.length
-        persistent.invalidate_rows([row])
-        logits = model_runner.extend([extension], keep=np.arange(count), taps=taps)  # [Q, V]
-        following = self.request.prompt[start + 1 : start + 1 + count]
-        (tokens,) = model_runner.state.staging.to_device([following])
-        numbers = score_tokens(logits[: len(following)], tokens, min(self.prompt_most or 0, logits.shape[1]))
-        taps[0].add(ArrivingPrompt(self, start + 1, len(following), model_runner.readbacks.start(numbers)))
-        if not extension.is_last:
-            return tokens[:0]
-        last = logits[-1:].clone()  # all of them would be kept
-        return model_runner.sample([row], last, persistent, taps).tokens
+    def following(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return the prompt's tokens that follow ``count`` others from ``start`` on, ``[Q]``; -1 after its last."""
+        tokens = self.request.prompt[start + 1 : start + 1 + count]
+        return np.concatenate([tokens, np.full(count - len(tokens), -1, np.int64)])
+
+    def score(self, start: int, scored: ScoredTokens) -> None:
+        """Have the scores of its prompt's tokens from ``start`` on; it may have some, since it may have begun again."""
+        known, first = self.prompt_scored, start - self.first
+        if first <= len(known):
+            known.extend(scored.packed(self.prompt_most or 0)[len(known) - first :])
+        self.keep_with_pages()
 
     # ---- kept
 
@@ -135,24 +116,6 @@ class RequestLogprobs(RequestPart, RunsApart):
 
         if len(scored):
             prefixes.note(request.prompt, of_page, request.salt)
-
-
-class ArrivingPrompt(NamedTuple):
-    """Log-probabilities of ``length`` tokens of a prompt, from ``start`` on, on their way to the host."""
-
-    logprobs: RequestLogprobs
-    start: int
-    length: int
-    readback: Readback
-
-    def hand_out(self) -> Mapping[Request, RequestError]:
-        """Give the request those that it does not have: it may have begun again."""
-        logprobs, scored = self.logprobs, ScoredTokens.unpacked(self.readback.array(), self.length)
-        known, first = logprobs.prompt_scored, self.start - logprobs.first
-        if first <= len(known):
-            known.extend(scored.packed(logprobs.prompt_most or 0)[len(known) - first :])
-        logprobs.keep_with_pages()
-        return {}
 
 
 def _suffices(known: object, num_logprobs: int) -> bool:

@@ -56,6 +56,11 @@ class ScoredTokens(NamedTuple):
         floats = columns.view(np.float32)
         return cls(floats[:, 0], columns[:, 1], floats[:, 2 : 2 + num_logprobs], columns[:, 2 + num_logprobs :])
 
+    def of(self, start: int, stop: int) -> ScoredTokens:
+        """Return those of rows ``start`` to ``stop``."""
+        some = slice(start, stop)
+        return ScoredTokens(self.sampled[some], self.ranks[some], self.values[some], self.others[some])
+
     def packed(self, num_logprobs: int) -> list[bytes]:
         """Return each row's numbers by itself, copied, so that keeping one row's does not keep the others'."""
         floats = self.sampled[:, None], self.values[:, :num_logprobs]

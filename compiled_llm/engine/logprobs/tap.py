@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
+from compiled_llm.engine.logprobs.prompt_launches import PROMPTS, PromptWatch
 from compiled_llm.engine.logprobs.request_logprobs import RequestLogprobs
 from compiled_llm.engine.logprobs.score_tokens import SampledDraws, ScoredTokens, score_tokens
 from compiled_llm.engine.steps.plan import StepPlan
@@ -35,7 +36,7 @@ class LogprobsTap(EngineTap):
         """``params`` say of how many tokens."""
 
         def enter(request: Request) -> None:
-            request.parts[NAME] = RequestLogprobs(request, asked["params"])
+            request.parts[NAME] = RequestLogprobs(request, asked["params"], PROMPTS)
 
         return enter
 
@@ -47,9 +48,10 @@ class LogprobsTap(EngineTap):
     def of_plan(self, plan: StepPlan) -> PlanTap | None:
         both = ((request, request.part(NAME)) for request in plan.sampled)
         wanting = [request for request, part in both if part is not None and part.most is not None]
-        if not (wanting or any(isinstance(chunk.apart, RequestLogprobs) for chunk in plan.extend)):
+        scored = [chunk.request for chunk in plan.extend if chunk.apart is PROMPTS]
+        if not (wanting or scored):
             return None
-        return Watch(self.model_runner, wanting, self.logprobs_mode == "processed_logprobs")
+        return Watch(self.model_runner, wanting, scored, self.logprobs_mode == "processed_logprobs")
 
 
 TAP = LogprobsTap
@@ -81,14 +83,17 @@ class ArrivingLogprobs(NamedTuple):
         return {}
 
 
-class Watch(PlanTap):
+class Watch(PromptWatch):
     """A tap that has log-probabilities computed in each step of one plan."""
 
-    def __init__(self, model_runner: ModelRunner, requests: Iterable[Request], processed: bool) -> None:
-        """``requests`` want them, of what tokens are sampled from if ``processed``."""
+    def __init__(
+        self, model_runner: ModelRunner, requests: Iterable[Request], scored: Iterable[Request], processed: bool
+    ) -> None:
+        """``requests`` want them, of what tokens are sampled from if ``processed``; some prompts are ``scored``."""
         super().__init__()
         self._model_runner, self._processed = model_runner, processed
         self._requests = {request.running_row: request for request in requests}
+        self.prompts = {request.running_row: request.part(NAME) for request in scored}
         self._groups: dict[Row, tuple[Sequence[Row], list[_Group]]] = {}  # by the first row of a launch, with all rows
 
     def sampled(self, step: StepOutput) -> None:

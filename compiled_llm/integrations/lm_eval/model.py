@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.thread.handle import RequestHandle
 from compiled_llm.huggingface.wrap import wrap
 from compiled_llm.model.sizes import max_positions_of
 from compiled_llm.requests.default_sampling import default_sampling
@@ -148,8 +149,12 @@ class CompiledLM(HFLM):
         """Yield the outputs in the order in which they were asked for; all of them run at once, as far as they fit."""
         # In the order of their tokens: what several begin with is computed by the first, and still there for the next.
         order = sorted(range(len(asked)), key=lambda number: asked[number][0])
-        handles = {number: self.engine.submit(*asked[number]) for number in order}
+        handles: dict[int, RequestHandle] = {}
         try:
+            for start in range(0, len(order), _BEGUN):  # those that begin at once also run at once
+                some = {number: self.engine.prepare(*asked[number]) for number in order[start : start + _BEGUN]}
+                handles.update(some)
+                self.engine.begin(*some.values())
             for number in range(len(asked)):
                 yield handles.pop(number).result()
         finally:
@@ -160,6 +165,8 @@ class CompiledLM(HFLM):
         yield from tqdm(outputs, total=total, disable=hidden or self.rank != 0, desc=f"Running {what} requests")
 
 
+_BEGUN = 256
+"""As many requests as an engine runs, if nothing is said, begin together."""
 _AT_ONCE = 64  # as many as lm-eval itself tries at most
 _DRAWING = frozenset(name for name, field in SAMPLED_BY.items() if field.number.draws)
 
