@@ -11,6 +11,7 @@ from torch import fx
 from compiled_llm.compat.torch.dynamo import leave_unguarded
 from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import note_examples
+from compiled_llm.compilation.passes.empty_parts import copy_lone_parts
 from compiled_llm.compilation.regions import (
     Examples,
     Region,
@@ -84,6 +85,7 @@ class Inductor:
         return own == 1 or 0 < _FEWEST_REGIONS * own <= layers
 
     def _compile_regions(self, module: fx.GraphModule, mixers: Sequence[torch._ops.OpOverload]) -> Compiled:
+        copy_lone_parts(module.graph)
         regions, examples = cut(module, self.layers_in_region, mixers), Examples(module)
         known: dict[str, Compiled] = {}
         functions = []

@@ -130,6 +130,23 @@ def test_a_view_that_all_layers_read_is_no_output_of_the_first_of_them(seed):
     assert first == second == third
 
 
+def test_a_region_is_compiled_for_the_layout_in_which_it_gets_what_is_put_together_with_nothing(seed):
+    """As GLM's rotary embedding puts heads together; Inductor would leave them in the order of their product."""
+
+    def layers(to: Inputs) -> Tensor:
+        query = to.query
+        for _ in range(4):
+            heads = (query * 2).transpose(0, 1)
+            query = attend(torch.cat([heads[..., :16], heads[..., 16:]], dim=-1).transpose(0, 1), to)
+        return query
+
+    inputs = inputs_of()
+    torch._dynamo.reset()
+    compiled = torch.compile(layers, backend=inductor.Inductor({}, layers_in_region=1), fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(inputs), layers(inputs))
+
+
 def test_parts_of_one_product_share_memory_in_what_is_told_too(seed):
     def layers(to: Inputs) -> Tensor:
         query = to.query
