@@ -60,7 +60,9 @@ def test_the_second_process_traces_nothing_and_its_bits_are_the_same(starts: Sta
     assert second["traces"] == 0
     assert second["imported"] == []
     assert (second["answers"], second["bits"]) == (first["answers"], first["bits"])
-    assert second["CUDA graphs"] == first["CUDA graphs"] > 0
+    assert first["CUDA graphs"] > 0
+    # What can be launched at once waits for no capture, and so no larger step is captured for those who would wait.
+    assert second["CUDA graphs"] > 0
 
 
 def test_it_launches_the_kernels_that_were_kept_and_starts_no_process_to_build_others(starts: Starts) -> None:
