@@ -13,6 +13,7 @@ from compiled_llm.compilation.passes.attention import PreparedInAttention
 from compiled_llm.compilation.passes.invariant import InvariantProducts, InvariantSums
 from compiled_llm.compilation.passes.normed_products import NormedProducts
 from compiled_llm.compilation.passes.norms import NormedSums
+from compiled_llm.compilation.passes.patches import multiply_patches
 from compiled_llm.compilation.passes.products import OuterProducts, SkinnyProducts
 from compiled_llm.config import WrapConfig
 
@@ -22,11 +23,11 @@ def passes_for(config: WrapConfig, device: torch.device, fused: Sequence[Pass], 
     if config.batch_invariant:
         return [OuterProducts(), *_invariant_passes(config, device, decodes), *fused, InvariantProducts()]
     if device.type == "cpu":  # what Inductor makes of a norm is faster than the op
-        return list(fused)
+        return list(fused) if decodes else [multiply_patches, *fused]
     _, backend, ops = config.backend_on(device.type)
     if not decodes:
         appended: list[Pass] = [PreparedInAppend()] if backend.rope_append else []
-        return [OuterProducts(), *appended, *fused]
+        return [OuterProducts(), multiply_patches, *appended, *fused]
     prepared: list[Pass] = [PreparedInAttention(ops)] if ops is not None and ops.prepare else []
     if config.mode == "compile":  # launching an op's kernel costs the host more than launching one of Inductor's
         return [OuterProducts(), *prepared, *fused]

@@ -16,10 +16,12 @@ import compiled_llm
 import compiled_llm_ops
 from compiled_llm import compat
 from compiled_llm.compilation.passes import products
+from compiled_llm.compilation.passes.patches import multiply_patches
 from compiled_llm.compilation.passes.products import SkinnyProducts
 from compiled_llm_ops import normed_linear
 from compiled_llm_ops.kernels.linear import skinny_tiling
 from compiled_llm_ops.linear import chained_linear, linear
+from support.compilation.traced import traced
 
 pytestmark = pytest.mark.core
 
@@ -212,3 +214,23 @@ def test_compiled_products_behind_a_normed_one_let_the_next_kernel_go_ahead_too(
     out, code = code_of(layer, *inputs)
     assert re.search(r"skinny_linear\.default\(.*, True, True\)", code)
     torch.testing.assert_close(out, layer(*inputs), rtol=1e-5, atol=1e-5)
+
+
+# ---- convolutions of patches
+
+
+def convolved(patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.conv3d(patches, weight, bias, stride=(2, 4, 4)).flatten(1)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("size", "left"), [(4, 0), (8, 1)], ids=["whole patches", "several places"])
+def test_convolutions_of_whole_patches_are_products(size, left, with_bias, seed):
+    patches, weight = torch.randn(5, 3, 2, size, size), torch.randn(7, 3, 2, 4, 4)
+    bias = torch.randn(7) if with_bias else None
+    module, inputs = traced(convolved, patches, weight, bias)
+    multiply_patches(module.graph)
+    module.recompile()
+    assert len(module.graph.find_nodes(op="call_function", target=torch.conv3d)) == left
+    (found,) = module(*inputs)
+    torch.testing.assert_close(found, convolved(patches, weight, bias))

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.images.vision_encoders import window_patches
+from compiled_llm.compilation import options
+from compiled_llm.compilation.passes.patches import multiply_patches
 from compiled_llm.engine.images.encoder import attention, encoder_graphs, grid_inputs
 from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder, own_encoder, slower_encoder
 from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
@@ -114,10 +116,18 @@ def captured(monkeypatch: pytest.MonkeyPatch, seed: int, whole: bool) -> Encoder
     let_a_cpu_capture(monkeypatch)
     if not whole:
         leave_kernels_unbuilt(monkeypatch)
+    convolutions: list[int] = []
+
+    def multiplied(graph: fx.Graph) -> None:
+        multiply_patches(graph)
+        convolutions.append(len(graph.find_nodes(op="call_function", target=torch.conv3d)))
+
+    monkeypatch.setattr(options, "multiply_patches", multiplied)
     encoder = Encoder(WINDOWS, seed, mode="cuda-graphs", eager_first=False)
     monkeypatch.setattr(encoder_graphs, "GraphCapture", lambda device: StandInGraphCapture(encoder.model))
     monkeypatch.setattr(encoder_graphs, "TOKENS", (8, 24))
     encoder.prepare()
+    assert convolutions == [0], "cuDNN allocates memory, which no capture on CUDA survives"
     return encoder
 
 

@@ -64,7 +64,8 @@ def encoder_step(
         order = inputs.order.view(tokens)  # so that both sizes are one
         windows = {"cu_window_seqlens": inputs.window_starts, "max_window_seqlen": window_patches(encoder)}
         read |= {"window_index": order, **windows}
-    out = encoder(inputs.pixels.view(tokens * patches, -1), grid_thw=None, **read)
+    width = encoder.patch_embed.proj.weight[0].numel()  # a number, so that a patch is seen to be as large as the kernel
+    out = encoder(inputs.pixels.view(tokens * patches, width), grid_thw=None, **read)
     others: Sequence[Tensor] = out.get("deepstack_features") or ()
     return torch.stack([out.pooler_output, *others])
 
