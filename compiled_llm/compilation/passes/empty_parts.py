@@ -30,7 +30,7 @@ def _lone_part(tensors: Any, dim: Any = 0, **others: Any) -> fx.Node | None:
     known = isinstance(tensors, Sequence) and all("example_value" in getattr(part, "meta", {}) for part in tensors)
     if not known or not isinstance(dim, int) or others:
         return None
-    filled = [part for part in tensors if not _is_empty(example_of(part), dim)]
+    filled: list[fx.Node] = [part for part in tensors if not _is_empty(example_of(part), dim)]
     if len(filled) != 1 or len(tensors) == 1 or len({example_of(part).dtype for part in tensors}) > 1:
         return None
     return filled[0]
