@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -182,7 +183,7 @@ Fault = Callable[[Any, Any, Any], Any]
 @pytest.mark.parametrize(
     "fault",
     [
-        lambda columns, row, own: own._replace(features=columns.features[:, : own.features.shape[1]]),
+        lambda columns, row, own: own._replace(numbers=np.arange(len(own.numbers))),
         lambda columns, row, own: own._replace(positions=own.positions[-1:].repeat(3, axis=0)),
         lambda columns, row, own: own._replace(features=own.features * torch.tensor([1.0, 0.0])[:, None, None]),
     ],
