@@ -325,7 +325,7 @@ def test_backends_that_write_into_the_pages_themselves_still_do(backend: Any, is
     passes = passes_for(WrapConfig(backend=backend), torch.device("cuda"), [], decodes=False)
     assert any(isinstance(searched, PreparedInAppend) for searched in passes) is is_searched
     on_a_cpu = passes_for(WrapConfig(backend="auto"), torch.device("cpu"), [], decodes=False)
-    assert on_a_cpu == []
+    assert not any(isinstance(searched, PreparedInAppend) for searched in on_a_cpu)
 
 
 @pytest.mark.usefixtures("installed")
