@@ -16,6 +16,7 @@ import compiled_llm
 import compiled_llm_ops
 from compiled_llm import compat
 from compiled_llm.compilation.passes import products
+from compiled_llm.compilation.passes.empty_parts import copy_lone_parts
 from compiled_llm.compilation.passes.patches import multiply_patches
 from compiled_llm.compilation.passes.products import SkinnyProducts
 from compiled_llm_ops import normed_linear
@@ -234,3 +235,22 @@ def test_convolutions_of_whole_patches_are_products(size, left, with_bias, seed)
     assert len(module.graph.find_nodes(op="call_function", target=torch.conv3d)) == left
     (found,) = module(*inputs)
     torch.testing.assert_close(found, convolved(patches, weight, bias))
+
+
+# ---- empty parts
+
+
+def joined(rows: Tensor, empty: Tensor) -> Tensor:
+    return torch.cat([rows.transpose(1, 2), empty], dim=1)
+
+
+@pytest.mark.parametrize(("sizes", "left"), [((0,), 0), ((2, 0, 3), 0), ((2, 1, 3), 1)], ids=str)
+def test_what_is_joined_with_nothing_is_a_contiguous_copy(sizes, left, seed):
+    rows, empty = torch.randn(2, 3, 4), torch.randn(sizes)
+    module, inputs = traced(joined, rows, empty)
+    copy_lone_parts(module.graph)
+    module.recompile()
+    assert len(module.graph.find_nodes(op="call_function", target=torch.cat)) == left
+    (found,) = module(*inputs)
+    torch.testing.assert_close(found, joined(rows, empty))
+    assert found.is_contiguous()

@@ -1,4 +1,4 @@
-"""What a program's arguments must look like: Dynamo guards all of that in each call."""
+"""Types, sizes and plain values of a program's arguments, which Dynamo would guard in each call."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Taker:
 
 
 class KeptChecks:
-    """What has to hold for a call of a kept program that was captured."""
+    """The guards of a kept program's call whose CUDA graph is replayed."""
 
     def __init__(self, fits: Callable[[], bool]) -> None:
         self._fits = fits

@@ -1,4 +1,4 @@
-"""Regions of a graph agree on the layout of what is put together with nothing."""
+"""The pass that has regions agree on the layout of a tensor that ``torch.cat`` joins with empty ones."""
 
 from __future__ import annotations
 
@@ -37,5 +37,6 @@ def _lone_part(tensors: Any, dim: Any = 0, **others: Any) -> fx.Node | None:
 
 
 def _is_empty(example: Tensor, dim: int) -> bool:
-    size = example.shape[dim]
-    return isinstance(size, int) and size == 0  # a symbolic one would be guarded
+    # Tensors of one dimension and no numbers go with any others. A symbolic size would be guarded.
+    size = example.shape[dim if example.dim() > 1 else 0]
+    return isinstance(size, int) and size == 0

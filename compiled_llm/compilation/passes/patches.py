@@ -1,4 +1,4 @@
-"""The pass that makes products of the convolutions with which encoders begin: each patch is multiplied once."""
+"""The pass that makes matmuls of the convolutions with which encoders embed patches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_llm.compat.torch.tensors import example_of
 
 
 def multiply_patches(graph: fx.Graph) -> None:
-    """Let a 3D convolution of patches, each of which is as large as the kernel, be a product of both, flattened."""
+    """Replace 3D convolutions whose kernel is as large as their input, a patch, by matmuls of both, flattened."""
     # cuDNN allocates memory of its own for sizes that it has not seen, and no capture of a CUDA graph survives that.
     for node in graph.find_nodes(op="call_function", target=torch.conv3d):
         if (given := _of_patches(*node.args, **node.kwargs)) is None:
@@ -21,6 +21,7 @@ def multiply_patches(graph: fx.Graph) -> None:
             flat = [graph.call_function(torch.flatten, (tensor, 1)) for tensor in (patches, weight)]
             product = graph.call_function(torch.nn.functional.linear, (*flat, bias))
             shaped = graph.call_method("view", (product, -1, example_of(weight).shape[0], 1, 1, 1))
+        shaped.meta = node.meta
         node.replace_all_uses_with(shaped)
         graph.erase_node(node)
 

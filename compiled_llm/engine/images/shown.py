@@ -95,10 +95,8 @@ def nothing_shown(model_runner: ModelRunner, facts: ModelFacts) -> ShownTokens:
     deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
     width, none = config.get_text_config(decoder=True).hidden_size, np.zeros(0, dtype=np.int64)
     features = torch.zeros(1 + deep, 0, width, dtype=facts.model.dtype, device=model_runner.device)
-    return ShownTokens(
-        *(np.zeros((AXES, 0), dtype=np.int64), none, features, none),
-        forward_for(model_runner, facts) if deep else None,
-    )
+    forward = forward_for(model_runner, facts) if deep else None
+    return ShownTokens(np.zeros((AXES, 0), dtype=np.int64), none, features, none, forward)
 
 
 def _spread(features: Tensor, places: Tensor, tokens: int) -> Tensor:

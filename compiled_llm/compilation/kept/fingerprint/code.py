@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-_CACHED = 16_384  # functions of a model, with those of its classes that nobody traces
+_CACHED = 16_384  # more than the functions of a model's classes, traced or not
 _IMPORT = dis.opmap["IMPORT_NAME"]
 
 

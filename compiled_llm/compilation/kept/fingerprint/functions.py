@@ -36,7 +36,7 @@ def describe_function(visit: Visit, function: FunctionType, where: str) -> str:
 
 
 def outlined(function: FunctionType) -> str:
-    """Return what tells a function apart that nobody looks into: its code, and what it was made with."""
+    """Return an entry for a function whose callees are not hashed: its code, and what defaults and closures hold."""
     # Functions of one decorator have the same code, and what it decorates in their closure.
     return " ".join(_outline(function, set()))
 
