@@ -22,10 +22,10 @@ from fitting.cases import HEAD_DIM, MODELS, VOCABULARY, Case, Fit, Machine
 
 LAYERS = {"0.6B": 28, "8B": 36}
 ROWS, SIZES = (1, 8, 32, 256), (1, *NEW_TOKENS)
-PROMPT, WARM, STEPS, TURNS = 128, 12, 20, 2
-"""Tokens of a prompt; steps that compile and capture, and timed ones, so many times, of which the best counts."""
-CAPTURES = 3
-"""A step's CUDA graphs are captured beside steps, one after the other; more than it has of them."""
+PROMPT, STEPS, TURNS = 128, 20, 2
+"""Tokens of a prompt, and timed steps, so many times, of which the best counts."""
+WARM, CAPTURES = 4, 3
+"""Steps before, that compile and miss a CUDA graph, which is captured then; so many times, more than a step has."""
 
 
 def expected(share: float, size: int) -> float:
@@ -84,7 +84,7 @@ def wrapped(name: str) -> Any:
 
 def longest_answer() -> int:
     """Tokens that a row may get while it is measured."""
-    return SIZES[-1] * (WARM + TURNS * STEPS + 4)
+    return SIZES[-1] * (WARM * CAPTURES + TURNS * STEPS + 4)
 
 
 class Always(Rule):
@@ -114,7 +114,7 @@ def steps_of(model: Any, rows: int, size: int) -> float:
     rounds = Rounds(loop, DraftSettings(MOST_DRAFTS), prompts, longest_answer(), rule)
     try:
         for _ in range(CAPTURES):
-            run(rounds, rule, WARM // CAPTURES)
+            run(rounds, rule, WARM)
             loop.model_runner.graph_manager.cuda_graphs.finish()
         return min(run(rounds, rule, STEPS) for _ in range(TURNS))
     finally:
