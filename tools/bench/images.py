@@ -250,6 +250,8 @@ def measure_engine(engine: Engine, prompts: Prompts, watch: Stopwatch, new: int,
         whole = watch.ms(f"{name}: {new + 1} tokens, {what}", given, ask(new + 1))
         watch.note(f"{name}: a token after it, {what}", (whole - first) / new)
     watch.ms(f"{name}: first token, pixels on the device", prompts.of_picture, ask(1))
+    again = text()
+    watch.ms(f"{name}: first token, the same text of that length again", lambda: again, ask(1))
     watch.ms(f"{name}: first token, the same picture and text again", lambda: seen, ask(1))
     watch.ms(f"{name}: first token, the same picture, other text before", with_other_text, ask(1))
 

@@ -63,11 +63,12 @@ def images_of(
         )
     if runs[-1][-1] == len(ids) - 1:
         raise ValueError("prompt: it ends with a picture; let at least one token of text follow")
+    counts = [len(run) for run in runs]
+    begun = digests_of(pixels, counts)  # meanwhile positions are counted
     positions = prompt_positions(facts.model_class, _copy(facts), inputs)
     if positions is None:
         raise ValueError("prompt: this version of transformers does not say which positions pictures have; update it")
-    counts = [len(run) for run in runs]
-    digests = digests_of(pixels, counts)
+    digests = [*begun]
     encoder = PromptEncoder(pixels, counts, [(salt, digest) for digest in digests], cache_bytes)
     of_tokens = {name: inputs[name] for name in inputs if name not in pixels}
     slow = None

@@ -20,6 +20,7 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
 
+_PACKAGES = "transformers", "torch"
 _EXAMPLE = (2, 10), (1, 1)
 """Rows and columns of tokens of the pictures that it is compiled with: no two of its sizes are the same."""
 
@@ -113,9 +114,28 @@ def slower_encoder(model_runner: ModelRunner) -> Reason | None:
 
 def encoder_obstacle(encoder: nn.Module) -> str | None:
     """Return why HuggingFace runs an encoder itself, or None."""
-    for name, module in encoder.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            return f"hooks are on its modules (visual.{name})"
-        if type(module).__module__.partition(".")[0] not in ("transformers", "torch"):
-            return f"it has modules of another package (visual.{name} is a {type(module).__name__})"
+    modules = _modules_in(encoder)
+    if (hooked := next(filter(_is_hooked, modules), None)) is not None:
+        return f"hooks are on its modules ({_name_in(encoder, hooked)})"
+    others = {kind for kind in {*map(type, modules)} if kind.__module__.partition(".")[0] not in _PACKAGES}
+    if others:
+        other = next(module for module in modules if type(module) in others)
+        return f"it has modules of another package ({_name_in(encoder, other)} is a {type(other).__name__})"
     return None
+
+
+def _modules_in(encoder: nn.Module) -> list[nn.Module]:
+    """Return a module and all inside it."""
+    # It is asked for with each prompt that has pictures, and ``modules`` takes several times as long.
+    found: list[nn.Module] = [encoder]
+    for module in found:
+        found += (inside for inside in module._modules.values() if inside is not None)
+    return found
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _name_in(encoder: nn.Module, inside: nn.Module) -> str:
+    return next(f"visual.{name}" for name, module in encoder.named_modules() if module is inside)
