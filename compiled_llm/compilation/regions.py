@@ -26,6 +26,7 @@ PLANNED: tuple[torch._ops.OpOverload, ...] = (
 """The ops that attend by a plan, of any backend, to keys and values."""
 
 _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
+_OTHER_VIEWS = ("unsqueeze", "expand", "permute")
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
@@ -105,16 +106,48 @@ def cut(module: fx.GraphModule, layers: int = 1, ops: Sequence[torch._ops.OpOver
         readers = {numbers.get(user, numbers[node]) for user in node.users}
         if node.target in _VIEWS and len(readers) == 1:
             numbers[node] = min(readers)
+    places = _places(numbers)
     parts: list[list[fx.Node]] = [[] for _ in range(count)]
-    for node, number in numbers.items():
-        parts[number].append(node)
-    return [_region(nodes, numbers) for nodes in parts]
+    for node in numbers:
+        for number in places[node]:
+            parts[number].append(node)
+    return [_region(nodes, places) for nodes in parts]
 
 
-def _region(nodes: Sequence[fx.Node], numbers: Mapping[fx.Node, int]) -> Region:
+def _places(numbers: dict[fx.Node, int]) -> dict[fx.Node, set[int]]:
+    """Return the regions that compute each node: its own, or all that read it if it views what none of these does."""
+    # Were such a view made in its own region, this would return a view of its input, as of embeddings that the first
+    # two layers read. AOTAutograd makes these beside the compiled code, and no program with such a region can be kept.
+    places: dict[fx.Node, set[int]] = {}
+    views = _views_of_inputs(numbers)
+    for node in reversed(numbers):
+        places[node] = set().union(*(places[user] for user in node.users)) if node in views else {numbers[node]}
+    return places
+
+
+def _views_of_inputs(numbers: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Return the views, also of views, of what their own region does not compute; those that are returned are none."""
+    found: set[fx.Node] = set()
+    for node, own in numbers.items():
+        outside = all(numbers.get(read) != own or read in found for read in node.all_input_nodes)
+        if outside and _is_view(node) and all(user in numbers for user in node.users):
+            found.add(node)
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is not operator.getitem:
+        return node.target in (*_VIEWS, *_OTHER_VIEWS)
+    base, index = node.args
+    parts = index if isinstance(index, tuple) else (index,)
+    basic = all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts)
+    return basic and isinstance(base, fx.Node) and isinstance(base.meta.get("example_value"), Tensor)
+
+
+def _region(nodes: Sequence[fx.Node], places: Mapping[fx.Node, set[int]]) -> Region:
     inside = set(nodes)
     inputs = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside))
-    outputs = [node for node in nodes if any(numbers.get(user) != numbers[node] for user in node.users)]
+    outputs = [node for node in nodes if any(not places.get(user, {-1}) <= places[node] for user in node.users)]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -130,6 +130,35 @@ def test_a_view_that_all_layers_read_is_no_output_of_the_first_of_them(seed):
     assert first == second == third
 
 
+def test_regions_that_read_a_view_of_an_input_make_it_themselves(seed):
+    """Embeddings that the first two layers read, and what all layers read of a page table."""
+
+    def layers(to: Inputs, embeddings: Tensor, offsets: Tensor) -> Tensor:
+        hidden, starts = embeddings[None].unsqueeze(0), offsets[:-1]
+        for _ in range(4):
+            hidden = hidden + attend(hidden[0, 0] * 2, to) * starts.sum()
+        return hidden
+
+    def checked(region: Region) -> Callable[..., Any]:
+        def call(*values: Any) -> Any:
+            outputs = run(region, module)(*values)
+            assert {*map(storage_number, outputs)}.isdisjoint(map(storage_number, values))
+            return outputs
+
+        return call
+
+    inputs = inputs_of()
+    embeddings, offsets = torch.randn(inputs.query.shape), torch.arange(5)
+    module, given = traced(layers, inputs, embeddings, offsets)
+    _, first, second, third, last = descriptions_of(module)
+    assert "None" in first
+    assert second == third != first
+    assert all("slice" in layer for layer in (first, second, third, last))
+    regions = cut(module)
+    joined = join(regions, [*map(checked, regions)], module.graph)
+    torch.testing.assert_close(joined(*given)[0], layers(inputs, embeddings, offsets))
+
+
 def test_a_region_is_compiled_for_the_layout_in_which_it_gets_what_is_put_together_with_nothing(seed):
     """As GLM's rotary embedding puts heads together; Inductor would leave them in the order of their product."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint, compare
-from compiled_llm.compilation.kept.fingerprint.surroundings import ProcessWatch, process_state
+from compiled_llm.compilation.kept.fingerprint.surroundings import THREADS, ProcessWatch, process_state
 from compiled_llm.model.version.code import Place
 
 
@@ -16,12 +16,17 @@ class RefusedPrintError(ValueError):
     """A program depends on something that cannot be hashed; the message says on what."""
 
 
-def traced(function: Callable[..., Any], arguments: Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
-    """Return the fingerprint of the trace that a backend is called in, or raise RefusedPrintError."""
+def traced(
+    function: Callable[..., Any], arguments: Mapping[str, Any], graph: fx.Graph, for_threads: bool
+) -> dict[str, Any]:
+    """Return the fingerprint of the trace that a backend is called in, or raise RefusedPrintError.
+
+    ``for_threads`` says whether the compiled code is made for the number of torch's threads, as C++ kernels are.
+    """
     found = Fingerprint.of_trace(arguments["model"], function, arguments, graph)
     if found.refused is not None:
         raise RefusedPrintError(found.refused)
-    return found.encoded()
+    return (found if for_threads else found.for_any_threads()).encoded()
 
 
 class Prints:
@@ -40,7 +45,7 @@ class Prints:
     def differences(self, model: Any, function: Callable[..., Any], arguments: Mapping[str, Any]) -> list[str]:
         """Return in words what differs from where the program was kept; nothing if it may be taken."""
         now = self._kept.now(model, function, arguments)
-        self.places, self._process = now.places, ProcessWatch()
+        self.places, self._process = now.places, ProcessWatch(THREADS in self._kept.entries)
         return self._kept.compared(now)
 
     def process_differs(self) -> bool:

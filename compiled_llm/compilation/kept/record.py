@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path as File
 from typing import Any
@@ -95,9 +95,8 @@ class Recorder:
             return whole
         name, function, arguments = self._calling
         try:
-            kept = replace(
-                _described(name, arguments, graph, regions, codes), fingerprint=traced(function, arguments, graph)
-            )
+            kept = _described(name, arguments, graph, regions, codes)
+            kept = replace(kept, fingerprint=traced(function, arguments, graph, made_for_threads(codes)))
             trace = _Trace(kept, _outputs(graph, regions), _distinct(codes))
         except ValueError as error:
             trace = _Trace(KeptProgram(name, refused=str(error)))
@@ -161,7 +160,7 @@ class _Trace:
 def _described(
     name: str, arguments: Mapping[str, Any], graph: fx.Graph, regions: Sequence[Region], codes: Sequence[RegionCode]
 ) -> KeptProgram:
-    if refused := next((code.refused for code in codes if code.refused), None):
+    if refused := next(_refusals(codes), None):
         raise NotKeptError(refused)
     if written := written_objects():
         raise NotKeptError(f"it writes {written[0]}")
@@ -188,6 +187,17 @@ def _described(
     )
     _ = kept.shapes  # ValueError if they are none that can be compared
     return kept
+
+
+def _refusals(codes: Sequence[RegionCode]) -> Iterator[str]:
+    for number, code in enumerate(codes, 1):
+        if code.refused is not None:
+            yield code.refused if len(codes) == 1 else f"{code.refused}, in region {number} of {len(codes)}"
+
+
+def made_for_threads(codes: Sequence[RegionCode]) -> bool:
+    """Whether code is made for a number of threads: Inductor's C++ kernels are, and none on a GPU."""
+    return any(code.kernels for code in codes)
 
 
 def _distinct(codes: Sequence[RegionCode]) -> list[RegionCode]:

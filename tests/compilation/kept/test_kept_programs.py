@@ -5,14 +5,21 @@ Each family has some thirty kernels, a minute of a core: without --whole, Qwen3 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+import compiled_llm
 from compiled_llm.compat.torch.inductor import inductor_cache
 from compiled_llm.compilation.kept import part
-from support.compilation.kept_programs import result_of, said_by
+from compiled_llm.compilation.programs import Programs
+from support.compilation.kept_programs import made, result_of, said_by, taking
+from support.compilation.start_with_artifacts import answers
 from support.huggingface.families import FAMILIES
+from support.parity import FEW_PAGES
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
@@ -37,3 +44,23 @@ def test_tokens_and_logits_are_those_of_a_process_that_traces(family: str, tmp_p
     assert (taken["answers"], taken["bits"]) == (traced["answers"], traced["bits"])
     assert taken["traces"] == 0
     assert taken["imported"] == []
+
+
+def test_a_prefill_from_embeddings_is_kept_where_it_is_cut_at_each_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA: the first two layers read a view of the embeddings."""
+    CppPythonBindingsCodeCache.cache_clear()  # other tests may have loaded the same kernels from caches of their own
+    (tmp_path / "inductor").symlink_to(inductor_cache())
+    monkeypatch.setattr(Programs, "_layers_in_region", lambda programs: 1)
+    traced, taken = embedded(part.recording(tmp_path)), embedded(taking(tmp_path))
+    assert part.not_kept(tmp_path) == {}
+    assert set(taken["programs"].values()) == {"kept"}
+    assert taken["answers"] == traced["answers"]
+
+
+def embedded(how: AbstractContextManager[None]) -> dict[str, Any]:
+    with how:
+        model = compiled_llm.wrap(made("Qwen3", "cpu"), **FEW_PAGES)
+        said = answers(model, "embeddings")
+    return {"answers": said, "programs": model.compiled.stats().programs}

@@ -20,7 +20,8 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 import compiled_llm
 from compiled_llm.compat.torch.inductor import inductor_cache
-from compiled_llm.compilation.kept import part, take
+from compiled_llm.compat.torch.kept.region_code import RegionCode
+from compiled_llm.compilation.kept import part, record, take
 from compiled_llm.compilation.kept.fingerprint import fingerprint
 from compiled_llm.compilation.kept.fingerprint.surroundings import ProcessWatch
 from compiled_llm.compilation.kept.prints import Prints
@@ -37,12 +38,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kept")]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return filled(tmp_path_factory.mktemp("kept"))
+
+
+def filled(folder: Path) -> Path:
     CppPythonBindingsCodeCache.cache_clear()  # other tests may have loaded the same kernels from caches of their own
-    folder = tmp_path_factory.mktemp("kept")
     (folder / "inductor").symlink_to(inductor_cache())
     keep(folder)
     assert part.not_kept(folder) == {}
     return folder
+
+
+@pytest.fixture(scope="module")
+def for_any_threads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, as if it had no C++ kernels: on CUDA no code has any."""
+    with mock.patch.object(record, "made_for_threads", return_value=False):
+        return filled(tmp_path_factory.mktemp("kept"))
 
 
 @pytest.fixture
@@ -205,6 +216,20 @@ def test_without_a_kind_of_hashes_a_wrong_program_is_taken(kind: str) -> None:
         seen = before_wrap(READ[name])
     assert seen["said"] != seen["expected"]
     assert set(seen["programs"].values()) == {"kept"}
+
+
+def test_code_without_cpp_kernels_is_taken_whatever_the_number_of_threads_is(for_any_threads: Path) -> None:
+    with taking(for_any_threads), ExitStack() as stack:
+        model, plain = taken()
+        OF_PROCESS["threads"].make(stack, model)
+        assert answer(model) == answer(plain)
+        assert set(model.compiled.stats().programs.values()) == {"kept"}
+        taken()
+
+
+@pytest.mark.parametrize(("kernels", "threads"), [([], False), ([Path("kernel.so")], True)])
+def test_only_cpp_kernels_are_made_for_a_number_of_threads(kernels: list[Path], threads: bool) -> None:
+    assert record.made_for_threads([RegionCode(Path()), RegionCode(Path(), kernels)]) == threads
 
 
 def test_a_model_that_was_let_go_of_is_compared_again() -> None:

@@ -23,6 +23,17 @@ def test_a_change_of_the_process_is_noticed_until_it_is_undone(name):
     assert watch.holds()
 
 
+def test_the_number_of_threads_is_left_out_where_no_code_is_made_for_it():
+    """On CUDA: what else changes beside it is noticed."""
+    watch = ProcessWatch(threads=False)
+    with ExitStack() as stack:
+        OF_PROCESS["threads"].make(stack, None)
+        assert watch.holds()
+        OF_PROCESS["default dtype"].make(stack, None)
+        assert not watch.holds()
+    assert watch.holds()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_it_is_that_of_the_thread(mode):
     with mode():

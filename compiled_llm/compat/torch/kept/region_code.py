@@ -139,8 +139,9 @@ def _calling_first(kind: type, note: Callable[[Any, Any], None]) -> Iterator[Non
 
 def _done_around(metadata: Any) -> Iterator[str]:
     """Say what AOTAutograd would do around the code at run time."""
-    if any(info.output_type.name not in ("non_alias", "unsafe_view_alias") for info in metadata.output_info):
-        yield "an output is a view of an input"
+    for number, info in enumerate(metadata.output_info):
+        if info.output_type.name not in ("non_alias", "unsafe_view_alias"):
+            yield f"output {number} is a view of input {info.base_idx}"
     if metadata.mutated_inp_runtime_indices:
         yield "inputs are written to after it"
     if metadata.tokens or metadata.num_intermediate_bases or metadata.is_rng_op_functionalized:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, cast
@@ -20,7 +20,7 @@ from compiled_llm.compat.torch.modes import hooks_on_all_modules
 from compiled_llm.compilation.kept.fingerprint.code import code_digest, words_in
 from compiled_llm.compilation.kept.fingerprint.coverage import functions_read, uncovered
 from compiled_llm.compilation.kept.fingerprint.plain import EVERYTHING, UNSAID
-from compiled_llm.compilation.kept.fingerprint.surroundings import process_state, versions
+from compiled_llm.compilation.kept.fingerprint.surroundings import THREADS, process_state, versions
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError
 from compiled_llm.compilation.kept.fingerprint.walk import Walk
 from compiled_llm.model.version.code import Place
@@ -42,7 +42,7 @@ _SAYING_NOTHING = frozenset({"transformers.utils.logging", "typing_extensions"})
 _BELOW = frozenset({"torch", "compiled_llm", "compiled_llm_ops"})
 _OF_PROCESS = UNSAID | {
     *("environ", "getenv", "open", "read_text", "time", "perf_counter", "random", "urandom", "uuid4", "getpid"),
-    *("_getframe", "gc", "locals", "globals", "vars"),
+    *("_getframe", "gc", "locals", "globals", "vars", "get_num_threads"),
 }
 """Names by which code may read what is hashed nowhere."""
 _OPS = frozenset({"aten", "prims", "prim", "compiled_llm", "inductor", "higher_order"})
@@ -154,6 +154,10 @@ class Fingerprint:
             return [refused]
         return compare(self.entries, now.entries)
 
+    def for_any_threads(self) -> Fingerprint:
+        """Return that of something which is the same whatever the number of torch's threads is."""
+        return replace(self, entries={name: entry for name, entry in self.entries.items() if name != THREADS})
+
     def encoded(self) -> dict[str, Any]:
         """Return it as values of JSON."""
         return {
@@ -178,7 +182,7 @@ class Fingerprint:
 
 def compare(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """Return in words how entries differ; the process's are compared by this, too, whenever a step is made."""
-    names = [*there, *(name for name in here if name not in there)]
+    names = [*there, *(name for name in here if name not in there and name != THREADS)]
     return [_in_words(name, there, here) for name in names if there.get(name) != here.get(name)]
 
 

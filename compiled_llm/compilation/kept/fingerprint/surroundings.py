@@ -27,6 +27,9 @@ _FOLDERS = (
 )
 """Our code that programs are made by and made of; what calls them hands over arguments, which are compared."""
 
+THREADS = "the process's torch.get_num_threads"
+"""The entry that only programs with C++ kernels have, which are made for a number of threads."""
+
 
 def process_state() -> dict[str, str]:
     """Return entries for the state of this thread and process, within ``AttentionSwitch.paged``, and for settings."""
@@ -43,8 +46,9 @@ def process_state() -> dict[str, str]:
 class ProcessWatch:
     """The state of this thread and process, as when it was made: what is compared when a step is made."""
 
-    def __init__(self) -> None:
-        self._state, self._read = StateCheck(), implementations_of_this_thread()
+    def __init__(self, threads: bool = True) -> None:
+        """Without ``threads``, their number is left out."""
+        self._state, self._read = StateCheck(threads), implementations_of_this_thread()
 
     def holds(self) -> bool:
         """Whether it is as it was; within ``AttentionSwitch.paged``, as when it was made."""

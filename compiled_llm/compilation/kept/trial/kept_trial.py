@@ -77,4 +77,6 @@ class KeptTrial:
         except ValueError as error:
             logger.debug("what the trial forward has found stays in this process: %s", error)
             return
-        self._cache.keep(KeptProgram(NAME, result=result, fingerprint=self._fingerprint.encoded()), {})
+        self._cache.keep(
+            KeptProgram(NAME, result=result, fingerprint=self._fingerprint.for_any_threads().encoded()), {}
+        )
