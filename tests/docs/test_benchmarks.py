@@ -21,7 +21,7 @@ RESULTS = sorted((CHECKOUT / "results").glob("*.json"))
 ROWS = (
     *("latency", "startup", "roofline", "beams_and_drafts", "offline", "online", "serve", "one_stream"),
     *("many_streams", "graph_times", "graph_use", "logits", "prefill_attention", "choices", "attention"),
-    *("experts", "recurrent", "latent_decode", "loops", "grpo", "variants", "sparse", "graph_modes"),
+    *("experts", "recurrent", "latent_decode", "loops", "grpo", "around", "variants", "sparse", "graph_modes"),
 )
 UNITS = (1.0, 1e2, 1e3, 1e-6, 1e-9, 1e-12, 2**-20)
 """What a table multiplies a figure by: as it is, percent, ms, MB, GB, trillions, MiB."""
