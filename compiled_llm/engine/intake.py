@@ -58,7 +58,7 @@ class Intake:
         """Return the handle of a prompt's requests, which have not been added; arguments as of ``requests_for``."""
         images = self._images(model_runner, prompt, params, enter, waiting.get("salt"))
         requests = requests_for(
-            prompt,
+            prompt if images is None else images.ids,
             params,
             self.token_facts,
             model_runner,
@@ -67,9 +67,12 @@ class Intake:
             max_model_len=self.max_model_len,
             enter=enter,
             samplings=samplings,
-            images=images,
+            keys=None if images is None else images.keys,
             **waiting,
         )
+        if images is not None:
+            for request in requests:
+                images.enter(request)
         if params.structured_outputs is not None:
             self.grammars.begin(requests, params.structured_outputs)
         if (constraint := requests[0].constraint) is not None and constraint.processors:

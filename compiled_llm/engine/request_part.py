@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from compiled_llm.execution.batch import Extension
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.kvcache.prefix_tree import PrefixTree
+from compiled_llm.kvcache.row import Row
 
 
 class RequestPart:
@@ -21,6 +27,22 @@ class RequestPart:
 
     def runs_apart(self, start: int) -> Any:
         """Return who computes a chunk from ``start`` on in launches of its own (``RunsApart``); None for steps."""
+        return None
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int64] | None:
+        """``[T]`` int64, its prompt as the model takes it; None if that is how the prefix cache has it, too."""
+        return None
+
+    def position_after(self, length: int) -> int | None:
+        """Return the rotary position after the first ``length`` tokens of its text; None if that is ``length``."""
+        return None
+
+    def extension(self, row: Row, ids: NDArray[np.int64], is_last: bool, model_runner: ModelRunner) -> Extension | None:
+        """Return a chunk of its text as steps take it; None if that is ids at the next positions.
+
+        Called in the model's executor.
+        """
         return None
 
     def recall(self, prefixes: PrefixTree, again: bool) -> None:

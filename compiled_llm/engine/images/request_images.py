@@ -21,8 +21,9 @@ from compiled_llm.engine.images.encoder_cache import EncoderCache
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.resumed import begun_cache, can_resume, encoded
 from compiled_llm.engine.images.shown_prompt import ShownPrompt
+from compiled_llm.engine.request_part import RequestPart
 from compiled_llm.engine.steps.plan import RunsApart
-from compiled_llm.engine.steps.request import RequestError
+from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.taps import PlanTap
 from compiled_llm.execution.batch import Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch
@@ -34,8 +35,10 @@ from compiled_llm.kvcache.row import Row
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.requests.users_code import described
 
+NAME = "images"
 
-class RequestImages(RunsApart):
+
+class RequestImages(RequestPart, RunsApart):
     """A prompt with pictures: its inputs, which are kept until its answers have ended.
 
     Attributes:
@@ -71,6 +74,21 @@ class RequestImages(RunsApart):
         self._positions = positions[..., :end]
         # Of text, all axes have one position: that of the last axis is a token's.
         self._of_tokens: NDArray[np.int64] = positions.reshape(-1, positions.shape[-1])[-1].cpu().numpy()
+
+    def enter(self, request: Request) -> None:
+        """Let a request have them; all answers to a prompt share it."""
+        request.parts[NAME] = self
+
+    # ---- as a part of its requests
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int64]:
+        """Its ids, which the prefix cache does not tell apart."""
+        return self.ids
+
+    def runs_apart(self, start: int) -> RequestImages | None:
+        """Return itself where HuggingFace's forward computes the prompt, up to the last picture's end."""
+        return None if self.in_steps or start >= self.end else self
 
     def position_after(self, length: int) -> int:
         """Return the position of the token after the first ``length`` of the prompt and its answer."""

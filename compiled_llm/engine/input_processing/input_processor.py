@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from compiled_llm.engine.input_processing.prompts import Prompt, token_ids
@@ -66,7 +68,7 @@ def requests_for(
     salt: Hashable = None,
     enter: Callable[[Request], None] | None = None,
     samplings: dict[int, RequestSampling] | None = None,
-    images: Any = None,
+    keys: NDArray[np.int64] | None = None,
 ) -> list[Request]:
     """Return the answers that a prompt asks for.
 
@@ -77,7 +79,7 @@ def requests_for(
         salt: requests with equal ones may read each other's cached pages.
         enter: lets a request have what is emitted of its tokens; None if nothing is wanted.
         samplings: of other requests of the call, by the identity of their settings: rows then share arrays.
-        images: the prompt's ``RequestImages``, if it has pictures.
+        keys: ``[T]`` int64, by which the prefix cache knows the prompt's tokens; None for their ids.
 
     Raises:
         ValueError: the prompt is impossible, or with its answer never fits the positions or the pages; how it is to
@@ -86,8 +88,8 @@ def requests_for(
     if not isinstance(params, SamplingParams):
         raise ValueError(f"params: give SamplingParams(...); got a {type(params).__name__}")
     _check_waiting(priority, timeout, salt)
-    given, now = prompt if images is None else images.ids, time.monotonic()
-    ids = token_ids(given, tokenizer, model.vocabulary)
+    now = time.monotonic()
+    ids = token_ids(prompt, tokenizer, model.vocabulary)
     most = _max_new(len(ids), params.max_tokens, model_runner, max_model_len or model_runner.max_positions)
     if params.min_tokens > most:
         raise ValueError(f"min_tokens={params.min_tokens}: there is room for {most} after a prompt of {len(ids)}")
@@ -109,7 +111,7 @@ def requests_for(
             constraint = Constraint(processors, form)
             sampling = constraint.applied_to(sampling)
         request = Request(
-            prompt=ids if images is None else images.keys,
+            prompt=ids if keys is None else keys,
             sampling=sampling,
             max_tokens=most,
             stop_token_ids=ends,
@@ -122,7 +124,6 @@ def requests_for(
             index=index,
             prefix_owner=requests[0] if requests and enter is None else None,
             submitted=now,
-            images=images,
         )
         for lets_have in filter(None, (enter, scores)):
             lets_have(request)

@@ -19,6 +19,7 @@ class RunsApart(Protocol):
     """Who computes chunks of a request in launches of their own."""
 
     timed: bool  # whether the time that a launch takes tells how long others take
+    end: int | None = None  # of a chunk that it takes whole, however little room there is; None for as much as there is
     together: bool = False  # whether it takes chunks that follow one another in a plan at once; else each alone
 
     def run(
@@ -39,7 +40,7 @@ class Chunk(NamedTuple):
     request: Request
     ids: NDArray[np.int64]  # ``[Q]`` int64
     is_last: bool  # a token is sampled after them
-    # who computes them apart: a request's ``scores`` or ``images``, or what all that are pooled share; None for steps
+    # who computes them apart: what one of its request's parts says; None for steps
     apart: RunsApart | None = None
 
     @property
@@ -48,12 +49,11 @@ class Chunk(NamedTuple):
         return self.apart is None or self.apart.timed
 
     def extension(self, model_runner: ModelRunner) -> Extension:
-        """Return it as batches have it, with the pictures that it shows; called in the model's executor."""
-        images = None if self.apart is not None else self.request.images
-        if images is None:
-            return Extension.of(self.request.running_row, self.ids, self.is_last)
-        extension: Extension = images.extension(self.request.running_row, self.ids, self.is_last, model_runner)
-        return extension
+        """Return it as batches have it; called in the model's executor."""
+        row, parts = self.request.running_row, () if self.apart is not None else self.request.parts.values()
+        made = (part.extension(row, self.ids, self.is_last, model_runner) for part in parts)
+        found = next((extension for extension in made if extension is not None), None)
+        return Extension.of(row, self.ids, self.is_last) if found is None else found
 
 
 class StepPlan(NamedTuple):

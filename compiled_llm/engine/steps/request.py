@@ -35,7 +35,7 @@ _arrivals = itertools.count()
 class Request:
     """One answer to one prompt."""
 
-    prompt: NDArray[np.int64]  # ``[T]`` int64, at least one token
+    prompt: NDArray[np.int64]  # ``[T]`` int64, at least one token, as the prefix cache knows it
     sampling: Sampling | None  # how its tokens are sampled; the most likely ones if None
     max_tokens: int  # with 0, the token that follows from its prompt is dropped
     stop_token_ids: frozenset[int]
@@ -46,7 +46,6 @@ class Request:
     salt: Hashable = None  # requests with equal ones may read each other's cached pages
     constraint: Constraint | None = None  # says on the host which tokens it may have next; None if nothing does
     index: int = 0  # which of its prompt's answers it is
-    images: Any = None  # its ``RequestImages``, if its prompt has keys of pictures in it
     parts: dict[str, RequestPart] = field(default_factory=dict)  # what it asks for of features, by their names
     listeners: Listeners | None = None  # to its tokens as they come
     prefix_owner: Request | None = None  # the answer whose prompt this one shares, and waits for; None for the first
@@ -164,6 +163,10 @@ class Request:
         found = [part.unseen(start) for part in self.parts.values()]
         return min((at for at in found if at is not None), default=None)
 
+    def runs_apart(self, start: int) -> Any:
+        """Return who computes a chunk from ``start`` on in launches of its own (``RunsApart``); None for steps."""
+        return next(filter(None, (part.runs_apart(start) for part in self.parts.values())), None)
+
     @property
     def beginning(self) -> NDArray[np.int64]:
         """Its text, or the part up to the first token that has to be computed, whatever the prefix cache has of it."""
@@ -174,12 +177,13 @@ class Request:
     @property
     def prompt_ids(self) -> NDArray[np.int64]:
         """``[T]`` int64, its prompt as the model takes it."""
-        ids: NDArray[np.int64] = self.prompt if self.images is None else self.images.ids
-        return ids
+        found = (part.prompt_ids for part in self.parts.values())
+        return next((ids for ids in found if ids is not None), self.prompt)
 
     def position_after(self, length: int) -> int:
         """Return the rotary position of the token after the first ``length`` of its text."""
-        return length if self.images is None else int(self.images.position_after(length))
+        found = (part.position_after(length) for part in self.parts.values())
+        return next((position for position in found if position is not None), length)
 
     @property
     def stored(self) -> int:
@@ -189,7 +193,8 @@ class Request:
     @property
     def text_ids(self) -> NDArray[np.int64]:
         """``[T + G]`` int64, its text as the model takes it."""
-        return self.text if self.images is None else np.concatenate([self.images.ids, self.text[len(self.prompt) :]])
+        ids, text = self.prompt_ids, self.text
+        return text if ids is self.prompt else np.concatenate([ids, text[len(ids) :]])
 
     @property
     def text(self) -> NDArray[np.int64]:

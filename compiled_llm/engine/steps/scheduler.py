@@ -258,8 +258,8 @@ class Scheduler:
     def _add_chunk(self, extend: list[Chunk], request: Request, room: int) -> int:
         """Add as much of a prompt as there is room for, and return the room that is left."""
         start = request.running_row.length
-        if (images := request.images) is not None and start < images.end and not images.in_steps:  # computed whole
-            extend.append(Chunk(request, request.known[start : images.end], False, images))
+        if (by := request.runs_apart(start)) is not None and by.end is not None:  # computed whole
+            extend.append(Chunk(request, request.known[start : by.end], False, by))
             return room - len(extend[-1].ids)
         unseen = request.unseen(start)
         apart = unseen == start
@@ -268,7 +268,6 @@ class Scheduler:
             end = min(end, unseen)
         left = self._left_for_next(request, end) if not apart and start + room == end < len(request.known) else 0
         ids = request.known[start : request.cut_after(start, end - left)]
-        by = next(filter(None, (part.runs_apart(start) for part in request.parts.values())), None)
         extend.append(Chunk(request, ids, start + len(ids) == len(request.known), by))
         if self._keeps_planned and by is None:
             self._keep_planned(request, start + len(ids))
