@@ -198,9 +198,9 @@ class WrapConfig:
             in the mode that it began in; those that begin once all is compiled, while no other runs, use it. Without
             ``warmup`` nothing is compiled. Elsewhere, with ``artifacts``, and where projections are fused, it does
             nothing.
-        images_in_steps: experimental, not tried on a GPU: let steps of ours compute prompts with pictures of Qwen2-VL,
-            Qwen2.5-VL and Qwen3-VL, as of text, and a program of ours their encoder, in place of HuggingFace's forward.
-            With other models it does nothing.
+        images_in_steps: let steps of ours compute prompts with pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, as of
+            text, and a program of ours their encoder, in place of HuggingFace's forward. None for True on CUDA with
+            ``mode="cuda-graphs"``, and False elsewhere. With other models it does nothing.
     """
 
     mode: Mode = "cuda-graphs"
@@ -223,7 +223,7 @@ class WrapConfig:
     progress: bool = True
     artifacts: str | os.PathLike[str] | None = None
     eager_first: bool = False
-    images_in_steps: bool = False
+    images_in_steps: bool | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for an impossible value; the message names it and what is possible."""
@@ -237,9 +237,11 @@ class WrapConfig:
             unset = value is None and name == "workspace_bytes"
             if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
-        for name in ("progress", "eager_first", "batch_invariant", "images_in_steps"):
+        for name in ("progress", "eager_first", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if not isinstance(self.images_in_steps, (bool, NoneType)):
+            raise ValueError(f"images_in_steps={self.images_in_steps!r}: must be True, False or None")
         if self.cascade != "auto" and not isinstance(self.cascade, bool):
             raise ValueError(f'cascade={self.cascade!r}: must be True, False or "auto"')
         if self.cascade is True:
@@ -380,6 +382,11 @@ class WrapConfig:
         """Return whether answers run uncompiled on a kind of device until all is compiled."""
         compiles = self.mode != "eager" and self.artifacts is None and not self.fuses_on(device)
         return self.eager_first and device == "cpu" and compiles
+
+    def images_in_steps_on(self, device: str) -> bool:
+        """Return whether steps compute prompts with pictures on a kind of device, where they can."""
+        captured = device == "cuda" and self.mode == "cuda-graphs"
+        return captured if self.images_in_steps is None else self.images_in_steps
 
     def captures_on(self, device: str) -> bool:
         """Return whether we capture steps as CUDA graphs on a kind of device, whole or in pieces."""

@@ -52,6 +52,9 @@ LATE_ROUTES = {
 }
 """Paths of the server, and the features that serve them."""
 
+LATE_INPUTS = {("pixel_values",): "images", ("mm_encoder_outputs", "image"): "images"}
+"""What inputs of a model have besides tokens, by names inside one another, and the features whose steps read it."""
+
 
 @cache
 def feature(name: str, room: str) -> Any:

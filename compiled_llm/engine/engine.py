@@ -110,8 +110,7 @@ class Engine:
                 saves that time if only this engine uses the model.
             tokenizer_eos: end answers at the tokenizer's ``eos_token``, too, as vLLM and ``compiled-llm serve`` do; as
                 ``generate``, only at those of ``model.generation_config`` if False.
-            images_in_steps: experimental, as the option of ``wrap``, which ``generate`` goes by; None for what that
-                says.
+            images_in_steps: as the option of ``wrap``, which ``generate`` goes by; None for what that says.
             speculative_config: guess tokens, and check several of a request in one step: the same tokens in fewer
                 steps, if guesses are right. A dictionary with vLLM's names: ``method``, which is ``"ngram"``, the text
                 of the request itself; ``num_speculative_tokens``, how many are guessed at most, 1 to 7 (7); and how
@@ -161,6 +160,7 @@ class Engine:
         self._grammars = grammars and grammars.grammars_of(
             tokenizer, grammar_worker, float(grammar_timeout), arrive, end
         )
+        in_steps = config.images_in_steps_on(self._runtime.facts.model.device.type)
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
         self._intake = Intake(
             *(self._runtime, self._engine_thread, tokenizer, processor, self._grammars),
@@ -168,7 +168,7 @@ class Engine:
             max_model_len=max_model_len,
             max_queue=max_queue,
             encoder_cache=int(mm_encoder_cache_gb * 2**30),
-            images_in_steps=config.images_in_steps if images_in_steps is None else images_in_steps,
+            images_in_steps=in_steps if images_in_steps is None else images_in_steps,
         )
         self._runtime.engine = weakref.ref(self._engine_thread)
         self._runtime.engines.add(self._engine_thread)

@@ -20,7 +20,7 @@ from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import READABLE, readable
 from compiled_llm.huggingface.cache.stand_in import StandIn
 from compiled_llm.huggingface.call.current_call import copies, current_call, made
-from compiled_llm.huggingface.call.other_inputs import are_whole, sees, shows_pictures, without_what_says_nothing
+from compiled_llm.huggingface.call.other_inputs import are_whole, reader_of, sees, without_what_says_nothing
 from compiled_llm.huggingface.forward.forward_obstacles import ignored_inputs
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS, prefill_obstacle, prefill_reason
 from compiled_llm.huggingface.handle import CompiledModel
@@ -97,13 +97,13 @@ class CacheChoice:
         """Why steps of ours do not read what the model is given besides tokens; None if they do, or it is nothing."""
         if not self.others:
             return None
-        if self.runtime.config.images_in_steps and shows_pictures(self.inputs) and not self.returned:
-            images = needed("images", "huggingface")
-            if (obstacle := images.steps_obstacle(self.runtime, self.others)) is not None:
-                return Reason("prefill", obstacle)
-            if not self._cannot_follow():
-                return None
-        return Reason("prefill", f"the model is given {', '.join(self.others)}")
+        given = f"the model is given {', '.join(self.others)}"
+        if (reader := reader_of(self.inputs)) is None or self.returned:
+            return Reason("prefill", given)
+        obstacle = needed(reader, "huggingface").steps_obstacle(self.runtime, self.others)
+        if obstacle is None and not self._cannot_follow():
+            return None
+        return Reason("prefill", obstacle or given)
 
     @property
     def stands_in(self) -> bool:

@@ -8,10 +8,10 @@ from weakref import WeakSet
 
 from compiled_llm.config import KVScales, WrapConfig
 from compiled_llm.engine.lifecycle.all_engines import with_no_pages
+from compiled_llm.engine.lifecycle.warmup import prepare_pictures
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.features import needed
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.inspection.model_obstacles import model_obstacle
 from compiled_llm.huggingface.inspection.overrides import Overrides
@@ -39,9 +39,8 @@ class CompiledModel(Runtime):
         self.overrides = Overrides()
 
     def _prepare_parts(self, report: Report) -> None:
-        if self.config.images_in_steps:
-            report("preparing prompts with pictures")
-            needed("images", "engine").prepare(self.model_runner())
+        if self.config.images_in_steps_on(self.facts.model.device.type):
+            prepare_pictures(self.model_runner(), report)
 
     def set_kv_scales(self, scales: KVScales) -> None:
         """Have other scales of keys and values in pages from now on, as ``wrap(kv_scales=...)``.

@@ -29,9 +29,16 @@ _READ = frozenset({_PIXELS, _GRID, _OUTPUTS, "mm_token_type_ids"})
 
 def steps_obstacle(runtime: CompiledModel, inputs: Sequence[str]) -> str | None:
     """Return why steps do not read the pictures of a call with such ``inputs`` besides tokens, or None."""
+    if not _wanted(runtime):
+        return f"the model is given {', '.join(inputs)}"
     if more := sorted({*inputs} - _READ):
         return f"the model is given {', '.join(more)}"
     return model_obstacle(runtime.facts, runtime.config)
+
+
+def _wanted(runtime: CompiledModel) -> bool:
+    """Whether steps are to read pictures where they can."""
+    return runtime.config.images_in_steps_on(runtime.facts.model.device.type)
 
 
 # ---- the encoder
@@ -55,7 +62,7 @@ def _may_encode(model: PreTrainedModel, runtime: CompiledModel) -> bool:
     """Whether steps can read pictures of the model as it is now."""
     if runtime.asleep or runtime.obstacle() is not None or torch.is_autocast_enabled(model.device.type):
         return False
-    return model_obstacle(runtime.facts, runtime.config) is None
+    return _wanted(runtime) and model_obstacle(runtime.facts, runtime.config) is None
 
 
 def features_of(model_runner: ModelRunner, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +117,12 @@ class ShownColumns(NamedTuple):
         forward = model_runner.thread.call(forward_for, model_runner, facts) if len(features) > 1 else None
         return cls(axes, numbers, features, forward)
 
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """``[B, Q]``, those of the last axis, which all axes of text have."""
+        positions: NDArray[np.int64] = self.axes[-1]
+        return positions
+
     def of(self, row: int, columns: NDArray[np.int64]) -> ShownTokens | None:
         """Return what a row shows in some columns; None if that is text alone."""
         numbers = self.numbers[row, columns]
@@ -117,6 +130,9 @@ class ShownColumns(NamedTuple):
         if not len(places):
             return None
         return ShownTokens(self.axes[:, row, columns], places, self.features, numbers[places], self.forward)
+
+
+columns_of = ShownColumns.of_call
 
 
 def _stacked(outputs: Any, dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,7 @@ from compiled_llm.huggingface.call.current_call import (
     new_cache,
     took,
 )
-from compiled_llm.huggingface.call.other_inputs import shows_pictures
+from compiled_llm.huggingface.call.other_inputs import reader_of
 from compiled_llm.huggingface.forward.forward import check_belongs, count_outside, run_forward, run_own_forward
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.model_obstacles import check_hooks_run, passed_over
@@ -169,9 +169,9 @@ class WrappedModel:
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         original = super()._maybe_prepare_encoder_kwargs_for_generation  # type: ignore[misc]
-        if self.compiled.config.images_in_steps and is_huggingfaces(original) and shows_pictures(model_kwargs):
-            images = needed("images", "huggingface")
-            model_kwargs = images.encoded(cast(PreTrainedModel, self), self.compiled, model_kwargs)
+        if is_huggingfaces(original) and (reader := reader_of(model_kwargs)) is not None:
+            part = needed(reader, "huggingface")
+            model_kwargs = part.encoded(cast(PreTrainedModel, self), self.compiled, model_kwargs)
         return original(inputs_tensor, model_kwargs, *args, **kwargs)
 
     def _prepare_cache_for_generation(

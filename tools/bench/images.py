@@ -296,7 +296,7 @@ def main(
         measure_parts(plain, prompts, watch)
     tokens = 4 * STREAMS * 512 + 16 * prompts.length
     options: dict[str, Any] = {"mode": mode, "max_batch_size": STREAMS + 2, "kv_memory": f"{tokens} tokens"}
-    wrapped: Any = compiled_llm.wrap(plain, **options)
+    wrapped: Any = compiled_llm.wrap(plain, images_in_steps=False, **options)
     for name, in_steps in (("engine", True), ("engine, HuggingFace's prompts", False)):
         with Engine(wrapped, max_num_seqs=STREAMS + 2, images_in_steps=in_steps) as engine:
             if "engine" in parts:

@@ -11,6 +11,7 @@ from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder,
 from compiled_llm.engine.images.prompt_encoder import PromptEncoder
 from compiled_llm.engine.images.shown import nothing_shown
 from compiled_llm.engine.images.shown_step import PROGRAM
+from compiled_llm.execution.lifecycle.warmup import Report, quiet
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.model.facts import ModelFacts
 
@@ -42,11 +43,12 @@ def model_obstacle(facts: ModelFacts, config: WrapConfig) -> str | None:
     return None
 
 
-def prepare(model_runner: ModelRunner) -> None:
+def prepare(model_runner: ModelRunner, report: Report = quiet) -> None:
     """Compile, and on CUDA capture, the prefill with pictures and the encoder, if steps read pictures of the model."""
     facts, thread, prefill = model_runner.state.facts, model_runner.thread, model_runner.prefill
     if model_obstacle(facts, model_runner.config) is not None:
         return
+    report("preparing prompts with pictures")
     if (encoder := own_encoder(facts.model, model_runner)) is not None:
         thread.call(_prepare_encoder, encoder, facts)
     thread.call(prefill.make_ready, brought=nothing_shown(model_runner, facts))

@@ -49,6 +49,7 @@ class RequestImages(RequestPart, RunsApart):
         slow: why they do not, or the pictures are encoded more slowly, if they were asked to; else None.
     """
 
+    end: int
     timed = False  # how long its launch takes tells nothing of others
 
     def __init__(

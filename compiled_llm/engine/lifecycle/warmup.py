@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from compiled_llm.compat.huggingface import sees_images
 from compiled_llm.engine.steps.taps import engine_taps
 from compiled_llm.engine.thread.engine_thread import EngineThread
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.lifecycle.warmup import Report, StepList
+from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.features import feature, needed
+
+
+def prepare_pictures(model_runner: ModelRunner, report: Report) -> None:
+    """Prepare prompts with pictures, if the model has eyes, and steps read what they see."""
+    images = feature("images", "engine") if sees_images(model_runner.state.facts.model) else None
+    if images is not None:
+        images.prepare(model_runner, report)
 
 
 def warm_up(
@@ -27,7 +36,6 @@ def warm_up(
             tap.prepare(model_runner)
         if (speculation := engine_thread.placed.settings.speculation) is not None:
             needed("drafts", "engine").prepare(model_runner, speculation, wanted.rows, report)
-        if shows and (images := feature("images", "engine")) is not None:
-            report("preparing prompts with pictures")
-            images.prepare(model_runner)
+        if shows:
+            prepare_pictures(model_runner, report)
         model_runner.thread.call(model_runner.prepare_deferred, wanted.sizes if structured else ())

@@ -26,7 +26,7 @@ from compiled_llm.huggingface.cache.cache_columns import RowUpdate
 from compiled_llm.huggingface.cache.more_outputs import more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.cache.stand_in import StandIn
-from compiled_llm.huggingface.call.other_inputs import one_a_token, shows_pictures
+from compiled_llm.huggingface.call.other_inputs import one_a_token, reader_of
 from compiled_llm.huggingface.handle import CompiledModel
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
 from compiled_llm.kvcache.row import Row
@@ -100,7 +100,7 @@ class PagedCall(LoopArguments):
     @property
     def prefilled_apart(self) -> bool:
         """Whether a forward of its own computes the prompts: HuggingFace's, or the compiled one of more than ids."""
-        return self.embedded or shows_pictures(self.kwargs) or self.waits is not None
+        return self.embedded or reader_of(self.kwargs) is not None or self.waits is not None
 
     def prefilled(self) -> PagedCall:
         """Let that forward compute the prompts, and return the call that remains."""

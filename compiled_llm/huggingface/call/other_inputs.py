@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from compiled_llm.features import LATE_INPUTS, has
 from compiled_llm.huggingface.inspection.host_copies import HostCopies
 
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -34,10 +35,16 @@ def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCop
     return not bool(copies.of(value).any())
 
 
-def shows_pictures(inputs: Mapping[str, Any]) -> bool:
-    """Whether inputs have pictures: pixels, or what ``generate`` has had an encoder make of them."""
-    outputs = inputs.get("mm_encoder_outputs") or {}
-    return inputs.get("pixel_values") is not None or outputs.get("image") is not None
+def reader_of(inputs: Mapping[str, Any]) -> str | None:
+    """Return the feature whose steps may read what inputs have besides tokens; None if they have nothing of it."""
+    return next((own for path, own in LATE_INPUTS.items() if has(own) and _at(inputs, path) is not None), None)
+
+
+def _at(inputs: Mapping[str, Any], path: Sequence[str]) -> Any:
+    found: Any = inputs
+    for name in path:
+        found = (found or {}).get(name)
+    return found
 
 
 def sees(model: PreTrainedModel) -> bool:

@@ -34,7 +34,7 @@ from compiled_llm.huggingface.cache.more_outputs import more_outputs
 from compiled_llm.huggingface.cache.paged_cache import PagedCache, PendingPrompt
 from compiled_llm.huggingface.cache.reading import may_be_in_pages, read_into
 from compiled_llm.huggingface.call.current_call import copies, current_call, original_reason, took
-from compiled_llm.huggingface.call.other_inputs import one_a_token, shows_pictures
+from compiled_llm.huggingface.call.other_inputs import one_a_token, reader_of
 from compiled_llm.huggingface.forward.forward_obstacles import (
     NUM_ITEMS,
     by_name,
@@ -199,7 +199,7 @@ def compiled(original: Callable[..., Any], runtime: CompiledModel, arguments: Ma
         OutOfPagesError: the pages for the tokens are not free; nothing was stored.
     """
     model, argument = runtime.facts.model, runtime.facts.cache_argument
-    if "position_ids" in arguments and not shows_pictures(arguments):
+    if "position_ids" in arguments and reader_of(arguments) is None:
         arguments = {**arguments, "position_ids": one_a_token(arguments["position_ids"], model.config)}
     given, keeps = arguments.get(argument), keeps_cache(model, arguments)
     asked = arguments.get("output_hidden_states", getattr(model.config, "output_hidden_states", False))
@@ -312,11 +312,11 @@ def _columns_of(
         return ids, positions, EmbeddedColumns(embeddings.to(model_runner.device))
     ids = cast(Tensor, arguments.get("input_ids"))
     check_ids(ids)
-    if not shows_pictures(arguments):
+    if (reader := reader_of(arguments)) is None:
         return ids, positions, None
     ids = copies().of(ids)
-    shown = needed("images", "huggingface").ShownColumns.of_call(model_runner, ids, arguments)
-    return ids, torch.from_numpy(shown.axes[-1]), shown
+    brought = needed(reader, "huggingface").columns_of(model_runner, ids, arguments)
+    return ids, torch.from_numpy(brought.positions), brought
 
 
 def check_belongs(runtime: CompiledModel, cache: PagedCache) -> None:

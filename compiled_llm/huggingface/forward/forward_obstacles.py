@@ -21,7 +21,7 @@ from compiled_llm.huggingface.call.current_call import current_call
 from compiled_llm.huggingface.call.other_inputs import (
     are_whole,
     one_a_token,
-    shows_pictures,
+    reader_of,
     without_what_says_nothing,
 )
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS
@@ -110,7 +110,7 @@ def _obstacles(
     if not (mask is None or _covers_text(mask, arguments, cache)):
         yield Reason("attention_mask_shape")
     if (positions := arguments.get("position_ids")) is not None:
-        if not shows_pictures(arguments) and one_a_token(positions, model.config) is None:
+        if reader_of(arguments) is None and one_a_token(positions, model.config) is None:
             yield Reason("position_ids_shape")
         elif not are_whole(positions):
             yield Reason("fractional_positions")
@@ -118,7 +118,7 @@ def _obstacles(
         yield Reason("logits_to_keep", "neither a number nor a row of columns")
     if _packs_sequences(model, arguments):
         yield Reason("packed_sequences")
-    own_positions = compiled.facts.default_positions == "own" or shows_pictures(arguments)
+    own_positions = compiled.facts.default_positions == "own" or reader_of(arguments) is not None
     if "position_ids" not in arguments and own_positions:
         yield Reason("no_position_ids")
     if torch.is_autocast_enabled(placement.device.type) and compiled.facts.autocast_matters():
