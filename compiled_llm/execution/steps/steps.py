@@ -253,7 +253,7 @@ class Steps:
         shown = f"decode, {'1 row' if step.rows == 1 else f'{step.rows} rows'}{several}"
         with graph_manager.preparing(what, waiting, program, shown, number), self._cuda_graphs.accounted(what):
             suiting = self._decodes[min(_ROWS_TO_COMPILE, self._largest.rows)]
-            if first and step.rows < suiting.rows:
+            if first and step.rows < suiting.rows and not self._can_launch(step):  # as it was kept
                 self._launch_padding(StepKey.decode(suiting.rows, shares=step.shares)._replace(wants=step.wants))
             for _ in range(_CALLS_TO_CAPTURE - 1 if graph_manager.programs.in_trees else 0):
                 self._launch_padding(step)
