@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path as File
 
+import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.triton import choose_cache
+from compiled_llm.compilation.artifacts.checked_folder import content_of, manifest_of
 from compiled_llm.compilation.artifacts.made_for import made_for
 from compiled_llm.compilation.kept.cache.program_cache import ProgramCache
 from compiled_llm.compilation.kept.fingerprint.surroundings import versions
@@ -27,6 +30,7 @@ from compiled_llm.model.version.model_version import ModelVersion
 logger = logging.getLogger("compiled_llm.graphs")
 
 FOLDER = "kept"  # in artifacts
+TRIAL = "trial.json"  # in artifacts, too
 CACHE = "programs"  # in ``COMPILED_LLM_CACHE``
 
 _written: list[File] = []
@@ -63,9 +67,9 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
     """
     version = facts.version
     device = facts.model.device
-    if device.type == "cuda":  # programs for GPUs are kept for those who ask for it, until it has run there
-        if device.type not in Env.from_environ().keeps_programs_on:
-            return None, None
+    if not _may_keep_on(device):
+        return None, None
+    if device.type == "cuda":
         choose_cache(device.index or 0)  # before any of our kernels is built
     if _written:
         return Recorder(partial(_keep_in, _written[-1]), version), None
@@ -75,13 +79,36 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
     return (None, None) if cache is None else (Recorder(cache.keep, version), Taker(cache.read(), version))
 
 
+def _may_keep_on(device: torch.device) -> bool:
+    """Whether programs may be kept; for GPUs they are for those who ask for it, until it has run there."""
+    return device.type != "cuda" or device.type in Env.from_environ().keeps_programs_on
+
+
 def trial_of(model: PreTrainedModel, config: WrapConfig) -> KeptTrial | None:
     """Return the trial forward of a model that is not wrapped; None if it has to run, and is not kept."""
     # Functions of layers are the user's, and with invariance more is found than is kept.
-    if config.layer_functions or config.batch_invariant or config.artifacts is not None or _written:
+    if config.layer_functions or config.batch_invariant or not _may_keep_on(model.device):
         return None
+    if _written:
+        return KeptTrial(model, (), partial(_keep_trial, _written[-1]))
+    if config.artifacts is not None:
+        return KeptTrial(model, _trial_in(File(os.path.abspath(os.path.expanduser(config.artifacts)))))
     cache = _cache_for(model, type(model), config, NAME)
-    return None if cache is None else KeptTrial(model, cache)
+    if cache is None:
+        return None
+    return KeptTrial(model, [entry.program for entry in cache.read()], partial(cache.keep, files={}))
+
+
+def _keep_trial(folder: File, found: KeptProgram) -> None:
+    (folder / TRIAL).write_bytes(found.encoded())
+
+
+def _trial_in(folder: File) -> list[KeptProgram]:
+    """Return what a folder of artifacts has of the trial forward; nothing if ``wrap`` is going to refuse it."""
+    try:
+        return [KeptProgram.decoded(content_of(folder, manifest_of(folder), TRIAL))]
+    except (OSError, ValueError):
+        return []
 
 
 def taker(folder: File, version: ModelVersion) -> Taker:

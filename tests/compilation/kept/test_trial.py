@@ -15,6 +15,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compiled_llm
+from compiled_llm import WrapConfig
+from compiled_llm.compilation.artifacts.made_for import made_for
+from compiled_llm.compilation.artifacts.writing import seal
+from compiled_llm.compilation.kept import part
 from compiled_llm.compilation.kept.fingerprint import fingerprint
 from compiled_llm.compilation.kept.trial.values import UnsaidError, decoded, encoded
 from compiled_llm.kinds.full import Full
@@ -33,10 +37,10 @@ def trials() -> Any:
     return mock.patch.object(layers_of, "probe_layers", wraps=layers_of.probe_layers)
 
 
-def learnt(model: Any) -> tuple[int, Any]:
+def learnt(model: Any, **options: Any) -> tuple[int, Any]:
     """Return in how many trial forwards ``wrap`` has learnt what, and wait until it is kept."""
     with trials() as run:
-        compiled_llm.wrap(model, **FEW_PAGES)
+        compiled_llm.wrap(model, **FEW_PAGES, **options)
     for thread in threading.enumerate():
         if thread.name == "compiled_llm kept programs":
             thread.join()
@@ -82,6 +86,38 @@ def test_after_any_change_it_runs(whole_list: bool, cache: Path) -> None:
                 compiled_llm.wrap(model, **FEW_PAGES)
         followed[name] = run.call_count
     assert [name for name, ran in followed.items() if not ran] == []
+
+
+@pytest.fixture
+def artifacts(cache: Path, tmp_path: Path) -> Path:
+    """A folder with nothing but what the trial forward of the model has found."""
+    folder, model = tmp_path / "artifacts", reading_model()
+    folder.mkdir()
+    with part.recording(folder):
+        assert learnt(model)[0] == 1
+    seal(folder, made_for(reading_model(), type(reading_model()), WrapConfig.from_options(FEW_PAGES)), rows=8)
+    return folder
+
+
+def test_with_artifacts_it_is_that_of_the_folder_and_after_any_change_it_runs(artifacts: Path) -> None:
+    _, expected = learnt(reading_model())
+    assert learnt(reading_model(), artifacts=artifacts) == (0, expected)
+    for name in ALWAYS:
+        model = reading_model()
+        with ExitStack() as stack, trials() as run:
+            CHANGES[name](stack, model)
+            with suppress(Exception):  # as above
+                compiled_llm.wrap(model, **FEW_PAGES, artifacts=artifacts)
+        assert run.call_count == 1, name
+
+
+def test_a_folder_that_is_refused_has_no_trial_forward(artifacts: Path) -> None:
+    trial = artifacts / part.TRIAL
+    trial.write_bytes(trial.read_bytes().replace(b"refused", b"refusee"))
+    with trials() as run, pytest.raises(ValueError, match="is damaged"):
+        compiled_llm.wrap(reading_model(), **FEW_PAGES, artifacts=artifacts)
+    assert run.call_count == 1
+    assert part._trial_in(artifacts / "nowhere") == []
 
 
 def with_product(forward: Any) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from compiled_llm.compilation.kept.cache.program_cache import ProgramCache
 from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.compilation.kept.trial.executed import ExecutedCode
@@ -25,8 +24,14 @@ Probe = Callable[[], list[Layer]]
 class KeptTrial:
     """The trial forward of one model, on fake tensors."""
 
-    def __init__(self, model: PreTrainedModel, cache: ProgramCache) -> None:
-        self._model, self._cache = model, cache
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        known: Sequence[KeptProgram],
+        keep: Callable[[KeptProgram], object] | None = None,
+    ) -> None:
+        """``known`` are those that were kept; ``keep`` is called with this one if none of them fits."""
+        self._model, self._known, self._keep = model, known, keep
         self._fingerprint: Fingerprint | None = None
         self._layers: list[Layer] | None = None
         self._groups: Sequence[FusedGroup] | None = None
@@ -36,6 +41,8 @@ class KeptTrial:
         if (found := self._found()) is not None:
             layers, self._groups = found
             return layers
+        if self._keep is None:
+            return probe()
         with ExecutedCode() as executed:
             layers = probe()
         if executed.whole:
@@ -48,25 +55,25 @@ class KeptTrial:
         if self._groups is not None:
             return self._groups
         groups = find()
-        self._keep(groups)
+        self._write(groups)
         return groups
 
     def _found(self) -> tuple[list[Layer], Sequence[FusedGroup]] | None:
-        for entry in self._cache.read():
+        for known in self._known:
             try:
-                known = Fingerprint.decoded(entry.program.fingerprint)
-                if different := known.differences(self._model, type(self._model).forward, {}):
+                fingerprint = Fingerprint.decoded(known.fingerprint)
+                if different := fingerprint.differences(self._model, type(self._model).forward, {}):
                     logger.info("compiled_llm: the trial forward runs again: %s", "; ".join(different[:4]))
                     continue
-                layers, groups = decoded(entry.program.result)
+                layers, groups = decoded(known.result)
             except ValueError as error:
                 logger.debug("what a trial forward has found cannot be read: %s", error)
                 continue
             return layers, groups
         return None
 
-    def _keep(self, groups: Sequence[FusedGroup]) -> None:
-        if self._fingerprint is None or self._layers is None:
+    def _write(self, groups: Sequence[FusedGroup]) -> None:
+        if self._keep is None or self._fingerprint is None or self._layers is None:
             return
         try:
             if self._fingerprint.refused is not None:
@@ -77,6 +84,4 @@ class KeptTrial:
         except ValueError as error:
             logger.debug("what the trial forward has found stays in this process: %s", error)
             return
-        self._cache.keep(
-            KeptProgram(NAME, result=result, fingerprint=self._fingerprint.for_any_threads().encoded()), {}
-        )
+        self._keep(KeptProgram(NAME, result=result, fingerprint=self._fingerprint.for_any_threads().encoded()))
