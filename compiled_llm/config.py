@@ -388,6 +388,11 @@ class WrapConfig:
         captured = device == "cuda" and self.mode == "cuda-graphs"
         return captured if self.images_in_steps is None else self.images_in_steps
 
+    def compiles_drafts_beside_on(self, device: str) -> bool:
+        """Return whether programs of steps that draft are compiled in a thread, while rows run without drafts."""
+        # Elsewhere calls wait for what they compile anyway.
+        return self.captures_on(device) or self.eager_first_on(device)
+
     def captures_on(self, device: str) -> bool:
         """Return whether we capture steps as CUDA graphs on a kind of device, whole or in pieces."""
         return device == "cuda" and self.mode in CUDA_GRAPH_MODES

@@ -144,6 +144,7 @@ def compiled_into(
         prepare(model_runner, [], [], [EmbeddedTokens.none(loaded)])
         model_runner.thread.call(model_runner.prepare_deferred, sizes or default)
         _run_some_requests(engine)
+        model_runner.graph_manager.beside.wait()  # a thread may compile guesses of sizes that were not named
     with Console(stderr=True).status("waiting for kernels of attention that are built for later processes"):
         attention = model.compiled.config.backend_on(model.device.type)
         attention.backend.installation.wait_for_builds()

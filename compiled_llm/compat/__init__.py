@@ -102,5 +102,7 @@ kept | Inductor sets it at once |
 looks in several folders |
 | ``JitSpec.build_and_load`` of FlashInfer | the first artifacts that hold kernels of FlashInfer | a folder of \
 built kernels can be named |
+| ``random.setstate``, ``torch.random.set_rng_state`` and ``torch.cuda.set_rng_state``, while a thread of ours \
+compiles, for that thread alone | each such thread | Dynamo does not put random numbers back that others draw |
 | ``KINETO_LOG_LEVEL`` and two variables of CUPTI, if unset | the first profile | CUPTI can restart |
 """

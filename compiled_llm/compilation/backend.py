@@ -11,6 +11,7 @@ from torch import fx
 from compiled_llm.compat.torch.dynamo import leave_unguarded
 from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import note_examples
+from compiled_llm.compilation.compile_only import not_run_yet
 from compiled_llm.compilation.passes.empty_parts import copy_lone_parts
 from compiled_llm.compilation.regions import (
     Examples,
@@ -68,6 +69,9 @@ class Inductor:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Return the compiled graph; ``inputs`` are those of the first call."""
+        return not_run_yet(self._compile(module, inputs))
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         leave_unguarded(FLAGS)
         fill(module.graph)
         for rewrite in self._passes:

@@ -23,6 +23,7 @@ from compiled_llm.compat.torch.dynamo import (
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.compile_error import CompileError
+from compiled_llm.compilation.compile_only import CompiledOnlyError, compiles_only, compiling_only
 
 logger = logging.getLogger("compiled_llm.graphs")
 
@@ -60,8 +61,15 @@ class Bounded:
                 "has other bits; keep what changes in a tensor, or call model.compiled.warmup() to compile for what "
                 "holds now"
             )
+        if compiles_only():
+            raise CompiledOnlyError
         self.uncompiled += 1
         return self._function(*arguments)
+
+    def compile(self, *arguments: Any) -> None:
+        """Compile for these arguments, and run nothing; errors as those of a call."""
+        with compiling_only():
+            self(*arguments)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., Any]:

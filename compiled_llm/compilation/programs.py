@@ -143,6 +143,8 @@ class Programs:
         """Compile later, at the first call of each program; ``artifacts`` hold code in place of compiling."""
         # ``weights``, the fused ones, must be ``laid_out`` at each call. Of ``compilers`` of kernels, so many run at
         # once; of None, as many as there are cores.
+        self._made_from = config, facts, device, weights, artifacts
+        self._taken_from: dict[str, Programs] = {}
         self._version = facts.version
         self._version.watch_code(places_of([facts.model_class]))
         self._code = self._version.code
@@ -268,6 +270,30 @@ class Programs:
             return True
         return self._call(name, arguments._replace(model=self._stand_in(arguments))).compiled
 
+    def beside(self) -> Programs:
+        """Return programs of the same model, none of which is compiled: another thread may compile them."""
+        # Nobody writes down what is compiled there: to note what a program does, it has to run.
+        # On a CPU they leave a core to the answers.
+        compilers = max(1, torch.get_num_threads() - 1) if self._device.type == "cpu" else None
+        made = _ProgramsBeside(*self._made_from, compilers=compilers)
+        made._adapters = self._adapters
+        return made
+
+    def compile_only(self, arguments: Arguments) -> None:
+        """Compile the program of these arguments, and run nothing; in any thread, if it runs none."""
+        name = self._name_for(arguments.inputs)
+        model = self._prepared(name, arguments, compare=True).model
+        program = self._programs[name]
+        assert isinstance(program, Bounded), "uncompiled programs are not compiled ahead"
+        program.compile(*self._by_name(arguments._replace(model=model)).values())
+
+    def take(self, name: str, others: Programs) -> None:
+        """Run the program of this name as another object has compiled it, from now on."""
+        self._functions[name], self._programs[name] = others._functions[name], others._programs[name]
+        if (outline := others._outlines.get(name)) is not None:
+            self._outlines[name] = outline
+        self._taken_from[name] = others  # whose end would free its code
+
     def refresh_adapters(self, model: PreTrainedModel, replays: bool) -> bool:
         """Refresh the active adapters; if CUDA graphs read them (``replays``), return if old ones still may."""
         return self._config.mode == "eager" or self._adapters.refresh(model, fixed=replays)
@@ -382,6 +408,12 @@ class Programs:
     def graph_counts(self) -> dict[str, int]:
         """Return how many graphs each program has been compiled into; more than one is a recompile."""
         return {name: graph_count(function) for name, function in self.functions.items()}
+
+
+class _ProgramsBeside(Programs):
+    """Programs that are compiled in another thread, and then run in place of those of the same names."""
+
+    keeps = False
 
 
 def _runs_uncompiled(config: WrapConfig) -> bool:

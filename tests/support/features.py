@@ -93,6 +93,7 @@ FEATURES = {
         (
             "compilation/drafts",
             "execution/test_bounds_of_lengths.py",
+            "execution/test_compiled_beside.py",
             "execution/test_drafts.py",
             "engine/test_speculation.py",
             "huggingface/test_prompt_lookup.py",

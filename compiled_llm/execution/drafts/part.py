@@ -81,13 +81,27 @@ class Drafts:
         return [1, *(new for new in NEW_TOKENS if new == NEW_TOKENS[0] or new // 2 <= self.most)]
 
     def sizes_at_once(self, rows: int) -> list[int]:
-        """Return those of ``sizes`` that so many rows can have without compiling; the largest if that is none but 1."""
-        if self._runner.config.mode == "eager":
+        """Return those of ``sizes`` that so many rows can have without compiling, 1 and others."""
+        # If there are no others, it is the largest, which is compiled when it first runs, or if calls do not wait for
+        # that, once a thread has compiled it.
+        runner = self._runner
+        if runner.config.mode == "eager":
             return self.sizes
-        entries = self._runner.state.step_table.entries
+        entries = runner.state.step_table.entries
         alike = {key: entry.state for key, entry in list(entries.items()) if key.wants == self._wants}
         known = {key.new_tokens_per_row for key in alike if alike[key] in _COMPILED and (key.rows == 1) is (rows == 1)}
-        return [1, *(size for size in self.sizes if size in (known or self.sizes[-1:]))]
+        if known:
+            return [1, *(size for size in self.sizes if size in known)]
+        largest = self.sizes[-1]
+        return [1, largest] if self._is_there(rows, largest) else [1]
+
+    def _is_there(self, rows: int, size: int) -> bool:
+        """Whether so many rows may have a step of a size, whose program a thread compiles if calls do not wait."""
+        runner = self._runner
+        if not runner.config.compiles_drafts_beside_on(runner.device.type):
+            return True
+        step = self.key(runner.steps.step_of_several(rows, size))
+        return runner.thread.call(runner.steps.compiled_beside, step)
 
     def tap(self, new_tokens: int) -> Tap:
         """Return the tap that has a step of so many tokens a row draft, always the same one."""

@@ -130,7 +130,9 @@ class Rule:
             if tokens > best * cost:
                 self._size, best = size, tokens / cost
         if self._size == 1:
-            self._left, self._pause = self._pause, min(_LONGEST_PAUSE, 2 * self._pause)
+            self._left = self._pause
+            if len(self._sizes) > 1:
+                self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
 
     def _ask(self, rows: Sequence[Row]) -> None:
         """Look at other rows, or anew at which sizes there are."""
@@ -144,7 +146,10 @@ class Rule:
             tally.begin(self._most)
         self._ask(rows)
         self._known, self._counted = True, 0.0
-        self._size = self._sizes[1][0] if len(self._sizes) > 1 else 1
+        if len(self._sizes) > 1:
+            self._size = self._sizes[1][0]
+        else:  # no other is there yet
+            self._size, self._left = 1, self._pause
         if changed:
             self._changed()
 

@@ -7,13 +7,9 @@
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import logging
 import math
-import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from compiled_llm.compat.forks import HomeProcess, lock
-from compiled_llm.compat.torch.dynamo import reason_of, switched_off
+from compiled_llm.compat.torch.dynamo import switched_off
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
@@ -29,6 +25,7 @@ from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.steps.graph_manager import GraphManager
 from compiled_llm.execution.threads.calling_thread import CallingThread
+from compiled_llm.execution.threads.compiling_thread import CompilingThread, log_failure
 from compiled_llm.model.facts import ModelFacts
 
 logger = logging.getLogger("compiled_llm.graphs")
@@ -37,8 +34,6 @@ _PAGES = 4
 """Its own, for rows of padding."""
 _DRAIN_AFTER = 10.0
 """Seconds that rows may go on coming in while others run uncompiled; later ones wait until these have ended."""
-_TIME_TO_STOP = 2.0
-"""Seconds that the thread has to stop before the process ends without it."""
 
 
 class _Compiled(NamedTuple):
@@ -61,10 +56,9 @@ class BackgroundCompilation:
         self._wanted: list[StepKey] = []
         self._needs: dict[StepKey, Callable[[ModelRunner], object]] = {}
         self._rows = 0
-        self._thread: threading.Thread | None = None
+        self._thread: CompilingThread | None = None
         self._compiled: _Compiled | None = None
         self._failed = self._stopped = False
-        _all.add(self)
 
     @property
     def admission_deadline(self) -> float:
@@ -76,7 +70,7 @@ class BackgroundCompilation:
     @property
     def running(self) -> bool:
         thread = self._thread
-        return thread is not None and thread.is_alive()
+        return thread is not None and thread.running
 
     def learn(self, facts: ModelFacts) -> None:
         """Compile for other facts of the model from now on."""
@@ -110,8 +104,8 @@ class BackgroundCompilation:
 
     def wait(self) -> None:
         """Wait until it compiles no more."""
-        while (thread := self._thread) is not None and thread.is_alive():
-            thread.join(0.2)
+        while (thread := self._thread) is not None and thread.running:
+            thread.wait()
 
     def let_take_over(self, graph_manager: GraphManager) -> None:
         """Let what is compiled take over from programs that run uncompiled; in the executor, while no row runs."""
@@ -129,32 +123,23 @@ class BackgroundCompilation:
     def stop(self) -> None:
         """Let the thread end soon, and compile nothing more."""
         self._stopped = True
-        if (thread := self._thread) is not None and thread.is_alive() and not self._home.left:
-            interrupt = ctypes.py_object(KeyboardInterrupt)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), interrupt)
-            thread.join(_TIME_TO_STOP)
+        if (thread := self._thread) is not None:
+            thread.interrupt()
 
     def _start(self) -> None:
         over = self.running or self._failed or self._stopped or self._home.left
         if self._wanted and not over and switched_off() is None:
-            self._thread = threading.Thread(target=self._run, name="compiled_llm compilation", daemon=True)
-            self._thread.start()
+            self._thread = CompilingThread(self._compile_all, self._note_failure)
 
     # ---- in the thread
 
-    def _run(self) -> None:
-        try:
-            while not self._compile():
-                pass
-        except BaseException as error:  # any: the model may be anything. What runs uncompiled goes on
-            self._failed = True
-            if not self._stopped:
-                reason = reason_of(error, BaseException) or error
-                logger.error(
-                    "compiled_llm: compiling in the background has failed, and answers stay uncompiled: %s: %s",
-                    *(type(reason).__name__, str(reason).partition("\n")[0]),  # a compiler may have said a lot
-                )
-                logger.debug("compiled_llm: why compiling in the background has failed", exc_info=error)
+    def _compile_all(self) -> None:
+        while not self._compile():
+            pass
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failed = True
+        log_failure(error, "answers stay uncompiled")
 
     def _compile(self) -> bool:
         """Compile all that is asked for by the end of it; False if it needs room for other rows by then."""
@@ -180,13 +165,3 @@ class BackgroundCompilation:
             self._compiled, self._thread = _Compiled(programs, made_for, steps, time.monotonic()), None
         logger.info("compiled_llm: compiled in the background, in %.0f s; new answers use it from now on", seconds)
         return True
-
-
-_all: weakref.WeakSet[BackgroundCompilation] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop compiling: a thread that is inside torch while the interpreter shuts down aborts the process."""
-    for beside in list(_all):
-        beside.stop()

@@ -122,6 +122,7 @@ class ModelRunnerLifecycle:
                 if model_runner is not None:
                     self._events.started_again()
                     self._count_saturated(model_runner)
+                    model_runner.graph_manager.beside.drop()
                 model_runner = self.present = None  # its memory goes back first
                 for holder in list(self._holders):
                     holder.let_go()
@@ -208,6 +209,8 @@ class ModelRunnerLifecycle:
         device = self._facts.model.device
         before = self._taken_on(device)
         moves = weights and not is_host(device)
+        if self.present is not None and (moves or graphs):
+            self.present.graph_manager.beside.drop()
         if moves and self._weights is None:
             with self._moving_weights("moving weights to host memory"):
                 self._weights = HostWeights(self._facts.model, device)

@@ -18,11 +18,12 @@ from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.step_key import StepKey
 from compiled_llm.compilation.graphs.validity import Checks
 from compiled_llm.compilation.program import PREFILL, PREFILL_EMBEDDED, ProgramInputs
-from compiled_llm.compilation.program_list import UNPAGED
+from compiled_llm.compilation.program_list import UNPAGED, program_for
 from compiled_llm.compilation.programs import Arguments, PreparedCall, Programs
 from compiled_llm.execution.reporting.events import Events
 from compiled_llm.execution.reporting.progress import ProgressDisplay, TaskNumber
 from compiled_llm.execution.state.runner_state import RunnerState
+from compiled_llm.execution.steps.compiled_beside import CompiledBeside
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
 from compiled_llm.model.stand_ins import Change
@@ -55,6 +56,7 @@ class GraphManager:
         self._artifacts = artifacts
         self.programs = programs or self._new_programs()
         self.cuda_graphs = CudaGraphs(state.facts.model, state.config, state.device, state.step_table)
+        self.beside = CompiledBeside(state.device, self.paged)
         self.table = state.step_table  # the steps of the model, each with its state
         self.prefills: set[str] = set()  # the programs of prefill that are compiled
         # Without a compiler there is nothing to wait for on a CPU.
@@ -161,12 +163,14 @@ class GraphManager:
 
     def _let_tensors_go(self) -> None:
         self._version.let_go()
+        self.beside.drop()
         self.programs.drop_tensors()
         self._state.facts.drop_stand_ins()
 
     def separate_weights(self) -> None:
         """Give each fused weight its own memory again."""
         if self.weights.groups or self._state.facts.groups_of_stand_ins:
+            self.beside.drop()
             with self._moving_weights():
                 self.weights.separate()
                 self._state.facts.separate_stand_ins()
@@ -194,6 +198,7 @@ class GraphManager:
     def _start_again(self) -> None:
         """Forget programs and CUDA graphs; rows and pages stay."""
         self.forget_graphs()  # first: while one is captured, its program has to stay
+        self.beside = CompiledBeside(self._state.device, self.paged)  # the other's are of the model as it was
         self.programs = self._new_programs()
         self.prefills.clear()
 
@@ -207,6 +212,19 @@ class GraphManager:
         """Return the arguments of programs for a step."""
         state = self._state
         return Arguments(state.facts.in_programs, inputs, state.slots.tables, state.memories, state.specs)
+
+    def take_compiled(self, inputs: ProgramInputs) -> bool:
+        """Take the program of a step that a thread has compiled meanwhile, if it still fits, else let it begin."""
+        # ``check_model`` has been called.
+        name, arguments = program_for(inputs).name, self.arguments(inputs)
+        if (compiled := self.beside.take(name)) is not None:
+            self.programs.take(name, compiled)
+            with self.paged():
+                if self.programs.prepared(arguments).compiled:
+                    self.beside.fits(name)
+                    return True
+        self.beside.begin(name, self.programs, arguments)
+        return False
 
     def capture(
         self,

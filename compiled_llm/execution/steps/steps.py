@@ -226,6 +226,22 @@ class Steps:
             self.buffers.claim(None)
             self._prepare(step, 0, None, self._is_first(step), captures=False)
 
+    def compiled_beside(self, step: StepKey) -> bool:
+        """Return whether a decode step runs without compiling; if not, a thread compiles its program."""
+        manager, program = self._graph_manager, program_for(self.buffers.of(step)).name
+        if manager.eager:
+            return True
+        if not manager.beside.may_help(program):
+            return False
+        manager.check_model()
+        if self._can_launch(step):
+            return True
+        if not manager.take_compiled(self.buffers.of(step)):
+            return False
+        self.buffers.claim(None)
+        self._prepare(step, 0, None, first=False, captures=False)
+        return True
+
     def make_ready_with_room(self, steps: Sequence[StepKey]) -> None:
         """Compile, and on CUDA capture, decode steps, the largest first, as far as no CUDA graph makes room for it."""
         for step in reversed(steps):

@@ -1,0 +1,61 @@
+"""Keeps a thread that compiles from putting the process's random numbers back to where they were when it began."""
+
+# Dynamo remembers the states of the process's generators while it traces, and sets them again at the end. What other
+# threads have drawn meanwhile, they would draw once more: two requests without seeds would get the same one.
+# It ends when torch no longer does so in threads: as of torch 2.15 it does.
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from compiled_llm.compat.forks import lock
+
+_SETTERS: tuple[tuple[Any, str], ...] = (
+    (random, "setstate"),
+    (torch.random, "set_rng_state"),
+    (torch.cuda, "set_rng_state"),
+)
+"""What Dynamo calls, each found in its module when it is called."""
+
+_threads: set[int] = set()
+"""Those that set nothing."""
+
+_lock = lock()
+
+
+@contextmanager
+def generators_left_alone() -> Iterator[None]:
+    """Let calls of this thread that set the state of a generator do nothing in the block."""
+    thread = threading.get_ident()
+    with _lock:
+        _threads.add(thread)
+        for module, name in _SETTERS:
+            if not isinstance(setter := getattr(module, name), _Setter):
+                setattr(module, name, _Setter(setter))
+    try:
+        yield
+    finally:
+        with _lock:
+            _threads.discard(thread)
+            for module, name in () if _threads else _SETTERS:
+                # Another thread that traces may have put something in its place for a while, and brings it back.
+                if isinstance(setter := getattr(module, name), _Setter):
+                    setattr(module, name, setter.own)
+
+
+class _Setter:
+    """Sets the state of a generator for other threads."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+        functools.update_wrapper(self, own)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return None if threading.get_ident() in _threads else self.own(*arguments, **named)
