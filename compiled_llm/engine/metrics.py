@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from compiled_llm.engine.draft_stats import DraftStats
 from compiled_llm.engine.encoder_cache_stats import EncoderCacheStats
-from compiled_llm.engine.steps.latencies import Latency, Waits
 from compiled_llm.engine.steps.loop import Loop
+from compiled_llm.engine.steps.timing.latencies import Latency, Waits
 from compiled_llm.execution.model_runner import ModelRunner, Uncompiled
 from compiled_llm.kvcache.pool import ENTRIES_OF_A_ROW, PageAccount, StateAccount
 from compiled_llm.requests.histogram import NO_WAITS, Histogram

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import compiled_llm
-from compiled_llm.engine.steps.latencies import WINDOW, Latencies, Latency, Waits
 from compiled_llm.engine.steps.request import Request
+from compiled_llm.engine.steps.timing.latencies import WINDOW, Latencies, Latency, Waits
 from compiled_llm.kvcache.pool import PageAccount
 from compiled_llm.requests.histogram import BUCKETS, Histogram
 from compiled_llm.requests.sampling_params import SamplingParams

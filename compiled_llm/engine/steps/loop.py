@@ -20,12 +20,12 @@ from compiled_llm.engine.chunks.policies import MaxStep, policy_of as chunks_of
 from compiled_llm.engine.chunks.state import ChunkPolicy
 from compiled_llm.engine.engine_options import LogprobsMode
 from compiled_llm.engine.steps.deferred_sampling import Constrained, LateSampling
-from compiled_llm.engine.steps.late_launch import LateLaunch
 from compiled_llm.engine.steps.plan import Chunk, RunsApart, StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput, engine_taps
-from compiled_llm.engine.steps.token_budget import TokenBudget
+from compiled_llm.engine.steps.timing.late_launch import LateLaunch
+from compiled_llm.engine.steps.timing.token_budget import TokenBudget
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch

@@ -18,10 +18,10 @@ from compiled_llm.compilation.sampling.sampling import NOT_A_TOKEN
 from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.state import Admission
 from compiled_llm.engine.steps.admissions import Admissions
-from compiled_llm.engine.steps.latencies import Latencies
 from compiled_llm.engine.steps.plan import Chunk, StepPlan
 from compiled_llm.engine.steps.queue import Queue
 from compiled_llm.engine.steps.request import Request, RequestError
+from compiled_llm.engine.steps.timing.latencies import Latencies
 from compiled_llm.engine.steps.token_log import TokenLog
 from compiled_llm.kinds.rows import NO_ENTRY
 from compiled_llm.kvcache.errors import OutOfPagesError, OutOfStatesError
