@@ -138,30 +138,19 @@ class Engine:
             grammar_timeout=grammar_timeout,
             mm_encoder_cache_gb=mm_encoder_cache_gb,
         )
-        check_fits(self._runtime, max_num_seqs, max_model_len, mixed)
-        config = self._runtime.config
-        if config.batch_invariant:
-            mixed = False
-        speculation = speculation_of(speculative_config, self._runtime, max_num_seqs)
-        self._runtime.make_room(max_num_seqs)
-        self._model = model
-        self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
-        self._logprobs_mode: LogprobsMode = logprobs_mode
-        self._tokenizer, self._processor = tokenizer, processor
-        self._decider: Any = None  # once questions are asked
         settings = LoopSettings(
             *(max_num_seqs, max_step_ms, prefix_cache, logprobs_mode, watch_model, mixed, admission),
-            *(speculation, max_model_len),
+            *(speculative_config, max_model_len),
         )
-        self._engine_thread = EngineThread(model, self._runtime, settings)
-        arrive, end = self._engine_thread.request_table.paused_requests.arrive, self._engine_thread.cancel
-        grammars = feature("structured_outputs", "engine")  # None if that was taken out
-        self._grammars = grammars and grammars.grammars_of(
-            tokenizer, grammar_worker, float(grammar_timeout), arrive, end
-        )
-        in_steps = config.images_in_steps_on(self._runtime.facts.model.device.type)
+        self._settings = _fitting(settings, self._runtime)
+        self._runtime.make_room(max_num_seqs)
+        self._model = model
+        self._tokenizer, self._processor = tokenizer, processor
+        self._decider: Any = None  # once questions are asked
+        self._engine_thread = EngineThread(model, self._runtime, self._settings)
+        self._grammars = _grammars_of(self._engine_thread, tokenizer, grammar_worker, float(grammar_timeout))
         own_end = getattr(tokenizer, "eos_token_id", None) if tokenizer_eos else None
+        in_steps = self._runtime.config.images_in_steps_on(model.device.type)
         self._intake = Intake(
             *(self._runtime, self._engine_thread, tokenizer, processor, self._grammars),
             own_ends=frozenset[int]() if own_end is None else frozenset([own_end]),
@@ -378,10 +367,10 @@ class Engine:
         """
         self._check_open()
         self._engine_thread.check.checked_runner()
-        wanted = self._runtime.warming.wanted("rows", rows, profile, self._max_num_seqs)
-        if wrong := [size for size in wanted.sizes if not (is_count(size) and size <= self._max_num_seqs)]:
+        wanted = self._runtime.warming.wanted("rows", rows, profile, self._settings.max_num_seqs)
+        if wrong := [size for size in wanted.sizes if not (is_count(size) and size <= self._settings.max_num_seqs)]:
             raise ValueError(
-                f"rows: {wrong[0]!r} is not a whole number between 1 and max_num_seqs={self._max_num_seqs}"
+                f"rows: {wrong[0]!r} is not a whole number between 1 and max_num_seqs={self._settings.max_num_seqs}"
             )
         if structured or (self._tokenizer is not None and wanted.structured):
             check_has("structured_outputs", "structured=True")
@@ -401,7 +390,7 @@ class Engine:
     @property
     def logprobs_mode(self) -> LogprobsMode:
         """What log-probabilities are of."""
-        return self._logprobs_mode
+        return self._settings.logprobs_mode
 
     @property
     def tokenizer(self) -> Any:
@@ -432,8 +421,8 @@ class Engine:
             page_size=model_runner.config.page_size,
             kv_dtype=str(model_runner.state.pages[0].dtype).removeprefix("torch."),
             kv_numbers_per_token=sum(map(token_numbers, model_runner.state.specs)),
-            max_num_seqs=self._max_num_seqs,
-            max_tokens=self._max_model_len or model_runner.max_positions,
+            max_num_seqs=self._settings.max_num_seqs,
+            max_tokens=self._settings.max_model_len or model_runner.max_positions,
             states=model_runner.state.states_of_rows,
             bytes_of_a_state=model_runner.state.bytes_of_a_state,
         )
@@ -567,6 +556,21 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _fitting(settings: LoopSettings, runtime: Runtime) -> LoopSettings:
+    """Return settings as a model runs by them; ValueError if they do not fit it, and nothing has changed."""
+    check_fits(runtime, settings.max_num_seqs, settings.max_model_len, settings.mixed)
+    speculation = speculation_of(settings.speculation, runtime, settings.max_num_seqs)
+    mixed: Mixed = False if runtime.config.batch_invariant else settings.mixed
+    return settings._replace(mixed=mixed, speculation=speculation)
+
+
+def _grammars_of(engine_thread: EngineThread, tokenizer: Any, worker: Any, timeout: float) -> Any:
+    """Return the grammars of an engine; None if structured outputs were taken out."""
+    part = feature("structured_outputs", "engine")
+    arrive, end = engine_thread.request_table.paused_requests.arrive, engine_thread.cancel
+    return part and part.grammars_of(tokenizer, worker, timeout, arrive, end)
 
 
 def _wrapped(model: object) -> Runtime:

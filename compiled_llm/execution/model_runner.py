@@ -126,11 +126,7 @@ class ModelRunner:
         self.events = Events() if events is None else events
         self._facts = facts
         self.compiling = compiling
-        if weights is None:
-            with facts.attention.moving_weights(thread.caller):
-                weights = FusedWeights(model, facts.fused_groups if config.fuses_on(self.device.type) else [])
-                if config.fuses_on(self.device.type):
-                    facts.lay_stand_ins_out()
+        weights = _laid_out(facts, config, thread) if weights is None else weights
         self.max_positions = max_positions_of(model)
         self._matrix_bytes, shapes = matrix_bytes(model), _shapes_of(facts, config, self.max_positions)
         room = PrefillRoom.of_all(facts.layers, config, self.device, self.max_positions, shapes.all())
@@ -140,20 +136,7 @@ class ModelRunner:
         self._token_bytes = sum(map(token_bytes, self.state.specs))
         self.prefixes = PrefixTree(self.pool)
         self.readbacks = Readbacks()
-        chosen = config.backend_on(self.device.type)
-        geometries = attention_geometries(facts.layers, config.page_size, model.dtype)
-        self._planner = Planner(
-            [
-                spec.planned(geometry) if layer.kind.has_plan(chosen) else None
-                for layer, spec, geometry in zip(facts.layers, self.state.specs, geometries, strict=False)
-            ],
-            config,
-            self.device,
-            max_row_tokens=self.max_positions,
-            room=room,
-            shapes=shapes.all() if config.captures_on(self.device.type) else [],
-            expands=None if config.batch_invariant else facts.expands,  # decode steps absorb, so prefills do
-        )
+        self._planner = _planner_of(self.state, room, shapes)
         self._planner.load()
         self.graph_manager = GraphManager(self.state, weights, thread, self.events, programs, artifacts)
         build_sampling(self.vocabulary, model.dtype, self.device)  # then: programs have chosen what Triton builds with
@@ -472,6 +455,36 @@ def _check_next(rows: Sequence[Row]) -> None:
     for row in rows:
         if not row.has_next:
             raise RuntimeError("step: the rows have no next tokens; give them as forced tokens")
+
+
+def _laid_out(facts: ModelFacts, config: WrapConfig, thread: Executor) -> FusedWeights:
+    """Lay weights that are multiplied as one side by side, if they are to be."""
+    fuses = config.fuses_on(facts.model.device.type)
+    with facts.attention.moving_weights(thread.caller):
+        weights = FusedWeights(facts.model, facts.fused_groups if fuses else [])
+        if fuses:
+            facts.lay_stand_ins_out()
+    return weights
+
+
+def _planner_of(state: RunnerState, room: PrefillRoom, shapes: CapturedShapes) -> Planner:
+    """Return what plans attention, of layers whose back end has plans."""
+    facts, config, kind = state.facts, state.config, state.device.type
+    chosen = config.backend_on(kind)
+    geometries = attention_geometries(facts.layers, config.page_size, state.dtype)
+    specs = [
+        spec.planned(geometry) if layer.kind.has_plan(chosen) else None
+        for layer, spec, geometry in zip(facts.layers, state.specs, geometries, strict=False)
+    ]
+    return Planner(
+        specs,
+        config,
+        state.device,
+        max_row_tokens=state.max_positions,
+        room=room,
+        shapes=shapes.all() if config.captures_on(kind) else [],
+        expands=None if config.batch_invariant else facts.expands,  # decode steps absorb, so prefills do
+    )
 
 
 def _shapes_of(facts: ModelFacts, config: WrapConfig, max_positions: int) -> CapturedShapes:
