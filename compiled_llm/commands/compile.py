@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -77,19 +78,9 @@ def compile_ahead(
     device, these versions and these options; anything else refuses it with a reason.
     """
     with readable_errors():
-        if mode == "eager":
-            raise ValueError("mode='eager' compiles nothing; give another one")
         options = {"mode": mode, "backend": backend, "kv_dtype": kv_dtype, "progress": not quiet}
         options |= {"batch_invariant": batch_invariant, "check_pages": check_pages.value}
-        WrapConfig.from_options(options)
-        if max_num_seqs < 1:
-            raise ValueError(f"--max-num-seqs {max_num_seqs}: must be at least 1")
-        sizes = integers("--warmup", warmup)
-        if wrong := [size for size in sizes if size > max_num_seqs]:
-            raise ValueError(f"--warmup {wrong[0]}: there is room for {max_num_seqs} requests; raise --max-num-seqs")
-        speculation = speculative_config_of(speculative_config)
-        if profile is not None:
-            Profile.read(profile)  # tells at once that it is damaged
+        sizes, speculation = _checked(options, max_num_seqs, warmup, profile), speculative_config_of(speculative_config)
         check_driver(device.value)
         target = output.expanduser().absolute()
         source = locate(shared.model_of(model, same_model), progress=not quiet)
@@ -106,10 +97,30 @@ def compile_ahead(
             with nullcontext() if kept is None else kept.recording(folder):
                 manifest = compiled_into(folder, loaded, tokenizer, options, max_num_seqs, sizes, profile, speculation)
             traced_again = {} if kept is None else kept.not_kept(folder)
-        size = sum(entry.nbytes for entry in manifest.files.values())
-        for program, reason in traced_again.items():
-            typer.echo(f"compiled_llm: each process traces {program} itself: {reason}", err=True)
-        typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
+        _tell(manifest, target, traced_again)
+
+
+def _checked(options: dict[str, Any], max_num_seqs: int, warmup: str, profile: Path | None) -> list[int]:
+    """Return the sizes of ``--warmup``; ValueError if nothing can be compiled by what was given."""
+    if options["mode"] == "eager":
+        raise ValueError("mode='eager' compiles nothing; give another one")
+    WrapConfig.from_options(options)
+    if max_num_seqs < 1:
+        raise ValueError(f"--max-num-seqs {max_num_seqs}: must be at least 1")
+    sizes = integers("--warmup", warmup)
+    if wrong := [size for size in sizes if size > max_num_seqs]:
+        raise ValueError(f"--warmup {wrong[0]}: there is room for {max_num_seqs} requests; raise --max-num-seqs")
+    if profile is not None:
+        Profile.read(profile)  # tells at once that it is damaged
+    return sizes
+
+
+def _tell(manifest: Manifest, target: Path, traced_again: Mapping[str, str]) -> None:
+    """Say what lies in the folder, and why processes trace some programs themselves."""
+    size = sum(entry.nbytes for entry in manifest.files.values())
+    for program, reason in traced_again.items():
+        typer.echo(f"compiled_llm: each process traces {program} itself: {reason}", err=True)
+    typer.echo(f"compiled_llm: {len(manifest.files)} files, {size / 2**20:,.1f} MiB, in {target}", err=True)
 
 
 def compiled_into(
