@@ -237,36 +237,13 @@ class WrapConfig:
             unset = value is None and name == "workspace_bytes"
             if not unset and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
-        for name in ("progress", "eager_first", "batch_invariant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not isinstance(self.images_in_steps, (bool, NoneType)):
-            raise ValueError(f"images_in_steps={self.images_in_steps!r}: must be True, False or None")
-        if self.cascade != "auto" and not isinstance(self.cascade, bool):
-            raise ValueError(f'cascade={self.cascade!r}: must be True, False or "auto"')
-        if self.cascade is True:
-            check_has("cascade", "cascade=True")
-        if self.packed != "auto" and not isinstance(self.packed, bool):
-            raise ValueError(f'packed={self.packed!r}: must be True, False or "auto"')
-        if self.packed is True:
-            check_has("packed", "packed=True")
+        self._check_switches()
         if self.check_pages not in get_args(CheckPages):
             raise ValueError(
                 f"check_pages={self.check_pages!r}: choose one of {', '.join(map(repr, get_args(CheckPages)))}"
             )
-        if self.checks_pages:
-            check_has("check_pages", f"check_pages={self.check_pages!r}")
-        if self.images_in_steps:
-            check_has("images", "images_in_steps=True")
-        if not isinstance(self.fuse_projections, (bool, NoneType)):
-            raise ValueError(f"fuse_projections={self.fuse_projections!r}: must be True, False or None")
-        if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":
-            raise ValueError(f"artifacts={self.artifacts!r}: must be the path of a folder, or None")
-        if self.artifacts is not None and self.mode == "eager":
-            raise ValueError(
-                f"artifacts={os.fspath(self.artifacts)!r} hold compiled code, and mode='eager' runs none; wrap without "
-                "artifacts, or with the mode that they were written for"
-            )
+        self._check_features()
+        self._check_artifacts()
         self._check_kv()
         self._check_variants()
         if self.cascade is True and self.max_batch_size == 1:
@@ -277,6 +254,34 @@ class WrapConfig:
         self._check_invariance()
         parse_kv_memory(self.kv_memory)
         self._check_graphs()
+
+    def _check_switches(self) -> None:
+        for name in ("progress", "eager_first", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+        for name in ("cascade", "packed"):
+            if (value := getattr(self, name)) != "auto" and not isinstance(value, bool):
+                raise ValueError(f'{name}={value!r}: must be True, False or "auto"')
+        for name in ("fuse_projections", "images_in_steps"):
+            if not isinstance(value := getattr(self, name), (bool, NoneType)):
+                raise ValueError(f"{name}={value!r}: must be True, False or None")
+
+    def _check_features(self) -> None:
+        """Raise ValueError if a feature that is asked for was taken out."""
+        for name in ("cascade", "packed", "images_in_steps"):
+            if getattr(self, name) is True:
+                check_has("images" if name == "images_in_steps" else name, f"{name}=True")
+        if self.checks_pages:
+            check_has("check_pages", f"check_pages={self.check_pages!r}")
+
+    def _check_artifacts(self) -> None:
+        if not isinstance(self.artifacts, (str, os.PathLike, NoneType)) or self.artifacts == "":
+            raise ValueError(f"artifacts={self.artifacts!r}: must be the path of a folder, or None")
+        if self.artifacts is not None and self.mode == "eager":
+            raise ValueError(
+                f"artifacts={os.fspath(self.artifacts)!r} hold compiled code, and mode='eager' runs none; wrap without "
+                "artifacts, or with the mode that they were written for"
+            )
 
     def _check_invariance(self) -> None:
         if not self.batch_invariant:
