@@ -25,7 +25,7 @@ from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
 from compiled_llm.engine.steps.taps import PlanTap, UnreadOutput, engine_taps
 from compiled_llm.engine.steps.timing.late_launch import LateLaunch
-from compiled_llm.engine.steps.timing.token_budget import TokenBudget
+from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.accepted import AcceptedTokens
 from compiled_llm.execution.batch import Batch, Extension
 from compiled_llm.execution.decode.persistent_batch import PersistentBatch

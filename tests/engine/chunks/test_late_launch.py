@@ -9,11 +9,11 @@ import pytest
 
 import compiled_llm
 from compiled_llm.engine.chunks.stretched import Stretched
-from compiled_llm.engine.steps import late_launch
 from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
+from compiled_llm.engine.steps.timing import late_launch
 from compiled_llm.engine.steps.timing.late_launch import LateLaunch
 from compiled_llm.engine.thread.arrivals import Arrivals, Changed
 from compiled_llm.engine.thread.handle import RequestHandle

@@ -17,7 +17,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.steps.timing.token_budget import TokenBudget
+from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.state.device_timer import DeviceTimer
 from compiled_llm.kvcache.pool import PagePool
 from support.engine.tiny_engines import PATIENCE, greedy, wrapped

@@ -24,7 +24,7 @@ from compiled_llm.engine.steps.loop import Loop
 from compiled_llm.engine.steps.plan import StepPlan
 from compiled_llm.engine.steps.request import Request, RequestError
 from compiled_llm.engine.steps.scheduler import Scheduler
-from compiled_llm.engine.steps.timing.token_budget import TokenBudget
+from compiled_llm.engine.steps.token_budget import TokenBudget
 from compiled_llm.execution.batch import Batch, Extension, StepOutput
 from compiled_llm.execution.growth import grown
 from compiled_llm.kinds.rows import NO_ENTRY

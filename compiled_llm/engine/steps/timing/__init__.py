@@ -1,1 +1,1 @@
-"""How long steps and requests take: when the next one is launched, how much it computes, and what is told of it."""
+"""When the next step is launched, and how long requests have waited."""
