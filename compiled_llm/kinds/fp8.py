@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_llm.kinds.full import FullAttentionSpec
 from compiled_llm.kinds.kind import Codec
-from compiled_llm.kinds.spec import PageScales, TokenPlaces, last_columns
+from compiled_llm.kinds.spec import PageScales, TokenPlaces
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.contracts import FP8, FP8_CAPABILITY, FP8_LARGEST
 from compiled_llm_ops.plain_attention import as_bytes, divided, scaled
@@ -36,7 +36,7 @@ class ScaledAttentionSpec(NamedTuple):
         return self.unscaled.planned(geometry)._replace(kv_dtype=self.dtype)
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
-        both = last_columns(torch.stack([keys, values]), places.width)[:, places.rows, :, places.columns]
+        both = places.taken(torch.stack([keys, values]))
         written = divided(both, self.dtype, *self.scales)
         as_bytes(memory)[places.pages, :, :, places.slots, : self.unscaled.head_dim] = as_bytes(written)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import compiled_llm_ops as ops
 from compiled_llm.kinds.kind import Attended, AttentionCall, Layer, LayerKind, Paging, SeenCall
 from compiled_llm.kinds.rows import PackedTokens, Rows, UnpagedRows
-from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces, last_columns
+from compiled_llm.kinds.spec import UNSCALED, KVCacheSpec, PageScales, TokenPlaces
 from compiled_llm_ops import Geometry
 from compiled_llm_ops.attention.latent.ragged import attend_on_cpu
 from compiled_llm_ops.contracts import DecodeAttention
@@ -40,8 +40,7 @@ class FullAttentionSpec(NamedTuple):
         return geometry._replace(head_dim=self.stored_head_dim)
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
-        both = last_columns(torch.stack([keys, values]), places.width)
-        memory[places.pages, :, :, places.slots, : self.head_dim] = both[:, places.rows, :, places.columns]
+        memory[places.pages, :, :, places.slots, : self.head_dim] = places.taken(torch.stack([keys, values]))
 
     def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
         both = memory.index_select(0, pages).permute(1, 2, 0, 3, 4).flatten(2, 3)

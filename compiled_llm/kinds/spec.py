@@ -32,6 +32,16 @@ class TokenPlaces(NamedTuple):
     slots: Tensor  # places in those pages
     rows: Tensor  # rows of the given states
     columns: Tensor  # their columns, of the last C
+    whole: bool = False  # whether these are all columns of all rows, one row after the other
+
+    def taken(self, states: Tensor) -> Tensor:
+        """Return what these tokens have of ``[..., B, K, C', D]``, ``[N, ..., K, D]``; zeros where columns lack."""
+        states = states[..., -self.width :, :]
+        if missing := self.width - states.shape[-2]:
+            states = torch.nn.functional.pad(states, (0, 0, missing, 0))
+        if self.whole:  # of one row a view: in each layer a kernel less
+            return states.movedim((-4, -2), (0, 1)).flatten(0, 1)
+        return states[..., self.rows, :, self.columns, :]
 
 
 class StateSpec(NamedTuple):
@@ -77,12 +87,6 @@ class KVCacheSpec(Protocol):
         ...
 
 
-def last_columns(states: Tensor, width: int) -> Tensor:
-    """Return the last ``width`` columns of ``[..., C', D]``, with zeros before them if there are fewer."""
-    states = states[..., -width:, :]
-    return torch.nn.functional.pad(states, (0, 0, width - states.shape[-2], 0))
-
-
 class JoinedSpec(NamedTuple):
     """Keys, each followed by its value of another size, ``[P, K, S, D + E]``; ``[P, S, D + E]`` if heads share them."""
 
@@ -104,8 +108,8 @@ class JoinedSpec(NamedTuple):
         return geometry if self.kv_heads is not None else geometry._replace(rope_size=self.value_size)
 
     def write(self, memory: Tensor, places: TokenPlaces, keys: Tensor, values: Tensor) -> None:
-        both = last_columns(torch.cat([keys, values], dim=-1), places.width)
-        self._by_head(memory)[places.pages, :, places.slots] = both[places.rows, :, places.columns]
+        both = torch.cat([keys, values], dim=-1)
+        self._by_head(memory)[places.pages, :, places.slots] = places.taken(both)
 
     def read(self, memory: Tensor, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
         both = self._by_head(memory.index_select(0, pages)).transpose(0, 1).flatten(1, 2)[:, :length]

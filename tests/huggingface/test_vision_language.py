@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -137,11 +139,12 @@ def test_an_image_that_huggingfaces_forward_refuses_leaves_the_cache_as_it_was(s
 def three_turns(model: PreTrainedModel, family: str, seed: int) -> list[Tensor]:
     """Answers to an image, to another one and to text, over one cache."""
     first, second = one_image(family, seed), one_image(family, seed + 1)
-    turn = greedy(model, first, 6, return_dict_in_generate=True)
+    words: dict[str, Any] = {"suppress_tokens": [*range(IMAGE, 128)], "return_dict_in_generate": True}
+    turn = greedy(model, first, 6, **words)
     given = {**second, **next_turn(first, turn, second["input_ids"])}
     for name in [name for name in second if name.endswith("type_ids")]:  # they mark what the cache does not hold yet
         given[name] = pad(second[name], (given["input_ids"].shape[1] - second[name].shape[1], 0))
-    later = greedy(model, given, 8, return_dict_in_generate=True)
+    later = greedy(model, given, 8, **words)
     return [later.sequences, greedy(model, next_turn(given, later, torch.tensor([[7, 8]])), 5)]
 
 

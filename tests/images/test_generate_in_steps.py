@@ -23,6 +23,8 @@ from support.parity import FEW_PAGES, assert_account_is_empty, greedy, next_turn
 QWEN = "Qwen3VL"
 FAMILIES = [QWEN, "Qwen2VL", "Qwen2_5_VL"]
 KEPT = {"return_dict_in_generate": True}
+WORDS = {"suppress_tokens": [*range(IMAGE, 128)]}
+"""Of answers that another turn follows: in it, their tokens of pictures would ask for features."""
 
 
 def pair(family: str, seed: int, **options: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -85,11 +87,11 @@ def test_a_kept_cache_goes_on_with_another_picture_and_then_with_text(family, se
 def three_turns(model: PreTrainedModel, family: str, seed: int) -> list[Tensor]:
     """Answers to a picture, to a wider one and to text, over one cache."""
     first, second = one_image(family, seed), prompt_of(family, 5, Picture(seed, wide=True), 7, Picture(seed + 1), 8)
-    turn = greedy(model, first, 6, **KEPT)
+    turn = greedy(model, first, 6, **KEPT, **WORDS)
     given = {**second, **next_turn(first, turn, second["input_ids"])}
     types = second["mm_token_type_ids"]  # they mark what the cache does not hold yet
     given["mm_token_type_ids"] = pad(types, (given["input_ids"].shape[1] - types.shape[1], 0))
-    later = greedy(model, given, 8, **KEPT)
+    later = greedy(model, given, 8, **KEPT, **WORDS)
     return [later.sequences, greedy(model, next_turn(given, later, torch.tensor([[7, 8]])), 5)]
 
 
@@ -160,14 +162,14 @@ def test_other_models_are_as_without_the_option(seed):
 def test_pictures_of_other_sizes_than_their_tokens_leave_the_cache_as_it_was(seed):
     plain, wrapped = pair(QWEN, seed)
     first = one_image(QWEN, seed)
-    kept = greedy(wrapped, first, 6, **KEPT)
+    kept = greedy(wrapped, first, 6, **KEPT, **WORDS)
     second = prompt_of(QWEN, 7, Picture(3), 8)
     wrong = {**second, **next_turn(first, kept, second["input_ids"].clamp(max=IMAGE - 1))}
     types = second["mm_token_type_ids"]
     wrong["mm_token_type_ids"] = pad(types, (wrong["input_ids"].shape[1] - types.shape[1], 0))
     with pytest.raises(ValueError, match="0 tokens of pictures and features of 4 do not match"):
         greedy(wrapped, wrong, 6)
-    before = greedy(plain, first, 6, **KEPT)
+    before = greedy(plain, first, 6, **KEPT, **WORDS)
     answers = [
         greedy(model, next_turn(first, turn, torch.tensor([[7, 7]])), 6)
         for model, turn in ((wrapped, kept), (plain, before))

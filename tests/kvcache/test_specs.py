@@ -81,6 +81,24 @@ class TestSpec:
             assert torch.equal(read[1], values[row, :, 9 - length :])
         assert not memory[[0, 4, 6, 8]].any()
 
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_all_columns_of_all_rows_are_written_as_if_they_were_chosen(
+        self, spec: KVCacheSpec, shape: tuple[int, ...], nbytes: int, rows: int, seed: int
+    ) -> None:
+        """The first column of a layer with a window is missing."""
+        generator = torch.Generator().manual_seed(seed)
+        sizes = 12, {17: 5, 32: 20}.get(shape[-1], 12)
+        if isinstance(spec, FullAttentionSpec):
+            sizes = spec.head_dim, spec.head_dim
+        both = [torch.randn(rows, 2, 6, size, generator=generator).to(spec.dtype) for size in sizes]
+        entries = [(1 + 2 * row + at // 4, at % 4, row, at) for row in range(rows) for at in range(7)]
+        places = TokenPlaces(7, *torch.tensor(entries).T)
+        chosen, whole = (allocate_pages([spec], 9, ReleasableMemory(CPU))[0] for _ in range(2))
+        spec.write(chosen, places, both[0], both[1])
+        spec.write(whole, places._replace(whole=True), both[0], both[1])
+        assert chosen.any()
+        assert torch.equal(whole, chosen)
+
 
 def test_layers_of_one_model_may_have_different_specs() -> None:
     layers = [Layer(4, 2, 16, -1, 0.0, Full()), UNEVEN]

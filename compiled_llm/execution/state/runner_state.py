@@ -247,7 +247,8 @@ class RunnerState:
         size = self.config.page_size
         numbers = [np.array(row.pages, dtype=np.int64)[own // size] for row, own in zip(rows, at, strict=True)]
         entries = [np.concatenate(numbers), np.concatenate(at) % size, batch_indices, columns]
-        places = TokenPlaces(stored.shape[1], *self.staging.to_device(entries))
+        pages, slots, of_rows, of_columns = self.staging.to_device(entries)
+        places = TokenPlaces(stored.shape[1], pages, slots, of_rows, of_columns, whole=bool(stored.all()))
         for spec, memory, both in zip(self.specs, self.pages, keys_and_values, strict=True):
             if both is not None:
                 spec.write(memory, places, *both)
