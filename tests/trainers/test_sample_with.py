@@ -43,7 +43,7 @@ def test_grpo_corrects_by_nothing_and_trains_as_by_the_same_answers(lora: bool, 
     assert model.compiled.stats().recompiles == 0
     unwrapped = trained(policy(), tmp_path, lora=adapters(lora), rollout_func=given(run.answers), temperature=0.7)
     assert run.answers == unwrapped.answers
-    torch.testing.assert_close(run.forward, unwrapped.forward, rtol=0, atol=50 * CLOSE)
+    torch.testing.assert_close(run.forward, unwrapped.forward, rtol=0, atol=100 * CLOSE)
 
 
 def test_greedy_rollouts_are_those_of_an_unwrapped_model(tmp_path: Path) -> None:

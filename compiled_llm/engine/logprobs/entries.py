@@ -37,6 +37,10 @@ class Logprobs(Sequence[Any]):
             return [self._entry(place) for place in range(*index.indices(len(self)))]
         return self._entry(range(len(self))[index])
 
+    def sampled(self) -> list[float]:
+        """Return the log-probabilities of the tokens themselves, of all that have some."""
+        return self._scores.sampled(self._start)[: len(self._tokens)]
+
     def _entry(self, place: int) -> dict[int, Logprob] | None:
         if (at := place - self._without) < 0:
             return None

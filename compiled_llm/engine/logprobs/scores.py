@@ -60,6 +60,11 @@ class Scores:
             for token in each
         ]
 
+    def sampled(self, start: int = 0) -> list[float]:
+        """Return the log-probabilities of the tokens themselves, from one on."""
+        numbers = self._numbers[start * self._size : len(self) * self._size]
+        return [token[0] for token in _form(self.num_logprobs).iter_unpack(numbers)] if numbers else []
+
     def __getitem__(self, index: int) -> TokenScores:
         """Return those of one token that are known; ``index`` is not negative."""
         num_logprobs = self.num_logprobs

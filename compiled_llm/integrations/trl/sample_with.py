@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from compiled_llm.compat.training.trl import check_trainer, sample_by
 from compiled_llm.engine.engine import Engine
+from compiled_llm.engine.logprobs.entries import Logprobs
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
+
+T = TypeVar("T")
 
 
 def sample_with(engine: Engine, trainer: Any, *, sleep: bool = False) -> None:
@@ -71,7 +74,7 @@ class Sampler:
         images: Sequence[Any] | None,
         num_generations: int,
         profiler: Any = None,
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+    ) -> tuple[list[list[int]], list[list[int]], list[AloneEach[float]], list[AloneEach[int]]]:
         """Return prompts, answers, and of each answer's tokens the log-probability and the token, in lists of one.
 
         Args:
@@ -93,14 +96,11 @@ class Sampler:
         for output in outputs:
             if output.finish_reason == "error":
                 raise RuntimeError(f"a rollout has failed: {output.error}") from output.error
-        found = [
-            [entries[token] for token, entries in zip(a.token_ids, a.logprobs or (), strict=True)] for a in answers
-        ]
         return (
             [*prompts],
             [answer.token_ids for answer in answers],
-            [[[entry.logprob] for entry in entries] for entries in found],
-            [[[token] for token in answer.token_ids] for answer in answers],
+            [AloneEach(_sampled(answer.logprobs)) for answer in answers],
+            [AloneEach(answer.token_ids) for answer in answers],
         )
 
     def check_log_probabilities(self) -> None:
@@ -153,6 +153,33 @@ class Sampler:
         if (pattern := getattr(trainer.args, "vllm_structured_outputs_regex", None)) is not None:
             given["structured_outputs"] = StructuredOutputsParams(regex=pattern)
         return SamplingParams(logprobs=0, **given)
+
+
+class AloneEach(Sequence[list[T]]):
+    """Entries, each in a list of its own, as TRL reads them: made when read.
+
+    The garbage collector looks through lists that stay, those of 256 answers of 512 tokens for half a second.
+    """
+
+    def __init__(self, entries: Sequence[T]) -> None:
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> list[T]: ...
+    @overload
+    def __getitem__(self, index: slice) -> AloneEach[T]: ...
+    def __getitem__(self, index: int | slice) -> list[T] | AloneEach[T]:
+        """Return one entry in a list; of a slice, those in it."""
+        found = self._entries[index]
+        return AloneEach(found) if isinstance(index, slice) else [found]  # type: ignore[list-item,arg-type]
+
+
+def _sampled(logprobs: Sequence[Any] | None) -> list[float]:
+    """Return the log-probabilities of the tokens of an answer; none of one that ended before its first token."""
+    return logprobs.sampled() if isinstance(logprobs, Logprobs) else []
 
 
 _CHANGE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
