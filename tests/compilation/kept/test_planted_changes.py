@@ -193,7 +193,7 @@ def test_random_changes_are_followed(seed: int, whole: bool) -> None:
 
 KINDS: dict[str, tuple[str, str]] = {
     "functions": ("function ", "a default in place"),
-    "classes": ("class ", "a method of a class"),
+    "classes": ("class ", "a class's table"),
     "modules": (r"model[. ]|model$", "a module"),
     "globals": (r"support\.", "a global"),
 }
