@@ -49,7 +49,6 @@ class RequestImages(RequestPart, RunsApart):
         slow: why they do not, or the pictures are encoded more slowly, if they were asked to; else None.
     """
 
-    end: int
     timed = False  # how long its launch takes tells nothing of others
 
     def __init__(
@@ -67,7 +66,8 @@ class RequestImages(RequestPart, RunsApart):
         # ``runs`` are the places of tokens of pictures, those next to each other together.
         end = int(runs[-1][-1]) + 1
         self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
-        self.keys, self.end, self.in_steps, self.slow = keys, end, in_steps, slow
+        self.keys, self._end, self.in_steps, self.slow = keys, end, in_steps, slow
+        self.end = end  # which it runs to, where it runs apart
         self._shown = ShownPrompt(facts, positions, runs, encoder) if in_steps else None
         self._facts, self._encoder = facts, encoder
         self._inputs, self._runs = _up_to(end, inputs), runs
@@ -89,7 +89,7 @@ class RequestImages(RequestPart, RunsApart):
 
     def runs_apart(self, start: int) -> RequestImages | None:
         """Return itself where HuggingFace's forward computes the prompt, up to the last picture's end."""
-        return None if self.in_steps or start >= self.end else self
+        return None if self.in_steps or start >= self._end else self
 
     def position_after(self, length: int) -> int:
         """Return the position of the token after the first ``length`` of the prompt and its answer."""
@@ -133,7 +133,7 @@ class RequestImages(RequestPart, RunsApart):
         return torch.zeros(0, dtype=torch.int64, device=model_runner.device)
 
     def _fill(self, model_runner: ModelRunner, row: Row) -> None:
-        stored = np.zeros((1, self.end), dtype=bool)
+        stored = np.zeros((1, self._end), dtype=bool)
         stored[:, row.length :] = True
         cache, layers = self._computed(model_runner, row), self._facts.layers
         owners = zip(owners_of_keys(layers), layers, strict=True)
@@ -162,7 +162,7 @@ class RequestImages(RequestPart, RunsApart):
                 model,
                 ids,
                 **{self._facts.generate_argument: cache},
-                attention_mask=ids.new_ones(1, self.end),
+                attention_mask=ids.new_ones(1, self._end),
                 position_ids=self._positions[..., start:].to(device, non_blocking=True),
                 use_cache=True,
                 is_first_iteration=True,
