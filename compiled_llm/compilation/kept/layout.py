@@ -33,7 +33,7 @@ def form_of(arguments: Mapping[str, Any]) -> list[str]:
 def _form(value: Any, seen: dict[int, int]) -> Iterable[str]:
     if isinstance(value, Tensor):
         number = seen.setdefault(id(value), len(seen))
-        yield f"{number} {type(value).__name__} {value.dtype} {value.device} {value.dim()} {value.requires_grad}"
+        yield f"{number} {_kind_of(type(value), value.dtype, value.device, value.dim(), value.requires_grad)}"
     elif isinstance(value, _PLAIN):
         yield repr(value)
     elif isinstance(value, (tuple, list)):
@@ -44,6 +44,11 @@ def _form(value: Any, seen: dict[int, int]) -> Iterable[str]:
         yield str(value)
     else:
         raise UnknownError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+@functools.lru_cache(1024)
+def _kind_of(of: type, dtype: torch.dtype, device: torch.device, dimensions: int, requires_grad: bool) -> str:
+    return f"{of.__name__} {dtype} {device} {dimensions} {requires_grad}"
 
 
 def form_differs(form: Sequence[str], kept: Sequence[str]) -> str:
@@ -63,6 +68,11 @@ def form_of_model(model: nn.Module) -> str:
         layout = tensor.dtype, tensor.device, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
         lines.update(f"{path} {number} {memory} {type(tensor)} {layout} {tensor.requires_grad}\n".encode())
     return lines.hexdigest()
+
+
+def memory_of(value: Any) -> int | None:
+    """Return a number that tensors have in common while they share memory; None for what is no tensor."""
+    return _memory(value) if isinstance(value, Tensor) else None
 
 
 def _memory(tensor: Tensor) -> int:
@@ -88,6 +98,7 @@ class Shapes:
     ) -> None:
         """ValueError if an expression is none of whole numbers and symbols."""
         self.tensors, self.guards, self.ranges = tensors, guards, ranges
+        self._exact = [_numbers_of(tensor) for tensor in tensors]
         used = {size for tensor in tensors for size in (*tensor.sizes, *tensor.strides) if isinstance(size, str)}
         self._expressions = [(size, _compiled(size)) for size in used if not size.isidentifier()]
         known = {size for tensor in tensors for size in tensor.sizes if isinstance(size, str) and size.isidentifier()}
@@ -98,7 +109,11 @@ class Shapes:
 
     def fitting(self, arguments: Mapping[str, Any]) -> dict[str, int] | None:
         """Return the value of each symbol and expression; None if arguments do not fit."""
-        found = [(tensor, look_up(arguments, tensor.path)) for tensor in self.tensors]
+        found = []  # those that are not just as they were, as pages are
+        for tensor, exact in zip(self.tensors, self._exact, strict=True):
+            now = look_up(arguments, tensor.path)
+            if exact is None or exact != (now.shape, now.stride()):
+                found.append((tensor, now))
         values: dict[str, int] = {}
         for tensor, now in found:
             if len(tensor.sizes) != now.dim():
@@ -125,6 +140,12 @@ class Shapes:
             if len(tensor.sizes) != now.dim() or any(isinstance(size, int) for size in others):
                 return f"{'.'.join(map(str, tensor.path))} has sizes {[*now.shape]}, and had {[*tensor.sizes]}"
         return "symbolic sizes or strides are others"
+
+
+def _numbers_of(tensor: Sizes) -> tuple[tuple[Size, ...], tuple[Size, ...]] | None:
+    """Return sizes and strides that are all numbers; None if some are expressions."""
+    exact = tuple(tensor.sizes), tuple(tensor.strides)
+    return None if any(isinstance(size, str) for part in exact for size in part) else exact
 
 
 def _bounds(bounds: Sequence[int | None]) -> tuple[float, float]:
@@ -175,9 +196,11 @@ def _value(code: CodeType, values: Mapping[str, int]) -> Any:
     return eval(code, {"__builtins__": {}, **_FUNCTIONS}, dict(values))
 
 
-def memory_shared(tensors: Sequence[Any], written: Iterable[int]) -> list[list[int]]:
-    """Return the places of tensors that share memory with one that is written to, together, each group once."""
-    memories = [_memory(tensor) if isinstance(tensor, Tensor) else None for tensor in tensors]
+def memory_shared(memories: Sequence[int | None], written: Iterable[int]) -> list[list[int]]:
+    """Return the places of memory that is shared with a place that is written to, together, each group once.
+
+    ``memories`` are those of inputs, by ``memory_of``.
+    """
     groups: dict[int, list[int]] = {memory: [] for place in written if (memory := memories[place]) is not None}
     for place, memory in enumerate(memories):
         if memory in groups:

@@ -21,7 +21,7 @@ from compiled_llm.compat.torch.kept.traced_graph import (
     written_objects,
 )
 from compiled_llm.compilation.kept.kept_program import Call, KeptProgram
-from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memory_shared
+from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memory_of, memory_shared
 from compiled_llm.compilation.kept.packing import described
 from compiled_llm.compilation.kept.paths import PER_CALL, Path, paths_of_tensors
 from compiled_llm.compilation.kept.prints import traced
@@ -183,7 +183,7 @@ def _described(
         form=form_of(arguments),
         model=form_of_model(arguments["model"]),
         written=written_to,
-        shared=memory_shared(values, written_to),
+        shared=memory_shared([*map(memory_of, values)], written_to),
     )
     _ = kept.shapes  # ValueError if they are none that can be compared
     return kept

@@ -18,6 +18,7 @@ from compiled_llm.compilation.kept.layout import (
     form_differs,
     form_of,
     form_of_model,
+    memory_of,
     memory_shared,
     number_of,
 )
@@ -190,13 +191,14 @@ class _Taken:
         self._kept, self._shapes = kept, program.shapes
         self._calls: RegionCalls | None = None
         self._tensors: list[Tensor | None] = []  # of the model, as of the number of its version
+        self._memories: list[int | None] = []  # of these
         self._looked_up = -1
 
     def load(self) -> None:
         self._calls = self._calls or self._kept.load()
 
     def drop_tensors(self) -> None:
-        self._tensors, self._looked_up = [], -1
+        self._tensors, self._memories, self._looked_up = [], [], -1
 
     def take_tensors(self, model: Any, number: int) -> bool:
         """Look the model's tensors up, if they are others than at last; False if they do not fit."""
@@ -208,7 +210,7 @@ class _Taken:
             look_up({"model": model}, place) if isinstance(place, tuple) and place[0] == "model" else None
             for place in self.program.inputs
         ]
-        self._looked_up = number
+        self._memories, self._looked_up = [*map(memory_of, self._tensors)], number
         return True
 
     def bound(self, arguments: Mapping[str, Any]) -> Function:
@@ -223,8 +225,10 @@ class _Taken:
             tensor if tensor is not None else self._input(place, arguments, sizes)
             for tensor, place in zip(self._tensors, program.inputs, strict=True)
         ]
-        per_call = [value if isinstance(value, Tensor) else None for value in inputs]
-        if memory_shared(per_call, program.written) != program.shared:
+        memories = [
+            memory_of(value) if memory is None else memory for value, memory in zip(inputs, self._memories, strict=True)
+        ]
+        if memory_shared(memories, program.written) != program.shared:
             raise MisfitError("other tensors share memory with one that is written to")
         return calls.of(inputs)
 

@@ -16,6 +16,9 @@ Place = tuple[Any, str | None]
 The owner is a class, a module or a dictionary, and the name one in it; or another object, and the name an attribute.
 """
 
+_FIXED = frozenset({tuple, frozenset})
+"""Containers whose entries stay: who exchanges one exchanges it in the place where it lies."""
+
 CALLED = frozenset({"__call__", "forward"})  # the methods that every call of a module runs
 
 
@@ -23,8 +26,8 @@ class Code:
     """Places, and what was found there."""
 
     def __init__(self) -> None:
-        self._lookups: dict[tuple[int, str], Callable[[str], object]] = {}  # by owners' identities
-        self._containers: dict[int, Collection[Any]] = {}
+        self._lookups: dict[tuple[int, str], Callable[[], object]] = {}  # by owners' identities
+        self._containers: dict[int, Collection[Any]] = {}  # whose entries may be exchanged
         self._owners: list[object] = []  # held, so that no other object gets the identity of one
         self._known: list[object] = []
         self._held: list[object] = []  # by containers
@@ -33,13 +36,13 @@ class Code:
         """Remember more places, as they are now."""
         for owner, name in places:
             if name is None:
-                if id(owner) not in self._containers:
+                if type(owner) not in _FIXED and id(owner) not in self._containers:
                     self._containers[id(owner)] = owner
                     self._held += _entries(owner)
             elif (id(owner), name) not in self._lookups:
                 self._owners.append(owner)
                 self._lookups[id(owner), name] = look_up = _lookup_in(owner, name)
-                self._known.append(look_up(name))
+                self._known.append(look_up())
 
     def valid(self) -> bool:
         """Whether all of it is still there."""
@@ -59,7 +62,7 @@ class Code:
         return only_marked
 
     def _now(self) -> list[object]:
-        return [look_up(name) for (_, name), look_up in self._lookups.items()]
+        return [look_up() for look_up in self._lookups.values()]
 
     def _held_now(self) -> list[object]:
         return [entry for container in self._containers.values() for entry in _entries(container)]
@@ -72,12 +75,12 @@ def _entries(container: Collection[Any]) -> Iterable[object]:
     return [*container, *container.values()] if isinstance(container, Mapping) else [*container]
 
 
-def _lookup_in(owner: Any, name: str) -> Callable[[str], object]:
+def _lookup_in(owner: Any, name: str) -> Callable[[], object]:
     """Return what finds a name in the owner of a place."""
     if isinstance(owner, dict):
-        return partial(dict.get, owner)
+        return partial(dict.get, owner, name)
     has_names = isinstance(owner, (type, ModuleType)) and name != "__mro__"
-    return vars(owner).get if has_names else partial(_attribute, owner)
+    return partial(vars(owner).get, name) if has_names else partial(_attribute, owner, name)
 
 
 def _attribute(owner: object, name: str) -> object:
