@@ -19,6 +19,7 @@ from compiled_llm.engine.admission.greedy import Greedy
 from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.execution.lifecycle import background_compilation
 from compiled_llm.execution.lifecycle.background_compilation import BackgroundCompilation
+from support.compilation.compile_gate import Gate
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -26,26 +27,6 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread", "without_i
 
 OPTIONS: dict[str, Any] = {"max_batch_size": 4, "kv_memory": "2000 tokens", "progress": False}
 LENGTHS = [5, 3]
-
-
-class Gate:
-    """Lets compiling begin once it is open, and fail with ``error``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.opened, self.error, self.times = threading.Event(), threading.Event(), None, 0
-        compiling = Inductor.__call__
-
-        def wait(backend: Inductor, *graph: Any) -> Any:
-            self.times += 1
-            self.reached.set()
-            assert self.opened.wait(60)
-            if self.error is not None:
-                raise self.error
-            return compiling(backend, *graph)
-
-        monkeypatch.setattr(Inductor, "__call__", wait)
-
-    error: Exception | None
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.compilation.backend import Inductor
 from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.execution.drafts.costs import Costs
@@ -21,6 +20,7 @@ from compiled_llm.execution.steps.compiled_beside import CompiledBeside
 from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.sampling_params import SamplingParams
+from support.compilation.compile_gate import Gate
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy
@@ -34,31 +34,11 @@ NEW = 60
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 7}
 
 
-class Gate:
-    """Lets a thread compile once it is open, and fail with ``error``."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.opened, self.times = threading.Event(), threading.Event(), 0
-        self.error: Exception | None = None
-        compiling = Inductor.__call__
-
-        def wait(backend: Inductor, *graph: Any) -> Any:
-            if threading.current_thread().name == "compiled_llm compilation":
-                self.times += 1
-                self.reached.set()
-                assert self.opened.wait(60)
-                if self.error is not None:
-                    raise self.error
-            return compiling(backend, *graph)
-
-        monkeypatch.setattr(Inductor, "__call__", wait)
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A CPU that compiles beside, as CUDA does."""
     monkeypatch.setattr(WrapConfig, "compiles_drafts_beside_on", lambda config, device: config.mode != "eager")
-    gate = Gate(monkeypatch)
+    gate = Gate(monkeypatch, "compiled_llm compilation")
     yield gate
     gate.opened.set()
 

@@ -22,7 +22,7 @@ _SETTERS: tuple[tuple[Any, str], ...] = (
     (torch.random, "set_rng_state"),
     (torch.cuda, "set_rng_state"),
 )
-"""What Dynamo calls, each found in its module when it is called."""
+"""The functions by which Dynamo restores generators; it looks each up in its module at every call."""
 
 _threads: set[int] = set()
 """Those that set nothing."""

@@ -80,7 +80,7 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
 
 
 def _may_keep_on(device: torch.device) -> bool:
-    """Whether programs may be kept; for GPUs they are for those who ask for it, until it has run there."""
+    """Whether programs may be kept; on GPUs for those who ask for it, until more families have run there."""
     return device.type != "cuda" or device.type in Env.from_environ().keeps_programs_on
 
 

@@ -26,7 +26,7 @@ from compiled_llm.compilation.kept.fingerprint.walk import Walk
 from compiled_llm.model.version.code import Place
 
 PER_CALL = ("inputs", "tables", "pages")
-"""The arguments of a program that differ from call to call: whoever calls it compares their kinds and layouts."""
+"""The arguments of a program that differ from call to call; their kinds and layouts are compared in each."""
 
 _LIBRARIES = tuple(
     str(Path(folder).resolve())
