@@ -340,6 +340,9 @@ def main(
         int, typer.Option(min=1, help="Turns of each answer, of --new tokens each; a tool is called between them.")
     ] = 1,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="A rollout_func also has those of answers.")] = False,
+    correction: Annotated[
+        bool, typer.Option(help="By a forward of its own TRL corrects what sample_with's rollouts were drawn with.")
+    ] = True,
     contenders: Contenders = "hf-generate,compiled-llm:generate,compiled-llm:engine,compiled-llm:sample-with",
     device: DeviceName = "auto",
     json: Json = None,
@@ -360,7 +363,10 @@ def main(
         def measure(contender: Policy) -> None:
             run.setup.drop_model()  # which the last contender has trained
             clock = StepClock(run.setup)
-            options = {"use_transformers_continuous_batching": contender.batched}
+            options = {
+                "use_transformers_continuous_batching": contender.batched,
+                "vllm_importance_sampling_correction": correction,
+            }
             with (
                 tempfile.TemporaryDirectory() as folder,
                 contender.policy(clock, asked, tokenizer) as (policy, rollout),
