@@ -85,6 +85,8 @@ NEWEST = "5.24"  # the newest minor version that the matrix has run; ``pyproject
 WRITTEN_BY_GENERATE = frozenset({"rope_deltas"})
 CAPTURING = "_output_capturing_hooks_installed"
 """The mark of a model that has the hooks of ``let_outputs_be_captured``."""
+LEFT_BY_TRAINERS = frozenset({"_require_grads_hooks", "_require_grads_hook", "model_tags", "_is_accelerate_prepared"})
+"""Attributes of a model in which HuggingFace's trainers and Accelerate keep what no forward reads."""
 IMPLEMENTATIONS = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
 _SPECIAL_TOKENS = ("_bos_token_tensor", "_eos_token_tensor", "_pad_token_tensor", "_decoder_start_token_tensor")
 

@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.huggingface import CAPTURING
+from compiled_llm.compat.huggingface import CAPTURING, LEFT_BY_TRAINERS
 from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.training import CHECKPOINTING
 
-_LATE = (CHECKPOINTING, "_gradient_checkpointing_func", CAPTURING)
+_LATE = (CHECKPOINTING, "_gradient_checkpointing_func", CAPTURING, *LEFT_BY_TRAINERS)
 """Attributes that modules may get at any time, and from which nothing follows for us."""
 # The last one says whether HuggingFace has initialized a module's weights; no forward reads it. From flags of training
 # nothing follows in calls that our programs serve.
@@ -70,5 +70,5 @@ def _may_get_more(module: nn.Module) -> bool:
 
 
 def read_length(attributes: dict[str, Any]) -> int:
-    """Return how many attributes a module has, without those that begin to exist once gradients are checkpointed."""
+    """Return how many attributes a module has, without those that it may get at any time."""
     return len(attributes) - sum(name in attributes for name in _LATE)

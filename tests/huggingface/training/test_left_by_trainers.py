@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import compiled_llm
+from compiled_llm.model import layer_probe
 from support.huggingface.pairs import OPTIONS
+from support.noting import note_calls
 from support.parity import greedy, mixed_prompts
 from support.tiny_models import tiny_qwen3
 
@@ -50,6 +52,26 @@ def test_hooks_that_ask_for_gradients_come_and_go_without_a_compile(inputs):
     assert stats.passed_over == {"model.embed_tokens: hooks that ask for gradients": 3}
     assert "passed over" in str(stats)
     assert [*model.model.embed_tokens._forward_hooks] == hooks[:-1]
+
+
+def test_marks_of_a_training_step_are_no_change_of_the_model(inputs, monkeypatch):
+    plain, model = pair(mode="eager")
+    expected = greedy(plain, inputs, 5)
+    torch.testing.assert_close(greedy(model, inputs, 5), expected)
+    trials = note_calls(monkeypatch, layer_probe, "trial_forward", lambda *asked, **inputs: asked)
+    version = model.compiled.model_runner().graph_manager._version
+    before = version.values, version.probed
+    for _ in range(2):
+        model.gradient_checkpointing_enable()  # a list of hooks of its own, each time
+        model.train()
+        model.gradient_checkpointing_disable()
+        model.eval()
+        model.add_model_tags("grpo")
+        model._is_accelerate_prepared = True
+        torch.testing.assert_close(greedy(model, inputs, 5), expected)
+        version.begin_check()
+        assert (version.values, version.probed) == before
+    assert not trials
 
 
 def test_another_hook_on_an_embedding_takes_the_original_path_and_is_named(inputs):
