@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -119,10 +120,13 @@ def storage_owners(storage: torch.UntypedStorage) -> int:
     return uses - 1  # ``storage`` itself
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor has been written to; those of inference mode do not count it."""
-    version: int = tensor._version
-    return version
+def storage_numbers(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the ``storage_number`` of each tensor."""
+    return [*map(attrgetter("_cdata"), map(Tensor.untyped_storage, tensors))]
+
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Return how often a tensor has been written to; those of inference mode do not count it."""
 
 
 def dispatch_keys(tensor: Tensor) -> int:

@@ -7,17 +7,19 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from operator import attrgetter
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from compiled_llm.compat.torch.tensors import storage_number
+from compiled_llm.compat.torch.tensors import storage_number, storage_numbers
 from compiled_llm.compilation.kept.paths import PER_CALL, Path, look_up, tensors_of_model
 
 Size = int | str
+_TYPE_AND_SIZES = attrgetter("dtype", "shape")
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device)
 
 
@@ -70,15 +72,23 @@ def form_of_model(model: nn.Module) -> str:
     return lines.hexdigest()
 
 
-def memory_of(value: Any) -> int | None:
-    """Return a number that tensors have in common while they share memory; None for what is no tensor."""
-    return _memory(value) if isinstance(value, Tensor) else None
+def layouts_of(tensors: Sequence[Tensor]) -> list[object]:
+    """Return the types, sizes and strides of tensors."""
+    return [*map(_TYPE_AND_SIZES, tensors), *map(Tensor.stride, tensors)]
+
+
+def memories_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return numbers that tensors have in common while they share memory."""
+    try:
+        return storage_numbers(tensors)
+    except (NotImplementedError, RuntimeError):  # one is made of others
+        return [*map(_memory, tensors)]
 
 
 def _memory(tensor: Tensor) -> int:
     try:
         return storage_number(tensor)
-    except (NotImplementedError, RuntimeError):  # made of others
+    except (NotImplementedError, RuntimeError):
         return -id(tensor)
 
 
@@ -98,39 +108,44 @@ class Shapes:
     ) -> None:
         """ValueError if an expression is none of whole numbers and symbols."""
         self.tensors, self.guards, self.ranges = tensors, guards, ranges
-        self._exact = [_numbers_of(tensor) for tensor in tensors]
-        used = {size for tensor in tensors for size in (*tensor.sizes, *tensor.strides) if isinstance(size, str)}
+        self._dimensions = [len(tensor.sizes) for tensor in tensors]
+        self._sizes = [size for tensor in tensors for size in tensor.sizes]
+        self._strides = [stride for tensor in tensors for stride in tensor.strides]
+        everything = {*self._sizes, *self._strides}
+        used = [size for size in everything if isinstance(size, str)]
+        self._constants: dict[Size, int] = {size: size for size in everything if isinstance(size, int)}
         self._expressions = [(size, _compiled(size)) for size in used if not size.isidentifier()]
-        known = {size for tensor in tensors for size in tensor.sizes if isinstance(size, str) and size.isidentifier()}
+        known = [size for size in {*self._sizes} if isinstance(size, str) and size.isidentifier()]
+        self._symbols = [(name, self._sizes.index(name)) for name in known]
         self._guards = [_compiled(guard) for guard in guards]
-        if unknown := [said for said in (*used, *guards) if not _names_in(said) <= known]:
+        if unknown := [said for said in (*used, *guards) if not _names_in(said) <= {*known}]:
             raise ValueError(f"a size that no argument has, {unknown[0]}")
         self._bounds = [(name, *_bounds(ranges[name])) for name in known if name in ranges]
 
-    def fitting(self, arguments: Mapping[str, Any]) -> dict[str, int] | None:
-        """Return the value of each symbol and expression; None if arguments do not fit."""
-        found = []  # those that are not just as they were, as pages are
-        for tensor, exact in zip(self.tensors, self._exact, strict=True):
-            now = look_up(arguments, tensor.path)
-            if exact is None or exact != (now.shape, now.stride()):
-                found.append((tensor, now))
-        values: dict[str, int] = {}
-        for tensor, now in found:
-            if len(tensor.sizes) != now.dim():
-                return None
-            for size, there in zip(tensor.sizes, now.shape, strict=True):
-                if size != there and not (
-                    isinstance(size, str) and (not size.isidentifier() or values.setdefault(size, there) == there)
-                ):
-                    return None
-        if not all(least <= values[name] <= most for name, least, most in self._bounds):
+    def fitting(self, tensors: Sequence[Tensor]) -> Mapping[Size, int] | None:
+        """Return the value of each symbol, expression and number; None if tensors, in the order here, do not fit."""
+        shapes = [*map(Tensor.size, tensors)]
+        if [*map(len, shapes)] != self._dimensions:
             return None
-        numbers = dict(values)
-        for size, code in self._expressions:
-            numbers[size] = _value(code, values)
-        if not all(_value(code, values) for code in self._guards):
+        sizes, strides = [*chain.from_iterable(shapes)], [*chain.from_iterable(map(Tensor.stride, tensors))]
+        values = {name: sizes[place] for name, place in self._symbols}
+        if not self._hold(values):
             return None
-        return numbers if all(_fits(tensor, now, numbers) for tensor, now in found) else None
+        numbers: dict[Size, int] = {**self._constants}
+        numbers.update(values)
+        numbers.update((size, _value(code, values)) for size, code in self._expressions)
+        if [*map(numbers.__getitem__, self._sizes)] != sizes:
+            return None
+        kept = [*map(numbers.__getitem__, self._strides)]
+        if kept != strides and any(map(_differ, sizes, kept, strides)):
+            return None
+        return numbers
+
+    def _hold(self, values: Mapping[str, int]) -> bool:
+        for name, least, most in self._bounds:
+            if not least <= values[name] <= most:
+                return False
+        return not self._guards or all(_value(code, values) for code in self._guards)
 
     def misfit(self, arguments: Mapping[str, Any]) -> str:
         """Return in words which sizes do not fit."""
@@ -142,29 +157,14 @@ class Shapes:
         return "symbolic sizes or strides are others"
 
 
-def _numbers_of(tensor: Sizes) -> tuple[tuple[Size, ...], tuple[Size, ...]] | None:
-    """Return sizes and strides that are all numbers; None if some are expressions."""
-    exact = tuple(tensor.sizes), tuple(tensor.strides)
-    return None if any(isinstance(size, str) for part in exact for size in part) else exact
-
-
 def _bounds(bounds: Sequence[int | None]) -> tuple[float, float]:
     least, most = bounds
     return -math.inf if least is None else least, math.inf if most is None else most
 
 
-def number_of(size: Size, numbers: Mapping[str, int]) -> int:
-    """Return a size that is a number, or among them."""
-    return size if isinstance(size, int) else numbers[size]
-
-
-def _fits(tensor: Sizes, now: Tensor, numbers: Mapping[str, int]) -> bool:
-    return all(
-        number_of(size, numbers) == size_now and (size_now < 2 or number_of(stride, numbers) == stride_now)
-        for size, size_now, stride, stride_now in zip(
-            tensor.sizes, now.shape, tensor.strides, now.stride(), strict=True
-        )
-    )
+def _differ(size: int, stride: int, other: int) -> bool:
+    """Whether two strides are different; those of a size of one make no difference."""
+    return size > 1 and stride != other
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "abs": abs}
@@ -199,7 +199,7 @@ def _value(code: CodeType, values: Mapping[str, int]) -> Any:
 def memory_shared(memories: Sequence[int | None], written: Iterable[int]) -> list[list[int]]:
     """Return the places of memory that is shared with a place that is written to, together, each group once.
 
-    ``memories`` are those of inputs, by ``memory_of``.
+    ``memories`` are those of inputs, by ``memories_of``; None of those that are no tensors.
     """
     groups: dict[int, list[int]] = {memory: [] for place in written if (memory := memories[place]) is not None}
     for place, memory in enumerate(memories):

@@ -21,7 +21,7 @@ from compiled_llm.compat.torch.kept.traced_graph import (
     written_objects,
 )
 from compiled_llm.compilation.kept.kept_program import Call, KeptProgram
-from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memory_of, memory_shared
+from compiled_llm.compilation.kept.layout import Sizes, form_of, form_of_model, memories_of, memory_shared
 from compiled_llm.compilation.kept.packing import described
 from compiled_llm.compilation.kept.paths import PER_CALL, Path, paths_of_tensors
 from compiled_llm.compilation.kept.prints import traced
@@ -170,8 +170,9 @@ def _described(
     distinct = _distinct(codes)
     calls = _calls(graph, regions, [distinct.index(code) for code in codes])
     written_to = sorted(_written(calls, distinct, len(inputs)))
-    values = [entry.value if isinstance(entry, TracedTensor) else None for entry in traced]
     looked_at = [entry for entry in traced if isinstance(entry, TracedTensor)]
+    memory_by_tensor = dict(zip(map(id, looked_at), memories_of([entry.value for entry in looked_at]), strict=True))
+    memories = [memory_by_tensor.get(id(entry)) for entry in traced]
     guards, ranges = size_guards()
     kept = KeptProgram(
         name,
@@ -183,7 +184,7 @@ def _described(
         form=form_of(arguments),
         model=form_of_model(arguments["model"]),
         written=written_to,
-        shared=memory_shared([*map(memory_of, values)], written_to),
+        shared=memory_shared(memories, written_to),
     )
     _ = kept.shapes  # ValueError if they are none that can be compared
     return kept

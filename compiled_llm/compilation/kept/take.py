@@ -8,31 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
 from compiled_llm.compilation.kept.call import RegionCalls
+from compiled_llm.compilation.kept.inputs import Inputs, MisfitError, ModelTensors
 from compiled_llm.compilation.kept.kept_program import KeptProgram
-from compiled_llm.compilation.kept.layout import (
-    Size,
-    UnknownError,
-    form_differs,
-    form_of,
-    form_of_model,
-    memory_of,
-    memory_shared,
-    number_of,
-)
-from compiled_llm.compilation.kept.paths import Path, look_up
+from compiled_llm.compilation.kept.layout import UnknownError
 from compiled_llm.compilation.kept.prints import Prints
 from compiled_llm.model.version.model_version import ModelVersion
 
 logger = logging.getLogger("compiled_llm.graphs")
 
 Function = Callable[..., Any]
-
-
-class MisfitError(ValueError):
-    """A call is none of those that a program was kept for; the message says what is different."""
 
 
 class Kept(Protocol):
@@ -107,7 +92,7 @@ class Taker:
         """Let go of the model's tensors until they are needed."""
         for programs in self._programs.values():
             for taken in programs:
-                taken.drop_tensors()
+                taken.of_model.drop()
 
     def _candidates(self, name: str) -> Sequence[_Taken]:
         if self._form is not None and self._programs:
@@ -133,7 +118,7 @@ class Taker:
                     return None
             elif taken.prints.process_differs():
                 raise MisfitError("; ".join(taken.prints.process_differences()) or "the process has other settings")
-            if not taken.take_tensors(arguments["model"], self._version.tensors):
+            if not taken.of_model.take(arguments["model"], self._version):
                 self._give_up_one(taken, "its model has other tensors")
                 return None
             return taken.bound(arguments)
@@ -186,52 +171,16 @@ class _Taken:
     """One kept program."""
 
     def __init__(self, kept: Kept) -> None:
-        self.program = program = kept.program
+        self.program = kept.program
         self.prints: Prints | None = None  # None until they were compared
-        self._kept, self._shapes = kept, program.shapes
+        self._kept, self._inputs = kept, Inputs(kept.program)
+        self.of_model = ModelTensors(kept.program)
         self._calls: RegionCalls | None = None
-        self._tensors: list[Tensor | None] = []  # of the model, as of the number of its version
-        self._memories: list[int | None] = []  # of these
-        self._looked_up = -1
 
     def load(self) -> None:
         self._calls = self._calls or self._kept.load()
 
-    def drop_tensors(self) -> None:
-        self._tensors, self._memories, self._looked_up = [], [], -1
-
-    def take_tensors(self, model: Any, number: int) -> bool:
-        """Look the model's tensors up, if they are others than at last; False if they do not fit."""
-        if number == self._looked_up and self._tensors:
-            return True
-        if form_of_model(model) != self.program.model:
-            return False
-        self._tensors = [
-            look_up({"model": model}, place) if isinstance(place, tuple) and place[0] == "model" else None
-            for place in self.program.inputs
-        ]
-        self._memories, self._looked_up = [*map(memory_of, self._tensors)], number
-        return True
-
     def bound(self, arguments: Mapping[str, Any]) -> Function:
         """Return a call with these arguments; MisfitError if they do not fit."""
-        program, calls = self.program, self._calls
-        assert calls is not None, "loaded before"
-        if (form := form_of(arguments)) != program.form:
-            raise MisfitError(form_differs(form, program.form))
-        if (sizes := self._shapes.fitting(arguments)) is None:
-            raise MisfitError(self._shapes.misfit(arguments))
-        inputs = [
-            tensor if tensor is not None else self._input(place, arguments, sizes)
-            for tensor, place in zip(self._tensors, program.inputs, strict=True)
-        ]
-        memories = [
-            memory_of(value) if memory is None else memory for value, memory in zip(inputs, self._memories, strict=True)
-        ]
-        if memory_shared(memories, program.written) != program.shared:
-            raise MisfitError("other tensors share memory with one that is written to")
-        return calls.of(inputs)
-
-    @staticmethod
-    def _input(place: Path | Size, arguments: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-        return look_up(arguments, place) if isinstance(place, tuple) else number_of(place, sizes)
+        assert self._calls is not None, "loaded before"
+        return self._calls.of(self._inputs.of(arguments, self.of_model))

@@ -21,7 +21,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 import compiled_llm
 from compiled_llm.compat.torch.inductor import inductor_cache
 from compiled_llm.compat.torch.kept.region_code import RegionCode
-from compiled_llm.compilation.kept import part, record, take
+from compiled_llm.compilation.kept import part, record
 from compiled_llm.compilation.kept.fingerprint import fingerprint
 from compiled_llm.compilation.kept.fingerprint.surroundings import ProcessWatch
 from compiled_llm.compilation.kept.prints import Prints
@@ -251,6 +251,6 @@ def test_why_a_call_is_traced_is_told_by_name() -> None:
         assert taker.bound(name, *call) is None
         assert "torch.set_float32_matmul_precision differs" in taker.misfits.pop(name)
         stack.enter_context(mock.patch.object(ProcessWatch, "holds", return_value=True))
-        stack.enter_context(mock.patch.object(take, "form_of", return_value=["a list"]))
-        assert taker.bound(name, *call) is None
-        assert taker.misfits[name].startswith("an argument is a list, and was ")
+        function, arguments = call
+        assert taker.bound(name, function, {**arguments, "pages": (*arguments["pages"],)}) is None
+        assert taker.misfits[name].startswith("an argument is builtins.tuple 1, and was builtins.list 1")

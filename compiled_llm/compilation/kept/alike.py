@@ -1,0 +1,89 @@
+"""Arguments compared whole with those of a call before: in few calls, as there are hundreds of values in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from compiled_llm.compilation.kept.paths import PER_CALL, Path
+
+_KIND = attrgetter("dtype", "device", "requires_grad")
+
+
+class _Level(NamedTuple):
+    """Values that lie equally deep in arguments; the entries of those that hold others are the next level."""
+
+    types: list[type]
+    holding: list[bool]
+    lengths: list[int]  # of those that hold others
+    plain: list[bool]
+    values: list[Any]  # of those that are plain
+    tensors: list[bool]
+
+
+class Alike:
+    """Arguments that differ from call to call, described by those of one call: others are alike but for sizes, or not.
+
+    Attributes:
+        paths: where tensors lie, in the order of ``tensors``.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """``arguments`` are of a form that ``form_of`` knows, and described in no less detail here."""
+        self.paths: list[Path] = []
+        self._levels: list[_Level] = []
+        level: list[tuple[Path, Any]] = [((name,), arguments[name]) for name in PER_CALL]
+        while level:
+            self._levels.append(_described([value for _, value in level]))
+            self.paths += (path for path, value in level if isinstance(value, Tensor))
+            level = [((*path, name), entry) for path, value in level for name, entry in _entries(value)]
+        found = self._found(arguments)
+        assert found is not None, "they are like themselves"
+        self._known = _kinds(found)
+
+    def tensors(self, arguments: Mapping[str, Any]) -> list[Tensor] | None:
+        """Return the tensors in arguments that are alike; None if these are not."""
+        found = self._found(arguments)
+        return None if found is None or _kinds(found) != self._known else found
+
+    def _found(self, arguments: Mapping[str, Any]) -> list[Tensor] | None:
+        level: list[Any] = [arguments[name] for name in PER_CALL]
+        found = list[Tensor]()
+        for known in self._levels:
+            if [*map(type, level)] != known.types or [*compress(level, known.plain)] != known.values:
+                return None
+            holding = [*compress(level, known.holding)]
+            if [*map(len, holding)] != known.lengths:
+                return None
+            found += compress(level, known.tensors)
+            level = [*chain.from_iterable(holding)]
+        return found
+
+
+def _described(level: Sequence[Any]) -> _Level:
+    holding = [isinstance(value, (tuple, list)) for value in level]
+    tensors = [isinstance(value, Tensor) for value in level]
+    plain = [not (holds or is_tensor) for holds, is_tensor in zip(holding, tensors, strict=True)]
+    lengths = [*map(len, compress(level, holding))]
+    return _Level([*map(type, level)], holding, lengths, plain, [*compress(level, plain)], tensors)
+
+
+def _entries(value: Any) -> Sequence[tuple[str | int, Any]]:
+    if not isinstance(value, (tuple, list)):
+        return ()
+    return [*zip(getattr(value, "_fields", range(len(value))), value, strict=True)]
+
+
+def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], list[int], list[int]]:
+    """Return types, devices and dimensions of tensors, and which ones are the same."""
+    return [*map(_KIND, tensors)], [*map(Tensor.dim, tensors)], equal_ones([*map(id, tensors)])
+
+
+def equal_ones(numbers: Sequence[int | None]) -> list[int]:
+    """Return for each number the last place where it stands: the same wherever the same places have equal numbers."""
+    last = dict(zip(numbers, range(len(numbers)), strict=True))
+    return [*map(last.__getitem__, numbers)]
