@@ -377,7 +377,7 @@ class Programs:
     def full(self, inputs: ProgramInputs | None = None) -> bool:
         """Whether torch's limit is reached for the program that serves ``inputs``, or for any program."""
         programs = [*self._programs.values()] if inputs is None else [self._programs[self._name_for(inputs)]]
-        return any(isinstance(program, Bounded) and program.full for program in programs)
+        return bool([program for program in programs if isinstance(program, Bounded) and program.full])
 
     def uncompiled(self) -> dict[str, int]:
         """Return how many calls of each program have run uncompiled because torch's limit was reached."""

@@ -32,7 +32,7 @@ from compiled_llm.compat.torch.dynamo import (
 )
 from compiled_llm.compat.torch.inductor import inductor_quiet, traced_by_inductor
 from compiled_llm.compat.torch.stages import compiling_stage
-from compiled_llm.compat.torch.tensors import version_of
+from compiled_llm.compat.torch.tensors import versions_of
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.program import Program
 from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL, PREFILL_ALONE
@@ -94,9 +94,9 @@ class MutationWatch(fx.Interpreter):
         return super().run(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        before = [version_of(tensor) for tensor in self._moving]
+        before = versions_of(self._moving)
         result = super().run_node(n)
-        if n not in self._mutated and before != [version_of(tensor) for tensor in self._moving]:
+        if n not in self._mutated and before != versions_of(self._moving):
             self._mutated.append(n)
         return result
 

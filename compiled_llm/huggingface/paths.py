@@ -29,6 +29,7 @@ from compiled_llm.huggingface.processors.guidance import with_twins
 from compiled_llm.huggingface.processors.output_room import check_room
 from compiled_llm.huggingface.processors.processors import read_processors
 from compiled_llm.kinds.support import refusal
+from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import Placement
 
 _PAGED_MODES = (
@@ -54,28 +55,31 @@ def original_path(choice: CacheChoice, placement: Placement) -> Reason | None:
 
 
 def _reasons_of_call(choice: CacheChoice, placement: Placement) -> Iterator[Reason]:
-    runtime, config = choice.runtime, choice.config
-    if runtime.asleep:
+    facts, config = choice.runtime.facts, choice.config
+    if choice.runtime.asleep:
         yield Reason("asleep")
     drafts = choice.mode is GenerationMode.ASSISTED_GENERATION
-    # HuggingFace's loop crops what it rejects.
-    original = refusal(runtime.facts.kinds, "crop", "drafts") is not None or runtime.facts.sees_prompts_both_ways
-    if choice.mode not in _PAGED_MODES or (drafts and original):
+    if choice.mode not in _PAGED_MODES or (drafts and _cannot_crop(facts)):
         yield Reason("generation_mode", choice.mode.value)
     if config.output_attentions:
         yield Reason("output_attentions")
     # Steps of ours give neither those of HuggingFace's prefills, nor, as its chunks of them do, the last chunk's alone.
     apart = choice.prefill is not None or config.prefill_chunk_size is not None
-    if config.output_hidden_states and (apart or runtime.facts.stacks_hidden_states):
+    if config.output_hidden_states and (apart or facts.stacks_hidden_states):
         yield Reason("output_hidden_states")
     if getattr(config, "use_mtp", False):
         yield Reason("use_mtp")
     if getattr(config, "speculation_type", None) == "dflash":
         yield Reason("speculation_type", "dflash")
-    if choice.model.config.get_text_config(decoder=True).num_hidden_layers != len(runtime.facts.layers):
+    if choice.model.config.get_text_config(decoder=True).num_hidden_layers != len(facts.layers):
         yield Reason("draft_layers")
-    if torch.is_autocast_enabled(placement.device.type) and runtime.facts.autocast_matters():
+    if torch.is_autocast_enabled(placement.device.type) and facts.autocast_matters():
         yield Reason("autocast")
+
+
+def _cannot_crop(facts: ModelFacts) -> bool:
+    """Whether rows cannot lose tokens, as HuggingFace's loop of drafts crops what it rejects."""
+    return refusal(facts.kinds, "crop", "drafts") is not None or facts.sees_prompts_both_ways
 
 
 def _overridden(choice: CacheChoice) -> Reason | None:

@@ -164,7 +164,11 @@ class ModelFacts:
 
     def replaced_attention(self) -> str | None:
         """The user's own attention function, which ours would replace unasked; None if there is none."""
-        return None if any(layer.kind.function for layer in self.layers) else self.attention.function_of_user()
+        return None if self._attends_by_functions else self.attention.function_of_user()
+
+    @cached_property
+    def _attends_by_functions(self) -> bool:
+        return any(layer.kind.function for layer in self.layers)
 
     @cached_property
     def cache_argument(self) -> str:

@@ -80,8 +80,8 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, continues: bool) -> N
             f"attention_mask: {_shape(attention_mask)} does not fit input_ids of {_shape(input_ids)}; give a "
             "tensor of the same shape, 0 where a token is padding"
         )
-    if attention_mask.dim() == 2 and bool((hidden := (attention_mask.cpu() == 0).all(dim=1)).any()):
-        raise ValueError(f"attention_mask: row {int(hidden.nonzero()[0])} is all padding; leave it out of the batch")
+    if attention_mask.dim() == 2 and not bool((shown := attention_mask.cpu().any(dim=1)).all()):
+        raise ValueError(f"attention_mask: row {int((~shown).nonzero()[0])} is all padding; leave it out of the batch")
 
 
 def _shape(value: object) -> str:

@@ -129,6 +129,11 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Return how often a tensor has been written to; those of inference mode do not count it."""
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return ``version_of`` of each, by no call of Python's."""
+    return list(map(attrgetter("_version"), tensors))
+
+
 def dispatch_keys(tensor: Tensor) -> int:
     """Return a number for how torch calls operations on a tensor: those of inference mode, for one, have another."""
     keys: int = torch._C._dispatch_keys(tensor).raw_repr()

@@ -104,7 +104,7 @@ def _allocated(tokens: int, wanted: int, sampled: int, rows: int, placed: int, e
         (narrow, memory[8 * sum(wide) :].view(np.int32)),
     ):
         ends = list(accumulate(sizes, initial=0))
-        columns += (words[start:end] for start, end in pairwise(ends))
+        columns += [words[start:end] for start, end in pairwise(ends)]
     return Packed(*columns)
 
 

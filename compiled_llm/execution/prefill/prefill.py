@@ -206,9 +206,8 @@ class Prefill:
         start, parts = 0, []
         for chunk in chunks(extensions, most, self._page_size, self._holds, self._state.spare_states):
             end = start + token_count(chunk)
-            inside = (keep >= start) & (keep < end)
-            sampled = slots[inside] if len(slots) else slots
-            outputs = self._run_chunk(chunk, keep[inside] - start, sampled, exact, wants, brought)
+            first, last = keep.searchsorted((start, end))
+            outputs = self._run_chunk(chunk, keep[first:last] - start, slots[first:last], exact, wants, brought)
             if taps:
                 spans = _spans(extensions, start, end)
                 for tap in taps:

@@ -61,13 +61,9 @@ class PagedCache(Cache):
 
     def __init__(self, model_runner: ModelRunner, computed: KeysAndValues | None = None) -> None:
         """Be empty, or hold what was ``computed``, which enters pages once something needs it there."""
-        state = model_runner.state
-        super().__init__(
-            layers=[
-                PagedLayer(self, index, state.dtype, state.device, not state.facts.states)
-                for index in range(len(state.facts.layers))
-            ]
-        )
+        state, facts = model_runner.state, model_runner.state.facts
+        of_all = state.dtype, state.device, not facts.states
+        super().__init__(layers=[PagedLayer(self, index, *of_all) for index in range(len(facts.layers))])
         self.model_runner, self._computed = model_runner, computed
         self._generate_loop: GenerateLoop | None = None
         self.stored = _NOTHING if computed is None else computed.shown

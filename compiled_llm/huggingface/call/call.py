@@ -125,7 +125,7 @@ class PagedCall(LoopArguments):
     def last(self) -> int:
         return self.first + self.input_ids.shape[1]
 
-    @property
+    @cached_property
     def max_new(self) -> int:
         """The most tokens that a row can get; HuggingFace checks lengths after a token, so never none."""
         # A subclass of ``MaxLengthCriteria`` has a rule of its own, in addition to the limit that ``generate`` sets.
@@ -134,7 +134,7 @@ class PagedCall(LoopArguments):
         limit = whole_limit(min(plain or [entry.max_length for entry in limits]))
         return max(1, limit - self.input_ids.shape[1])
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """The tokens of each row before its first new one."""
         return [row.length for row in self.updates]

@@ -37,7 +37,10 @@ def _says_nothing(model: PreTrainedModel, name: str, value: Any, copies: HostCop
 
 def reader_of(inputs: Mapping[str, Any]) -> str | None:
     """Return the feature whose steps may read what inputs have besides tokens; None if they have nothing of it."""
-    return next((own for path, own in LATE_INPUTS.items() if has(own) and _at(inputs, path) is not None), None)
+    for path, own in LATE_INPUTS.items():
+        if path[0] in inputs and has(own) and _at(inputs, path) is not None:
+            return own
+    return None
 
 
 def _at(inputs: Mapping[str, Any], path: Sequence[str]) -> Any:

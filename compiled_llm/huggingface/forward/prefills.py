@@ -33,10 +33,10 @@ def prefill_reason(inputs: Mapping[str, Any], known: int | None) -> Reason | Non
     mask = inputs.get("attention_mask")
     if mask is None:
         return None
-    hidden = copies().of(mask) == 0
-    if hidden[:, -1].any():
+    shown = copies().of(mask)
+    if not shown[:, -1].all():
         return Reason("prefill", "prompts are padded on the right")
-    if known is not None and hidden[:, known:].any():
+    if known is not None and not shown[:, known:].all():
         return Reason("prefill", "the cache has to hold masked tokens too")
     return None
 

@@ -7,14 +7,15 @@
 from __future__ import annotations
 
 import marshal
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, NamedTuple, cast
 
 from transformers import GenerationConfig, PretrainedConfig
 
 Prepared = tuple[GenerationConfig, dict[str, Any]]  # the config of one call, and the arguments that go to the model
 
 _MOST = 256
+_ATOMS = frozenset({type(None), bool, int, float, str})
 
 
 class _Entry(NamedTuple):
@@ -42,11 +43,11 @@ class PreparedConfigs:
         """Return the result of ``prepare(of_call, **arguments)``, with a new config each time."""
         # HuggingFace's ``prepare`` depends on these arguments alone; of the model's ``config`` it reads which
         # attributes are set.
-        plain = {name: value for name, value in arguments.items() if _is_plain(value)}
+        plain = {name: value for name, value in arguments.items() if type(value) in _ATOMS or _is_plain(value)}
         contents = _content(of_model), None if of_call is None else _content(of_call), marshal.dumps(plain, 2)
         if contents[0] is None or (of_call is not None and contents[1] is None):
             return prepare(of_call, **arguments)
-        attributes = frozenset(name for name, value in vars(config).items() if value is not None)
+        attributes = frozenset([name for name, value in vars(config).items() if value is not None])
         key = type(config), attributes, contents, tuple(arguments)
         if (known := self._known.get(key)) is not None:
             return _again(known, arguments)
@@ -73,13 +74,16 @@ def _again(known: _Entry, arguments: Mapping[str, Any]) -> Prepared:
 
 def _content(config: GenerationConfig) -> bytes | None:
     values = vars(config)
-    if type(config) is not GenerationConfig or not all(value is None or _is_plain(value) for value in values.values()):
+    if type(config) is not GenerationConfig or not _are_plain(values.values()):
         return None
     return marshal.dumps(values, 2)  # in later versions of the format equal content may differ
 
 
 def _is_plain(value: object) -> bool:
     """Whether ``marshal`` keeps a value as it is; it writes an array as bytes."""
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))  # type: ignore[call-overload]
-    return value is None or type(value) in (bool, int, float, str)
+    kind = type(value)
+    return kind in _ATOMS or (kind in (list, tuple) and _are_plain(cast("Iterable[object]", value)))
+
+
+def _are_plain(values: Iterable[object]) -> bool:
+    return all(map(_is_plain, [value for value in values if type(value) not in _ATOMS]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
-from compiled_llm.compat.torch.tensors import version_of
+from compiled_llm.compat.torch.tensors import versions_of
 from compiled_llm.model.version.module_state import names_read
 from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.tensors import tensors_in_dataclass, tensors_inside
@@ -104,4 +104,4 @@ class Contents:
         return [*chain.from_iterable(entries), *(call() for call in self._calls)]
 
     def _versions_now(self) -> list[int]:
-        return list(map(version_of, self._counting))
+        return versions_of(self._counting)

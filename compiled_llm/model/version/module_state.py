@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from operator import sub
 from typing import Any
 
 from torch import nn
@@ -52,7 +53,7 @@ class ModuleState:
 
     def _now(self) -> list[Any]:
         values = map(dict.get, self._owners, self._names)
-        lengths = *map(len, self._attributes), *map(read_length, self._growing)
+        lengths = *map(len, self._attributes), *_read_lengths(self._growing)
         return [*map(type, self.modules), *map(vars, self.modules), *lengths, *values]
 
     def _tensor_names_now(self) -> list[str]:
@@ -69,6 +70,8 @@ def _may_get_more(module: nn.Module) -> bool:
     return hasattr(module, CHECKPOINTING) or isinstance(module, PreTrainedModel)
 
 
-def read_length(attributes: dict[str, Any]) -> int:
-    """Return how many attributes a module has, without those that it may get at any time."""
-    return len(attributes) - sum(name in attributes for name in _LATE)
+def _read_lengths(modules: Sequence[dict[str, Any]]) -> Iterator[int]:
+    """Return how many attributes each module has, without those that it may get at any time."""
+    # Without a call of Python's for each module: they are counted before each call of a model.
+    late = (map(dict.__contains__, modules, repeat(name)) for name in _LATE)
+    return map(sub, map(len, modules), map(sum, zip(*late, strict=True)))

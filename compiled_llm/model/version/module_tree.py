@@ -75,11 +75,11 @@ class ModuleTree:
 
     def hooks(self) -> Hooks:
         """Return what tells forward hooks of inner modules apart, without those known to do nothing."""
-        found = filter(None, chain.from_iterable(map(_HOOKS, self._inside)))
+        hooked = [held for held in self._inside if held["_forward_hooks"] or held["_forward_pre_hooks"]]
         passed = {id(module._forward_hooks) for _, module in self._embeddings}
         return frozenset(
             (id(hooks), id(hook))
-            for hooks in found
+            for hooks in chain.from_iterable(map(_HOOKS, hooked))
             for hook in hooks.values()
             if not (captures_outputs(hook) or (id(hooks) in passed and asks_for_gradients(hook)))
         )

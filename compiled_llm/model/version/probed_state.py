@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compiled_llm.compat.huggingface import IMPLEMENTATIONS, WRITTEN_BY_GENERATE
 from compiled_llm.model.version.contents import Contents
-from compiled_llm.model.version.module_state import UNREAD, read_length
+from compiled_llm.model.version.module_state import UNREAD
 from compiled_llm.model.version.module_tree import same
 
 _CONTAINERS = (list, tuple, dict)
@@ -45,7 +45,8 @@ class ProbedState:
         return plain and self._contents.valid()
 
     def _now(self) -> list[Any]:
-        return [*map(read_length, self._attributes), *map(dict.get, self._owners, self._names)]
+        # Attributes that come late, and that no probe reads, are counted, too: ``said`` tells that they do not matter.
+        return [*map(len, self._attributes), *map(dict.get, self._owners, self._names)]
 
     def _configs_now(self) -> list[Any]:
         return list(map(dict.get, self._attributes, repeat("config")))
