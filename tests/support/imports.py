@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,10 @@ PACKAGES = (
     CHECKOUT / "ops" / "compiled_llm_flashinfer",
     CHECKOUT / "ops" / "compiled_llm_ops",
 )
+
+
+IMPORTING = (ast.Import, ast.ImportFrom, ast.Call)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 @dataclass(frozen=True, order=True)
@@ -55,25 +59,29 @@ def imports() -> set[Import]:
 
 def imports_of(source: str, name: str, is_package: bool, modules: set[str]) -> Iterator[Import]:
     """The imports that ``source``, the module ``name``, makes of ``modules``."""
-    lazy = lazy_nodes(tree := ast.parse(source))
-    for node in ast.walk(tree):
+    for node, lazily in importing_nodes(ast.parse(source)):
         for target in targets(node, name if is_package else name.rpartition(".")[0], modules):
             if target in modules:
-                yield Import(name, target, node in lazy)
+                yield Import(name, target, lazily)
 
 
-def lazy_nodes(tree: ast.Module) -> set[ast.AST]:
-    return {inner for node in ast.walk(tree) for later in run_later(node) for inner in ast.walk(later)}
+def importing_nodes(tree: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
+    """What may import a module, and whether it does not run with the file: in a function, or for types."""
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while waiting:
+        node, lazily = waiting.pop()
+        if isinstance(node, IMPORTING):
+            yield node, lazily
+        lazily |= isinstance(node, FUNCTIONS)
+        for_types = node.body if isinstance(node, ast.If) and is_for_types(node.test) else ()
+        waiting += [(inner, lazily or inner in for_types) for inner in ast.iter_child_nodes(node)]
 
 
-def run_later(node: ast.AST) -> Sequence[ast.AST]:
-    """What a statement contains that does not run with it."""
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-            return [node]
-        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), body=body):
-            return body
-    return []
+def is_for_types(test: ast.expr) -> bool:
+    match test:
+        case ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"):
+            return True
+    return False
 
 
 def targets(node: ast.AST, package: str, modules: set[str]) -> list[str]:
