@@ -65,8 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("whole" if config.getoption("whole") else "few")
     # Tracing and compiling make hundreds of thousands of objects that stay: looking through them took an eighth of it.
     gc.set_threshold(20_000, 20, 50)
-    # pytest listens to all loggers that do not propagate: torch wrote each graph into its structured trace for that.
-    logging.getLogger("torch.__trace").propagate = True
+    _let_loggers_propagate()
     config.add_cleanup(link_fast())
     left_out = LeftOut(
         torch.cuda.is_available(), config.getoption("whole"), config.getoption("seed"), 1 if INTERPRETED else None
@@ -76,6 +75,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts what it puts into the background with Ctrl-C ignored; tests press it, and would wait for ever.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _let_loggers_propagate() -> None:
+    """Before and after each phase of each test, pytest turns to every logger that does not: torch has sixty.
+
+    Torch also wrote each graph into its structured trace, since there was one who listened.
+    """
+    for logger in [*logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_report_header(config: pytest.Config) -> str:
