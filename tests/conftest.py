@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import LlamaForCausalLM as Llama, Qwen3ForCausalLM as Qwen3
+from transformers import LlamaForCausalLM as Llama, PreTrainedModel, Qwen3ForCausalLM as Qwen3
 
 from compiled_llm.compat.torch.inductor import inductor_cache
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.generate_loop import GenerateLoop
 from compiled_llm.model import layer_probe
+from compiled_llm.model.probes.position_probe import DefaultPositions, default_positions
 from compiled_llm.model.restore import restored
 from compiled_llm_ops import backends
 from support.compilation.fast_linker import link_fast
@@ -270,7 +271,8 @@ def _trial_forwards_keep_what_ops_do() -> Iterator[None]:
 WRAPPING_IS_NOT_THE_POINT = ("client", "engine", "execution", "fuzz", "huggingface", "kinds", "kvcache", "server")
 """Folders whose tests wrap models of families that others wrap, too."""
 WRAPPING_IS_THE_POINT = (
-    *("experts", "recurrent/test_recurrent_generate.py", "test_bad_input.py", "test_families.py"),
+    *("experts", "recurrent/test_recurrent_generate.py", "test_bad_input.py", "test_default_positions.py"),
+    "test_families.py",
     *("test_led_to_explain.py", "test_quantized.py", "test_vision_language.py", "test_wrap_options.py", "variants"),
 )
 """Of these in huggingface: each family is tried on fake tensors, as users' models are, and so is what is refused."""
@@ -284,7 +286,19 @@ def _trial_forwards_compute(request: pytest.FixtureRequest) -> Iterator[None]:
         wraps_on_purpose = any(path.is_relative_to(tests / "huggingface" / own) for own in WRAPPING_IS_THE_POINT)
         if path.relative_to(tests).parts[0] in WRAPPING_IS_NOT_THE_POINT and not wraps_on_purpose:
             patch.setattr(layer_probe, "_on_fakes", restored)
+            patch.setattr("compiled_llm.huggingface.wrap.default_positions", _default_positions_of_its_kind)
         yield
+
+
+def _default_positions_of_its_kind(model: PreTrainedModel) -> DefaultPositions:
+    """What was found of the first model with this class and this configuration: two or three forwards for each."""
+    key = type(model), model.config.to_json_string(use_diff=False)
+    if key not in _default_positions:
+        _default_positions[key] = default_positions(model)
+    return _default_positions[key]
+
+
+_default_positions: dict[tuple[type[PreTrainedModel], str], DefaultPositions] = {}
 
 
 @pytest.fixture(scope="module")
