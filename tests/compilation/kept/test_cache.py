@@ -25,7 +25,7 @@ from compiled_llm.compilation.kept.cache.program_cache import ProgramCache, _say
 from compiled_llm.compilation.kept.cache.room import make_room
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.execution.reporting.progress import watched
-from support.compilation.kept_programs import result_of, traces_counted
+from support.compilation.kept_programs import results_in_turn, traces_counted
 from support.parity import FEW_PAGES, greedy, mixed_prompts
 from support.tiny_models import ONE_LAYER, tiny_qwen3
 
@@ -97,11 +97,10 @@ def read(folder: Path) -> CacheEntry:
 @pytest.mark.usefixtures("caching")
 def test_a_fresh_process_traces_nothing_and_needs_nothing_of_inductors_cache(tmp_path: Path) -> None:
     """Two of them: what other tests register with transformers in this one makes its programs others."""
-    first = result_of("plain", "Qwen3", tmp_path, {}, lengths=ROWS)
+    empty = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty")}
+    first, second = results_in_turn("plain", "Qwen3", tmp_path, [{}, empty], ROWS)
     assert set(first["programs"].values()) == {"traced"}
     assert first["refusals"] == []
-    empty = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty")}
-    second = result_of("plain", "Qwen3", tmp_path, empty, lengths=ROWS)
     assert second["programs"] == dict.fromkeys(first["programs"], "kept")
     assert (second["answers"], second["bits"]) == (first["answers"], first["bits"])
     assert second["traces"] == 0

@@ -29,6 +29,8 @@ from support.parity import FEW_PAGES, mixed_prompts
 from support.tiny_models import ONE_LAYER, tiny_llama, tiny_qwen3
 
 NEW_TOKENS = 4
+SAID = "seen: "
+"""Begins the line of what was seen."""
 Lengths = Sequence[Sequence[int]]
 ONE_AND_TWO: Lengths = ((7,), (7, 3), (5,))
 
@@ -57,13 +59,33 @@ def result_of(
     lengths: Lengths = ONE_AND_TWO,
 ) -> dict[str, Any]:
     """Run this file in a fresh process, and return what it prints."""
-    program = [sys.executable, __file__, way, family, str(folder), device, json.dumps(lengths)]
-    paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environ = {**os.environ, **paths, **environment}
-    done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (found,) = _results(way, family, folder, [environment], device, lengths)
     return found
+
+
+def results_in_turn(
+    way: str, family: str, folder: Path, environments: Sequence[Mapping[str, str]], lengths: Lengths = ONE_AND_TWO
+) -> list[dict[str, Any]]:
+    """Run this file in one process after the other, forked from one that imports what all do: on a CPU."""
+    return _results(way, family, folder, environments, "cpu", lengths)
+
+
+def _results(
+    way: str,
+    family: str,
+    folder: Path,
+    environments: Sequence[Mapping[str, str]],
+    device: str,
+    lengths: Lengths,
+) -> list[dict[str, Any]]:
+    asked = [way, family, str(folder), device, json.dumps(lengths)]
+    program = [sys.executable, __file__, json.dumps([*map(dict, environments)]), *asked]
+    paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        program, env={**os.environ, **paths}, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line.removeprefix(SAID)) for line in done.stdout.splitlines() if line.startswith(SAID)]
 
 
 @contextmanager
@@ -127,8 +149,21 @@ def main(way: str, family: str, place: str, device: str, lengths: str) -> None:
     seen |= {"imported": late, "not kept": part.not_kept(folder)}
     seen["refusals"] = [said for said in refusals if "kept" in said]
     seen["processes"] = len(" ".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split())
-    print(json.dumps(seen))
+    print(SAID + json.dumps(seen))
+
+
+def mains(environments: str, *asked: str) -> None:
+    """Call `main` in each environment: but for the last one, which has this process, in a process of its own."""
+    *others, last = json.loads(environments)
+    for environment in others:
+        if (child := os.fork()) == 0:
+            os.environ.update(environment)
+            return main(*asked)
+        if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(status)
+    os.environ.update(last)
+    return main(*asked)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    mains(*sys.argv[1:])
