@@ -41,12 +41,11 @@ class ModelCheck:
         """Return why the model, at this ``placement``, can serve no request now, with the remedy."""
         if runtime_of(self._model) is not self._runtime:
             return "the model was unwrapped; wrap it, and make another engine"
-        found = self._runtime.facts.version.obstacles(placement).training
-        if found is not None:
+        if (reason := self._runtime.obstacle(placement)) is None:
+            return None
+        if (found := self._runtime.facts.version.obstacles(placement).training) is not None:
             return f"the wrapped model is {in_training(found)}"
-        if (reason := self._runtime.obstacle(placement)) is not None:
-            return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
-        return None
+        return f"the engine cannot run this model now ({reason.id}: {reason}). {reason.advice}"
 
     @property
     def present(self) -> ModelRunner | None:
