@@ -44,8 +44,7 @@ class RequestImages(RequestPart, RunsApart):
     Attributes:
         ids: ``[T]`` int64, as the processor made them.
         keys: ``[T]`` int64, ids with keys in place of the pictures' tokens (``token_keys``).
-        end: E.
-        in_steps: whether steps compute the tokens before it, in chunks beside other rows.
+        in_steps: whether steps compute the tokens before ``end``, in chunks beside other rows.
         slow: why they do not, or the pictures are encoded more slowly, if they were asked to; else None.
     """
 
@@ -64,15 +63,14 @@ class RequestImages(RequestPart, RunsApart):
     ) -> None:
         """``inputs`` are what the processor returned for its tokens; ``positions`` are ``[1, T]`` or ``[A, 1, T]``."""
         # ``runs`` are the places of tokens of pictures, those next to each other together.
-        end = int(runs[-1][-1]) + 1
+        self._runs = runs
         self.ids: NDArray[np.int64] = inputs["input_ids"][0].cpu().numpy().astype(np.int64)
-        self.keys, self._end, self.in_steps, self.slow = keys, end, in_steps, slow
-        self.end = end  # which it runs to, where it runs apart
+        self.keys, self.in_steps, self.slow = keys, in_steps, slow
         self._shown = ShownPrompt(facts, positions, runs, encoder) if in_steps else None
         self._facts, self._encoder = facts, encoder
-        self._inputs, self._runs = _up_to(end, inputs), runs
+        self._inputs = _up_to(self.end, inputs)
         self._can_resume = encoder.patches is not None and can_resume(facts)
-        self._positions = positions[..., :end]
+        self._positions = positions[..., : self.end]
         # Of text, all axes have one position: that of the last axis is a token's.
         self._of_tokens: NDArray[np.int64] = positions.reshape(-1, positions.shape[-1])[-1].cpu().numpy()
 
@@ -83,13 +81,18 @@ class RequestImages(RequestPart, RunsApart):
     # ---- as a part of its requests
 
     @property
+    def end(self) -> int:
+        """E, where the last picture ends: it runs to there, where it runs apart."""
+        return int(self._runs[-1][-1]) + 1
+
+    @property
     def prompt_ids(self) -> NDArray[np.int64]:
         """Its ids, which the prefix cache does not tell apart."""
         return self.ids
 
     def runs_apart(self, start: int) -> RequestImages | None:
         """Return itself where HuggingFace's forward computes the prompt, up to the last picture's end."""
-        return None if self.in_steps or start >= self._end else self
+        return None if self.in_steps or start >= self.end else self
 
     def position_after(self, length: int) -> int:
         """Return the position of the token after the first ``length`` of the prompt and its answer."""
@@ -133,7 +136,7 @@ class RequestImages(RequestPart, RunsApart):
         return torch.zeros(0, dtype=torch.int64, device=model_runner.device)
 
     def _fill(self, model_runner: ModelRunner, row: Row) -> None:
-        stored = np.zeros((1, self._end), dtype=bool)
+        stored = np.zeros((1, self.end), dtype=bool)
         stored[:, row.length :] = True
         cache, layers = self._computed(model_runner, row), self._facts.layers
         owners = zip(owners_of_keys(layers), layers, strict=True)
@@ -162,7 +165,7 @@ class RequestImages(RequestPart, RunsApart):
                 model,
                 ids,
                 **{self._facts.generate_argument: cache},
-                attention_mask=ids.new_ones(1, self._end),
+                attention_mask=ids.new_ones(1, self.end),
                 position_ids=self._positions[..., start:].to(device, non_blocking=True),
                 use_cache=True,
                 is_first_iteration=True,

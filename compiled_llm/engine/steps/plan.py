@@ -19,8 +19,12 @@ class RunsApart(Protocol):
     """Who computes chunks of a request in launches of their own."""
 
     timed: bool  # whether the time that a launch takes tells how long others take
-    end: int | None = None  # of a chunk that it takes whole, however little room there is; None for as much as there is
     together: bool = False  # whether it takes chunks that follow one another in a plan at once; else each alone
+
+    @property
+    def end(self) -> int | None:
+        """Where a chunk ends that it takes whole, however little room there is; None for as much as there is."""
+        return None
 
     def run(
         self,
