@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -154,6 +155,28 @@ def test_what_reads_anything_that_is_not_hashed_is_not_kept(forward: Any, cache:
         model = with_product(forward)
         model.model.layers[0].mlp.held_object = Held()
         assert learnt(model)[0] == 1
+
+
+FACTOR = 1.0
+
+
+def by_global(self: Any, x: torch.Tensor) -> Any:
+    return self.down_proj(self.up_proj(x)) * FACTOR
+
+
+def around(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def call(self: Any, x: torch.Tensor) -> Any:
+        return forward(self, x)
+
+    return call
+
+
+def test_what_a_decorator_of_torch_holds_is_looked_into(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers decorates what computes angles of positions."""
+    ran = [learnt(with_product(torch.no_grad()(around(by_global))))[0] for _ in range(2)]
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 2.0)
+    assert [*ran, learnt(with_product(torch.no_grad()(around(by_global))))[0]] == [1, 0, 1]
 
 
 def test_what_somebody_else_watches_is_not_kept(cache: Path) -> None:

@@ -30,7 +30,9 @@ def describe_function(visit: Visit, function: FunctionType, where: str) -> str:
     if is_taken_as_constant(function) and path.partition(".")[0] not in _OURS:
         raise UnhashableError(f"the result of {path} was taken as it was (torch.compiler.assume_constant_result)")
     if code not in visit.traced:
-        return f"function {path} {outlined(function)}"
+        # A library's decorator calls what it holds.
+        held = (visit.said(inner, where) for inner in _traced_within(visit, function))
+        return " ".join((f"function {path} {outlined(function)}", *held))
     visit.reached |= codes_in(function.__code__)
     return visit.later(function, f"function {path}", lambda name: _parts(visit, function, name))
 
@@ -49,8 +51,31 @@ def _outline(value: Any, seen: set[int]) -> Iterator[str]:
     if id(value) in seen:
         return
     seen.add(id(value))
-    for held in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *map(_content, _cells(value))):
+    for held in _held(value):
         yield from _outline(held, seen)
+
+
+def _traced_within(visit: Visit, function: FunctionType) -> Iterator[FunctionType]:
+    """Yield the traced functions that one which was not traced holds, itself or by others like it."""
+    seen, inside = {id(function)}, [function]
+    while inside:
+        holder = inside.pop()
+        for cell in _cells(holder):
+            visit.watch(cell, "cell_contents")
+        for held in map(before_dynamo, _held(holder)):
+            if not isinstance(held, FunctionType) or id(held) in seen:
+                continue
+            seen.add(id(held))
+            if code_digest(held.__code__) in visit.traced:
+                yield held
+            else:
+                inside.append(held)
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """Return what a function's defaults and closure hold."""
+    given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [*given, *map(_content, _cells(function))]
 
 
 def _cells(function: FunctionType) -> tuple[CellType, ...]:
