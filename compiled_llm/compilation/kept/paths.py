@@ -10,7 +10,7 @@ from torch import Tensor, nn
 Path = tuple[str | int, ...]
 
 PER_CALL = ("inputs", "tables", "pages")
-"""The arguments that differ from call to call."""
+"""The arguments that differ from call to call; their kinds and layouts are compared in each."""
 
 
 def look_up(arguments: Mapping[str, Any], path: Path) -> Any:

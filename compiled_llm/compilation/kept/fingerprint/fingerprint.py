@@ -23,10 +23,8 @@ from compiled_llm.compilation.kept.fingerprint.plain import EVERYTHING, UNSAID
 from compiled_llm.compilation.kept.fingerprint.surroundings import THREADS, process_state, versions
 from compiled_llm.compilation.kept.fingerprint.visit import UnhashableError
 from compiled_llm.compilation.kept.fingerprint.walk import Walk
+from compiled_llm.compilation.kept.paths import PER_CALL
 from compiled_llm.model.version.code import Place
-
-PER_CALL = ("inputs", "tables", "pages")
-"""The arguments of a program that differ from call to call; their kinds and layouts are compared in each."""
 
 _LIBRARIES = tuple(
     str(Path(folder).resolve())
