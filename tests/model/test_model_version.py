@@ -279,7 +279,8 @@ def test_functions_are_watched_where_they_are_defined_or_may_come_to_be(monkeypa
     watch = Watch(model, 2, parts=("code", "values"))
     watch._version.watch_code([(Base, "traced")])
     assert not watch.changed()
-    for owner, name in ((Base, "forward"), (Inner, "forward"), (Inner, "__call__"), (Base, "traced")):
+    methods = (Base, "forward"), (Inner, "forward"), (Inner, "__call__"), (nn.Module, "_call_impl"), (Base, "traced")
+    for owner, name in methods:
         with monkeypatch.context() as patch:
             patch.setattr(owner, "unread", 3, raising=False)
             assert not watch.changed()

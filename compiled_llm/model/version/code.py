@@ -22,7 +22,8 @@ The owner is a class, a module or a dictionary, and the name one in it; or anoth
 _FIXED = frozenset({tuple, frozenset})
 """Containers whose entries stay: who exchanges one exchanges it in the place where it lies."""
 
-CALLED = frozenset({"__call__", "forward"})  # the methods that every call of a module runs
+CALLED = frozenset({"__call__", "_wrapped_call_impl", "_call_impl", "forward"})
+"""The methods that every call of a module runs."""
 
 _GONE = object()  # in place of what is not there
 _HAVE_NONE_OF: Callable[..., bool] = type({}.keys()).isdisjoint
