@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,8 @@ def started(model_folder: Path, artifacts: Path, home: Path) -> dict[str, Any]:
 def test_the_folder_holds_kernels_of_inductor_triton_and_flashinfer(artifacts: Path) -> None:
     assert list((artifacts / "inductor" / "fxgraph").rglob("*"))
     assert list((artifacts / "triton").rglob("*.cubin"))
-    assert list((artifacts / "flashinfer").rglob("*.so"))
+    if find_spec("flashinfer") is not None:  # else prefills run by kernels of Triton's
+        assert list((artifacts / "flashinfer").rglob("*.so"))
 
 
 def test_two_processes_build_nothing_and_say_the_same(model_folder: Path, artifacts: Path, tmp_path: Path) -> None:
