@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import transformers
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import nn
@@ -181,7 +180,9 @@ def _another_table(stack: ExitStack, model: Any) -> None:
 
 def _another_version(stack: ExitStack, model: Any) -> None:
     stack.callback(surroundings.versions.cache_clear)
-    stack.enter_context(mock.patch.object(transformers, "__version__", transformers.__version__ + "1"))
+    # The module that is read there: transformers puts another in its place while it is imported.
+    there = vars(surroundings)["transformers"]
+    stack.enter_context(mock.patch.object(there, "__version__", there.__version__ + "1"))
     surroundings.versions.cache_clear()
 
 
