@@ -132,7 +132,7 @@ class ModelFacts:
 
     @cached_property
     def states(self) -> tuple[StateSpec, ...]:
-        """What rows keep besides pages, layer after layer; programs get its memories after those of pages."""
+        """The recurrent states that rows have beside pages, by layer; programs get their memory after the pages."""
         return tuple(spec for layer in self.layers for spec in layer.states)
 
     @cached_property

@@ -81,7 +81,8 @@ def _check_mask(input_ids: Tensor, attention_mask: Tensor, continues: bool) -> N
             "tensor of the same shape, 0 where a token is padding"
         )
     if attention_mask.dim() == 2 and not bool((shown := attention_mask.cpu().any(dim=1)).all()):
-        raise ValueError(f"attention_mask: row {int((~shown).nonzero()[0])} is all padding; leave it out of the batch")
+        row = int(shown.logical_not().nonzero()[0])  # ``shown`` is of bytes if the mask is
+        raise ValueError(f"attention_mask: row {row} is all padding; leave it out of the batch")
 
 
 def _shape(value: object) -> str:

@@ -235,6 +235,10 @@ PROMPTS: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": ids([[3, 4], [5, 6]]), "attention_mask": ids([[1, 1], [0, 0]])},
         r"attention_mask: row 1 is all padding",
     ),
+    "all padding, in bytes": (
+        {"input_ids": ids([[3, 4], [5, 6]]), "attention_mask": ids([[1, 1], [0, 0]]).byte()},
+        r"attention_mask: row 1 is all padding",
+    ),
     "mask of another batch": (
         {"input_ids": ids([[3, 4]]), "attention_mask": ids([[1, 1], [1, 1]])},
         r"attention_mask: shape \(2, 2\).*\(1, 2\)",

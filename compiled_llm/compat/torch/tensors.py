@@ -131,7 +131,7 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return ``version_of`` of each, by no call of Python's."""
-    return list(map(attrgetter("_version"), tensors))
+    return [*map(version_of, tensors)]
 
 
 def dispatch_keys(tensor: Tensor) -> int:

@@ -115,7 +115,9 @@ class Inputs:
         numbers = {path: number for number, path in enumerate(alike.paths)}
         self._measured = [numbers[tensor.path] for tensor in self._shapes.tensors]
         self._read = [numbers[path] for _, path in self._per_call]
-        return alike.tensors(arguments) or []
+        tensors = alike.tensors(arguments)
+        assert tensors is not None, "they are like themselves"
+        return tensors
 
     def _check_memories(self, inputs: Sequence[Any], of_model: ModelTensors) -> None:
         """Compare which inputs share memory with one that is written to."""

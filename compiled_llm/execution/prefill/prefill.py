@@ -138,7 +138,7 @@ class Prefill:
 
     @property
     def bringing(self) -> tuple[Brought, ...]:
-        """What no tokens bring, of each compiled program that reads more than ids."""
+        """The inputs beside ids of each compiled program that reads any, for a prefill that has none."""
         prepared = self._graph_manager.prefills
         return tuple(none for program, none in self._bringing.items() if program in prepared)
 

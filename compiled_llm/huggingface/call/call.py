@@ -164,7 +164,7 @@ class PagedCall(LoopArguments):
 
     @property
     def more(self) -> Any:
-        """What the caller gets of each step besides tokens and scores; None for nothing."""
+        """What ``generate`` returns of each step beside tokens and scores, such as hidden states; None if nothing."""
         wanted = self.config.output_hidden_states
         return more_outputs(wanted, self.runtime.facts.hooks) if self.config.return_dict_in_generate else None
 

@@ -40,7 +40,7 @@ _IN_WORDS = {
     "num_threads": "torch.get_num_threads",
     "default_dtype": "torch.set_default_dtype",
 }
-"""What users call the entries of ``GlobalStateGuard``, Dynamo's guard of the process's state."""
+"""The settings that users know, by the names of Dynamo's guard of the process's state (``GlobalStateGuard``)."""
 
 _SETTINGS = {
     "torch._dynamo.config": torch._dynamo.config,
