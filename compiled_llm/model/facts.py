@@ -132,7 +132,7 @@ class ModelFacts:
 
     @cached_property
     def states(self) -> tuple[StateSpec, ...]:
-        """The recurrent states that rows have beside pages, by layer; programs get their memory after the pages."""
+        """The states that rows have beside pages, by layer; programs get their memory after the pages."""
         return tuple(spec for layer in self.layers for spec in layer.states)
 
     @cached_property
