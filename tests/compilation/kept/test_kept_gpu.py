@@ -15,7 +15,7 @@ import pytest
 from support.characters import character_tokenizer
 from support.compilation import start_with_artifacts
 from support.compilation.artifact_folders import compiled
-from support.compilation.kept_programs import result_of
+from support.compilation.kept_programs import KEPT_FAMILIES, result_of
 from support.tiny_models import tiny_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.unchecked_pages]
@@ -36,15 +36,18 @@ class Starts(NamedTuple):
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+    return two_starts("Qwen3", tmp_path_factory.mktemp("plain"))
+
+
+def two_starts(family: str, home: Path) -> Starts:
     """Two processes; the second one finds no kernel of Inductor's but those that were kept, and other ones."""
-    home = tmp_path_factory.mktemp("plain")
     caches = {"COMPILED_LLM_CACHE": str(home / "ours"), "TRITON_CACHE_DIR": str(home / "triton")}
     environment = {**KEPT, **caches, "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor")}
-    first = result_of("plain", "Qwen3", home, environment, "cuda")
+    first = result_of("plain", family, home, environment, "cuda")
     built = kernels_of_inductor(home / "triton")
     for path in built:
         shutil.rmtree(path.parent)
-    second = result_of("plain", "Qwen3", home, {**environment, "TORCHINDUCTOR_CACHE_DIR": str(home / "empty")}, "cuda")
+    second = result_of("plain", family, home, {**environment, "TORCHINDUCTOR_CACHE_DIR": str(home / "empty")}, "cuda")
     return Starts(first, second, home / "ours" / "programs", home / "triton", built)
 
 
@@ -53,7 +56,16 @@ def kernels_of_inductor(folder: Path) -> set[Path]:
 
 
 def test_the_second_process_traces_nothing_and_its_bits_are_the_same(starts: Starts) -> None:
-    first, second = starts.first, starts.second
+    assert_kept(starts.first, starts.second)
+
+
+@pytest.mark.parametrize("family", [family for family in KEPT_FAMILIES if family != "Qwen3"])
+def test_so_it_is_with_each_family(family: str, tmp_path: Path) -> None:
+    starts = two_starts(family, tmp_path)
+    assert_kept(starts.first, starts.second)
+
+
+def assert_kept(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["refusals"] == second["refusals"] == []
     assert set(first["programs"].values()) == {"traced"}
     assert second["programs"] == dict.fromkeys(first["programs"], "kept")

@@ -16,25 +16,14 @@ import compiled_llm
 from compiled_llm.compat.torch.inductor import inductor_cache
 from compiled_llm.compilation.kept import part
 from compiled_llm.compilation.programs import Programs
-from support.compilation.kept_programs import made, result_of, said_by, taking
+from support.compilation.kept_programs import KEPT_FAMILIES, made, result_of, said_by, taking
 from support.compilation.start_with_artifacts import answers
-from support.huggingface.families import FAMILIES
 from support.parity import FEW_PAGES
 
 pytestmark = [pytest.mark.slow, pytest.mark.whole]
 
-NAMES = (
-    *("Gemma3", "Llama", "Qwen3", "Qwen2", "Mistral", "Mixtral", "Phi3", "Gemma2", "GPT2LMHead", "Cohere", "Olmoe"),
-    *("Olmo2", "Granite", "Starcoder2", "StableLm", "Qwen3Moe", "GPTNeoX", "Falcon", "OPT", "Glm4", "SmolLM3"),
-    *("GptOss", "DeepseekV3"),
-)
 
-
-def each_family() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("family", [name for name in NAMES if name in (*FAMILIES, "Llama", "Qwen3")])
-
-
-@each_family()
+@pytest.mark.parametrize("family", KEPT_FAMILIES)
 def test_tokens_and_logits_are_those_of_a_process_that_traces(family: str, tmp_path: Path) -> None:
     (tmp_path / "inductor").symlink_to(inductor_cache())
     traced = said_by(family, part.recording(tmp_path))

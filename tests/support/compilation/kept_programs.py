@@ -33,6 +33,14 @@ SAID = "seen: "
 """Begins the line of what was seen."""
 Lengths = Sequence[Sequence[int]]
 ONE_AND_TWO: Lengths = ((7,), (7, 3), (5,))
+KEPT_FAMILIES = (
+    *("Cohere", "DeepseekV3", "GPT2LMHead", "GPTNeoX", "Gemma2", "Gemma3", "Glm4", "GptOss", "Granite", "Llama"),
+    *("Mistral", "Mixtral", "OPT", "Olmo2", "Olmoe", "Phi3", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "Starcoder2"),
+)
+LARGER = {
+    "DeepseekV3": {"head_dim": 16, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+}
+"""Sizes for which there are kernels."""
 
 
 def run(model: Any, lengths: Lengths) -> dict[str, Any]:
@@ -118,8 +126,10 @@ def traces_counted() -> Iterator[list[object]]:
 def made(family: str, device: str) -> Any:
     own = {"Llama": tiny_llama, "Qwen3": tiny_qwen3}
     if device == "cpu":
-        return own[family](**ONE_LAYER) if family in own else make(family, FAMILIES[family], 0).eval()
-    return own[family](head_dim=64, eos_token_id=None).to(device, torch.bfloat16)
+        return own[family](**ONE_LAYER) if family in own else make(family, FAMILIES[family], 0)
+    if family in own:
+        return own[family](head_dim=64, eos_token_id=None).to(device, torch.bfloat16)
+    return make(family, {**FAMILIES[family], **LARGER.get(family, {})}, 0).to(device, torch.bfloat16)  # type: ignore[arg-type]
 
 
 def said_by(
