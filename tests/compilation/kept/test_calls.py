@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ import compiled_llm
 from compiled_llm.compat.torch.inductor import inductor_cache
 from compiled_llm.compilation.kept import part
 from support.compilation.kept_programs import taking
-from support.parity import FEW_PAGES, mixed_prompts
-from support.tiny_models import tiny_qwen3
+from support.parity import FEW_PAGES, greedy, mixed_prompts
+from support.tiny_models import ONE_LAYER, tiny_qwen3
 
 pytestmark = pytest.mark.slow
 
-LAYERS = 12
+ROWS = (7, 3)
+"""Two, as in `test_cache.py`, whose kernels these are."""
 
 
 class Ways(NamedTuple):
@@ -37,21 +38,21 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> Ways:
     (folder / "inductor").symlink_to(inductor_cache())
     with part.recording(folder):
         traced = wrapped()
-        answer(traced, 3)
+        answer(traced, ROWS, 3)
     with taking(folder):
         kept = wrapped()
-        answer(kept, 3)
+        answer(kept, ROWS, 3)
     assert set(traced.compiled.stats().programs.values()) == {"traced"}
     assert set(kept.compiled.stats().programs.values()) == {"kept"}
     return Ways(traced, kept)
 
 
 def wrapped() -> Any:
-    return compiled_llm.wrap(tiny_qwen3(num_hidden_layers=LAYERS, eos_token_id=None), **FEW_PAGES)
+    return compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **FEW_PAGES)
 
 
-def answer(model: Any, tokens: int, length: int = 7) -> None:
-    model.generate(**mixed_prompts([length], 128, 0), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+def answer(model: Any, lengths: Sequence[int], tokens: int) -> None:
+    greedy(model, mixed_prompts([*lengths], 128, seed=0), tokens)
 
 
 def calls_of(run: Callable[[], object]) -> int:
@@ -71,12 +72,12 @@ def calls_of(run: Callable[[], object]) -> int:
 
 
 def test_a_first_token_takes_no_more_calls_than_a_traced_one(ways: Ways) -> None:
-    """Each prompt has another length, as those of different requests."""
+    """Prompts have other lengths each time, as those of different requests."""
     counts = []
     for model in ways:
-        for length in (9, 11):
-            answer(model, 1, length)
-        counts.append(calls_of(lambda model=model: answer(model, 1, 13)))
+        for lengths in ((9, 2), (4, 11)):
+            answer(model, lengths, 1)
+        counts.append(calls_of(lambda model=model: answer(model, (13, 5), 1)))
     traced, kept = counts
     print(f"{traced} calls, and {kept} by a kept program")
     assert kept <= traced
@@ -85,7 +86,8 @@ def test_a_first_token_takes_no_more_calls_than_a_traced_one(ways: Ways) -> None
 def of_steps(model: Any, change: Callable[[Any], object]) -> int:
     """Count the calls of a decode step after a change."""
     loop = model.compiled.generate_loop()
-    loop.admit([3, 4, 5], 40)
+    for prompt in ([3, 4, 5], [6, 7]):
+        loop.admit(prompt, 40)
     for _ in range(6):
         loop.step()
         change(loop)
