@@ -1,7 +1,7 @@
 """The Python of README and docs runs, and prints what it says.
 
 All blocks of a page share one namespace and run in order, on the CPU and in `mode="eager"` unless they name a mode,
-whose graphs run as Dynamo leaves them.
+whose programs run as Python.
 They find nothing but what the line at the top of the page makes if it is pasted, `model` and `tokenizer`; pages without
 that line load a model themselves. The model that they name, and the demo model, is a tiny one here; with `--whole`,
 pages that name the demo model run with that one, too. What a line prints is compared where the line says so:
@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.explaining.tracing import Sandbox
 from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
 from support.docs.tiny_chat import loaded, served, tiny_chat_model
 from support.huggingface.vision import make
@@ -68,6 +69,11 @@ def namespace(
         )
         monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda _: qwen_processor())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_in_sandbox = Sandbox._run
+    # Steps of one row, not of many, too: tests/explaining traces all.
+    monkeypatch.setattr(
+        *(Sandbox, "_run"), lambda sandbox, programs, batches: run_in_sandbox(sandbox, programs, batches[:1])
+    )
     wrap = compiled_llm.wrap
     # No page waits for artifacts to be compiled: tests/compilation/test_artifacts.py does.
     monkeypatch.setattr(
@@ -82,7 +88,7 @@ def namespace(
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("page", "model_folder"),
     [

@@ -92,7 +92,7 @@ def check_tokens(kind: Kind, model: Any, seed: int, small: bool = False, new: in
 # ---- tokens
 
 
-@pytest.mark.drawn(most=5)
+@pytest.mark.drawn(most=3)
 @each(*KINDS, *IN_FP8)
 def test_tokens_in_generate(kind: Kind, reading: None, seed: int) -> None:
     """Some rows end early."""
@@ -109,7 +109,7 @@ def test_tokens_in_generate(kind: Kind, reading: None, seed: int) -> None:
     assert_account_is_empty(model)
 
 
-@pytest.mark.drawn(most=4)
+@pytest.mark.drawn(most=2)
 @pytest.mark.either("mixed")
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed steps"])
 @each(*KINDS, *IN_FP8)
@@ -132,7 +132,7 @@ def test_tokens_in_an_engine(kind: Kind, mixed: bool, seed: int, monkeypatch: py
 # ---- captured
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @each(*KINDS, *IN_FP8)
 def test_captured_steps_give_the_same_tokens(kind: Kind, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     let_a_cpu_capture(monkeypatch)
@@ -164,6 +164,7 @@ def test_compiled_steps_give_the_same_tokens(kind: Kind, seed: int) -> None:
 # ---- logits
 
 
+@pytest.mark.drawn(most=4)
 @each(*KINDS)
 @torch.no_grad()
 def test_logits_are_huggingfaces(kind: Kind, seed: int) -> None:
@@ -183,6 +184,7 @@ def test_logits_are_huggingfaces(kind: Kind, seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=4)
 @each(*KINDS)
 @torch.no_grad()
 def test_logits_of_padded_rows_without_position_ids(kind: Kind, seed: int) -> None:
@@ -206,7 +208,7 @@ CLOSE: dict[str, float] = {"rtol": 1e-3, "atol": 1e-3}
 # ---- caches
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @each(*KINDS, *IN_FP8)
 def test_a_cache_goes_on_with_a_conversation(kind: Kind, seed: int) -> None:
     """Of rows of mixed lengths; a turn is one token, more than a chunk, and none."""
@@ -222,6 +224,7 @@ def test_a_cache_goes_on_with_a_conversation(kind: Kind, seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=4)
 @each(*KINDS, *IN_FP8)
 def test_a_cache_that_is_read_out_is_huggingfaces(kind: Kind, seed: int) -> None:
     model, prompts = kind.wrapped(seed), prompts_of([18, 18], seed)
@@ -255,7 +258,7 @@ def tensors_of(layer: Any) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name} {number}", state
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @each(*KINDS, *IN_FP8)
 def test_huggingfaces_caches_are_read_in_and_written_back(kind: Kind, cache: str, seed: int) -> None:
@@ -280,7 +283,7 @@ def test_huggingfaces_caches_are_read_in_and_written_back(kind: Kind, cache: str
 # ---- beams and drafts
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @each(*KINDS, *IN_FP8)
 def test_beams(kind: Kind, seed: int) -> None:
     model, plain, prompts = kind.wrapped(seed), kind.plain(seed), prompts_of([6, 29], seed)
@@ -290,7 +293,7 @@ def test_beams(kind: Kind, seed: int) -> None:
     assert_account_is_empty(model)
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @each(*KINDS, *IN_FP8)
 def test_drafts(kind: Kind, seed: int) -> None:
     model, (prompt,) = kind.wrapped(seed), prompts_of([13], seed)
@@ -308,7 +311,7 @@ def test_drafts(kind: Kind, seed: int) -> None:
 # ---- prefix hits
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @each(*KINDS, *IN_FP8)
 def test_prompts_that_come_together_and_begin_alike(kind: Kind, seed: int) -> None:
     """Those that may begin with pages of the same step compute what they have in common once."""
@@ -323,7 +326,7 @@ def test_prompts_that_come_together_and_begin_alike(kind: Kind, seed: int) -> No
     assert_account_is_empty(model)
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @each(*KINDS, *IN_FP8)
 def test_prompts_that_begin_alike_begin_with_cached_pages(kind: Kind, seed: int) -> None:
     """What an engine has cached is what a prompt begins with, until it sleeps."""
@@ -373,7 +376,7 @@ def test_each_option_works(kind: Kind, option: str, seed: int) -> None:
     assert_account_is_empty(model)
 
 
-@pytest.mark.drawn(most=3)
+@pytest.mark.drawn(most=2)
 @each(*(kind for kind in KINDS if kind("mixed") is YES))
 def test_mixed_steps(kind: Kind, seed: int) -> None:
     model, prompts = kind.wrapped(seed), prompts_of(LENGTHS, seed)
@@ -387,6 +390,7 @@ def test_mixed_steps(kind: Kind, seed: int) -> None:
     assert_account_is_empty(model)
 
 
+@pytest.mark.drawn(most=3)
 @each(*(kind for kind in KINDS if kind("crop") is YES))
 def test_a_cropped_cache_goes_on(kind: Kind, seed: int) -> None:
     model, (prompt,) = kind.wrapped(seed), prompts_of([18], seed)

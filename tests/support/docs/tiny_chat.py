@@ -42,7 +42,8 @@ def loaded(folder: Path) -> tuple[Any, Any]:
 def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What `compiled-llm serve demo` serves in another terminal, with `--uds llm.sock`, over HTTP, and operations."""
     model, tokenizer = loaded(folder)
-    engine = compiled_llm.Engine(compiled_llm.wrap(model, kv_memory="2000 tokens"), tokenizer=tokenizer)
+    # Answers that nobody bounds, of a model that makes no sense, take all pages: a second of a core for 1,000 tokens.
+    engine = compiled_llm.Engine(compiled_llm.wrap(model, kv_memory="500 tokens"), tokenizer=tokenizer)
     path = Path("llm.sock")
     with (
         engine,

@@ -74,7 +74,7 @@ from support.huggingface.feature_calls import (
 )
 from support.huggingface.overriding import ask_for_hidden_states, prefer_tokens, shift_ids
 from support.huggingface.vision import with_images
-from support.tiny_models import WINDOWS, tiny_qwen3
+from support.tiny_models import ONE_LAYER, WINDOWS, tiny_qwen3
 from support.tiny_tokenizer import tokenizer
 
 OPTIONS: dict[str, Any] = {"mode": "eager", "page_size": 4, "kv_memory": "4000 tokens", "max_batch_size": 16}
@@ -237,6 +237,7 @@ FEATURES: dict[str, list[Feature]] = {
         Feature(
             "`assistant_early_exit`: HuggingFace's forward drafts, ours checks",
             [generate(lengths=(6,), assistant_early_exit=1, max_new_tokens=20)],
+            model={"num_hidden_layers": 2},
         ),
         Feature("`custom_generate` as a function", [generate(custom_generate=own_greedy)]),
         Feature("`custom_generate` as a folder or repository: the `generate` that it calls", [from_a_folder]),
@@ -495,7 +496,7 @@ FEATURES: dict[str, list[Feature]] = {
 
 def pair(feature: Feature, device: str = "cpu", **options: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The unwrapped and the wrapped model that a feature is run on."""
-    overrides: dict[str, Any] = {"eos_token_id": None, **feature.model}
+    overrides: dict[str, Any] = {**ONE_LAYER, **feature.model}
     plain, model = ((vision.make(feature.family) if feature.family else tiny_qwen3(**overrides)) for _ in range(2))
     return plain.to(device), compiled_llm.wrap(model.to(device), progress=False, **{**OPTIONS, **options})
 
