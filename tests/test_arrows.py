@@ -13,6 +13,7 @@ FlashInfer's API, `compiled_llm_flashinfer`, stands beside: it imports the ops a
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -191,11 +192,9 @@ def test_what_no_longer_occurs_is_taken_off_the_list() -> None:
 
 def test_no_class_name_stands_for_two_things() -> None:
     classes = Counter(
-        node.name
-        for path in sources().values()
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ClassDef)
+        name for path in sources().values() for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
     )
+    assert len(classes) > 100
     assert not [name for name, count in classes.items() if count > 1]
 
 
@@ -217,7 +216,10 @@ def test_there_are_few_rooms_at_the_top(package: Path) -> None:
 def test_no_test_imports_a_test() -> None:
     tests = {path.stem for path in (CHECKOUT / "tests").rglob("test_*.py")}
     for path in (CHECKOUT / "tests").rglob("*.py"):
-        nodes = importing_nodes(ast.parse(path.read_text()))
+        source = path.read_text()
+        if not re.search(r"(?:from|import|import_module\()\s*[\"']?test_", source):
+            continue  # to parse all takes 3 s
+        nodes = importing_nodes(ast.parse(source))
         assert not [name for node, _ in nodes for name in targets(node, "", tests) if name in tests], path
 
 

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.explaining.tracing import Sandbox
 from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
 from support.docs.tiny_chat import loaded, served, tiny_chat_model
+from support.explaining_less import trace_steps_of_one_row
 from support.huggingface.vision import make
 from support.huggingface.word_processor import qwen_processor
 from support.tiny_gguf import write_gguf
@@ -69,11 +69,7 @@ def namespace(
         )
         monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda _: qwen_processor())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run_in_sandbox = Sandbox._run
-    # Steps of one row, not of many, too: tests/explaining traces all.
-    monkeypatch.setattr(
-        *(Sandbox, "_run"), lambda sandbox, programs, batches: run_in_sandbox(sandbox, programs, batches[:1])
-    )
+    trace_steps_of_one_row(monkeypatch)
     wrap = compiled_llm.wrap
     # No page waits for artifacts to be compiled: tests/compilation/test_artifacts.py does.
     monkeypatch.setattr(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,15 +104,15 @@ def targets(node: ast.AST, package: str, modules: set[str]) -> list[str]:
 
 def circles(arrows: set[Import]) -> list[set[str]]:
     """The sets of modules that import one another in a circle, directly or by way of others."""
-    reached = {name: reachable(name, arrows) for name in {arrow.importer for arrow in arrows}}
+    following: dict[str, set[str]] = {}
+    for arrow in arrows:
+        following.setdefault(arrow.importer, set()).add(arrow.imported)
+    reached = {name: reachable(name, following) for name in following}
     together = {name: {other for other in seen if name in reached.get(other, set())} for name, seen in reached.items()}
     return [set(circle) for circle in sorted({tuple(sorted(circle)) for circle in together.values() if circle})]
 
 
-def reachable(name: str, arrows: set[Import]) -> set[str]:
-    following: dict[str, set[str]] = {}
-    for arrow in arrows:
-        following.setdefault(arrow.importer, set()).add(arrow.imported)
+def reachable(name: str, following: Mapping[str, set[str]]) -> set[str]:
     seen: set[str] = set()
     waiting = [name]
     while waiting:

@@ -7,6 +7,7 @@ has to find first, and prints a traceback for each that fails. ``ASKS`` asks for
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import tempfile
 import threading
@@ -30,6 +31,7 @@ from compiled_llm.requests.structured_outputs import StructuredOutputsParams as 
 from support.engine.text_tokenizers import byte_level, decode
 from support.engine.tiny_engines import greedy, huggingfaces, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
+from support.explaining_less import trace_steps_of_one_row
 from support.parity import assert_account_is_empty, mixed_prompts
 from support.server.engine_processes import engine_in_thread
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
@@ -230,7 +232,9 @@ def stop_strings() -> None:
 
 
 def what_is_said() -> None:
-    assert "program" in str(compiled_llm.explain(model()))
+    with pytest.MonkeyPatch.context() as patch:
+        trace_steps_of_one_row(patch)
+        assert "program" in str(compiled_llm.explain(model()))
     assert str(model().compiled.stats())
     assert {*compiled_llm.__all__} <= {*dir(compiled_llm)}
 
@@ -245,6 +249,8 @@ SMOKE: tuple[Callable[[], None], ...] = (
 def main(folder: str, asks: str) -> int:
     assert Path(compiled_llm.__file__).is_relative_to(folder), "another copy was imported"
     torch.set_num_threads(1)
+    gc.freeze()  # collections of what was imported would take a twentieth of the time
+    gc.set_threshold(20_000, 20, 50)
     failed = 0
     for smoke in SMOKE:
         try:

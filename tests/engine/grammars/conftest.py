@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,20 @@ def engine(model: PreTrainedModel) -> Iterator[Engine]:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerProcess]:
+    """One that an engine may take, and close."""
+    with _started() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def lasting_worker() -> Iterator[WorkerProcess]:
+    """One for a file: to start one takes half a second of a core."""
+    with _started() as process:
+        yield process
+
+
+@contextmanager
+def _started() -> Iterator[WorkerProcess]:
     from compiled_llm.engine.grammars.worker_process import WorkerProcess  # a part that can be taken out
 
     process = WorkerProcess()

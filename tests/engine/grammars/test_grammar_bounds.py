@@ -156,11 +156,11 @@ LARGEST = {
 
 @pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("form", LARGEST.values(), ids=LARGEST)
-def test_xgrammar_takes_what_is_within_the_bounds(form, worker, vocabulary):
+def test_xgrammar_takes_what_is_within_the_bounds(form, lasting_worker, vocabulary):
     if "pattern" in str(form)[:40]:  # deeper than it may be, as deep as it could be if its levels were miscounted
         source = GrammarSource("json", json.dumps(form["json"]))
     else:
         source = StructuredOutputsParams(**form).source
     asked = Compile(0, source, seconds=5, memory=2**29)
-    answer = worker.compile(asked, vocabulary, lambda: True)
+    answer = lasting_worker.compile(asked, vocabulary, lambda: True)
     assert not (isinstance(answer, Failed) and answer.kind in ("crash", "lost")), answer

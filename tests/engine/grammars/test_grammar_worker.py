@@ -62,18 +62,18 @@ def forks_of(worker: WorkerProcess) -> list[int]:
 # ---- the process
 
 
-def test_what_a_form_dies_of_is_said_and_the_next_one_is_compiled(worker, vocabulary):
+def test_what_a_form_dies_of_is_said_and_the_next_one_is_compiled(lasting_worker, vocabulary):
     for asked, kind, message in (
         (asking("json", CRASH), "crash", "xgrammar ends its process by SIG"),
         (asking("json", ENDLESS, seconds=1), "limit", "it takes more than 1 s of processor time"),
         (asking("json", MEMORY, memory=2**27), "limit", "it takes more than 134,217,728 bytes of memory"),
         (asking("regex", "a(b"), "invalid", "Regex parsing error at position 4"),
     ):
-        answer = worker.compile(asked, vocabulary, wanted)
+        answer = lasting_worker.compile(asked, vocabulary, wanted)
         assert isinstance(answer, Failed)
         assert answer.kind == kind, answer
         assert answer.message.startswith(message)
-        assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
+        assert isinstance(lasting_worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
 
 
 WRONG_TAGS = [
@@ -91,26 +91,26 @@ WRONG_TAGS = [
 ]
 
 
-def test_a_wrong_structural_tag_is_its_clients_mistake(worker, vocabulary):
+def test_a_wrong_structural_tag_is_its_clients_mistake(lasting_worker, vocabulary):
     for tag in WRONG_TAGS:
-        answer = worker.compile(asking("structural_tag", json.dumps(tag)), vocabulary, wanted)
+        answer = lasting_worker.compile(asking("structural_tag", json.dumps(tag)), vocabulary, wanted)
         assert isinstance(answer, Failed), tag
         assert answer.kind == "invalid", (tag, answer)
 
 
-def test_a_worker_that_is_killed_is_started_again(worker, vocabulary):
-    assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
-    first = worker.pid
+def test_a_worker_that_is_killed_is_started_again(lasting_worker, vocabulary):
+    assert isinstance(lasting_worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
+    first = lasting_worker.pid
     os.kill(first, signal.SIGKILL)
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
-    assert isinstance(worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
-    assert worker.pid != first
+    assert isinstance(lasting_worker.compile(asking("regex", "ab"), vocabulary, wanted), Compiled)
+    assert lasting_worker.pid != first
 
 
-def test_other_tokens_take_the_place_of_those_with_their_number(worker, vocabulary):
+def test_other_tokens_take_the_place_of_those_with_their_number(lasting_worker, vocabulary):
     other = xgr.TokenizerInfo(["x", "a", "b"], stop_token_ids=[0])
     for info, sent in ((INFO, vocabulary), (other, WorkerVocabulary(0, other.serialize_json(), 1)), (INFO, vocabulary)):
-        answer = worker.compile(asking("regex", "ab"), sent, wanted)
+        answer = lasting_worker.compile(asking("regex", "ab"), sent, wanted)
         assert isinstance(answer, Compiled)
         assert xgr.CompiledGrammar.deserialize_json(answer.grammar, info).tokenizer_info.vocab_size == info.vocab_size
 
@@ -199,7 +199,7 @@ def assert_same_masks(rng: random.Random, *grammars: Any) -> None:
         assert {matcher.accept_token(token) for matcher in matchers} == {True}
 
 
-def test_masks_are_those_of_grammars_compiled_in_this_process(worker, vocabulary, request):
+def test_masks_are_those_of_grammars_compiled_in_this_process(lasting_worker, vocabulary, request):
     seed, count = random.randrange(2**32), 500 if request.config.getoption("--whole") else 40
     print("seed", seed)
     rng, compiler = random.Random(seed), xgr.GrammarCompiler(INFO)
@@ -207,7 +207,7 @@ def test_masks_are_those_of_grammars_compiled_in_this_process(worker, vocabulary
         blanks = rng.choice([None, 2])
         source = StructuredOutputsParams(json=schema_at_random(rng), disable_any_whitespace=rng.random() < 0.5).source
         source = source._replace(max_whitespace_cnt=blanks)
-        answer = worker.compile(Compile(0, source, 30, 2**29), vocabulary, wanted)
+        answer = lasting_worker.compile(Compile(0, source, 30, 2**29), vocabulary, wanted)
         assert isinstance(answer, Compiled), (source, answer)
         assert_same_masks(rng, source.compiled(compiler), xgr.CompiledGrammar.deserialize_json(answer.grammar, INFO))
 
