@@ -22,9 +22,9 @@ import pytest
 import torch
 
 import compiled_llm
+from support.compilation.explaining_less import trace_steps_of_one_row
 from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
 from support.docs.tiny_chat import loaded, served, tiny_chat_model
-from support.explaining_less import trace_steps_of_one_row
 from support.huggingface.vision import make
 from support.huggingface.word_processor import qwen_processor
 from support.tiny_gguf import write_gguf

@@ -28,10 +28,10 @@ from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from support.compilation.explaining_less import trace_steps_of_one_row
 from support.engine.text_tokenizers import byte_level, decode
 from support.engine.tiny_engines import greedy, huggingfaces, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
-from support.explaining_less import trace_steps_of_one_row
 from support.parity import assert_account_is_empty, mixed_prompts
 from support.server.engine_processes import engine_in_thread
 from support.server.running_servers import RunningServer, chat_tokenizer, running_server
