@@ -150,10 +150,6 @@ class BrokenPrograms(Programs):
         self._programs[PREFILL] = self._functions[PREFILL]
         return outputs
 
-    def decode(self, arguments: Arguments, code: Callable[..., Any] | None = None) -> StepOutputs:
-        outputs: StepOutputs = self._programs[DECODE_ONE](*self._by_name(arguments).values())
-        return outputs
-
     @contextmanager
     def cleaned(self) -> Iterator[None]:
         """Remove from the user's functions the code that the block compiled, and only that."""

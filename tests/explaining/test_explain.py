@@ -26,10 +26,12 @@ from compiled_llm.commands.app import app
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs import cuda_graphs
 from compiled_llm.compilation.inputs import DecodeInputs
+from compiled_llm.compilation.program_list import DECODE_ONE
 from compiled_llm.compilation.programs import Arguments
-from compiled_llm.explaining import timings
+from compiled_llm.explaining import timings, tracing
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 from compiled_llm.explaining.report import Report
+from compiled_llm.explaining.tracing import BrokenPrograms, Sandbox
 from compiled_llm.explaining.wording import next_steps
 from support import planted_faults as planted
 from support.characters import character_tokenizer
@@ -52,7 +54,7 @@ class Fault(NamedTuple):
 
 
 BREAKS = {
-    "print": Fault(planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
+    "print": Fault(planted.PrintInNorm, "graph break", "Delete the call", planted.NormPrintDeleted),
     "hook with a lock": Fault(planted.hook_with_lock, "graph break", "Take the lock out", planted.hook_without_lock),
 }
 UNCAPTURABLE = {
@@ -68,6 +70,7 @@ CACHE = {
     )
 }
 MORE_BREAKS = {
+    "print after attention": Fault(planted.Print, "graph break", "Delete the call", planted.PrintDeleted),
     "branch": Fault(planted.Branch, "graph break", "torch.where", planted.BothSides),
     "file": Fault(planted.FileAccess, "graph break", "Read the file once, in __init__", planted.ReadOnce),
 }
@@ -96,12 +99,12 @@ class Explained(NamedTuple):
 
 def seen_of(model: Any) -> Any:
     """What explaining must leave as it is."""
-    hooks = [len(layer.mlp._forward_hooks) for layer in model.model.layers]
+    hooks = [len(layer.input_layernorm._forward_hooks) for layer in model.model.layers]
     return type(model), model.config._attn_implementation, hooks
 
 
 @pytest.fixture(scope="module")
-def explained() -> Callable[[str], Explained]:
+def explained(request: pytest.FixtureRequest) -> Callable[[str], Explained]:
     """Models by one of their faults: those with several are explained once, every other one with prompts."""
 
     @cache
@@ -111,9 +114,24 @@ def explained() -> Callable[[str], Explained]:
         norm = torch.compile(model.model.norm, backend=lambda graph, _: compiles.append(graph) or graph.forward)
         norm(torch.randn(1, 3, 64))
         before = seen_of(model)
-        return Explained(model, compiled_llm.explain(model, inputs), before, compiles, norm)
+        with pytest.MonkeyPatch.context() as patch:
+            if not request.config.getoption("whole"):
+                run_few_programs(patch)
+            return Explained(model, compiled_llm.explain(model, inputs), before, compiles, norm)
 
     return lambda name: explained(next(index for index, group in enumerate(GROUPS) if name in group))
+
+
+def run_few_programs(patch: pytest.MonkeyPatch) -> None:
+    """Those of one row, and around graph breaks that of prompts: the others have the same lines."""
+    run, broken = Sandbox._run, BrokenPrograms.__init__
+
+    def with_plain_decode(programs: BrokenPrograms, *more: Any) -> None:
+        broken(programs, *more)
+        programs._programs[DECODE_ONE] = programs._functions[DECODE_ONE]
+
+    patch.setattr(Sandbox, "_run", lambda sandbox, programs, batches: run(sandbox, programs, batches[:1]))
+    patch.setattr(BrokenPrograms, "__init__", with_plain_decode)
 
 
 @pytest.fixture(scope="module")
@@ -500,7 +518,8 @@ def test_history_names_the_line_that_kept_a_cuda_graph_from_being_captured(monke
     assert model.compiled.explain().data["history"]["cudagraph_skips"] == 1
 
 
-def test_the_command_prints_the_report_and_writes_the_page(tmp_path):
+def test_the_command_prints_the_report_and_writes_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "compile_whole", lambda function, backend: function)
     folder = tmp_path / "model"
     tiny_qwen3(eos_token_id=None, num_hidden_layers=1).save_pretrained(folder)
     character_tokenizer().save_pretrained(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from support.tiny_models import tiny_qwen3
 
@@ -20,16 +20,34 @@ SETTINGS = Path(tempfile.gettempdir()) / "compiled_llm_planted_settings"
 
 
 def plant(*things: Any) -> Any:
-    """A tiny model with one layer for each thing: an MLP, or a hook on one."""
-    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=len(things))
-    for layer, thing in zip(model.model.layers, things, strict=True):
-        if isinstance(thing, type):
-            new = thing(model.config).eval()
-            new.load_state_dict(layer.mlp.state_dict(), strict=False)
-            layer.mlp = new
-        else:
-            layer.mlp.register_forward_hook(thing)
+    """A tiny model with a layer for each module, an MLP or the norm before attention; the last norm has the hooks."""
+    modules = [thing for thing in things if isinstance(thing, type)]
+    model = tiny_qwen3(eos_token_id=None, num_hidden_layers=len(modules))
+    for layer, module in zip(model.model.layers, modules, strict=True):
+        place = "mlp" if issubclass(module, Qwen3MLP) else "input_layernorm"
+        new = module(model.config).eval()
+        new.load_state_dict(getattr(layer, place).state_dict(), strict=False)
+        setattr(layer, place, new)
+    for thing in things:
+        if thing not in modules:
+            layer.input_layernorm.register_forward_hook(thing)
     return model
+
+
+class NormPrintDeleted(Qwen3RMSNorm):
+    def __init__(self, config):
+        super().__init__(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states)
+
+
+class PrintInNorm(NormPrintDeleted):
+    """Around it, Dynamo traces the layer once for each function that calls it, up to here: less than up to an MLP."""
+
+    def forward(self, hidden_states):
+        print("norm", hidden_states.shape)  # planted
+        return super().forward(hidden_states)
 
 
 class Print(Qwen3MLP):
