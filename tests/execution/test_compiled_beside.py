@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import compiled_llm
+from compiled_llm.compilation.program import Program
+from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL
+from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.execution.drafts.costs import Costs
@@ -30,7 +33,7 @@ pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread", "without_i
 
 OPTIONS: dict[str, Any] = {"max_batch_size": 4, "kv_memory": "2000 tokens", "progress": False, "mode": "compile"}
 PROMPT = [5, 6, 7] * 5
-NEW = 60
+NEW = 40
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 7}
 
 
@@ -49,11 +52,24 @@ def plain() -> Any:
 
 @pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.whole)], ids=["compiled", "captured"])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Without --whole, steps that do not draft run as Python, except those of one test with one row."""
     if request.param:
         let_a_cpu_capture(monkeypatch)
+    if not request.config.getoption("whole") and request.node.callspec.params.get("rows") != 1:
+        compile_nothing_but_drafts(monkeypatch)
     model = compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup(1)
     return model
+
+
+def compile_nothing_but_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_any = Programs.compile
+
+    def compile(own: Programs, program: Program, *more: Any) -> Callable[..., Any]:
+        plain = program.name in (PREFILL, DECODE_ONE, DECODE_MANY)
+        return own._functions[program.name] if plain else compile_any(own, program, *more)
+
+    monkeypatch.setattr(Programs, "compile", compile)
 
 
 def inputs_of(rows: int) -> dict[str, torch.Tensor]:
