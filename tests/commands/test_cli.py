@@ -57,14 +57,25 @@ def answer(folder: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(line)
 
 
-def test_generate_writes_huggingfaces_text_and_the_figures(model_folder: Path, foreign: ForeignFolder) -> None:
+def test_generate_writes_huggingfaces_text_and_the_figures(model_folder: Path) -> None:
+    done = generate(model_folder, "Hello world")
+    assert done.exit_code == 0, done.stderr
+    assert_text_and_figures(model_folder, done.stdout, done.stderr)
+
+
+@pytest.mark.whole
+def test_generate_in_a_process_of_its_own(model_folder: Path, foreign: ForeignFolder) -> None:
     arguments = ("Hello world", "--model", str(model_folder), "--max-new-tokens", "40", "--mode", "eager")
     done = run("generate", *arguments, cwd=foreign.path)
     assert done.returncode == 0, done.stderr
     assert foreign.executed() == ""
-    assert done.stdout == "".join(greedy(model_folder, "Hello world", 40)) + "\n"
-    figures = FIGURES.search(done.stderr)
-    assert figures is not None, done.stderr
+    assert_text_and_figures(model_folder, done.stdout, done.stderr)
+
+
+def assert_text_and_figures(model_folder: Path, text: str, said: str) -> None:
+    assert text == "".join(greedy(model_folder, "Hello world", 40)) + "\n"
+    figures = FIGURES.search(said)
+    assert figures is not None, said
     assert figures[1] == "40"
 
 

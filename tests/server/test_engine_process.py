@@ -17,6 +17,7 @@ from compiled_llm.client import Client, EngineDeadError
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.characters import character_tokenizer
+from support.commands.foreign_folder import STANDARD, ForeignFolder, imported
 from support.server.engine_processes import COMMAND, PATIENCE, started_engine_process, until
 from support.server.under_load import OPTIONS, SOCKET_CLIENT, kill_client
 
@@ -43,13 +44,15 @@ def assert_nothing_is_left(client: Client) -> None:
 def test_an_engine_process_answers_loses_a_client_and_ends(
     engine: Engine, model_folder: Path, path: Path, tmp_path: Path
 ) -> None:
-    """With a length, a tokenizer and a template of the command."""
+    """With a length, a tokenizer and a template of the command; in a folder of another user, whose files do not run."""
+    foreign = ForeignFolder(tmp_path / "foreign", imported() | STANDARD)
+    command = ("env", "-C", str(foreign.path), COMMAND)
     (expected,) = engine.generate([[3, 4, 5]], greedy(30))
     weights, template = tmp_path / "weights", tmp_path / "chat.jinja"
     shutil.copytree(model_folder, weights, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
     template.write_text("Q: {{ messages[0]['content'] }}")
     own = ["--tokenizer", str(model_folder), "--chat-template", str(template), "--max-model-len", "1000"]
-    with started_engine_process(weights, path, *OPTIONS, *own) as process:
+    with started_engine_process(weights, path, *OPTIONS, *own, command=command) as process:
         done = ask(path, "3,4,5", "--ids")  # waits until it is ready
         assert (done.returncode, done.stdout) == (0, f"{','.join(map(str, expected.token_ids))},\n"), done.stderr
         assert "the engine process is not ready" in done.stderr
@@ -70,6 +73,7 @@ def test_an_engine_process_answers_loses_a_client_and_ends(
             assert (ended.finish_reason, len(ended.token_ids)) == ("length", 997)
         assert process.wait(PATIENCE) == 0
     assert not path.exists()
+    assert foreign.executed() == ""
 
 
 @pytest.mark.whole
