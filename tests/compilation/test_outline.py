@@ -21,8 +21,9 @@ import compiled_llm
 from compiled_llm.compat.torch.tensors import Fakes
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.program_list import DECODE_MANY
-from compiled_llm.compilation.programs import Arguments
+from compiled_llm.compilation.program import Program
+from compiled_llm.compilation.program_list import DECODE_MANY, PREFILL
+from compiled_llm.compilation.programs import Arguments, Programs
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.model.attention_switch import paged_attention_in
@@ -101,18 +102,32 @@ def programs_of(model: PreTrainedModel) -> Any:
     return model.compiled.model_runner().graph_manager.programs
 
 
+def compile_decode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill runs as Python."""
+    compile_any = Programs.compile
+
+    def compile(own: Programs, program: Program, *more: Any) -> Callable[..., Any]:
+        return own._functions[PREFILL] if program.name == PREFILL else compile_any(own, program, *more)
+
+    monkeypatch.setattr(Programs, "compile", compile)
+
+
 # ---- the graph
 
 
 @pytest.mark.parametrize("fuse", [pytest.param(False, marks=pytest.mark.whole), True], ids=["apart", "fused"])
-def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monkeypatch, seed):
+def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monkeypatch, seed, whole):
+    """Without --whole in decode steps; of prefills, other tests compare what is computed."""
     inputs, tokens = mixed_prompts([5, 9], 128, seed), []
+    if not whole:
+        compile_decode_alone(monkeypatch)
     for _ in outlined_and_whole(monkeypatch):
         model = compiled_llm.wrap(model_of(), **FEW_PAGES, fuse_projections=fuse)
         tokens.append(greedy(model, inputs, 6, output_logits=True, return_dict_in_generate=True))
-    assert graphs.traced == [1, 1, LAYERS, LAYERS]
-    for outlined, whole in zip(graphs[:2], graphs[2:], strict=True):
-        assert descriptions_of(outlined) == descriptions_of(whole)
+    programs_traced = 2 if whole else 1
+    assert graphs.traced == [1] * programs_traced + [LAYERS] * programs_traced
+    for outlined, all_traced in zip(graphs[:programs_traced], graphs[programs_traced:], strict=True):
+        assert descriptions_of(outlined) == descriptions_of(all_traced)
     assert torch.equal(tokens[0].sequences, tokens[1].sequences)
     assert all(map(torch.equal, tokens[0].logits, tokens[1].logits))
 

@@ -52,7 +52,7 @@ def test_right_drafts_all_count_and_wrong_ones_do_not(seed: int) -> None:
 def test_a_step_leaves_what_plain_steps_leave(seed: int) -> None:
     case = case_of(3, seed)
     rows = case.rows()
-    for _ in range(3):  # 8 tokens each
+    for _ in range(STEPS // 8):
         rows.drafted(case.known(), 8)
     for name, ours, plain in zip(SamplingTables._fields, rows.tables, case.after.tables, strict=True):
         for own, other in zip(

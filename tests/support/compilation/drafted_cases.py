@@ -37,7 +37,7 @@ from support.tiny_models import WINDOWS
 START = 999
 """Position of the first token that rows feed in: settings have biases whose steps begin and end there."""
 
-STEPS = 24
+STEPS = 16
 LOOKING_BACK = [
     Sampling(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0),
     Sampling(temperature=0.8, frequency_penalty=2.0, repetition_penalty=1.5, seen=np.arange(0, 100, 7)),
