@@ -21,13 +21,13 @@ import compiled_llm
 from compiled_llm.compat.torch.tensors import Fakes
 from compiled_llm.compilation import backend as inductor, programs as programs
 from compiled_llm.compilation.graphs.step_key import StepKey
-from compiled_llm.compilation.program import Program
 from compiled_llm.compilation.program_list import DECODE_MANY, PREFILL
-from compiled_llm.compilation.programs import Arguments, Programs
+from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.shallow_copies import shallow_copy, with_another
+from support.compilation.left_uncompiled import leave_uncompiled
 from support.compilation.traced import descriptions_of
 from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight
 from support.huggingface.recurrent_families import recurrent_model
@@ -102,16 +102,6 @@ def programs_of(model: PreTrainedModel) -> Any:
     return model.compiled.model_runner().graph_manager.programs
 
 
-def compile_decode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill runs as Python."""
-    compile_any = Programs.compile
-
-    def compile(own: Programs, program: Program, *more: Any) -> Callable[..., Any]:
-        return own._functions[PREFILL] if program.name == PREFILL else compile_any(own, program, *more)
-
-    monkeypatch.setattr(Programs, "compile", compile)
-
-
 # ---- the graph
 
 
@@ -120,7 +110,7 @@ def test_what_is_filled_in_is_what_the_whole_would_have_been(fuse, graphs, monke
     """Without --whole in decode steps; of prefills, other tests compare what is computed."""
     inputs, tokens = mixed_prompts([5, 9], 128, seed), []
     if not whole:
-        compile_decode_alone(monkeypatch)
+        leave_uncompiled(monkeypatch, PREFILL)
     for _ in outlined_and_whole(monkeypatch):
         model = compiled_llm.wrap(model_of(), **FEW_PAGES, fuse_projections=fuse)
         tokens.append(greedy(model, inputs, 6, output_logits=True, return_dict_in_generate=True))

@@ -18,8 +18,10 @@ import compiled_llm
 from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import storage_number
 from compiled_llm.compilation import backend as inductor, programs as programs
+from compiled_llm.compilation.program_list import DECODE_MANY
 from compiled_llm.compilation.regions import Examples, Region, cut, join
 from compiled_llm_ops import paged_attention
+from support.compilation.left_uncompiled import leave_uncompiled
 from support.compilation.traced import Inputs, descriptions_of, graphs_for_inductor, inputs_of, traced
 from support.huggingface.families import FAMILIES, make
 from support.noting import note_calls
@@ -51,11 +53,15 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     ("layers", "fuse"),
     [(3, True), *(pytest.param(*sizes, marks=pytest.mark.whole) for sizes in ((2, False), (5, True)))],
 )
-def test_a_model_takes_three_regions_however_many_layers_it_has(layers, fuse, compiles, seed, monkeypatch):
+def test_a_model_takes_three_regions_however_many_layers_it_has(layers, fuse, compiles, seed, monkeypatch, whole):
+    """Without --whole in prefills; test_regions_on_cpu.py has decode steps."""
+    if not whole:
+        leave_uncompiled(monkeypatch, DECODE_MANY)
+    count = 3 * (PREFILL_AND_DECODE if whole else 1)
     looked_at = note_calls(monkeypatch, Examples, "_run", lambda self, *given: given)
     wrap_and_compare(tiny_qwen3(num_hidden_layers=layers, eos_token_id=None), seed, fuse_projections=fuse)
-    assert len(compiles) == 3 * PREFILL_AND_DECODE
-    assert len(looked_at) == 3 * PREFILL_AND_DECODE, "what a region computes is known from the first like it"
+    assert len(compiles) == count
+    assert len(looked_at) == count, "what a region computes is known from the first like it"
 
 
 @pytest.mark.parametrize(

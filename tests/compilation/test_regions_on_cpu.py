@@ -6,9 +6,11 @@ import pytest
 from torch import fx
 
 from compiled_llm.compilation import programs as programs
+from compiled_llm.compilation.program_list import PREFILL
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.kinds.full import Full
 from compiled_llm.kinds.kind import Layer
+from support.compilation.left_uncompiled import leave_uncompiled
 from support.compilation.traced import graphs_for_inductor
 from support.huggingface.recurrent_families import recurrent_model
 from support.parity import wrap_and_compare
@@ -35,14 +37,17 @@ def noted_graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
         pytest.param([True, True, False] * 4, 3, id="two kinds in turns", marks=pytest.mark.whole),
     ],
 )
-def test_equal_regions_of_several_layers_are_compiled_once(windows, regions, seed, monkeypatch):
+def test_equal_regions_of_several_layers_are_compiled_once(windows, regions, seed, monkeypatch, whole):
+    """Without --whole in decode steps; test_regions.py has the prefills."""
     compiled = noted_graphs(monkeypatch)
+    if not whole:
+        leave_uncompiled(monkeypatch, PREFILL)
     kinds = [f"{'sliding' if window else 'full'}_attention" for window in windows]
     model = tiny_qwen3(
         num_hidden_layers=len(kinds), eos_token_id=None, layer_types=kinds, use_sliding_window=True, sliding_window=6
     )
     wrap_and_compare(model, seed)
-    assert len(compiled) == regions * PREFILL_AND_DECODE
+    assert len(compiled) == regions * (PREFILL_AND_DECODE if whole else 1)
 
 
 @pytest.mark.whole

@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import compiled_llm
-from compiled_llm.compilation.program import Program
 from compiled_llm.compilation.program_list import DECODE_MANY, DECODE_ONE, PREFILL
-from compiled_llm.compilation.programs import Programs
 from compiled_llm.config import WrapConfig
 from compiled_llm.engine.engine import Engine
 from compiled_llm.execution.drafts.costs import Costs
@@ -24,6 +22,7 @@ from compiled_llm.kvcache.pool import PagePool
 from compiled_llm.kvcache.row import Row
 from compiled_llm.requests.sampling_params import SamplingParams
 from support.compilation.compile_gate import Gate
+from support.compilation.left_uncompiled import leave_uncompiled
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.noting import note_calls
 from support.parity import assert_account_is_empty, greedy
@@ -56,20 +55,10 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
     if request.param:
         let_a_cpu_capture(monkeypatch)
     if not request.config.getoption("whole") and request.node.callspec.params.get("rows") != 1:
-        compile_nothing_but_drafts(monkeypatch)
+        leave_uncompiled(monkeypatch, PREFILL, DECODE_ONE, DECODE_MANY)
     model = compiled_llm.wrap(plain(), **OPTIONS)
     model.compiled.warmup(1)
     return model
-
-
-def compile_nothing_but_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_any = Programs.compile
-
-    def compile(own: Programs, program: Program, *more: Any) -> Callable[..., Any]:
-        plain = program.name in (PREFILL, DECODE_ONE, DECODE_MANY)
-        return own._functions[program.name] if plain else compile_any(own, program, *more)
-
-    monkeypatch.setattr(Programs, "compile", compile)
 
 
 def inputs_of(rows: int) -> dict[str, torch.Tensor]:

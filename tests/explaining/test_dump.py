@@ -17,17 +17,17 @@ from torch import fx
 
 import compiled_llm
 from compiled_llm.compilation import backend, programs
-from compiled_llm.compilation.program import Program
-from compiled_llm.compilation.program_list import DECODE_ONE
+from compiled_llm.compilation.program_list import DECODE_MANY, PREFILL
 from compiled_llm.compilation.tracing import layer_marks
 from compiled_llm.explaining import timings
 from compiled_llm.explaining.dump import dump
 from compiled_llm.explaining.dump.links import NODES, SourceLink, kernels_of, lines_of, parts_of
 from compiled_llm.explaining.dump.pages import DumpPages, link_to
 from compiled_llm.explaining.report import Report
-from compiled_llm.explaining.tracing import InductorPrograms, Sandbox
+from compiled_llm.explaining.tracing import Sandbox
 from compiled_llm.model.places import Place
 from support import planted_faults as planted
+from support.compilation.left_uncompiled import leave_uncompiled
 from support.compilation.unbuilt_kernels import leave_kernels_unbuilt
 from support.html_text import HtmlText
 from support.parity import greedy, mixed_prompts
@@ -58,19 +58,8 @@ def report(request: pytest.FixtureRequest, root: Path, one_thread: None) -> Repo
         patch.setattr(programs, "_LAYERS_IN_REGION_ON_CPU", 1)
         if not request.config.getoption("whole"):
             leave_kernels_unbuilt(patch)
-            compile_one_program(patch)
+            leave_uncompiled(patch, PREFILL, DECODE_MANY)
         return compiled_llm.explain(plant(planted.ItemLeftATensor), dump=root)
-
-
-def compile_one_program(patch: pytest.MonkeyPatch) -> None:
-    compile_for_dump = InductorPrograms.compile
-
-    def compiled(programs: InductorPrograms, program: Program, *more: Any) -> Callable[..., Any]:
-        if program.name == DECODE_ONE:
-            return compile_for_dump(programs, program, *more)
-        return programs._functions[program.name]
-
-    patch.setattr(InductorPrograms, "compile", compiled)
 
 
 def lines_at(page: Path, links: list[str], stage: str) -> list[str]:
