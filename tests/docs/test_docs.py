@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import compiled_llm
-from support.compilation.explaining_less import trace_steps_of_one_row
+from support.compilation.explaining_less import explain_less
 from support.docs.pages import DOCS, HUB_ID, PAGES, beginning_of, blocks_of, run, short
 from support.docs.tiny_chat import loaded, served, tiny_chat_model
 from support.huggingface.vision import make
@@ -69,7 +69,7 @@ def namespace(
         )
         monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda _: qwen_processor())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    trace_steps_of_one_row(monkeypatch)
+    explain_less(monkeypatch)
     wrap = compiled_llm.wrap
     # No page waits for artifacts to be compiled: tests/compilation/test_artifacts.py does.
     monkeypatch.setattr(

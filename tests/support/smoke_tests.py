@@ -28,7 +28,7 @@ from compiled_llm.engine.admission.policies import POLICIES
 from compiled_llm.engine.engine import Engine
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
-from support.compilation.explaining_less import trace_steps_of_one_row
+from support.compilation.explaining_less import explain_less
 from support.engine.text_tokenizers import byte_level, decode
 from support.engine.tiny_engines import greedy, huggingfaces, tiny, wrapped
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
@@ -233,7 +233,7 @@ def stop_strings() -> None:
 
 def what_is_said() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        trace_steps_of_one_row(patch)
+        explain_less(patch)
         assert "program" in str(compiled_llm.explain(model()))
     assert str(model().compiled.stats())
     assert {*compiled_llm.__all__} <= {*dir(compiled_llm)}
