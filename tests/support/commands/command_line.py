@@ -22,6 +22,7 @@ def invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
         return CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "300", "NO_COLOR": "1"})
 
 
+@cache
 def greedy(folder: Path, prompt: str, max_new_tokens: int) -> tuple[str, str]:
     """The prompt as the tokenizer reads it, and HuggingFace's own continuation."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
