@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
+from compiled_llm.execution.reporting.inner_reasons import inner_reasons
 from compiled_llm.explaining import breaks
 from compiled_llm.explaining.dump.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
@@ -90,6 +91,7 @@ def explain(
         subject = _Subject(model, runtime)
         facts = subject.facts(findings)
         if facts is not None:
+            happened += _slower_now(runtime, facts, happened)
             sandbox = Sandbox(facts, subject.config, prompts)
             with packing(model) if runtime is None else nullcontext():
                 traces = _trace(model, dumped, sandbox, findings)
@@ -186,6 +188,14 @@ def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings
         findings.extend(environment_in(trace.function, trace.name))
         findings.extend(uncapturable(trace, model.device))
     return traces
+
+
+def _slower_now(runtime: Runtime | None, facts: ModelFacts, known: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield why calls would take a slower path as the model is, unless it is among those that have taken it."""
+    # Programs that are one graph each do not show it: what has hooks, say, is not run by them.
+    reason = next(inner_reasons(facts), None) if runtime is None else runtime.obstacle()
+    if reason is not None and reason.advice not in [finding.advice for finding in known]:
+        yield general("slow path", f"Calls take a slower path as the model is: {reason}.", reason.advice)
 
 
 def _whole(traces: Sequence[Trace]) -> bool:

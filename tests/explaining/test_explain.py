@@ -180,8 +180,9 @@ def test_a_fault_is_named_by_its_line_and_advice(name, reports):
 def test_nothing_but_the_faults_is_named(group, reports):
     report = reports(next(iter(group)))
     causes = [entry for entry in report.data["findings"] if not entry["follows"]]
-    lines = {(entry["file"], entry["line"]) for entry in causes}
+    lines = {(entry["file"], entry["line"]) for entry in causes if entry["kind"] != "slow path"}
     assert lines == {(planted.__file__, planted_line(fault.planted)) for fault in group.values()}, str(report)
+    assert [entry["kind"] for entry in causes].count("slow path") == ("hook with a lock" in group)
 
 
 @pytest.mark.whole
@@ -195,7 +196,7 @@ def test_what_is_advised_makes_every_finding_go_away_and_the_model_serves(monkey
         return plant(*dict.fromkeys(fault.followed for fault in faults.values()))
 
     report = compiled_llm.explain(make())
-    assert report.clean, str(report)
+    assert [finding["kind"] for finding in report.data["findings"]] == ["slow path"], f"of the hook; {report}"
     inputs = mixed_prompts([4, 9], 128, seed=0)
     expected = greedy(make(), inputs, 12)
     torch.testing.assert_close(greedy(compiled_llm.wrap(make(), mode="eager"), inputs, 12), expected)
@@ -272,6 +273,25 @@ def test_text_page_and_data_say_the_same(tmp_path, reports):
         assert said in page.words
         assert " ".join(said.split()) in " ".join(str(report).split())
     assert json.loads(json.dumps(report.data)) == report.data
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_what_keeps_calls_on_a_slower_path_is_named_before_there_are_any(wrapped, monkeypatch):
+    monkeypatch.setattr(tracing, "compile_whole", lambda function, backend: function)
+    model = in_eager_mode() if wrapped else tiny_qwen3(eos_token_id=None)
+    assert compiled_llm.explain(model).clean
+    handle = model.model.embed_tokens.register_forward_hook(lambda *_: None)
+    (finding,) = compiled_llm.explain(model).data["findings"]
+    assert finding["kind"] == "slow path"
+    assert "slower path as the model is: hooks are on inner modules (model.embed_tokens, by" in finding["reason"]
+    assert "compiled_llm.traced_hook" in finding["advice"]
+    if wrapped:  # once a call has taken it, that one is told
+        model.generate(**mixed_prompts([4], 128, seed=0), max_new_tokens=2)
+        (finding,) = compiled_llm.explain(model).data["findings"]
+        assert finding["reason"].startswith("generate took a slower path, 1 times: hooks")
+    else:
+        handle.remove()
+        assert compiled_llm.explain(model).clean
 
 
 def test_history_counts_slow_paths_with_their_causes():

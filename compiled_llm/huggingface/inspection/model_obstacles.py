@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.torch.modes import observer_of_operations
+from compiled_llm.execution.reporting.inner_reasons import inner_reasons
 from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
 from compiled_llm.huggingface.inspection.overrides import Overrides, forward_of_object, own_forward
 from compiled_llm.model.facts import ModelFacts
@@ -27,24 +27,6 @@ def forward_reasons(model: PreTrainedModel, facts: ModelFacts, placement: Placem
     for name in ("output_hidden_states", *UNSERVED_OUTPUTS):
         if getattr(model.config, name, False):
             yield Reason(name)
-
-
-def inner_reasons(facts: ModelFacts, placement: Placement | None = None) -> Iterator[Reason]:
-    """Yield why HuggingFace's own modules have to run: hooks look into them, they mix tokens, or they train."""
-    # Or they attend by a function of the user's, or see other tokens than pages can serve.
-    if (observer := observer_of_operations()) is not None:
-        yield Reason("observed", observer)
-    hooked, mixing, training = facts.version.obstacles(placement)
-    if hooked is not None:
-        yield Reason("inner_hooks", hooked)
-    if mixing is not None:
-        yield Reason("mixed_tokens", mixing)
-    if facts.refused is not None:
-        yield Reason("cannot_run", str(facts.refused))
-    if (name := facts.replaced_attention()) is not None:
-        yield Reason("attn_implementation", name)
-    if training is not None:
-        yield Reason("gradient_checkpointing" if training.checkpoints else "training", str(training))
 
 
 def check_hooks_run(call: str, hooks: TracedHooks, reason: Reason) -> None:

@@ -1,0 +1,28 @@
+"""Why a model's own modules have to run as HuggingFace has them, whatever the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from compiled_llm.compat.torch.modes import observer_of_operations
+from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.model.facts import ModelFacts
+from compiled_llm.model.version.model_version import Placement
+
+
+def inner_reasons(facts: ModelFacts, placement: Placement | None = None) -> Iterator[Reason]:
+    """Yield why HuggingFace's own modules have to run: hooks look into them, they mix tokens, or they train."""
+    # Or they attend by a function of the user's, or see other tokens than pages can serve.
+    if (observer := observer_of_operations()) is not None:
+        yield Reason("observed", observer)
+    hooked, mixing, training = facts.version.obstacles(placement)
+    if hooked is not None:
+        yield Reason("inner_hooks", hooked)
+    if mixing is not None:
+        yield Reason("mixed_tokens", mixing)
+    if facts.refused is not None:
+        yield Reason("cannot_run", str(facts.refused))
+    if (name := facts.replaced_attention()) is not None:
+        yield Reason("attn_implementation", name)
+    if training is not None:
+        yield Reason("gradient_checkpointing" if training.checkpoints else "training", str(training))
