@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 from transformers import FalconConfig, FalconForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 
 import compiled_llm
 from compiled_llm.commands.app import app
+from compiled_llm.compat.torch.dynamo import own_copy
 from compiled_llm.compilation import programs as programs
 from compiled_llm.compilation.graphs import cuda_graphs
 from compiled_llm.compilation.inputs import DecodeInputs
@@ -30,6 +32,7 @@ from compiled_llm.compilation.program_list import DECODE_ONE
 from compiled_llm.compilation.programs import Arguments
 from compiled_llm.explaining import timings, tracing
 from compiled_llm.explaining.profile.step_bytes import step_bytes
+from compiled_llm.explaining.recompiles import recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import BrokenPrograms, Sandbox
 from compiled_llm.explaining.wording import next_steps
@@ -230,6 +233,29 @@ def test_recompiles_say_the_old_value_the_new_one_and_what_pins_it(reports):
     finding = the_finding(reports("growing"), planted.Growing)
     assert finding["pinned_by"] == "size of model.model.layers.0.mlp.history"
     assert int(finding["new"]) == int(finding["old"]) + 1
+
+
+@pytest.mark.parametrize(("old", "new"), [(2.0, 3.0), ("sum", "max")])
+def test_so_does_a_value_that_equals_another_one_no_more(old, new):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = old
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.by if isinstance(self.by, float) else getattr(x, self.by)()
+
+    def call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    model, called = Scaled(), own_copy(call)
+    compiled = torch.compile(called, backend="eager", dynamic=False)
+    for value in (old, new):
+        model.by = value
+        compiled(model, torch.ones(3))
+    (finding,) = recompiles_of(called, "decode", model)
+    assert (finding.pinned_by, finding.old, finding.new) == ("model.by", repr(old), repr(new))
+    assert finding.programs == ("decode",)
 
 
 def test_a_model_whose_attention_does_not_reach_pages_is_told_so():
