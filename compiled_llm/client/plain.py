@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from compiled_llm.protocol.messages import Pictured
-from compiled_llm.requests.prompts import content_of, is_dictionary
+from compiled_llm.requests.prompts import check_texts, content_of, is_dictionary
 from compiled_llm.requests.sampling_params import SamplingParams
 from compiled_llm.requests.structured_outputs import StructuredOutputsParams
 
@@ -100,8 +100,10 @@ def token_ids(prompt: Any, tokenizer: Any) -> list[int]:
     if is_dictionary(prompt):
         return token_ids(content_of(prompt), tokenizer)
     if isinstance(prompt, str):
+        check_texts(prompt, "prompt")
         return _ids(_needed(tokenizer, "text needs")(prompt)["input_ids"])
     if _is_chat(prompt):
+        check_texts(prompt, "prompt")
         chat = _needed(tokenizer, "messages need").apply_chat_template
         return _ids(chat(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
     return _ids(prompt)

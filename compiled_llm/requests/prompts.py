@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -82,3 +82,24 @@ def _are_ids(value: Any) -> bool:
     return (
         isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(i, Integral) for i in value[:1])
     )
+
+
+def check_texts(value: Any, name: str) -> None:
+    """Check all texts in a JSON value; ValueError if one cannot be encoded, which no tokenizer takes."""
+    for text in texts_of(value):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: half a character of UTF-16 is no text") from None
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield from texts_of(name)
+            yield from texts_of(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from texts_of(entry)

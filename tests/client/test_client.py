@@ -170,6 +170,8 @@ def test_token_ids_are_taken_in_any_form(prompt: Any) -> None:
     [
         ("text", "text needs a tokenizer; give Client"),
         ([{"role": "user", "content": "x"}], "messages need a tokenizer"),
+        ("\ud800", "half a character of UTF-16 is no text"),
+        ([{"role": "user", "content": "\ud800"}], "half a character of UTF-16 is no text"),
         ([[1], [2]], "one prompt, not several"),
         (["a", "b"], "one prompt, not several"),
         (7, "give text, token ids or the messages of a chat"),

@@ -180,6 +180,8 @@ def test_diagnostics_say_how_far_labels_were_the_answer(folder: Path, engine: En
         ({}, "questions: give a dictionary"),
         ([{"type": "noul"}], "questions: give a dictionary"),
         ({"a": {"type": "yes"}}, "questions.a: `type` must be one of noul, choice, score, got 'yes'"),
+        ({"a": {"type": ["noul"]}}, r"questions.a: `type` must be a text, got \['noul'\]"),
+        ({"a": {"type": "noul", "instructions": "\ud800"}}, "questions: half a character of UTF-16 is no text"),
         ({"a": {"type": "choice", "criteria": {}}}, "questions.a: a choice question needs `criteria`"),
         ({"a": {"type": "noul", "x": 1}}, "questions.a: .*unexpected keyword argument 'x'"),
         ({"a": {"type": "score", "criteria": ["x"] * 27}}, "questions.a: this model reads at most 26 options"),

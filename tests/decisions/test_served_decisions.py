@@ -112,6 +112,7 @@ def test_questions_of_one_request_compute_the_state_once(api_server: RunningServ
         (SYSTEM_ONE, {**ASKED, "questions": {}}, "questions"),
         (SYSTEM_ONE, {**ASKED, "questions": {"a b": {"type": "x"}}}, "questions.a b"),
         (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": "noul", "x": 1}}}, "questions.a"),
+        (SYSTEM_ONE, {**ASKED, "questions": {"a": {"type": ["noul"]}}}, "questions.a"),
         (SYSTEM_ONE, {**ASKED, "questions": {str(n): {"type": "noul"} for n in range(65)}}, "questions"),
         (SYSTEM_ONE, {**ASKED, "assets": {"img": {"data_base64": ""}}}, "assets"),
         (SYSTEM_ONE, {**ASKED, "temperature": 1}, "temperature"),

@@ -61,6 +61,8 @@ def engine(engine: Engine) -> Iterator[Engine]:
         (5, "an int; give token ids, text or the messages of a chat"),
         (["a", "b"], "several texts; engine.generate takes several prompts"),
         ("text", "text needs a tokenizer"),
+        ("\ud800", "half a character of UTF-16 is no text"),
+        ([{"role": "user", "content": "\ud800"}], "half a character of UTF-16 is no text"),
         (IMAGE, "it has a picture, and Qwen3ForCausalLM reads text alone"),
     ],
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,

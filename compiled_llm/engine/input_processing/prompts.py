@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from compiled_llm.requests.prompts import content_of, is_dictionary
+from compiled_llm.requests.prompts import check_texts, content_of, is_dictionary
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | NDArray[np.int64] | torch.Tensor
 """Text, token ids, the messages of a chat, or one of vLLM's dictionaries, ``{"prompt": text}`` or of token ids."""
@@ -38,12 +38,14 @@ def _ids(prompt: Prompt, tokenizer: Any) -> Any:
     if isinstance(prompt, np.ndarray):
         return prompt
     if isinstance(prompt, str):
+        check_texts(prompt, "prompt")
         return _with_tokenizer(tokenizer, "text needs")(prompt)["input_ids"]
     if is_dictionary(prompt):
         return _ids(content_of(prompt), tokenizer)
     listed = _one_sequence(prompt)
     if not (len(listed) > 0 and isinstance(listed[0], Mapping)):
         return listed
+    check_texts(listed, "prompt")
     chat = _with_tokenizer(tokenizer, "messages need").apply_chat_template
     return chat(listed, add_generation_prompt=True, return_dict=True)["input_ids"]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from compiled_llm.compat.decisions import decision_config, decisions_of_transformers, variables_of, written
 from compiled_llm.requests.decisions.label_read import LabelRead
+from compiled_llm.requests.prompts import check_texts
 from compiled_llm.requests.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
 
@@ -75,6 +76,8 @@ class Decider:
             state: what the questions are about: text, or JSON.
             questions: by name: ``{"type": "choice" | "score" | "noul", "instructions": ..., "criteria": ...}``.
         """
+        check_texts(state, "state")
+        check_texts(questions, "questions")
         if not self.config.sanitize_control_tokens:  # its template escapes texts itself, but for the sentinels
             state, questions = self._without_sentinels([state, questions])
         asked = self._parsed(questions)
@@ -92,6 +95,8 @@ class Decider:
         return [self._question(name, question) for name, question in questions.items()]
 
     def _question(self, name: str, question: Any) -> Any:
+        if isinstance(question, Mapping) and not isinstance(kind := question.get("type", ""), str):
+            raise QuestionError(f"`type` must be a text, got {kind!r}", name)
         try:
             parsed = self._transformers.Question.from_request(name, question, self.config)
         except ValueError as error:

@@ -17,6 +17,7 @@ from compiled_llm.requests.decisions.decider import Decider, QuestionError
 from compiled_llm.requests.decisions.label_read import LabelRead
 from compiled_llm.requests.decisions.part import decisions_of
 from compiled_llm.requests.outputs import Decisions
+from compiled_llm.requests.prompts import texts_of
 from compiled_llm.server.decisions.request import DecisionsRequest, SystemOneRequest
 from compiled_llm.server.decisions.response import (
     DecisionsResponse,
@@ -33,7 +34,7 @@ from compiled_llm.server.openai.common.api_server import ApiServer, api_server_o
 from compiled_llm.server.openai.common.engine_link import Model
 from compiled_llm.server.openai.common.openapi_responses import ERRORS
 from compiled_llm.server.openai.fields.sampling import WaitingFields
-from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary, check_texts, texts_of
+from compiled_llm.server.openai.tokenizer.vocabulary import Vocabulary, check_texts
 
 MAX_QUESTIONS = 64  # of a request, as vLLM has it
 _MAX_CHARACTERS = 2**24  # of the state, times the questions: each has it in a prompt that is made tokens

@@ -28,7 +28,10 @@ class CompletionScores:
         )
 
     def _top(self, entries: Sequence[Entry]) -> dict[str, float]:
-        return {self._names(token): max(logprob, LEAST) for token, logprob, _ in entries}
+        named = dict[str, float]()
+        for token, logprob, _ in entries:  # of tokens with one text, the first: the own, or else the most likely
+            named.setdefault(self._names(token), max(logprob, LEAST))
+        return named
 
     def _advanced(self, token: int | None) -> int:
         offset = self._offset

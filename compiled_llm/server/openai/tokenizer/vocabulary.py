@@ -16,6 +16,8 @@ from jinja2 import TemplateError
 
 from compiled_llm.client.tokenizer import tokenizer_of
 from compiled_llm.protocol.messages import Ready
+from compiled_llm.requests import prompts
+from compiled_llm.requests.prompts import texts_of
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.openai.parsing.answer_parts import Parts
 from compiled_llm.server.openai.parsing.call_form import SAMPLE_TOOL, CallForm, call_form, sample_chat
@@ -72,7 +74,7 @@ class Vocabulary:
 
     def of_text(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         """Return the tokens of a text of field ``param``; ApiError if it cannot be encoded, or surely has too many."""
-        _check(text, param)
+        check_texts(text, param)
         self._length.check(text, param)
         if self._special is not None and (broken := self._special.broken(text)) != text:
             return self._special.tokens(broken, add_special_tokens)
@@ -90,7 +92,7 @@ class Vocabulary:
     def of_pair(self, text: str, other: str, param: str) -> list[int]:
         """Return the tokens of a pair of texts; ApiError, which names ``param``, as of ``of_text``."""
         for each in (text, other):
-            _check(each, param)
+            check_texts(each, param)
             self._length.check(each, param)
             if self._special is not None and self._special.broken(each) != each:
                 raise invalid(
@@ -236,24 +238,7 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_texts(value: Any, param: str) -> None:
     """Check all texts in a JSON value; ApiError if one cannot be encoded."""
-    for text in texts_of(value):
-        _check(text, param)
-
-
-def texts_of(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, entry in value.items():
-            yield name
-            yield from texts_of(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from texts_of(entry)
-
-
-def _check(text: str, param: str) -> None:
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise invalid(f"{param}: half a character of UTF-16 is no text", param) from None
+        prompts.check_texts(value, param)
+    except ValueError as error:
+        raise invalid(str(error), param) from None
