@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compiled_llm
 from compiled_llm.compilation.sampling.sampling import Sampling
 from compiled_llm.execution.decode.decode_step import DecodeStep
+from compiled_llm.execution.drafts import texts
 from compiled_llm.execution.drafts.costs import Costs
 from compiled_llm.execution.drafts.rounds import Rounds
 from compiled_llm.execution.drafts.rule import Rule
@@ -25,6 +28,7 @@ from compiled_llm.kvcache.speculation import Speculation
 from support.execution.drafters import KINDS, Kind, drafted_answers, drafting, plain_answers
 from support.execution.schedule import prompt_of
 from support.execution.stand_in_cuda_graphs import StandIn, let_a_cpu_capture, uncompiled
+from support.in_threads import PATIENCE, start
 from support.noting import note_calls, note_decode_steps
 from support.parity import assert_account_is_empty
 from support.tiny_models import WINDOWS, tiny_qwen3
@@ -202,6 +206,20 @@ def test_a_drafter_that_gives_wrong_numbers_ends_the_call_with_its_name(seed: in
     view[wants] = made
     assert_account_is_empty(model)
     assert_same(model, seed, DRAWN, "right")
+
+
+def test_loops_that_begin_at_once_look_in_the_same_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, both_allocate = wrapped(), threading.Barrier(2)
+    runner = model.compiled.model_runner()
+
+    def free(device: torch.device) -> int:
+        with suppress(threading.BrokenBarrierError):
+            both_allocate.wait(timeout=0.3)
+        return 1 << 30
+
+    monkeypatch.setattr(texts, "free_bytes", free)
+    made = [start(lambda: texts.texts_of(runner)) for _ in range(2)]
+    assert made[0].result(PATIENCE) is made[1].result(PATIENCE)
 
 
 @pytest.mark.drawn(most=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -131,6 +132,25 @@ def test_a_kept_cache_is_huggingfaces_and_goes_on(lengths: list[int], plain: Any
             torch.testing.assert_close(values[stored], their_values[stored], rtol=1e-3, atol=1e-4)
         given = [next_turn(given[0], own, words) for own in (theirs, ours)]
     assert model.compiled.stats().generate_calls == {"fast loop": 3}
+
+
+def test_a_kept_cache_that_nobody_holds_gives_its_pages_back_at_once(seed: int) -> None:
+    """Not only once Python looks for cycles: the pages may run out before."""
+    model, inputs = wrapped(), repeating([6, 9], seed)
+    gc.disable()
+    try:
+        greedy(model, inputs, 20, prompt_lookup_num_tokens=5, return_dict_in_generate=True)
+        assert_account_is_empty(model)
+    finally:
+        gc.enable()
+
+
+def test_a_longest_match_beyond_any_text_is_the_whole_text(plain: Any, seed: int) -> None:
+    model, inputs = wrapped(), repeating([6, 9], seed)
+    expected = greedy(plain, inputs, 12)
+    ours = greedy(model, inputs, 12, prompt_lookup_num_tokens=4, max_matching_ngram_size=2**40)
+    torch.testing.assert_close(ours, expected)
+    assert model.compiled.stats().generate_calls == {"fast loop": 1}
 
 
 def test_embeddings_are_not_searched_and_their_answers_are(plain: Any, seed: int) -> None:

@@ -62,13 +62,14 @@ class Drafts:
         """
         texts = texts_of(model_runner)
         self.texts, self.most, self._text_of = texts, settings.num_speculative_tokens, text_of
-        self._lookup = settings.prompt_lookup_max, settings.prompt_lookup_min
+        longest = texts.longest_text  # no row has more to look up; the device counts in int32
+        self._lookup = min(settings.prompt_lookup_max, longest), min(settings.prompt_lookup_min, longest)
         self.name = name or "ngram"
         self._runner, self._wants = model_runner, (wants := (f"{ACCEPTED} of {self.name}",))
         known = model_runner.decode_buffers.drafts
         if wants not in known:
             made = NgramDrafter(texts.tokens, texts.longest, texts.shortest) if drafter is None else drafter(texts)
-            known[wants] = lambda step: DraftInputs(made, texts.tokens, texts.limits, step.new_tokens_per_row)
+            known.setdefault(wants, lambda step: DraftInputs(made, texts.tokens, texts.limits, step.new_tokens_per_row))
         costs = Costs(matrix_bytes(model_runner.state.facts.model), model_runner.device.type == "cuda")
         # A step that is repeated tells the device of no limit, so the next one is made anew.
         changed = model_runner.state.validity.invalidate

@@ -64,8 +64,9 @@ class Rounds:
             ValueError: there is too little memory for the texts.
         """
         self._loop, self._runner = loop, loop.model_runner
-        self._answers = {row: _Answer(text, left) for row, text in zip(loop.rows, texts, strict=True)}
-        self._drafts = Drafts(self._runner, settings, lambda row: self._answers[row].text, drafter, name, rule)
+        self._answers = answers = {row: _Answer(text, left) for row, text in zip(loop.rows, texts, strict=True)}
+        # The drafts do not hold this, which holds the loop: its pages are given back once nobody holds its cache.
+        self._drafts = Drafts(self._runner, settings, lambda row: answers[row].text, drafter, name, rule)
         self._drafts.texts.forget(loop.rows)
         self._running = list(loop.rows)
         self._unread: deque[Arriving] = deque()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -97,12 +98,17 @@ class Texts:
 
 def texts_of(model_runner: ModelRunner) -> Texts:
     """Return the texts of a model's rows, allocated when they are first asked for; ValueError as ``Texts``."""
-    texts = model_runner.parts.get("drafts")
-    if texts is None:
-        texts = model_runner.parts["drafts"] = Texts(model_runner.state)
-        dtype = model_runner.state.facts.model.dtype
-        build_sampling(model_runner.vocabulary, dtype, model_runner.device, before=True)
+    with _allocation:
+        texts = model_runner.parts.get("drafts")
+        if texts is None:
+            texts = model_runner.parts["drafts"] = Texts(model_runner.state)
+            dtype = model_runner.state.facts.model.dtype
+            build_sampling(model_runner.vocabulary, dtype, model_runner.device, before=True)
     return cast(Texts, texts)
+
+
+_allocation = threading.Lock()
+"""Loops of several threads begin at once: drafters would look in the texts of one, and the others write into theirs."""
 
 
 def check_memory(config: WrapConfig, rows: int, max_positions: int, device: torch.device) -> None:
