@@ -212,9 +212,10 @@ def formats_of(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _state(module: nn.Module) -> list[tuple[int, int]]:
-    """Return what a write to a module's tensors changes, and another place of theirs."""
+    """Return what a write to a module's tensors changes, another place of theirs, and another ``forward``."""
     return [
-        (Tensor.data_ptr(tensor), 0 if tensor.is_inference() else version_of(tensor)) for tensor in tensors_of(module)
+        (id(type(module)), "forward" in vars(module)),
+        *((Tensor.data_ptr(own), 0 if own.is_inference() else version_of(own)) for own in tensors_of(module)),
     ]
 
 

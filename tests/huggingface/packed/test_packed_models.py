@@ -293,6 +293,33 @@ def test_a_layer_that_can_no_longer_be_read_is_its_library_s_again(mode: str) ->
     }
 
 
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("by", ["attribute", "class"])
+def test_a_forward_that_is_replaced_in_a_packed_layer_counts_until_it_is_taken_away(by: str, mode: str) -> None:
+    def first(input: torch.Tensor) -> torch.Tensor:
+        return input[..., :64]
+
+    own = wrapped(packed_for(mode, gptq), mode=mode)
+    before, layer = answer(own), own.model.layers[0].mlp.down_proj
+    kind = type(layer)
+    if by == "attribute":
+        layer.forward = first
+    else:
+        layer.__class__ = type("Other", (kind,), {"forward": lambda self, input: first(input)})
+    other = unpacked_model(packed_for(mode, gptq))
+    other.model.layers[0].mlp.down_proj.forward = first
+    expected = answer(other)
+    assert not torch.equal(before, expected)
+    assert torch.equal(answer(own), expected)
+    assert weights_of(own)["int4-g32: compiled_llm"] == 7 * len(own.model.layers) - 1
+    if by == "attribute":
+        del layer.forward
+    else:
+        layer.__class__ = kind
+    assert torch.equal(answer(own), before)
+
+
 def test_a_plain_layer_in_the_place_of_a_packed_one() -> None:
     own = wrapped(packed())
     answer(own)
