@@ -26,7 +26,7 @@ another thread captures | torch < 2.12 is dropped |
 | ``_get_current_function_mode_stack``, ``…dispatch_mode_stack``, ``DeviceContext`` | which modes | the same |
 | ``_C._functorch.peek_interpreter_stack``, ``_C._get_tracing_state``, ``forward_ad._current_level`` | noticing \
 transforms and tracing | the same |
-| ``nn.modules.module._global_forward_hooks``, ``…pre_hooks`` | hooks on all modules | the same |
+| ``nn.modules.module._global_forward_hooks``, ``…backward_hooks``, ``…pre_hooks`` | hooks on all modules | the same |
 | ``exc.FailOnRecompileLimitHit`` | going on uncompiled | a function can be told to |
 | ``exc.TorchDynamoException``, ``BackendCompilerFailed`` | naming the line that cannot be compiled | they are public |
 | ``utils.get_traced_code`` | noticing that a class's method was replaced | Dynamo guards methods of classes |
@@ -76,7 +76,8 @@ Inductor needs less before it looks for one |
 Public in spite of the underscore, and used anywhere: ``torch._dynamo.config``, ``mark_dynamic``,
 ``mark_static_address`` and ``reset``, which torch's manual teaches; ``torch._ops.OpOverload``, the type of an op; and
 the dictionaries of ``nn.Module`` (``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks``,
-``_forward_pre_hooks``), which have been the same since modules exist and are read in every call.
+``_forward_pre_hooks``, ``_backward_hooks``, ``_backward_pre_hooks``), which are read in every call and have been the
+same for long.
 
 Changed for the whole process:
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_full_backward_hook
 from transformers import PreTrainedModel
 
 import compiled_llm
@@ -50,6 +51,32 @@ def test_hooks_on_the_model_itself_fire_once_a_step_and_what_they_change_counts(
         handle.remove()
     theirs, ours = (greedy(model, inputs, 9) for model in models)
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda layer: layer.register_full_backward_hook(_nothing),
+        lambda layer: layer.register_full_backward_pre_hook(_nothing),
+        lambda layer: register_module_full_backward_hook(_nothing),
+    ],
+    ids=["backward", "before backward", "all modules"],
+)
+def test_hooks_for_gradients_which_cannot_be_traced_slow_calls_until_they_are_gone(register, models, inputs):
+    model = models[1]
+    handle = register(model.model.layers[0])
+    try:
+        results = [greedy(each, inputs, 3) for each in models]
+    finally:
+        handle.remove()
+    torch.testing.assert_close(results[1], results[0])
+    greedy(model, inputs, 3)
+    stats = model.compiled.stats()
+    assert (stats.generate_calls, stats.slow_paths) == ({"original": 1, "fast loop": 1}, {"inner_hooks": 1})
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 @pytest.mark.whole

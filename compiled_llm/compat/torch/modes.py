@@ -69,8 +69,9 @@ class OperationsNoted(TorchDispatchMode):
 
 
 def hooks_on_all_modules() -> bool:
-    """Return whether forward hooks are on all modules of the process."""
-    return bool(modules._global_forward_hooks or modules._global_forward_pre_hooks)
+    """Return whether hooks are on all modules of the process, those for gradients included."""
+    forward = modules._global_forward_hooks or modules._global_forward_pre_hooks
+    return bool(forward or modules._global_backward_hooks or modules._global_backward_pre_hooks)
 
 
 def cuda_is_lost() -> bool:

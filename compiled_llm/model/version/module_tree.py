@@ -16,7 +16,8 @@ from compiled_llm.compat.torch.modes import hooks_on_all_modules
 from compiled_llm.compat.training.peft import is_lora_layer
 from compiled_llm.model.version.training import Difference, training_difference
 
-_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")  # looked up: they may have been replaced
+# Looked up: they may have been replaced. Those for gradients run beside forward, too, and cannot be traced.
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MIXING = {"peft.tuners.lily.": "a Lily adapter"}  # it weighs its experts by an average over tokens
 
 Hooks = frozenset[tuple[int, int]]
@@ -25,7 +26,7 @@ Hooks = frozenset[tuple[int, int]]
 class Obstacles(NamedTuple):
     """Parts of a model that cannot take packed tokens and padded batches."""
 
-    # where forward hooks are, and whose the first one is; those on all modules of the process count, too
+    # where hooks are, and whose the first one is; those on all modules of the process count, too
     hooked: str | None
     # a kind of module that makes tokens depend on all others of a call, padding and later ones included
     mixing: str | None
@@ -74,12 +75,12 @@ class ModuleTree:
         return training_difference([("", model), *self._named]) if trains else None
 
     def hooks(self) -> Hooks:
-        """Return what tells forward hooks of inner modules apart, without those known to do nothing."""
-        hooked = [held for held in self._inside if held["_forward_hooks"] or held["_forward_pre_hooks"]]
+        """Return what tells hooks of inner modules apart, without those known to do nothing."""
+        hooked = [held for held in map(_HOOKS, self._inside) if any(held)]
         passed = {id(module._forward_hooks) for _, module in self._embeddings}
         return frozenset(
             (id(hooks), id(hook))
-            for hooks in chain.from_iterable(map(_HOOKS, hooked))
+            for hooks in chain.from_iterable(hooked)
             for hook in hooks.values()
             if not (captures_outputs(hook) or (id(hooks) in passed and asks_for_gradients(hook)))
         )
