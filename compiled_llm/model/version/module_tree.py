@@ -76,11 +76,19 @@ class ModuleTree:
 
     def hooks(self) -> Hooks:
         """Return what tells hooks of inner modules apart, without those known to do nothing."""
-        hooked = [held for held in map(_HOOKS, self._inside) if any(held)]
+        # Written out, since every call comes here: a loop inside takes half as long again.
+        hooked = [
+            held
+            for held in self._inside
+            if held["_forward_hooks"]
+            or held["_forward_pre_hooks"]
+            or held["_backward_hooks"]
+            or held["_backward_pre_hooks"]
+        ]
         passed = {id(module._forward_hooks) for _, module in self._embeddings}
         return frozenset(
             (id(hooks), id(hook))
-            for hooks in chain.from_iterable(hooked)
+            for hooks in chain.from_iterable(map(_HOOKS, hooked))
             for hook in hooks.values()
             if not (captures_outputs(hook) or (id(hooks) in passed and asks_for_gradients(hook)))
         )
