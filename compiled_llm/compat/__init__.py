@@ -27,6 +27,7 @@ another thread captures | torch < 2.12 is dropped |
 | ``_C._functorch.peek_interpreter_stack``, ``_C._get_tracing_state``, ``forward_ad._current_level`` | noticing \
 transforms and tracing | the same |
 | ``nn.modules.module._global_forward_hooks``, ``…backward_hooks``, ``…pre_hooks`` | hooks on all modules | the same |
+| ``utils.hooks.RemovableHandle.next_id`` | looking for hooks for gradients only once there may be one | the same |
 | ``exc.FailOnRecompileLimitHit`` | going on uncompiled | a function can be told to |
 | ``exc.TorchDynamoException``, ``BackendCompilerFailed`` | naming the line that cannot be compiled | they are public |
 | ``utils.get_traced_code`` | noticing that a class's method was replaced | Dynamo guards methods of classes |

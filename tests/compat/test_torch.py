@@ -79,6 +79,13 @@ def test_transforms_and_tracing_have_a_name():
     assert seen == ["torch.func", "torch.func", "torch.jit.trace"]
 
 
+def test_each_hook_that_is_registered_is_counted():
+    module, before = torch.nn.Linear(2, 2), modes.hooks_registered()
+    for number, register in enumerate((module.register_full_backward_hook, module.register_full_backward_pre_hook), 1):
+        register(lambda *_: None).remove()
+        assert modes.hooks_registered() == before + number
+
+
 def test_hooks_on_all_modules_are_noticed():
     assert not modes.hooks_on_all_modules()
     for register in (register_module_forward_hook, register_module_forward_pre_hook):

@@ -14,6 +14,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 
 def inside_torch_modes() -> bool:
@@ -72,6 +73,11 @@ def hooks_on_all_modules() -> bool:
     """Return whether hooks are on all modules of the process, those for gradients included."""
     forward = modules._global_forward_hooks or modules._global_forward_pre_hooks
     return bool(forward or modules._global_backward_hooks or modules._global_backward_pre_hooks)
+
+
+def hooks_registered() -> int:
+    """Return how many hooks this process has registered so far, of modules and tensors."""
+    return RemovableHandle.next_id
 
 
 def cuda_is_lost() -> bool:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from compiled_llm.compat.huggingface import captures_outputs
 from compiled_llm.compat.known_functions import asks_for_gradients, author_of
-from compiled_llm.compat.torch.modes import hooks_on_all_modules
+from compiled_llm.compat.torch.modes import hooks_on_all_modules, hooks_registered
 from compiled_llm.compat.training.peft import is_lora_layer
 from compiled_llm.model.version.training import Difference, training_difference
 
-# Looked up: they may have been replaced. Those for gradients run beside forward, too, and cannot be traced.
-_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FORWARD_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")  # looked up: they may have been replaced
+_HOOKS_FOR_GRADIENTS = itemgetter("_backward_hooks", "_backward_pre_hooks")  # forward with them cannot be traced
 _MIXING = {"peft.tuners.lily.": "a Lily adapter"}  # it weighs its experts by an average over tokens
 
 Hooks = frozenset[tuple[int, int]]
@@ -52,6 +52,9 @@ class ModuleTree:
         self._children = [module._modules for module in modules if module._modules]
         self._known = self._now()
         self._inside = [vars(module) for module in (*self.layers, *self.others)]
+        # those for gradients, and how many hooks there had been in this process when they were looked for
+        self._for_gradients: list[dict[int, Any]] = []
+        self._registered = -1
         self.adapted = any(map(is_lora_layer, modules))  # whether there are layers of PEFT's LoRA
         self._mixing = next(filter(None, map(_kind_that_mixes, modules)), None)
 
@@ -76,19 +79,12 @@ class ModuleTree:
 
     def hooks(self) -> Hooks:
         """Return what tells hooks of inner modules apart, without those known to do nothing."""
-        # Written out, since every call comes here: a loop inside takes half as long again.
-        hooked = [
-            held
-            for held in self._inside
-            if held["_forward_hooks"]
-            or held["_forward_pre_hooks"]
-            or held["_backward_hooks"]
-            or held["_backward_pre_hooks"]
-        ]
+        hooked = [held for held in self._inside if held["_forward_hooks"] or held["_forward_pre_hooks"]]
+        of_forward = chain.from_iterable(map(_FORWARD_HOOKS, hooked))
         passed = {id(module._forward_hooks) for _, module in self._embeddings}
         return frozenset(
             (id(hooks), id(hook))
-            for hooks in chain.from_iterable(map(_HOOKS, hooked))
+            for hooks in chain(of_forward, self._hooks_for_gradients())
             for hook in hooks.values()
             if not (captures_outputs(hook) or (id(hooks) in passed and asks_for_gradients(hook)))
         )
@@ -97,11 +93,18 @@ class ModuleTree:
         """Return the paths of embeddings with forward hooks."""
         return [path for path, module in self._embeddings if module._forward_hooks]
 
+    def _hooks_for_gradients(self) -> list[dict[int, Any]]:
+        """Return those of inner modules, by module; every call asks, so they are sought once there may be another."""
+        if (registered := hooks_registered()) != self._registered:
+            both = chain.from_iterable(map(_HOOKS_FOR_GRADIENTS, self._inside))
+            self._registered, self._for_gradients = registered, [*filter(None, both)]
+        return self._for_gradients
+
     def _first_of(self, hooks: Hooks) -> str:
         found = (
             f"{name}, by {author_of(hook)}"
             for name, module in self._named
-            for held in _HOOKS(vars(module))
+            for held in (*_FORWARD_HOOKS(vars(module)), *_HOOKS_FOR_GRADIENTS(vars(module)))
             for hook in held.values()
             if (id(held), id(hook)) in hooks
         )
