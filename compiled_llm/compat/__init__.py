@@ -77,8 +77,8 @@ Inductor needs less before it looks for one |
 Public in spite of the underscore, and used anywhere: ``torch._dynamo.config``, ``mark_dynamic``,
 ``mark_static_address`` and ``reset``, which torch's manual teaches; ``torch._ops.OpOverload``, the type of an op; and
 the dictionaries of ``nn.Module`` (``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks``,
-``_forward_pre_hooks``, ``_backward_hooks``, ``_backward_pre_hooks``), which are read in every call and have been the
-same for long.
+``_forward_pre_hooks``, ``_backward_hooks``, ``_backward_pre_hooks``), which are the same in all versions that we take
+and are read in every call, those for gradients if a hook has come since.
 
 Changed for the whole process:
 

@@ -86,20 +86,21 @@ def _are_ids(value: Any) -> bool:
 
 def check_texts(value: Any, name: str) -> None:
     """Check all texts in a JSON value; ValueError if one cannot be encoded, which no tokenizer takes."""
-    for text in texts_of(value):
+    for text in strings_in(value):
         try:
             text.encode()
         except UnicodeEncodeError:
             raise ValueError(f"{name}: half a character of UTF-16 is no text") from None
 
 
-def texts_of(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, names of entries among them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for name, entry in value.items():
-            yield from texts_of(name)
-            yield from texts_of(entry)
+            yield from strings_in(name)
+            yield from strings_in(entry)
     elif isinstance(value, (list, tuple)):
         for entry in value:
-            yield from texts_of(entry)
+            yield from strings_in(entry)

@@ -73,6 +73,7 @@ def compile_for_several_rows(model_folder: Path, target: Path, profile: Path) ->
     with unfinished(target) as folder, pytest.MonkeyPatch.context() as patch:
         for name, value in variables(folder).items():
             patch.setenv(name, value)
+        # A fourth argument is given for the program that reads embeddings, which no test here needs.
         patch.setattr(runner_lifecycle, "prepare", lambda *given: given[3:] or prepare(*given))
         patch.setattr(compile, "_run_some_requests", lambda engine: None)
         torch._dynamo.utils.counters.clear()  # which tell of graphs that cannot be kept
@@ -195,7 +196,7 @@ def test_eager_runs_no_compiled_code(model_folder: Path, artifacts: Path) -> Non
 def test_what_is_not_there_is_an_error_not_a_compile_and_the_next_call_works(model_folder: Path, model: Any) -> None:
     expected = answers(loaded(model_folder), "two")
     assert answers(model, "two") == expected
-    before = model.compiled.stats().builds
+    assert (before := model.compiled.stats().builds) == NOTHING
     act = model.model.layers[0].mlp.act_fn
     model.model.layers[0].mlp.act_fn = nn.ReLU()
     with pytest.raises(NotInArtifactsError, match="a graph is not among them"):

@@ -34,10 +34,11 @@ from compiled_llm.explaining import timings, tracing
 from compiled_llm.explaining.profile.step_bytes import step_bytes
 from compiled_llm.explaining.recompiles import recompiles_of
 from compiled_llm.explaining.report import Report
-from compiled_llm.explaining.tracing import BrokenPrograms, Sandbox
+from compiled_llm.explaining.tracing import BrokenPrograms
 from compiled_llm.explaining.wording import next_steps
 from support import planted_faults as planted
 from support.characters import character_tokenizer
+from support.compilation.explaining_less import run_one_batch
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.html_text import HtmlText
 from support.parity import greedy, mixed_prompts
@@ -127,13 +128,13 @@ def explained(request: pytest.FixtureRequest) -> Callable[[str], Explained]:
 
 def run_few_programs(patch: pytest.MonkeyPatch) -> None:
     """Those of one row, and around graph breaks that of prompts: the others have the same lines."""
-    run, broken = Sandbox._run, BrokenPrograms.__init__
+    broken = BrokenPrograms.__init__
 
     def with_plain_decode(programs: BrokenPrograms, *more: Any) -> None:
         broken(programs, *more)
         programs._programs[DECODE_ONE] = programs._functions[DECODE_ONE]
 
-    patch.setattr(Sandbox, "_run", lambda sandbox, programs, batches: run(sandbox, programs, batches[:1]))
+    run_one_batch(patch)
     patch.setattr(BrokenPrograms, "__init__", with_plain_decode)
 
 

@@ -1,4 +1,4 @@
-"""What the steps of a loop draft with: one object a loop, over texts that all loops of a model share."""
+"""Drafts for the steps of one loop; all loops of a model share the buffers in which they are looked up."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from compiled_llm.kvcache.row import Row
 
 
 class _Answer:
-    """A row's tokens that the host knows, and those of them that nobody has taken yet."""
+    """The tokens of a row that the host has read, and those among them that the caller has not been given yet."""
 
     def __init__(self, stored: NDArray[np.int64], left: int) -> None:
         self._text = np.concatenate([stored, np.zeros(left + 1, dtype=np.int64)])
@@ -65,7 +65,7 @@ class Rounds:
         """
         self._loop, self._runner = loop, loop.model_runner
         self._answers = answers = {row: _Answer(text, left) for row, text in zip(loop.rows, texts, strict=True)}
-        # The drafts do not hold this, which holds the loop: its pages are given back once nobody holds its cache.
+        # Not by ``self``: such a cycle would keep the loop and its pages until the garbage collector runs.
         self._drafts = Drafts(self._runner, settings, lambda row: answers[row].text, drafter, name, rule)
         self._drafts.texts.forget(loop.rows)
         self._running = list(loop.rows)

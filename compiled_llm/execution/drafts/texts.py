@@ -108,7 +108,7 @@ def texts_of(model_runner: ModelRunner) -> Texts:
 
 
 _allocation = threading.Lock()
-"""Loops of several threads begin at once: drafters would look in the texts of one, and the others write into theirs."""
+"""Two loops that begin at once in two threads must get the same buffers: one's drafter reads what both write."""
 
 
 def check_memory(config: WrapConfig, rows: int, max_positions: int, device: torch.device) -> None:

@@ -164,7 +164,7 @@ class PagedCall(LoopArguments):
 
     @property
     def more(self) -> Any:
-        """What ``generate`` returns of each step beside tokens and scores, such as hidden states; None if nothing."""
+        """The outputs of each step that ``generate`` returns besides tokens and scores; None if it returns none."""
         wanted = self.config.output_hidden_states
         return more_outputs(wanted, self.runtime.facts.hooks) if self.config.return_dict_in_generate else None
 

@@ -17,7 +17,7 @@ from compiled_llm.requests.decisions.decider import Decider, QuestionError
 from compiled_llm.requests.decisions.label_read import LabelRead
 from compiled_llm.requests.decisions.part import decisions_of
 from compiled_llm.requests.outputs import Decisions
-from compiled_llm.requests.prompts import texts_of
+from compiled_llm.requests.prompts import strings_in
 from compiled_llm.server.decisions.request import DecisionsRequest, SystemOneRequest
 from compiled_llm.server.decisions.response import (
     DecisionsResponse,
@@ -102,7 +102,7 @@ def _characters(api_server: ApiServer, given: _Asked) -> int:
         raise invalid(f"questions: there are {count}, and there can be {most}", "questions")
     check_texts(given.state, given.param)
     check_texts(given.questions, "questions")
-    characters = sum(map(len, texts_of(given.state))) * count
+    characters = sum(map(len, strings_in(given.state))) * count
     if characters > _MAX_CHARACTERS:
         raise invalid(
             f"{given.param}: its length times the questions is {characters:,} characters, and it can be "

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from compiled_llm.explaining import timings, tracing
+from compiled_llm.explaining.tracing import Sandbox
 
 
-def explain_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def explain_less(patch: pytest.MonkeyPatch) -> None:
     """Have it trace prefill alone, and time few steps beside no bandwidth: tests/explaining has all of it."""
-    run = tracing.Sandbox._run
-    monkeypatch.setattr(tracing, "_STEPS", 1)
-    monkeypatch.setattr(
-        *(tracing.Sandbox, "_run"), lambda sandbox, programs, batches: run(sandbox, programs, batches[:1])
-    )
-    monkeypatch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
+    run_one_batch(patch)
+    patch.setattr(tracing, "_STEPS", 1)
+    patch.setattr(timings, "read_bandwidth", lambda device, dtype: 1e9)
     for name in ("_WARM", "_RUNS", "_RUN", "_PROFILED"):
-        monkeypatch.setattr(timings, name, 1)
+        patch.setattr(timings, name, 1)
+
+
+def run_one_batch(patch: pytest.MonkeyPatch) -> None:
+    """Have it run the programs of one row alone."""
+    run = Sandbox._run
+
+    def run_one(sandbox: Sandbox, programs: Any, batches: Any) -> Any:
+        return run(sandbox, programs, batches[:1])
+
+    patch.setattr(Sandbox, "_run", run_one)

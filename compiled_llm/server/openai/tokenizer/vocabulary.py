@@ -17,7 +17,6 @@ from jinja2 import TemplateError
 from compiled_llm.client.tokenizer import tokenizer_of
 from compiled_llm.protocol.messages import Ready
 from compiled_llm.requests import prompts
-from compiled_llm.requests.prompts import texts_of
 from compiled_llm.server.http.api_error import ApiError, invalid
 from compiled_llm.server.openai.parsing.answer_parts import Parts
 from compiled_llm.server.openai.parsing.call_form import SAMPLE_TOOL, CallForm, call_form, sample_chat
@@ -119,7 +118,7 @@ class Vocabulary:
             given = [messages, options]
             if self._special is not None and (broken := self._special.broken(given)) != given:
                 return self._special.tokens(self._written(*broken))
-            if self._length.is_long(sum(map(len, texts_of([messages, tools])))):
+            if self._length.is_long(sum(map(len, prompts.strings_in([messages, tools])))):
                 self._written(messages, options)
             return list(self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"])
 
