@@ -22,14 +22,14 @@ class Env:
     Attributes:
         cache: ``COMPILED_LLM_CACHE``, where downloaded files and compiled programs are kept. Default: ``compiled_llm``
             in ``XDG_CACHE_HOME`` if that is an absolute path, else in ``~/.cache``.
-        keeps_programs_on: ``COMPILED_LLM_KEEP_PROGRAMS``, with ``0``, programs are neither kept for later processes nor
-            taken as earlier ones have kept them; with ``cuda``, those for GPUs are, too. Default: ``1``.
+        keeps_programs: ``COMPILED_LLM_KEEP_PROGRAMS``, with ``0``, programs are neither kept for later processes nor
+            taken as earlier ones have kept them, but for those in artifacts. Default: ``1``.
         logs: ``COMPILED_LLM_LOGS``, what to log to stderr: any of ``uploads``, ``graphs`` and ``pages``, with commas
             between them. Default: nothing.
     """
 
     cache: Path
-    keeps_programs_on: tuple[str, ...] = ("cpu",)
+    keeps_programs: bool = True
     logs: tuple[str, ...] = ()
 
     @classmethod
@@ -41,8 +41,8 @@ class Env:
         cache = environ.get("COMPILED_LLM_CACHE") or os.path.join(base, "compiled_llm")
         logs = tuple(name.strip() for name in environ.get("COMPILED_LLM_LOGS", "").split(",") if name.strip())
         # Path.expanduser raises if there is no home.
-        kinds = {"0": (), "cuda": ("cpu", "cuda")}.get(environ.get("COMPILED_LLM_KEEP_PROGRAMS", "1"), ("cpu",))
-        return cls(cache=Path(os.path.expanduser(cache)), keeps_programs_on=kinds, logs=logs)
+        keeps = environ.get("COMPILED_LLM_KEEP_PROGRAMS") != "0"
+        return cls(cache=Path(os.path.expanduser(cache)), keeps_programs=keeps, logs=logs)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path as File
 
-import torch
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.triton import choose_cache
@@ -66,10 +65,9 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
     cache, unless this process writes artifacts: then all are traced, so that their graphs get there.
     """
     version = facts.version
-    device = facts.model.device
-    if not _may_keep_on(device):
+    if not (_written or artifacts is not None or Env.from_environ().keeps_programs):
         return None, None
-    if device.type == "cuda":
+    if (device := facts.model.device).type == "cuda":
         choose_cache(device.index or 0)  # before any of our kernels is built
     if _written:
         return Recorder(partial(_keep_in, _written[-1]), version), None
@@ -79,15 +77,10 @@ def of_model(facts: ModelFacts, config: WrapConfig, artifacts: File | None) -> t
     return (None, None) if cache is None else (Recorder(cache.keep, version), Taker(cache.read(), version))
 
 
-def _may_keep_on(device: torch.device) -> bool:
-    """Whether programs may be kept; on GPUs for those who ask for it, until more families have run there."""
-    return device.type != "cuda" or device.type in Env.from_environ().keeps_programs_on
-
-
 def trial_of(model: PreTrainedModel, config: WrapConfig) -> KeptTrial | None:
     """Return the trial forward of a model that is not wrapped; None if it has to run, and is not kept."""
     # Functions of layers are the user's, and with invariance more is found than is kept.
-    if config.layer_functions or config.batch_invariant or not _may_keep_on(model.device):
+    if config.layer_functions or config.batch_invariant:
         return None
     if _written:
         return KeptTrial(model, (), partial(_keep_trial, _written[-1]))
@@ -120,7 +113,7 @@ def _cache_for(
     model: PreTrainedModel, model_class: type[PreTrainedModel], config: WrapConfig, what: str = "programs"
 ) -> ProgramCache | None:
     environment = Env.from_environ()
-    if model.device.type not in environment.keeps_programs_on:
+    if not environment.keeps_programs:
         return None
     try:
         here = {**made_for(model, model_class, config), **versions(), "rows": config.max_batch_size, "what": what}

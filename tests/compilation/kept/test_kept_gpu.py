@@ -7,11 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from compiled_llm.compilation.artifacts.checked_folder import manifest_of
+from compiled_llm.compilation.artifacts.manifest import NAME
+from compiled_llm.compilation.kept.part import FOLDER, TRIAL
 from support.characters import character_tokenizer
 from support.compilation import start_with_artifacts
 from support.compilation.artifact_folders import compiled
@@ -20,7 +24,7 @@ from support.tiny_models import tiny_qwen3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.unchecked_pages]
 
-KEPT = {"COMPILED_LLM_KEEP_PROGRAMS": "cuda"}
+KEPT = {"COMPILED_LLM_KEEP_PROGRAMS": "1"}  # other tests keep none
 NOTHING = {"graphs": 0, "C++ kernels": 0, "Triton kernels": 0, "FlashInfer kernels": 0}
 
 
@@ -93,28 +97,34 @@ def test_a_process_with_artifacts_takes_programs_and_builds_nothing(tmp_path: Pa
     model, artifacts = tmp_path / "model", tmp_path / "artifacts"
     tiny_qwen3(eos_token_id=None, head_dim=64).save_pretrained(model)
     character_tokenizer().save_pretrained(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*next(iter(KEPT.items())))
-        done = compiled(model, artifacts, "--device", "cuda", "--max-num-seqs", "64", "--warmup", "1,2", "--quiet")
+    done = compiled(model, artifacts, "--device", "cuda", "--max-num-seqs", "64", "--warmup", "1,2", "--quiet")
     assert done.returncode == 0, done.stderr
-    assert list((artifacts / "kept").glob("*.json"))
-    said = {
-        way: started(model, artifacts, tmp_path / way, {"COMPILED_LLM_KEEP_PROGRAMS": way}) for way in ("cuda", "1")
-    }
-    assert set(said["cuda"]["programs"].values()) == {"kept"}
-    assert set(said["1"]["programs"].values()) == {"traced"}
-    assert said["cuda"]["answers"] == said["1"]["answers"]
-    assert [said[way]["builds"] for way in said] == [NOTHING, NOTHING]
+    assert list((artifacts / FOLDER).glob("*.json"))
+    kept = started(model, artifacts, tmp_path / "kept")
+    traced = started(model, without_programs(artifacts, tmp_path / "others"), tmp_path / "traced")
+    assert set(kept["programs"].values()) == {"kept"}
+    assert set(traced["programs"].values()) == {"traced"}
+    assert kept["answers"] == traced["answers"]
+    assert kept["builds"] == traced["builds"] == NOTHING
 
 
-def started(model: Path, artifacts: Path, home: Path, environment: dict[str, str]) -> dict[str, Any]:
+def without_programs(artifacts: Path, target: Path) -> Path:
+    """The same folder, as if neither programs nor the trial forward could have been kept."""
+    shutil.copytree(artifacts, target)
+    shutil.rmtree(target / FOLDER)
+    (target / TRIAL).unlink(missing_ok=True)
+    manifest = manifest_of(artifacts)
+    files = {name: manifest.files[name] for name in manifest.files if (target / name).exists()}
+    (target / NAME).write_bytes(replace(manifest, files=files).encoded())
+    return target
+
+
+def started(model: Path, artifacts: Path, home: Path) -> dict[str, Any]:
     """What a process says whose own caches are empty."""
     program = [sys.executable, start_with_artifacts.__file__, str(model), str(artifacts), "cuda", "bfloat16"]
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"), "TRITON_CACHE_DIR": str(home / "triton")}
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "FLASHINFER_WORKSPACE_BASE": str(home / "flashinfer")}
-    done = subprocess.run(
-        program, env={**os.environ, **caches, **paths, **environment}, capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run(program, env={**os.environ, **caches, **paths}, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
