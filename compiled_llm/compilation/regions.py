@@ -26,7 +26,8 @@ PLANNED: tuple[torch._ops.OpOverload, ...] = (
 """The ops that attend by a plan, of any backend, to keys and values."""
 
 _VIEWS = ("squeeze", "transpose", "view", torch.narrow)
-_OTHER_VIEWS = ("unsqueeze", "expand", "permute")
+_OTHER_VIEWS = ("unsqueeze", "expand", "permute", "unflatten")
+_SPLITS = ("split", "chunk", torch.split, torch.chunk)
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
@@ -137,8 +138,10 @@ def _views_of_inputs(numbers: Mapping[fx.Node, int]) -> set[fx.Node]:
 
 def _is_view(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
-        return node.target in (*_VIEWS, *_OTHER_VIEWS)
+        return node.target in (*_VIEWS, *_OTHER_VIEWS, *_SPLITS)
     base, index = node.args
+    if isinstance(base, fx.Node) and base.target in _SPLITS:
+        return True
     parts = index if isinstance(index, tuple) else (index,)
     basic = all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts)
     return basic and isinstance(base, fx.Node) and isinstance(base.meta.get("example_value"), Tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -163,6 +164,22 @@ def test_regions_that_read_a_view_of_an_input_make_it_themselves(seed):
     regions = cut(module)
     joined = join(regions, [*map(checked, regions)], module.graph)
     torch.testing.assert_close(joined(*given)[0], layers(inputs, embeddings, offsets))
+
+
+def test_halves_of_a_weight_are_taken_where_they_are_read(seed):
+    """Latents are expanded by halves of one weight, of which keys are read before the cut and values after it."""
+
+    def layers(to: Inputs, weight: Tensor) -> Tensor:
+        query = to.query
+        for _ in range(3):
+            key, value = weight.unflatten(0, (-1, 32)).split([16, 16], dim=1)
+            query = attend(query @ key[0], to) @ value[0]
+        return query
+
+    module, _ = traced(layers, inputs_of(), torch.randn(64, 16))
+    for region in cut(module):
+        for output in region.outputs:
+            assert output.target is not operator.getitem or output.args[0].target != "split"
 
 
 def test_a_region_is_compiled_for_the_layout_in_which_it_gets_what_is_put_together_with_nothing(seed):

@@ -34,7 +34,11 @@ class InvariantProducts:
 
     def __call__(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
-            if _knows_two_orders(node.target):
+            if (place := _place_of_order(node.target)) is None:
+                continue
+            if place < len(node.args):  # where another pass has set all arguments
+                node.update_arg(place, True)
+            else:
                 node.update_kwarg("invariant", True)
         for node in graph.find_nodes(op="call_function", target=nn.functional.linear):
             _replace(graph, node, *_in_order(node, "input", "weight", "bias"))
@@ -48,10 +52,11 @@ class InvariantProducts:
                 _replace(graph, node, rows, weight, bias)
 
 
-def _knows_two_orders(target: Any) -> bool:
-    """Whether it is an op that takes ``invariant``, by which bits depend on a row's tokens alone."""
+def _place_of_order(target: Any) -> int | None:
+    """Return which argument of an op is ``invariant``, by which bits depend on a row's tokens alone."""
     schema = getattr(target, "_schema", None)
-    return schema is not None and any(argument.name == "invariant" for argument in schema.arguments)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index("invariant") if "invariant" in names else None
 
 
 def _in_order(node: fx.Node, *names: str) -> list[Any]:

@@ -17,6 +17,7 @@ from compiled_llm.compilation import backend as inductor
 from compiled_llm.compilation.artifacts.writing import unfinished
 from compiled_llm.compilation.passes.arguments import arguments_of
 from compiled_llm.compilation.passes.attention import PreparedInAttention
+from compiled_llm.compilation.passes.invariant import InvariantProducts
 from compiled_llm_ops import latent_decode
 from compiled_llm_ops.contracts.latent import LatentDecode
 from compiled_llm_ops.protocol import own_decode_ops
@@ -75,6 +76,18 @@ def test_a_table_that_was_written_before_is_not_read_early(written: str | None, 
     PreparedInAttention(own_decode_ops())(module.graph)
     (args,) = decodes_in(module.graph)
     assert args.overlap is (written is None)
+
+
+def test_an_invariant_step_is_told_so_whatever_was_set_before(seed: int) -> None:
+    def layer(*tensors: Tensor) -> Tensor:
+        return latent_decode(*tensors, 0.1)  # type: ignore[arg-type]
+
+    module, _ = traced(layer, *LatentRows([3, 5, 9], seed=seed).decode_arguments()[:8])
+    for rewrite in (PreparedInAttention(own_decode_ops()), InvariantProducts()):
+        rewrite(module.graph)
+    (args,) = decodes_in(module.graph)
+    assert args.invariant
+    assert args.overlap
 
 
 # ---- artifacts

@@ -24,7 +24,10 @@ _OF_MODULES_CLASS = re.compile(r"dict\(type\(L\['model'\].*\)(\.__mro__\[\d+\])?
 _UNREAD = re.compile(rf"\b({'|'.join(UNREAD_BY_LINEAR)})\b\W*$")
 """Attributes that no hash has, since hardly a trace reads them."""
 
-_HELD = (".__closure__", ".__defaults__", ".__kwdefaults__", ".__mro__", ".__dict__)", ".__dict__", "._fields")
+_HELD = (
+    *(".__closure__", ".__defaults__", ".__kwdefaults__", ".__mro__", ".__dict__)", ".__dict__", "._fields"),
+    ", '__dict__')",  # object.__getattribute__(config, '__dict__'), until torch 2.12
+)
 """The ends of expressions that Python makes a new value of each time, or that hold parts of a function or class."""
 
 _BETWEEN = (CellType, CodeType, property, DynamicClassAttribute, staticmethod, classmethod)
