@@ -61,6 +61,10 @@ class Starts:
         """`spent`: whether processes of ours also tell what they spend their time on."""
         self.run, self.contender, self.root, self.spent = run, contender, root, spent
         (self.workload,) = run.setup.workloads
+        # Ours load it from there, as users do: what is kept of a model in a folder is not taken for one built in memory.
+        setup, self.model = run.setup, run.setup.name
+        if isinstance(contender, Ours):
+            self.model = write_model(setup.name, setup.dtype, setup.device, root / "model")
 
     def empty(self, name: str) -> dict[str, Path]:
         """New folders for everything compiled, by the variables that name them; compilers want no spaces."""
@@ -114,7 +118,7 @@ class Starts:
         work = self.workload
         job = {
             "contender": self.contender.name,
-            "model": setup.name,
+            "model": self.model,
             "device": str(setup.device),
             "dtype": str(setup.dtype).removeprefix("torch."),
             "workload": [work.batch, work.prompt, work.new],
@@ -127,8 +131,7 @@ class Starts:
         """Have a process of its own write them, with empty caches."""
         setup, folder, rows = self.run.setup, self.root / "artifacts", str(self.workload.batch)
         setup.log(f"{self.contender.name}: compiling artifacts")
-        model = write_model(setup.name, setup.dtype, setup.device, self.root / "model")
-        command = own_command("compile", model, "-o", str(folder), "--mode", mode, "--device", setup.device.type)
+        command = own_command("compile", self.model, "-o", str(folder), "--mode", mode, "--device", setup.device.type)
         command += ["--max-num-seqs", rows, "--warmup", rows, "--quiet"]
         subprocess.run(
             command, env=environ(self.empty("for_artifacts")), check=True, stdout=2

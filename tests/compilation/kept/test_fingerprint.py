@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Qwen3Config
 
 import compiled_llm
 from compiled_llm.compilation.kept.fingerprint.fingerprint import Fingerprint
@@ -40,6 +41,16 @@ def test_a_change_is_found_by_name(traced, name):
         PLANTED[name].make(stack, traced.call.model)
         found = differences(traced)
     assert any(PLANTED[name].named in difference for difference in found), found
+    assert not differences(traced)
+
+
+def test_what_python_notes_on_a_class_whose_objects_are_copied_changes_nothing(traced, monkeypatch):
+    """``from_pretrained`` copies configs, and a model made from a config alone has none that was copied."""
+    kind, noted = Qwen3Config, "__slotnames__"
+    if noted in vars(kind):
+        monkeypatch.delattr(kind, noted)
+    else:
+        monkeypatch.setattr(kind, noted, [], raising=False)
     assert not differences(traced)
 
 

@@ -36,6 +36,7 @@ KEPT_BY_PYTHON = frozenset(
         *("__doc__", "__dict__", "__weakref__", "__module__", "__qualname__", "__orig_bases__", "__parameters__"),
         *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__abstractmethods__"),
         *("_abc_impl", "__static_attributes__", "__firstlineno__", "__type_params__"),
+        "__slotnames__",  # once an object was copied or pickled
     }
 )
 
