@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.mutation_guard import install_generation_tagging_init
 from transformers import PreTrainedModel
 
-from compiled_llm.compat.torch.dynamo import before_dynamo
+from compiled_llm.compat.torch.dynamo import before_tracing
 from compiled_llm.model.version import contents, module_tree
 from compiled_llm.model.version.code import Code
 from compiled_llm.model.version.model_version import ModelVersion
@@ -293,7 +293,7 @@ def test_functions_are_watched_where_they_are_defined_or_may_come_to_be(monkeypa
 def test_what_the_first_trace_puts_around_methods_of_modules_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program is taken as it was kept, and the next is the first that Dynamo traces in the process."""
     for name in ("__init__", "__setstate__"):
-        monkeypatch.setattr(nn.Module, name, before_dynamo(getattr(nn.Module, name)))
+        monkeypatch.setattr(nn.Module, name, before_tracing(getattr(nn.Module, name)))
     monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
     code, init = Code(), nn.Module.__init__
     code.watch([(nn.Module, "__init__"), (nn.Module, "__setstate__")])
@@ -302,6 +302,23 @@ def test_what_the_first_trace_puts_around_methods_of_modules_is_no_change(monkey
     assert code.valid()
     monkeypatch.setattr(nn.Module, "__init__", lambda self: init(self))
     assert not code.valid()
+
+
+def test_what_a_trace_of_another_thread_puts_around_methods_of_modules_is_no_change() -> None:
+    """A thread compiles for drafts, while calls go on and check the model."""
+    code, original = Code(), nn.Module.__call__
+    code.watch([(nn.Module, "__call__"), (nn.Module, "__getattr__")])
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x: Any) -> Any:
+            seen.append((nn.Module.__call__ is original, code.valid()))
+            return x
+
+    fx.symbolic_trace(Looks())
+    assert seen == [(False, True)]
+    assert nn.Module.__call__ is original
+    assert code.valid()
 
 
 # ---- checks

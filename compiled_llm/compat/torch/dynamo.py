@@ -248,9 +248,18 @@ def traced_code() -> frozenset[CodeType]:
     return frozenset(get_traced_code() or ())
 
 
-def before_dynamo(value: T) -> T | FunctionType:
-    """Return the method of ``nn.Module`` that Dynamo has put a function in place of; any other value as it is."""
-    if not isinstance(value, FunctionType) or value.__module__ != "torch._dynamo.mutation_guard":
+def before_tracing(value: T) -> T | FunctionType:
+    """Return the method of ``nn.Module`` that torch has put a function in place of; any other value as it is.
+
+    Dynamo's first trace in a process does so for good, and ``torch.fx`` in all threads while one of them traces, as
+    AOTAutograd does in each compilation.
+    """
+    if not isinstance(value, FunctionType):
+        return value
+    if value.__globals__.get("__name__") == "torch.fx._symbolic_trace":
+        of_module: FunctionType = vars(value).get("__wrapped__", value)
+        return of_module
+    if value.__module__ != "torch._dynamo.mutation_guard":
         return value
     held = (cell.cell_contents for cell in value.__closure__ or ())
     return next((content for content in held if isinstance(content, FunctionType)), value)

@@ -10,7 +10,7 @@ from operator import attrgetter, itemgetter, methodcaller
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from compiled_llm.compat.torch.dynamo import before_dynamo
+from compiled_llm.compat.torch.dynamo import before_tracing
 from compiled_llm.model.version.module_tree import same
 
 Place = tuple[Any, str | None]
@@ -120,8 +120,8 @@ class _Places:
     def _has_its_values(self, now: list[object]) -> bool:
         if same(self._known, now):
             return True
-        # The first trace of a process puts functions of Dynamo's in place of methods of ``nn.Module``, which call them.
-        only_marked = same([*map(before_dynamo, self._known)], [*map(before_dynamo, now)])
+        # Traces put functions of torch's in place of methods of ``nn.Module``, which call them.
+        only_marked = same([*map(before_tracing, self._known)], [*map(before_tracing, now)])
         if only_marked:
             self._known = now
         return only_marked

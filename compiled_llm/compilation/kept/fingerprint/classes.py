@@ -6,7 +6,7 @@ import functools
 import sys
 from types import FunctionType
 
-from compiled_llm.compat.torch.dynamo import before_dynamo
+from compiled_llm.compat.torch.dynamo import before_tracing
 from compiled_llm.compilation.kept.fingerprint.code import code_digest
 from compiled_llm.compilation.kept.fingerprint.plain import is_plain, is_said, path_of
 from compiled_llm.compilation.kept.fingerprint.visit import Visit
@@ -35,7 +35,7 @@ def _counts(visit: Visit, member: str, value: object) -> bool:
     function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
     if not isinstance(function, FunctionType):
         return is_said(member) and (is_plain(value) or visit.tells(member, value))
-    if traced := code_digest(before_dynamo(function).__code__) in visit.traced:
+    if traced := code_digest(before_tracing(function).__code__) in visit.traced:
         visit.methods.add(member)
     return traced
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
-from compiled_llm.compat.torch.dynamo import before_dynamo, is_taken_as_constant, marks_of
+from compiled_llm.compat.torch.dynamo import before_tracing, is_taken_as_constant, marks_of
 from compiled_llm.compilation.kept.fingerprint.code import (
     code_digest,
     codes_in,
@@ -25,7 +25,7 @@ _OURS = ("compiled_llm", "compiled_llm_ops")  # what ours return, ``process_stat
 
 def describe_function(visit: Visit, function: FunctionType, where: str) -> str:
     """Return a function's path and code; what it reads, too, if it was traced."""
-    function = before_dynamo(function)
+    function = before_tracing(function)
     path, code = path_of(function), code_digest(function.__code__)
     if is_taken_as_constant(function) and path.partition(".")[0] not in _OURS:
         raise UnhashableError(f"the result of {path} was taken as it was (torch.compiler.assume_constant_result)")
@@ -62,7 +62,7 @@ def _traced_within(visit: Visit, function: FunctionType) -> Iterator[FunctionTyp
         holder = inside.pop()
         for cell in _cells(holder):
             visit.watch(cell, "cell_contents")
-        for held in map(before_dynamo, _held(holder)):
+        for held in map(before_tracing, _held(holder)):
             if not isinstance(held, FunctionType) or id(held) in seen:
                 continue
             seen.add(id(held))
