@@ -61,10 +61,9 @@ class Starts:
         """`spent`: whether processes of ours also tell what they spend their time on."""
         self.run, self.contender, self.root, self.spent = run, contender, root, spent
         (self.workload,) = run.setup.workloads
-        # Ours load it from there, as users do: what is kept of a model in a folder is not taken for one built in memory.
-        setup, self.model = run.setup, run.setup.name
-        if isinstance(contender, Ours):
-            self.model = write_model(setup.name, setup.dtype, setup.device, root / "model")
+        # Ours load a folder, as users do: what was kept of a model in a folder is not taken for one that memory alone has.
+        setup, ours = run.setup, isinstance(contender, Ours)
+        self.model = write_model(setup.name, setup.dtype, setup.device, root / "model") if ours else setup.name
 
     def empty(self, name: str) -> dict[str, Path]:
         """New folders for everything compiled, by the variables that name them; compilers want no spaces."""
