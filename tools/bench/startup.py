@@ -61,7 +61,7 @@ class Starts:
         """`spent`: whether processes of ours also tell what they spend their time on."""
         self.run, self.contender, self.root, self.spent = run, contender, root, spent
         (self.workload,) = run.setup.workloads
-        # Ours load a folder, as users do: what was kept of a model in a folder is not taken for one that memory alone has.
+        # Ours load a folder, as users do: what is kept of a model in a folder is not taken for one made in memory.
         setup, ours = run.setup, isinstance(contender, Ours)
         self.model = write_model(setup.name, setup.dtype, setup.device, root / "model") if ours else setup.name
 
