@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -295,7 +295,7 @@ class Engine:
 
     def embed(
         self,
-        texts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        texts: str | Sequence[int] | Iterable[str | Sequence[int]],
         dimensions: int | None = None,
         *,
         prompt_name: str | None = None,
@@ -322,7 +322,7 @@ class Engine:
         )
         return vectors
 
-    def classify(self, texts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> Tensor:
+    def classify(self, texts: str | Sequence[int] | Iterable[str | Sequence[int]]) -> Tensor:
         """Return what a classifier's head says of texts, ``[N, labels]`` float32 on the CPU, as ``model(...).logits``.
 
         Raises:

@@ -22,11 +22,16 @@ def with_params(
     prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Any, SamplingParams]]:
     """Return each prompt with its settings: for all, or one for each; ValueError if the numbers differ."""
-    listed: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(listed)
-    if len(each) != len(listed):
-        raise ValueError(f"params: give one for all prompts, or one for each of {len(listed)}; got {len(each)}")
-    return list(zip(listed, each, strict=True))
+    all_prompts = listed(prompts)
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(all_prompts)
+    if len(each) != len(all_prompts):
+        raise ValueError(f"params: give one for all prompts, or one for each of {len(all_prompts)}; got {len(each)}")
+    return list(zip(all_prompts, each, strict=True))
+
+
+def listed(prompts: Any) -> list[Any]:
+    """Return the prompts that an iterable has, or the one that is given."""
+    return [prompts] if _is_one(prompts) else list(prompts)
 
 
 def _is_one(prompts: Any) -> bool:

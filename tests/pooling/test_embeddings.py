@@ -108,6 +108,13 @@ def test_fewer_numbers_are_the_first_ones_and_of_length_1(engine, plain):
             engine.embed([5, 6, 7], wrong)
 
 
+def test_texts_may_come_from_any_iterable(engine):
+    texts = [[3, 4, 5], [6, 7]]
+    assert torch.equal(engine.embed(each for each in texts), engine.embed(texts))
+    with pytest.raises(ValueError, match="prompt: got a NoneType"):
+        engine.embed(None)
+
+
 def test_no_texts_have_no_embeddings(engine):
     assert engine.embed([]).shape == (0, 64)
 

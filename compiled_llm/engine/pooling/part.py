@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,11 +18,12 @@ from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.requests.outputs import RequestOutput
 from compiled_llm.requests.pooling.embeddings import POOLED, check_dimensions, embeddings_of
+from compiled_llm.requests.prompts import listed
 from compiled_llm.requests.sampling_params import SamplingParams
 
 TAP = PoolingTap
 
-Texts = str | Sequence[int] | Sequence[str | Sequence[int]]
+Texts = str | Sequence[int] | Iterable[str | Sequence[int]]
 """A text or its token ids, or several."""
 
 
@@ -75,7 +76,7 @@ def embed(
     width = int(model.config.get_text_config(decoder=True).hidden_size)
     if dimensions is not None:
         check_dimensions(dimensions, width)
-    prompts = [prompt + text if isinstance(text, str) else text for text in _listed(texts)]
+    prompts = [prompt + text if isinstance(text, str) else text for text in listed(texts)]
     vectors = _vectors(engine.generate(prompts, pooled=True)) if prompts else []
     return torch.from_numpy(embeddings_of(vectors, dimensions or width, normalizes))
 
@@ -86,14 +87,8 @@ def classify(engine: Any, model: PreTrainedModel, texts: Texts) -> Tensor:
         raise ValueError(
             f"classify: {type(model).__name__} has no head that classifies; load a ...ForSequenceClassification"
         )
-    vectors = _vectors(engine.generate(_listed(texts), pooled=True))
+    vectors = _vectors(engine.generate(listed(texts), pooled=True))
     return torch.from_numpy(embeddings_of(vectors, int(model.config.num_labels or 0), normalize=False))
-
-
-def _listed(texts: Texts) -> list[Any]:
-    """Return several texts, or one in a list."""
-    one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
-    return [texts] if one else [*texts]
 
 
 def _vectors(outputs: Sequence[RequestOutput]) -> list[Any]:
