@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
-from compiled_llm.execution.reporting.inner_reasons import inner_reasons
+from compiled_llm.execution.reporting.inner_reasons import OTHER_OUTPUTS, asked_by_config, inner_reasons
 from compiled_llm.explaining import breaks
 from compiled_llm.explaining.dump.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
@@ -87,11 +88,12 @@ def explain(
     findings, traces, timed = Findings(), list[Trace](), list[Timing]()
     dumped = None if dump is None else Dump(new_folder(Path(dump)))
     history, happened = (None, []) if runtime is None else history_of(runtime)
-    with restored(model):
+    with restored(model), ExitStack() as stack:
         subject = _Subject(model, runtime)
         facts = subject.facts(findings)
         if facts is not None:
             happened += _slower_now(runtime, facts, happened)
+            stack.enter_context(_without_other_outputs(model.config))
             sandbox = Sandbox(facts, subject.config, prompts)
             with packing(model) if runtime is None else nullcontext():
                 traces = _trace(model, dumped, sandbox, findings)
@@ -193,9 +195,24 @@ def _trace(model: PreTrainedModel, dump: Dump | None, sandbox: Sandbox, findings
 def _slower_now(runtime: Runtime | None, facts: ModelFacts, known: Sequence[Finding]) -> Iterator[Finding]:
     """Yield why calls would take a slower path as the model is, unless it is among those that have taken it."""
     # Programs that are one graph each do not show it: what has hooks, say, is not run by them.
-    reason = next(inner_reasons(facts), None) if runtime is None else runtime.obstacle()
+    reasons = chain(inner_reasons(facts), asked_by_config(facts.model.config))
+    reason = next(reasons, None) if runtime is None else runtime.obstacle()
     if reason is not None and reason.advice not in [finding.advice for finding in known]:
         yield general("slow path", f"Calls take a slower path as the model is: {reason}.", reason.advice)
+
+
+@contextmanager
+def _without_other_outputs(config: PreTrainedConfig) -> Iterator[None]:
+    """Let a config ask for no more than logits: calls that get more take a slower path, and no program runs in them."""
+    text = config.get_text_config(decoder=True)
+    asked = [(each, name) for each in (config, text) for name in OTHER_OUTPUTS if getattr(each, name, False)]
+    try:
+        for each, name in asked:
+            setattr(each, name, False)
+        yield
+    finally:
+        for each, name in asked:
+            setattr(each, name, True)
 
 
 def _whole(traces: Sequence[Trace]) -> bool:

@@ -321,6 +321,21 @@ def test_what_keeps_calls_on_a_slower_path_is_named_before_there_are_any(wrapped
         assert compiled_llm.explain(model).clean
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("output", "said"), [("output_hidden_states", "hidden states are asked for"), ("output_attentions", "is on")]
+)
+def test_outputs_that_a_config_asks_for_are_a_slow_path_and_no_graph_break(output, said, wrapped):
+    model = tiny_qwen3(attn_implementation="eager", **{output: True})
+    if wrapped:
+        compiled_llm.wrap(model, mode="eager", progress=False)
+    report = compiled_llm.explain(model)
+    (finding,) = report.data["findings"]
+    assert finding["kind"] == "slow path"
+    assert said in finding["reason"]
+    assert getattr(model.config, output)
+
+
 def test_history_counts_slow_paths_with_their_causes():
     model = in_eager_mode()
     model.generate(**mixed_prompts([4], 128, seed=0), max_new_tokens=3, do_sample=False, num_beams=2)

@@ -1,13 +1,25 @@
-"""Why a model's own modules have to run as HuggingFace has them, whatever the call."""
+"""Why a model's own modules have to run as HuggingFace has them, whatever the call, and what its config asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from transformers import PreTrainedConfig
+
 from compiled_llm.compat.torch.modes import observer_of_operations
-from compiled_llm.execution.reporting.slow_paths import Reason
+from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.version.model_version import Placement
+
+UNSERVED_OUTPUTS: tuple[SlowPath, ...] = ("output_attentions", "output_router_logits")
+"""Outputs of layers that only HuggingFace's own forward gives; the model computes them if its config says so."""
+OTHER_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", *UNSERVED_OUTPUTS)
+"""What the forward of ``generate`` does not return, unless HuggingFace's own runs."""
+
+
+def asked_by_config(config: PreTrainedConfig) -> Iterator[Reason]:
+    """Yield the outputs that a config asks of each forward, and which keep ``generate`` on HuggingFace's."""
+    yield from (Reason(name) for name in OTHER_OUTPUTS if getattr(config, name, False))
 
 
 def inner_reasons(facts: ModelFacts, placement: Placement | None = None) -> Iterator[Reason]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from compiled_llm.compat.cache_names import cache_argument, generate_argument
-from compiled_llm.execution.reporting.inner_reasons import inner_reasons
+from compiled_llm.execution.reporting.inner_reasons import UNSERVED_OUTPUTS, inner_reasons
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.cache.paged_cache import PagedCache
 from compiled_llm.huggingface.call.current_call import current_call
@@ -27,7 +27,7 @@ from compiled_llm.huggingface.call.other_inputs import (
 )
 from compiled_llm.huggingface.forward.prefills import OF_PREFILLS
 from compiled_llm.huggingface.handle import CompiledModel
-from compiled_llm.huggingface.inspection.model_obstacles import SEEN_BOTH_WAYS, UNSERVED_OUTPUTS
+from compiled_llm.huggingface.inspection.model_obstacles import SEEN_BOTH_WAYS
 from compiled_llm.model.gradients import requires_gradients
 from compiled_llm.model.version.model_version import Placement
 

@@ -6,16 +6,14 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
-from compiled_llm.execution.reporting.inner_reasons import inner_reasons
-from compiled_llm.execution.reporting.slow_paths import Reason, SlowPath
+from compiled_llm.execution.reporting.inner_reasons import asked_by_config, inner_reasons
+from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.inspection.overrides import Overrides, forward_of_object, own_forward
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.traced_hooks import TracedHooks
 from compiled_llm.model.version.model_version import ModelVersion, Placement
 from compiled_llm.model.version.module_tree import has_hooks
 
-UNSERVED_OUTPUTS: tuple[SlowPath, ...] = ("output_attentions", "output_router_logits")
-"""Outputs of layers that only HuggingFace's own forward gives; the model computes them if its config says so."""
 SEEN_BOTH_WAYS = Reason("prefill", "the model sees their tokens both ways")
 
 
@@ -24,9 +22,7 @@ def forward_reasons(model: PreTrainedModel, facts: ModelFacts, placement: Placem
     if (own := own_forward(model)) is not None:
         yield Reason("own_forward", own)
     yield from inner_reasons(facts, placement)
-    for name in ("output_hidden_states", *UNSERVED_OUTPUTS):
-        if getattr(model.config, name, False):
-            yield Reason(name)
+    yield from asked_by_config(model.config)
 
 
 def check_hooks_run(call: str, hooks: TracedHooks, reason: Reason) -> None:
