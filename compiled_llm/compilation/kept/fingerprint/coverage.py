@@ -26,7 +26,7 @@ _UNREAD = re.compile(rf"\b({'|'.join(UNREAD_BY_LINEAR)})\b\W*$")
 
 _HELD = (
     *(".__closure__", ".__defaults__", ".__kwdefaults__", ".__mro__", ".__dict__)", ".__dict__", "._fields"),
-    ", '__dict__')",  # object.__getattribute__(config, '__dict__'), until torch 2.12
+    ", '__dict__')",  # object.__getattribute__(config, '__dict__') of torch 2.11
 )
 """The ends of expressions that Python makes a new value of each time, or that hold parts of a function or class."""
 
