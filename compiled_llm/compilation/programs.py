@@ -300,10 +300,12 @@ class Programs:
 
     def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Checks:
         """Return the guards of the program that serves these arguments, in a ``call`` that is captured."""
-        if call is not None and call.kept is not None:
-            return call.kept
+        name = self._name_for(arguments.inputs)
+        taken = self._taken(name, arguments) if call is None else call
+        if taken is not None and taken.kept is not None:
+            return taken.kept
         # They do not notice layers whose tensors have been replaced since then: ``ModelVersion.tensors`` does.
-        function, named = self._functions[self._name_for(arguments.inputs)], self._by_name(arguments)
+        function, named = self._functions[name], self._by_name(arguments)
         called_with = None if call is None else call.arguments
         return Guards(function, named, lambda: {"model": self._stand_in(arguments)}, called_with)
 

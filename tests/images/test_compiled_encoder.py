@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.images.vision_encoders import window_patches
@@ -18,6 +19,7 @@ from compiled_llm.engine.images.encoder.encoder_graphs import EncoderGraphs
 from compiled_llm.engine.images.encoder.encoder_step import PROGRAM
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
+from support.compilation.kept_programs import wait_for_writing
 from support.execution.stand_in_cuda_graphs import StandInGraphCapture, let_a_cpu_capture
 from support.huggingface.vision import make
 from support.images import seeing
@@ -122,12 +124,35 @@ def captured(monkeypatch: pytest.MonkeyPatch, seed: int, whole: bool) -> Encoder
         convolutions.append(len(graph.find_nodes(op="call_function", target=torch.conv3d)))
 
     monkeypatch.setattr(options, "multiply_patches", multiplied)
+    encoder = captured_encoder(seed, monkeypatch)
+    assert convolutions == [0], "cuDNN allocates memory, which no capture on CUDA survives"
+    return encoder
+
+
+def captured_encoder(seed: int, monkeypatch: pytest.MonkeyPatch) -> Encoder:
     encoder = Encoder(WINDOWS, seed, mode="cuda-graphs", eager_first=False)
     monkeypatch.setattr(encoder_graphs, "GraphCapture", lambda device: StandInGraphCapture(encoder.model))
     monkeypatch.setattr(encoder_graphs, "TOKENS", (8, 24))
     encoder.prepare()
-    assert convolutions == [0], "cuDNN allocates memory, which no capture on CUDA survives"
     return encoder
+
+
+@pytest.mark.whole  # Inductor compiles the program
+@pytest.mark.slow
+def test_a_program_that_was_kept_is_captured_too(seed, monkeypatch, tmp_path):
+    CppPythonBindingsCodeCache.cache_clear()  # other tests may have loaded the same kernels, of folders that are gone
+    monkeypatch.setenv("COMPILED_LLM_KEEP_PROGRAMS", "1")
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
+    let_a_cpu_capture(monkeypatch)
+    for way in ("traced", "kept"):
+        encoder = captured_encoder(seed, monkeypatch)
+        encoder.assert_like_huggingfaces([(4, 6)], seed)
+        assert encoder.model.compiled.stats().programs[PROGRAM.name] == way
+        assert EncoderGraphs.of(encoder.runner).replays == 1
+        wait_for_writing()
+    moved(encoder.model)
+    encoder.assert_like_huggingfaces([(4, 6)], seed)
+    assert EncoderGraphs.of(encoder.runner).replays == 1, "they read the weight where it was"
 
 
 def moved(model: PreTrainedModel) -> None:

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from compiled_llm.compilation.kept.cache.program_cache import ProgramCache, _say
 from compiled_llm.compilation.kept.cache.room import make_room
 from compiled_llm.compilation.kept.kept_program import KeptProgram
 from compiled_llm.execution.reporting.progress import watched
-from support.compilation.kept_programs import results_in_turn, traces_counted
+from support.compilation.kept_programs import results_in_turn, traces_counted, wait_for_writing
 from support.parity import FEW_PAGES, greedy, mixed_prompts
 from support.tiny_models import ONE_LAYER, tiny_qwen3
 
@@ -42,12 +41,6 @@ def answer(model: Any) -> list[list[int]]:
 
 def wrapped() -> Any:
     return compiled_llm.wrap(tiny_qwen3(**ONE_LAYER), **FEW_PAGES)
-
-
-def wait_for_writing() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "compiled_llm kept programs":
-            thread.join()
 
 
 def ways(model: Any) -> set[str]:

@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -107,6 +108,13 @@ def taking(folder: Path) -> Iterator[None]:
 
     with mock.patch.object(Programs, "__init__", init):
         yield
+
+
+def wait_for_writing() -> None:
+    """Wait until this process has written what it keeps."""
+    for thread in threading.enumerate():
+        if thread.name == "compiled_llm kept programs":
+            thread.join()
 
 
 @contextmanager

@@ -87,8 +87,8 @@ class EncoderGraphs:
     def _captured(self, encoder: Any, inputs: EncoderInputs, launch: Launch, capture: GraphCapture) -> _Graph:
         launch(inputs)  # what libraries allocate in a first launch cannot be captured
         programs, arguments = self._manager.programs, self._manager.arguments(inputs)
-        guards = programs.guards(arguments)
         with self._model_runner.state.facts.attention.named(SEGMENTS):
+            guards = programs.guards(arguments)
             guards.find()
         return _Graph(capture.capture(lambda: launch(inputs)), guards, inputs)
 
