@@ -321,9 +321,9 @@ def test_what_keeps_calls_on_a_slower_path_is_named_before_there_are_any(wrapped
         assert compiled_llm.explain(model).clean
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(
-    ("output", "said"), [("output_hidden_states", "hidden states are asked for"), ("output_attentions", "is on")]
+    ("output", "said", "wrapped"),
+    [("output_hidden_states", "hidden states are asked for", False), ("output_attentions", "is on", True)],
 )
 def test_outputs_that_a_config_asks_for_are_a_slow_path_and_no_graph_break(output, said, wrapped):
     model = tiny_qwen3(attn_implementation="eager", **{output: True})
