@@ -298,16 +298,13 @@ class Programs:
         """Refresh the active adapters; if CUDA graphs read them (``replays``), return if old ones still may."""
         return self._config.mode == "eager" or self._adapters.refresh(model, fixed=replays)
 
-    def guards(self, arguments: Arguments, call: PreparedCall | None = None) -> Checks:
+    def guards(self, arguments: Arguments, call: PreparedCall) -> Checks:
         """Return the guards of the program that serves these arguments, in a ``call`` that is captured."""
-        name = self._name_for(arguments.inputs)
-        taken = self._taken(name, arguments) if call is None else call
-        if taken is not None and taken.kept is not None:
-            return taken.kept
+        if call.kept is not None:
+            return call.kept
         # They do not notice layers whose tensors have been replaced since then: ``ModelVersion.tensors`` does.
-        function, named = self._functions[name], self._by_name(arguments)
-        called_with = None if call is None else call.arguments
-        return Guards(function, named, lambda: {"model": self._stand_in(arguments)}, called_with)
+        function, named = self._functions[self._name_for(arguments.inputs)], self._by_name(arguments)
+        return Guards(function, named, lambda: {"model": self._stand_in(arguments)}, call.arguments)
 
     def code_valid(self) -> bool:
         """Whether classes still define the traced methods, and torch still compiles or not; Dynamo guards neither."""

@@ -86,9 +86,9 @@ class Engine:
                 as the model has positions.
             max_step_ms: how long a step may take, in milliseconds: prompts are computed in chunks that leave it so, as
                 far as steps so far tell; a warning says so if not even the smallest ones do. ``"auto"``, on CUDA, for
-                chunks that keep gaps between tokens short while somebody follows answers as they come and prompts come
-                often; elsewhere, and with None, chunks have ``prefill_tokens``, however long they take. Or, as an
-                experiment, a policy of your own, an object with a method ``plan(state)``
+                chunks that keep gaps between tokens short while answers are streamed and prompts come often; elsewhere,
+                and with None, chunks have ``prefill_tokens``, however long they take. Or, as an experiment, a policy of
+                your own, an object with a method ``plan(state)``
                 (``compiled_llm.engine.chunks.state``); if that fails, the log says so, and None goes on.
             mixed: run prompts and running requests in one launch, which reads the weights once, where both fit in
                 ``prefill_tokens``; ``"auto"`` for where that is known to be faster: on CUDA, with weights of 8 GB or
@@ -389,7 +389,7 @@ class Engine:
 
     @property
     def logprobs_mode(self) -> LogprobsMode:
-        """What log-probabilities are of."""
+        """Whether log-probabilities are of the model's own logits, or of those that tokens are drawn from."""
         return self._settings.logprobs_mode
 
     @property

@@ -64,6 +64,7 @@ class Starts:
         # Ours load a folder, as users do: what is kept of a model in a folder is not taken for one made in memory.
         setup, ours = run.setup, isinstance(contender, Ours)
         self.model = write_model(setup.name, setup.dtype, setup.device, root / "model") if ours else setup.name
+        setup.free_memory()  # for the processes that are timed
 
     def empty(self, name: str) -> dict[str, Path]:
         """New folders for everything compiled, by the variables that name them; compilers want no spaces."""

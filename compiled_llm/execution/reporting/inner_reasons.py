@@ -1,4 +1,4 @@
-"""Why a model's own modules have to run as HuggingFace has them, whatever the call, and what its config asks for."""
+"""Why HuggingFace's own forward has to run for a model as it is, whatever the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether hashes cover all that Dynamo guards: nothing else would notice a change once nobody checks its guards."""
+"""Checks that hashes cover all that Dynamo guards: a kept program runs without its guards."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class EncoderGraphs:
 
     @property
     def nbytes(self) -> int:
-        """What they take, without what captures of one pool share."""
+        """The bytes that graphs and their inputs take, without what captures of one pool share."""
         return sum(own.nbytes for own in self._buffers) + sum(own.captured.cost.nbytes for own in self._graphs.values())
 
     @property
@@ -88,7 +88,7 @@ class EncoderGraphs:
         launch(inputs)  # what libraries allocate in a first launch cannot be captured
         programs, arguments = self._manager.programs, self._manager.arguments(inputs)
         with self._model_runner.state.facts.attention.named(SEGMENTS):
-            guards = programs.guards(arguments)
+            guards = programs.guards(arguments, programs.prepared(arguments))
             guards.find()
         return _Graph(capture.capture(lambda: launch(inputs)), guards, inputs)
 
