@@ -321,7 +321,8 @@ def validity_of(model: PreTrainedModel) -> Callable[[], bool]:
 
     version = model.compiled.facts.version
     with torch.no_grad(), paged_attention_in(model):
-        tensors, guards = version.tensors, programs_of(model).guards(arguments_of(model))
+        programs, arguments = programs_of(model), arguments_of(model)
+        tensors, guards = version.tensors, programs.guards(arguments, programs.prepared(arguments))
         guards.find()
     return valid
 
