@@ -130,12 +130,40 @@ def test_quantised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.whole
-def test_quantised_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "figures.json"
+def test_quantised_at_once(tmp_path: Path) -> None:
+    run, found = _quantised(tmp_path, "--formats", "nf4", "--at-once")
+    assert run.returncode == 0, run.stderr
+    assert [len(one["weights"]) for one in found.values()] == [0, 1]
+
+
+@pytest.mark.parametrize("format", ["torchao-int8", "bitsandbytes-nf4", "bitsandbytes-int8"])
+def test_quantised_by_a_library(format: str, tmp_path: Path) -> None:
+    """In a process of its own: torchao sets options of Inductor."""
+    if importlib.util.find_spec(package := format.split("-")[0]) is None:
+        pytest.skip(f"no {package}")
+    run, found = _quantised(tmp_path, "--library", format)
+    assert run.returncode == 0, run.stderr
+    assert {name: list(one["weights"].values()) for name, one in found.items()} == {
+        "bfloat16": [],
+        **{f"{format} {way}": [7] if way == "ours" else [] for way in ("ours", "library", "huggingface")},
+    }
+    assert run.stdout.count("ours over it, rows 1: ") == 2
+
+
+@pytest.mark.whole
+def test_one_that_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+    run, found = _quantised(tmp_path, "--formats", "no-such,nf4", "--at-once")
+    assert (run.returncode, run.stderr.splitlines()[-1]) == (1, "failed: no-such")
+    assert [*found["no-such"]] == ["failed"]
+    assert list(found["nf4"]["weights"].values()) == [7]
+
+
+def _quantised(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    path = folder / "figures.json"
     quick = "--model tiny --layers 1 --device cpu --dtype float32 --mode eager --rows 1 --prompts 9 --new 2"
-    command = [sys.executable, str(TOOLS / "quantised.py"), *quick.split(), "--formats", "nf4", "--at-once", "--json"]
-    subprocess.run([*command, str(path)], check=True, capture_output=True)
-    assert [len(one["weights"]) for one in json.loads(path.read_text()).values()] == [0, 1]
+    command = [sys.executable, str(TOOLS / "quantised.py"), *quick.split(), *options, "--json", str(path)]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
+    return run, json.loads(path.read_text())
 
 
 def test_packed_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,10 @@ python tools/bench/quantised.py --model qwen3-8b --formats int4-g128,nf4,fp8-blo
 python tools/bench/quantised.py --model tiny --device cpu --dtype float32 --rows 1,2 --new 4      # anywhere
 python tools/bench/quantised.py --at-once --json FILE       # compiles all formats at once, times one after the other
 python tools/bench/quantised.py --load FOLDER --rows 1,8    # a quantised model: our kernels, its library's, HuggingFace
+python tools/bench/quantised.py --library torchao-int4,bitsandbytes-nf4 --at-once  # the same, of random weights
 
-Weights are random, and packed as libraries do; with `--load` they are those of a model, and its library is needed.
+Weights are random, and packed as libraries do; with `--library` a library packs them, and with `--load` they are those
+of a model: then the library is needed. What it sets in torch is its own process's alone with `--at-once`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import multiprocessing
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quantised_models import FORMATS, random_model
+from quantised_models import FORMATS, LIBRARIES, random_model
 from transformers import AutoModelForCausalLM
 
 import compiled_llm
 
 PROMPT = 32
 RUNS = 3
+WAYS = ("ours", "library", "huggingface")
 
 
 def main() -> None:
@@ -41,11 +45,13 @@ def main() -> None:
         _print(name, found)
         if options.json:
             Path(options.json).write_text(json.dumps(found, indent=1))
+    if failed := [name for name, measured in found.items() if "failed" in measured]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def _in_turn(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in _contenders(options):
-        yield name, _measured(name, options, device, nullcontext)
+        yield name, _tried(name, options, device, nullcontext)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -70,8 +76,13 @@ def _begin(ready: Any, turns: Any) -> None:
 
 
 def _measured_in_turn(name: str, number: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Measure one when it is its turn; one that fails before lets the others wait for it no longer."""
+    waited = False
+
     @contextmanager
     def alone() -> Iterator[None]:
+        nonlocal waited
+        waited = True
         _turns["ready"].wait()
         if number:
             _turns["turns"][number - 1].wait()
@@ -80,15 +91,31 @@ def _measured_in_turn(name: str, number: int, options: argparse.Namespace, devic
         finally:
             _turns["turns"][number].set()
 
-    try:
-        return _measured(name, options, device, alone)
-    except BaseException:
-        _turns["ready"].abort()
-        raise
+    measured = _tried(name, options, device, alone)
+    if not waited:
+        with alone():
+            pass
+    return measured
 
 
 def _contenders(options: argparse.Namespace) -> list[str]:
-    return ["ours", "library", "huggingface"] if options.load else ["bfloat16", *options.formats.split(",")]
+    """Return names, which end in a way if there are several; a model's format comes first, if it is random."""
+    if options.load:
+        return [*WAYS]
+    if options.library:
+        return ["bfloat16", *(f"{format} {way}" for format in options.library.split(",") for way in WAYS)]
+    return ["bfloat16", *options.formats.split(",")]
+
+
+def _tried(
+    name: str, options: argparse.Namespace, device: torch.device, alone: Callable[[], AbstractContextManager[None]]
+) -> dict[str, Any]:
+    """Return what is measured of one, or why that failed: the others go on."""
+    try:
+        return _measured(name, options, device, alone)
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def _measured(
@@ -100,17 +127,20 @@ def _measured(
     """
     prompts = [int(tokens) for tokens in options.prompts.split(",")]
     dtype, rows = getattr(torch, options.dtype), [int(count) for count in options.rows.split(",")]
+    way = name.split()[-1]
+    new = min(options.new, options.hf_new) if way == "huggingface" else options.new
     start = time.perf_counter()
     if options.load:
         model = AutoModelForCausalLM.from_pretrained(options.load, dtype=dtype, device_map=device).eval()
     else:
-        model = random_model(options.model, name, options.layers, dtype, device)
+        model = random_model(options.model, name.split()[0], options.layers, dtype, device)
     loaded = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what was packed, for the processes beside
         torch.cuda.reset_peak_memory_stats()
-    if name != "huggingface":
+    if way != "huggingface":
         tokens = max(max(rows) * (PROMPT + options.new + 64), *(prompt + 64 for prompt in prompts))
-        packed = False if name == "library" else "auto"
+        packed = False if way == "library" else "auto"
         compiled_llm.wrap(
             model, max_batch_size=max(rows), kv_memory=f"{tokens} tokens", packed=packed, mode=options.mode
         )
@@ -124,9 +154,9 @@ def _measured(
         f"{name}: ready after {ready:.0f} s, {loaded / 2**20:,.0f} MiB loaded, {peak / 2**20:,.0f} at most", flush=True
     )
     with alone():
-        steps = {count: _step(model, count, options.new, device) for count in rows}
+        steps = {count: _step(model, count, new, device) for count in rows}
         first = {count: _first(model, count, device) for count in prompts}
-    weights = model.compiled.stats().weights if name != "huggingface" else {}
+    weights = model.compiled.stats().weights if way != "huggingface" else {}
     return {"ms": steps, "prompt_ms": first, "loaded": loaded, "peak": peak, "weights": weights, "ready_s": ready}
 
 
@@ -164,13 +194,21 @@ def _prompt(model: Any, rows: int, device: torch.device, tokens: int = PROMPT) -
 
 
 def _print(name: str, found: dict[str, dict[str, Any]]) -> None:
-    before, own = next(iter(found.values())), found[name]
+    """Print figures, their speed over the first's, and that of ours over them if they are of another way."""
+    if "failed" in found[name]:
+        print(f"{name} failed: {found[name]['failed']}", flush=True)
+        return
+    own, ours = found[name], found.get(" ".join([*name.split()[:-1], "ours"]), {})
     print(f"{name} {own['weights']}", flush=True)
     for kind, figures in (("rows", "ms"), ("prompts", "prompt_ms")):
-        beside = ((count, took, before[figures][count] / took) for count, took in own[figures].items())
+        first = next(one[figures] for one in found.values() if "failed" not in one)
+        beside = ((count, took, first[count] / took) for count, took in own[figures].items())
         print(
             f"  {kind} {'; '.join(f'{count}: {took:.3f} ms ({over:.2f}x)' for count, took, over in beside)}", flush=True
         )
+        if ours is not own and figures in ours:
+            over_it = (f"{count}: {took / ours[figures][count]:.2f}x" for count, took in own[figures].items())
+            print(f"  ours over it, {kind} {'; '.join(over_it)}", flush=True)
 
 
 def _options() -> argparse.Namespace:
@@ -178,10 +216,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="qwen3-8b", help="a shape of shapes.py")
     parser.add_argument("--load", help="a quantised model in place of random weights: a folder or hub id")
     parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--library", help=f"formats that a library packs, in place of these: {','.join(LIBRARIES)}")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
     parser.add_argument("--prompts", default="128,512,1024,8192", help="tokens of prompts of one row")
     parser.add_argument("--layers", type=int, help="how many of the shape's layers; all by default")
     parser.add_argument("--new", type=int, default=64, help="steps that are timed in a run")
+    parser.add_argument("--hf-new", type=int, default=16, help="as many at most of HuggingFace, whose steps are slow")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device")
     parser.add_argument("--mode", default="cuda-graphs")

@@ -1,12 +1,14 @@
-"""Models with random weights of 4 and 8 bits, laid out as libraries do, without these libraries."""
+"""Models with random weights of 4 and 8 bits: laid out as libraries do, or packed by a library itself."""
 
-# Classes have the libraries' names, by which our readers know them, and no products of their own. Codes are drawn on
-# the device, so that a model of 8B is made in seconds; what they stand for is about as large as trained weights are.
+# Classes here have the libraries' names, by which our readers know them, and no products of their own. Codes are drawn
+# on the device, so that a model of 8B is made in seconds; what they stand for is about as large as trained weights are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -107,16 +109,68 @@ def _nf4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) ->
     return cast(nn.Module, layer)
 
 
-FORMATS: dict[str, Callable[[int, int, torch.dtype, torch.device], nn.Module]] = {
-    "int4-g128": _int4,
-    "nf4": _nf4,
-    "fp8-block": _fp8,
-    "int8": _int8,
+def _plain(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
+    """Draw a layer that is not packed yet."""
+    with torch.device("meta"):
+        layer = nn.Linear(inputs, outputs, bias=False)
+    drawn = torch.empty(outputs, inputs, dtype=dtype, device=device).normal_(std=_DEVIATION)
+    layer.weight = nn.Parameter(drawn, requires_grad=False)
+    return layer
+
+
+def _torchao_int4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """In the tiles of torch's own kernel; torchao's other layouts take kernels of one more package."""
+    options = {"group_size": min(_GROUP, inputs), "int4_packing_format": "tile_packed_to_4d"}
+    return _torchao(_plain(outputs, inputs, dtype, device), "Int4WeightOnlyConfig", **options)
+
+
+def _torchao_int8(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    return _torchao(_plain(outputs, inputs, dtype, device), "Int8WeightOnlyConfig")
+
+
+def _torchao(layer: nn.Module, config: str, **options: Any) -> nn.Module:
+    """Pack a layer; Inductor's settings become those that torchao wants for its kernels, as with any user's model."""
+    torchao = import_module("torchao.quantization")
+    torchao.quantize_(layer, getattr(torchao, config)(**options))
+    return layer
+
+
+def _bitsandbytes_nf4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    layers, drawn = import_module("bitsandbytes.nn"), _plain(outputs, inputs, dtype, device).weight.data
+    options: dict[str, Any] = {"compress_statistics": False, "quant_type": "nf4"}
+    with torch.device("meta"):
+        layer = layers.Linear4bit(inputs, outputs, bias=False, compute_dtype=dtype, **options)
+    layer.weight = layers.Params4bit(drawn, requires_grad=False, module=layer, **options).to(device)  # which packs it
+    return cast(nn.Module, layer)
+
+
+def _bitsandbytes_int8(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Without outliers."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # each call would say that it rounds to float16
+    layers, drawn = import_module("bitsandbytes.nn"), _plain(outputs, inputs, dtype, device).weight.data
+    codes, scales, _ = import_module("bitsandbytes.functional").int8_vectorwise_quant(drawn.half())
+    with torch.device("meta"):
+        layer = layers.Linear8bitLt(inputs, outputs, bias=False, has_fp16_weights=False)
+    layer.weight = layers.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
+    return cast(nn.Module, layer)
+
+
+_Maker = Callable[[int, int, torch.dtype, torch.device], nn.Module]
+FORMATS: dict[str, _Maker] = {"int4-g128": _int4, "nf4": _nf4, "fp8-block": _fp8, "int8": _int8}
+"""Without the libraries."""
+
+LIBRARIES: dict[str, _Maker] = {
+    "torchao-int4": _torchao_int4,
+    "torchao-int8": _torchao_int8,
+    "bitsandbytes-nf4": _bitsandbytes_nf4,
+    "bitsandbytes-int8": _bitsandbytes_int8,
 }
+"""By the libraries, a layer after the other."""
 
 
 def random_model(name: str, format: str, layers: int | None, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a model of a known shape, or of some of its layers, with weights of a format; ``"bfloat16"`` is plain."""
+    makers = {"bfloat16": _plain, **FORMATS, **LIBRARIES}
     if layers is None and format == "bfloat16":
         return build(name, dtype, device)
     torch.manual_seed(0)
@@ -125,14 +179,14 @@ def random_model(name: str, format: str, layers: int | None, dtype: torch.dtype,
         config.num_hidden_layers = layers
         config.layer_types = config.layer_types[:layers]
     with torch.device("meta"):
-        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype)).eval()
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=dtype))
     for path, module in [*model.named_modules()]:
-        if type(module) is nn.Linear and "layers" in path and format in FORMATS:
+        if type(module) is nn.Linear and "layers" in path:
             owner, _, leaf = path.rpartition(".")
-            made = FORMATS[format](module.out_features, module.in_features, dtype, device)
+            made = makers[format](module.out_features, module.in_features, dtype, device)
             setattr(model.get_submodule(owner), leaf, made)
     _fill(model, device)
-    return model
+    return model.eval()
 
 
 def _fill(model: PreTrainedModel, device: torch.device) -> None:
