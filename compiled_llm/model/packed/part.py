@@ -25,7 +25,7 @@ from compiled_llm.model.packed.readers import (
     transformers,
 )
 from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, as_parameters
-from compiled_llm.model.packed.side_by_side import Member, are_one, can_be_one, fuse, lay_out, separate
+from compiled_llm.model.packed.side_by_side import Member, are_one, can_be_one, copied_bytes, fuse, lay_out, separate
 from compiled_llm.model.packed.stand_in_linear import StandInLinear
 from compiled_llm.model.shallow_copies import ShallowCopies, shallow_copy
 from compiled_llm.model.stand_ins import Change, Groups, Product
@@ -55,7 +55,7 @@ class PackedStandIns:
         self._values: int | None = None  # of the model when it was last refreshed
         self._dropped = False
         self.counted: Mapping[str, int] = {}
-        self.copied = self.scratch = 0
+        self._copied_by_readers = self.scratch = 0
         self._take_in(model)
 
     def standing_in(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -105,6 +105,14 @@ class PackedStandIns:
             self._can_lie(group) and are_one(self._members(group)) for group in self.groups
         )
 
+    @property
+    def copied(self) -> int:
+        """Bytes of tables that were made of the library's."""
+        groups = self.groups if self._laid_out and not self._dropped else ()
+        return self._copied_by_readers + sum(
+            copied_bytes(self._members(group)) for group in filter(self._can_lie, groups)
+        )
+
     def separate(self) -> None:
         """Give each weight memory of its own again; groups lie apart from now on."""
         if self._laid_out and not self._dropped:
@@ -142,7 +150,8 @@ class PackedStandIns:
         self._modules = {module: self._standing_for(module, said) for module, said in read.items()}
         self._named = {found[module][0]: Member(module, own) for module, own in self._modules.items()}
         self._children = ShallowCopies(self._modules).of_children(model)
-        counted, self.copied = _counted(said for _, said in found.values()), sum(said.copied for said in read.values())
+        counted = _counted(said for _, said in found.values())
+        self._copied_by_readers = sum(said.copied for said in read.values())
         self.scratch = max((scratch_bytes(said.weight, model.dtype) for said in read.values()), default=0)
         if counted != self.counted:
             self.counted = counted

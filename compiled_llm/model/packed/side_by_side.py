@@ -1,7 +1,7 @@
 """Packed weights that multiply one input, side by side in memory, so that one product can read them all."""
 
 # As plain weights are (``model.weights.fused_weights``): the tensors stay their library's, the same objects, each now a
-# view of its part of one storage. Codes lie by outputs, and so do their tables, or the layers stay apart.
+# view of its part of one storage. Codes lie by outputs, or the layers stay apart. Tables that lie otherwise are copied.
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from compiled_llm.compat.torch.tensors import example_of, inputs_by_tensor, is_wrapper, storage_owners
+from compiled_llm.model.packed import joint_tables
 from compiled_llm.model.packed.stand_in_linear import StandInLinear
 from compiled_llm.model.version.tensors import tensors_of
+from compiled_llm_ops.packed.formats import TILE_OUTPUTS
 
-_LAYOUTS = ("rows", "high_first")
+_LAYOUTS = ("rows", "high_first", "tiles")
 _STACKED = {"codes": 16, "scales": 1, "zeros": 1}
 """What lies side by side, and at multiples of how many bytes each part begins: TMA reads codes, none reads tables."""
 
@@ -29,10 +31,12 @@ class Member(NamedTuple):
 
 
 def can_be_one(group: Sequence[Member]) -> bool:
-    """Whether layers have one format, whose codes and tables lie by outputs."""
+    """Whether layers have one format, whose codes lie by outputs."""
     first = group[0].stand_in
     format, outputs = first.format, [member.stand_in.out_features for member in group[:-1]]
     if format.layout not in _LAYOUTS or not format.outputs or any(count % format.outputs for count in outputs):
+        return False
+    if format.layout == "tiles" and any(map(_is_filled_up, group[:-1])):
         return False
     return first.nested is None and all(
         (own.format, own.in_features, own.bias is None) == (format, first.in_features, first.bias is None)
@@ -41,9 +45,15 @@ def can_be_one(group: Sequence[Member]) -> bool:
     )
 
 
+def _is_filled_up(member: Member) -> bool:
+    """Whether tiles of a layer have more outputs than it has."""
+    codes, outputs = member.stand_in._parameters["codes"], member.stand_in.out_features
+    return outputs % TILE_OUTPUTS != 0 or (codes is not None and len(codes) * TILE_OUTPUTS != outputs)
+
+
 def are_one(group: Sequence[Member]) -> bool:
-    """Whether all tensors of a group lie side by side."""
-    return all(_is_one(*stack) for stack in _stacks(group))
+    """Whether all tensors of a group lie side by side, or are copied so."""
+    return all(_is_one(*stack) for stack in _stacks(group)) and not _tables_to_join(group)
 
 
 def lay_out(group: Sequence[Member]) -> bool:
@@ -55,6 +65,8 @@ def lay_out(group: Sequence[Member]) -> bool:
         return False
     for stack, _, holders in stacks:
         _move(stack, holders)
+    if tables := _tables_to_join(group):
+        joint_tables.join(tables)
     return True
 
 
@@ -63,11 +75,33 @@ def separate(group: Sequence[Member]) -> None:
     for stack in (stack for stack, alignment in _stacks(group) if _is_one(stack, alignment)):
         for tensor, holders in zip(stack, _holders(stack, group), strict=True):
             _move([tensor], [holders])
+    if copied_bytes(group):
+        for own in _stand_ins(group):
+            joint_tables.join([own])
+
+
+def copied_bytes(group: Sequence[Member]) -> int:
+    """Return how many bytes of a group's tables are copied where it lies side by side."""
+    own = _stand_ins(group)
+    return joint_tables.bytes_of(own) if joint_tables.lie_by_groups(own) else 0
+
+
+def _tables_to_join(group: Sequence[Member]) -> list[StandInLinear]:
+    """Return the stand-ins of a group if their tables have to be copied into one; none if they need not, or are."""
+    own = _stand_ins(group)
+    return own if joint_tables.lie_by_groups(own) and not joint_tables.are_joint(own) else []
+
+
+def _stand_ins(group: Sequence[Member]) -> list[StandInLinear]:
+    return [member.stand_in for member in group]
 
 
 def _stacks(group: Sequence[Member]) -> Iterator[tuple[list[Tensor], int]]:
-    """Yield codes, scales and zeros, those of each layer in turn, and where each may begin."""
+    """Yield codes, scales and zeros, unless these are copied, of each layer in turn, and where each may begin."""
+    copied = joint_tables.lie_by_groups(_stand_ins(group))
     for name, alignment in _STACKED.items():
+        if copied and name != "codes":
+            return
         stack = [member.stand_in._parameters[name] for member in group]
         if stack[0] is not None:
             yield [entry for entry in stack if entry is not None], alignment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,19 @@ from compiled_llm import Engine
 from compiled_llm.compat.torch.tensors import is_wrapper
 from compiled_llm.compilation import backend
 from compiled_llm.execution.lifecycle import runner_lifecycle
+from compiled_llm.model.packed.readers import torchao
+from compiled_llm.model.packed.reading import ReadWeight, as_parameters
+from compiled_llm.model.packed.side_by_side import Member, are_one, can_be_one, lay_out, separate
+from compiled_llm.model.packed.stand_in_linear import StandInLinear
 from compiled_llm.model.version.tensors import tensors_of
+from compiled_llm_ops.packed import int4pack
+from compiled_llm_ops.packed.formats import PackedWeight
+from compiled_llm_ops.packed.unpack import unpack
 from support.huggingface.pairs import OPTIONS
 from support.packed_layers import (
     ao_float8,
+    ao_int4,
+    ao_int4_tiles,
     ao_int8,
     bnb_int8,
     bnb_nf4,
@@ -50,6 +60,8 @@ PACKS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "int8 of bitsandbytes": bnb_int8,
     "float8 of torchao": ao_float8,
     "int8 of torchao": ao_int8,
+    "int4 of torchao": ao_int4,
+    "int4 of torchao, in tiles": ao_int4_tiles,
 }
 
 
@@ -126,6 +138,62 @@ def tensors(own: Any) -> list[Tensor]:
 
 def test_words_along_the_inputs_stay_apart() -> None:
     assert wrapped(packed(gptq)).compiled.facts.groups_of_stand_ins == ()
+
+
+def test_layers_whose_tiles_are_filled_up_stay_apart() -> None:
+    """Outputs of 12 fill two tiles of 8, between which the next layer's would begin."""
+    filled, whole = (member_of(ao_int4_tiles(nn.Linear(128, outputs))) for outputs in (12, 16))
+    assert can_be_one([whole, filled])
+    assert not can_be_one([filled, whole])
+
+
+def test_tables_in_tiles_are_copied_into_one_that_torchs_kernel_takes() -> None:
+    layers = [ao_int4_tiles(nn.Linear(1024, outputs, bias=False)) for outputs in (16, 8, 24)]
+    group, theirs = [member_of(layer) for layer in layers], [layer.weight.scale_and_zero for layer in layers]
+    before, parts = [own.clone() for own in theirs], [weight_of(member.stand_in) for member in group]
+    expected = torch.cat([unpack(part) for part in parts])
+    assert all(map(int4pack.is_taken, parts))
+    assert not are_one(group)
+    assert lay_out(group)
+    assert are_one(group)
+    first = weight_of(group[0].stand_in)
+    tensors = (first.codes, first.scales, first.zeros)
+    codes, scales, zeros = (
+        own.as_strided([total, *own.shape[1:]], own.stride()) for own, total in zip(tensors, (6, 48, 48), strict=True)
+    )
+    one = first._replace(codes=codes, scales=scales, zeros=zeros, shape=(48, 1024))
+    assert int4pack.is_taken(one)
+    assert torch.equal(unpack(one), expected)
+    assert all(own.is_contiguous() and torch.equal(own, known) for own, known in zip(theirs, before, strict=True))
+    assert len({own.untyped_storage().data_ptr() for own in theirs}) == 3
+    separate(group)
+    assert all(map(int4pack.is_taken, map(weight_of, (member.stand_in for member in group))))
+    assert torch.equal(torch.cat([unpack(weight_of(member.stand_in)) for member in group]), expected)
+
+
+def member_of(layer: nn.Module) -> Member:
+    read = torchao.read(layer)
+    assert isinstance(read, ReadWeight)
+    return Member(layer, StandInLinear(layer, as_parameters(read)))
+
+
+def weight_of(own: StandInLinear) -> PackedWeight:
+    return PackedWeight(own.format, own.codes, own.scales, own.zeros, (own.out_features, own.in_features))
+
+
+def test_copies_of_tables_are_counted_and_follow_what_is_written() -> None:
+    own = packed(ao_int4_tiles)
+    expected, tables = answer(unpacked_model(own)), own.model.layers[0].mlp.up_proj.weight.scale_and_zero
+    wrapped(own)
+    assert torch.equal(answer(own), expected)
+    grouped = [layer for name, layer in own.named_modules() if name.endswith(tuple(chain(*GROUPS)))]
+    assert own.compiled.facts.tables_of_weights == {"tables": sum(one.weight.numel() // 32 * 4 for one in grouped)}
+    with torch.no_grad():
+        tables.neg_()
+        own.model.layers[0].mlp.up_proj.weight.values.neg_()
+    changed = expected_of(own)
+    assert not torch.equal(changed, expected)
+    assert torch.equal(answer(own), changed)
 
 
 @pytest.mark.whole
