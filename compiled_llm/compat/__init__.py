@@ -51,6 +51,7 @@ torch < 2.13 is dropped |
 | ``symbolic_shapes.free_unbacked_symbols`` | numbers that only the device knows | a graph says it |
 | ``torch._inductor.config.cpp.cxx`` | which C++ compilers Inductor looks for | torch reports it |
 | ``_subclasses.FakeTensorMode``, ``utils._pytree`` | running a model without computing | torch documents it |
+| ``FakeTensorMode.__torch_dispatch__`` | trying weights of a subclass of ``Parameter`` | torch < 2.13 is dropped |
 | ``FakeTensorMode.cache_enabled`` | trying packed weights of ``torch.ao`` twice | torch compares or skips them |
 | ``cpp_builder``, ``cache_dir_utils`` of Inductor | what ``doctor`` shows | torch reports it |
 | the counters of ``fxgraph_cache_…`` and ``autograd_cache_bypass`` | whether code came from Inductor's cache, and can \

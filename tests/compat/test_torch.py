@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,22 @@ def test_hooks_on_all_modules_are_noticed():
 
 
 # ---- fake tensors take real parameters, and say what they share
+
+
+class OwnParameter(torch.nn.Parameter):
+    """A class of a library's own that is a plain tensor."""
+
+
+def test_weights_of_a_subclass_of_parameter_run_among_fake_tensors():
+    layer = torch.nn.Linear(3, 5)
+    layer.weight = OwnParameter(layer.weight.detach())
+    with tensors.fake_tensors(layer):
+        assert layer(torch.zeros(2, 3)).shape == (2, 5)
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version == (2, 12):
+        pytest.skip("not seen")
+    with tensors.fake_tensors(), pytest.raises(TypeError) if version < (2, 12) else nullcontext():
+        layer(torch.zeros(2, 3))
 
 
 def test_fake_tensors_take_parameters_that_are_real():

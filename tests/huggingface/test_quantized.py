@@ -510,3 +510,20 @@ def test_weights_that_a_first_call_packs_anew_are_packed_from_their_values() -> 
     model.lm_head.__class__ = PackedLate
     compiled_llm.wrap(model, **OPTIONS)
     torch.testing.assert_close(greedy(model, PROMPTS, 4), expected)
+
+
+class Turned(nn.Linear):
+    """Looks at its weight in its own way, as a library's layers do."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input, self.weight.view(-1).view(self.out_features, self.in_features))
+
+
+def test_weights_that_are_a_subclass_of_parameter_are_tried_without_data() -> None:
+    model: Any = tiny_llama(num_hidden_layers=1)
+    expected, head = greedy(model, PROMPTS, 4), model.lm_head
+    own: Any = type("OwnParameter", (nn.Parameter,), {})  # as bitsandbytes' weights of 8 bits
+    head.weight, head.__class__ = own(head.weight.detach().clone()), Turned
+    compiled_llm.wrap(model, **OPTIONS)
+    torch.testing.assert_close(greedy(model, PROMPTS, 4), expected)
+    assert "refused" not in str(compiled_llm.explain(model))

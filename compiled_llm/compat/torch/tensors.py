@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 
 class Fakes(NamedTuple):
@@ -28,15 +30,11 @@ class Fakes(NamedTuple):
 def fake_tensors(run: nn.Module | None = None) -> Iterator[Fakes]:
     """Run the block on tensors without data, and without log messages about errors on them; yield their makers."""
     # Operations on real tensors alone still change those. The block may ``run`` a module of any kind.
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._mode_utils import no_dispatch
-    from torch.utils._pytree import tree_map_only
-
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with _mode_for(run)(allow_non_fake_inputs=True) as mode:
             # What ops did is kept by their arguments, and packed weights of torch.ao cannot be compared (torch 2.13).
             mode.cache_enabled &= run is None or not _packs_weights(run)
 
@@ -52,6 +50,37 @@ def fake_tensors(run: nn.Module | None = None) -> Iterator[Fakes]:
             yield Fakes(lambda values: tree_map_only(Tensor, fake, values), another)
     finally:
         logger.setLevel(level)
+
+
+class _LenientMode(FakeTensorMode):
+    """Takes tensors of subclasses of ``Parameter`` for what they are, plain ones; torch 2.11 refuses these classes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._plain: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of a tensor, which stays alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._taken, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        if not _is_bare(type(tensor)):
+            return tensor
+        if id(tensor) not in self._plain:
+            with no_dispatch():
+                self._plain[id(tensor)] = tensor, tensor.as_subclass(Tensor)
+        return self._plain[id(tensor)][1]
+
+
+def _mode_for(run: nn.Module | None) -> type[FakeTensorMode]:
+    classes = set() if run is None else {type(weight) for weight in run.parameters()}
+    return _LenientMode if any(map(_is_bare, classes)) else FakeTensorMode
+
+
+def _is_bare(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class are parameters, with more attributes, and stand for no others."""
+    own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return issubclass(kind, nn.Parameter) and kind is not nn.Parameter and not own
 
 
 def _packs_weights(model: nn.Module) -> bool:
