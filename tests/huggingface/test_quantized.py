@@ -266,7 +266,13 @@ WAYS = [
         cuda="random weights",
         like=lambda: _from_fp8(False),
     ),
-    Way("torchao, `Int8WeightOnlyConfig`", lambda: _torchao("Int8WeightOnlyConfig"), "torchao", ours=True),
+    Way(
+        "torchao, `Int8WeightOnlyConfig`",
+        lambda: _torchao("Int8WeightOnlyConfig"),
+        "torchao",
+        ours=True,
+        cuda="times of random weights",
+    ),
     Way(
         "the same with `include_input_output_embeddings`",
         lambda: _torchao("Int8WeightOnlyConfig", include_input_output_embeddings=True),
