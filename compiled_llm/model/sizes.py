@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compiled_llm.compat.torch.tensors import fake_tensors
+from compiled_llm.compat.torch.tensors import fake_tensors, is_wrapper
 from compiled_llm.kinds.kind import Layer
 from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.restore import attributes_restored
+from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops import Geometry
 
 _widths: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
@@ -21,18 +23,37 @@ _widths: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 def weights_of_a_layer(model: PreTrainedModel, layers: int) -> int:
     """Return how many weights the matrices of a layer have; experts, of which few are used, are not counted."""
-    return sum(weight.numel() for weight in _matrices(model)) // layers
+    return sum(count for count, _ in _matrices(model)) // layers
 
 
 def matrix_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of the matrices of all layers, counted as ``weights_of_a_layer`` counts them."""
-    return sum(weight.nbytes for weight in _matrices(model))
+    return sum(size for _, size in _matrices(model))
 
 
-def _matrices(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[int, int]]:
+    """Yield how many weights each matrix has, and how many bytes; both ends of the model are left out."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    others = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
-    return (weight for weight in model.parameters() if weight.dim() == 2 and id(weight) not in others)
+    seen = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    for module in model.modules():
+        if module not in ends and (packed := _packed_matrix(module)) is not None:
+            yield packed
+            continue
+        for weight in module._parameters.values():
+            if weight is not None and weight.dim() == 2 and id(weight) not in seen:
+                seen.add(id(weight))
+                yield weight.numel(), weight.nbytes
+
+
+def _packed_matrix(module: nn.Module) -> tuple[int, int] | None:
+    """Return the weights that a layer of another library stands for, and its bytes; None of any other module."""
+    sizes = [vars(module).get(name) for name in ("in_features", "out_features")]
+    weight = module._parameters.get("weight")
+    plain = type(weight) is nn.Parameter and weight.element_size() > 1
+    if plain or module._modules or not all(isinstance(size, int) for size in sizes):
+        return None
+    held = {id(tensor): tensor.nbytes for tensor in tensors_of(module) if not is_wrapper(tensor)}
+    return math.prod(cast("list[int]", sizes)), sum(held.values())
 
 
 def logits_width(model: PreTrainedModel) -> int:

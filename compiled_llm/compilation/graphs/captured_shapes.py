@@ -48,7 +48,7 @@ class CapturedShapes:
         worth = [tokens for tokens in CAPTURED_TOKENS if tokens * weights <= _DEVICE_BOUND]
         self._weights, self._query_width = weights, query_width
         # tokens that the device computes in half the time that the host takes to launch a prefill
-        self.spare = _DEVICE_BOUND // (4 * max(1, weights))  # what is packed counts as no weights
+        self.spare = _DEVICE_BOUND // (4 * max(1, weights))
         self._by_rows: dict[int, list[StepKey]] = {}
         for rows in sorted({2, min(8, most), most}):
             needed = max(rows, min(max_tokens, min(rows, max_rows) * max_row_tokens))

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import compiled_llm
 from compiled_llm.compat.torch.tensors import is_wrapper
+from compiled_llm.model.sizes import matrix_bytes, weights_of_a_layer
 from compiled_llm.model.version.tensors import tensors_of
 from support.huggingface.pairs import OPTIONS
 from support.packed_layers import (
@@ -95,6 +96,18 @@ def test_compiled_programs_give_the_same_tokens(name: str) -> None:
     assert torch.equal(answer(own), expected)
     assert torch.equal(answer(own), expected)
     assert own.compiled.stats().recompiles == 0
+
+
+@pytest.mark.parametrize("name", PACK)
+def test_a_packed_layer_has_as_many_weights_as_unpacked_and_the_bytes_that_it_has(name: str) -> None:
+    """Which prefills are captured follows from the first, and which steps are mixed from the second."""
+    own = packed(PACK[name][1])
+    plain = unpacked_model(own)
+    assert weights_of_a_layer(own, 2) == weights_of_a_layer(plain, 2)
+    shadows = sum(module.stands_for.nbytes for module in own.modules() if hasattr(module, "stands_for"))
+    shadows += sum(weight.values.nbytes for weight in own.parameters() if hasattr(weight, "qdata"))
+    share = (matrix_bytes(own) - shadows) / matrix_bytes(plain)
+    assert 0.1 < share < (16 if "tiles" in name else 0.7)  # tiles are filled up to 1,024 inputs
 
 
 def test_packed_false_leaves_all_to_the_library() -> None:
