@@ -218,7 +218,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", help="a shape of shapes.py")
     parser.add_argument("--load", help="a quantised model in place of random weights: a folder or hub id")
-    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--formats", default="int4-g128,nf4,fp8-block,int8", help=f"of {', '.join(FORMATS)}")
     parser.add_argument("--library", help=f"formats that a library packs, in place of these: {','.join(LIBRARIES)}")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256")
     parser.add_argument("--prompts", default="128,512,1024,8192", help="tokens of prompts of one row")

@@ -36,6 +36,28 @@ class Linear4bit(nn.Linear):
     """As that of bitsandbytes."""
 
 
+class PackedGroupedQuantLinear(nn.Linear):
+    """As GPTQModel's, with words of 4 bits."""
+
+    bits, pack_dtype = 4, torch.int32
+
+    def qzero_format(self) -> int:
+        """Say that zeros are what they are, and not one less."""
+        return 2
+
+
+class TorchLinear(PackedGroupedQuantLinear):
+    """As GPTQModel's for GPTQ, with words along the inputs."""
+
+
+class AWQuantLinear(PackedGroupedQuantLinear):
+    """As GPTQModel's for AWQ."""
+
+
+class AwqTorchLinear(AWQuantLinear):
+    """With words along the outputs."""
+
+
 class Params4bit(nn.Parameter):
     """As that of bitsandbytes."""
 
@@ -78,6 +100,29 @@ def _int4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -
     shape = torch.tensor([outputs, inputs], device=device)
     packed = _codes(outputs, inputs // 8, torch.int32, device)
     return _compressed(layer, 4, "group", weight_packed=packed, weight_scale=scales, weight_shape=shape)
+
+
+def _gptq(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    group = min(_GROUP, inputs)
+    order = torch.arange(inputs, dtype=torch.int32, device=device) // group
+    words = _codes(inputs // 8, outputs, torch.int32, device)
+    return _grouped(TorchLinear, outputs, inputs, dtype, qweight=words, g_idx=order)
+
+
+def _awq(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    return _grouped(AwqTorchLinear, outputs, inputs, dtype, qweight=_codes(inputs, outputs // 8, torch.int32, device))
+
+
+def _grouped(kind: Any, outputs: int, inputs: int, dtype: torch.dtype, **tensors: Tensor) -> nn.Module:
+    device, groups = tensors["qweight"].device, inputs // min(_GROUP, inputs)
+    with torch.device("meta"):
+        layer: Any = kind(inputs, outputs, bias=False)
+    del layer._parameters["weight"]
+    eights = torch.full((groups, outputs // 8), 0x88888888 - 2**32, dtype=torch.int32, device=device)
+    scales = torch.full((groups, outputs), _DEVIATION / 4.6, dtype=dtype, device=device)
+    for name, tensor in {**tensors, "qzeros": eights, "scales": scales}.items():
+        layer.register_buffer(name, tensor)
+    return cast(nn.Module, layer)
 
 
 def _int8(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -156,7 +201,14 @@ def _bitsandbytes_int8(outputs: int, inputs: int, dtype: torch.dtype, device: to
 
 
 _Maker = Callable[[int, int, torch.dtype, torch.device], nn.Module]
-FORMATS: dict[str, _Maker] = {"int4-g128": _int4, "nf4": _nf4, "fp8-block": _fp8, "int8": _int8}
+FORMATS: dict[str, _Maker] = {
+    "int4-g128": _int4,
+    "nf4": _nf4,
+    "fp8-block": _fp8,
+    "int8": _int8,
+    "gptq": _gptq,
+    "awq": _awq,
+}
 """Without the libraries."""
 
 LIBRARIES: dict[str, _Maker] = {
