@@ -79,8 +79,8 @@ def _mode_for(run: nn.Module | None) -> type[FakeTensorMode]:
 
 def _is_bare(kind: type[Tensor]) -> bool:
     """Whether tensors of a class are parameters, with more attributes, and stand for no others."""
-    own = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return issubclass(kind, nn.Parameter) and kind is not nn.Parameter and not own
+    dispatch = attrgetter("__torch_dispatch__")
+    return issubclass(kind, nn.Parameter) and kind is not nn.Parameter and dispatch(kind) is dispatch(Tensor)
 
 
 def _packs_weights(model: nn.Module) -> bool:
