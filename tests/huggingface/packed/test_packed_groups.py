@@ -265,3 +265,18 @@ def test_groups_sleep_wake_and_take_new_weights(
     assert torch.equal(answer(own), answer(unpacked_model(other)))
     assert len(storages(own, "gate_proj", "up_proj")) == 1
     assert set(products) == {TOGETHER}
+
+
+@pytest.mark.whole
+def test_copied_tables_go_while_the_model_sleeps_and_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
+    own = wrapped(packed(ao_int4_tiles))
+    tokens, (group, _) = answer(own), own.compiled.facts.groups_of_stand_ins
+    members = own.compiled.facts.stand_ins._members(group)
+    with Engine(own, tokenizer=None) as engine:
+        engine.sleep(weights=True)
+        assert all(member.stand_in.scales is None for member in members)
+        engine.wake()
+        assert torch.equal(answer(own), tokens)
+    assert are_one(own.compiled.facts.stand_ins._members(group))
+    assert len(storages(own, "q_proj", "k_proj", "v_proj")) == 1
