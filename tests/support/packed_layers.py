@@ -125,10 +125,10 @@ def ao_int4(linear: nn.Linear) -> nn.Module:
     return _with_weight(linear, Int4Tensor(values, qdata=packed, scale=tables[0], zero_point=tables[1], **parts))
 
 
-def ao_int4_tiles(linear: nn.Linear) -> nn.Module:
+def ao_int4_tiles(linear: nn.Linear, group: int = GROUP) -> nn.Module:
     outputs, inputs = linear.weight.shape
     padded = pad(linear.weight.detach(), (0, -inputs % 1024, 0, -outputs % 8))
-    groups, _ = _in_groups(padded)
+    groups, _ = _in_groups(padded, group)
     lowest, highest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale = ((highest - lowest) / 15).clamp(min=1e-6).bfloat16().float()
     zero = (lowest + 8 * scale).bfloat16().float()
@@ -142,7 +142,7 @@ def ao_int4_tiles(linear: nn.Linear) -> nn.Module:
                 words[:, :, lane, word] |= flat[lane // 4 :: 8, first + column :: 128] << 4 * place
     tables = torch.stack([scale[..., 0].t(), zero[..., 0].t()], -1).bfloat16().contiguous()
     packed = torch.where(words >= 2**31, words - 2**32, words).int()
-    parts = {"block_size": [1, GROUP], "act_pre_scale": None}
+    parts = {"block_size": [1, group], "act_pre_scale": None}
     return _with_weight(linear, Int4TilePackedTo4dTensor(values, qdata=packed, scale_and_zero=tables, **parts))
 
 

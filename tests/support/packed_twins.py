@@ -33,7 +33,8 @@ PACKS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "float8 by row": lambda linear: ct_typed(linear, torch.float8_e4m3fn),
     "GPTQ": gptq,
     "AWQ": awq,
-    "torchao's tiles": ao_int4_tiles,
+    "torchao's tiles": lambda linear: ao_int4_tiles(linear, BLOCK),
+    "torchao's tiles, groups of 32": ao_int4_tiles,
 }
 """What the libraries compute without kernels of their own: unpacked to 16 bits, multiplied; FP8 rounds rows as well."""
 
