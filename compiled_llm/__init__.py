@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compiled_llm.compilation.compile_error import CompileError
+    from compiled_llm.compilation.torch_compile.compile_error import CompileError
     from compiled_llm.config import KVScales, WrapConfig
     from compiled_llm.demo_model.demo import demo
     from compiled_llm.engine.engine import DeviceLostError, Engine, QueueFullError
@@ -57,7 +57,7 @@ __all__ = [
 
 # Imported at first use: torch and transformers take seconds, for which `compiled-llm --help` should not wait.
 _HOMES = {
-    "CompileError": "compiled_llm.compilation.compile_error",
+    "CompileError": "compiled_llm.compilation.torch_compile.compile_error",
     "DeviceLostError": "compiled_llm.engine.engine",
     "Engine": "compiled_llm.engine.engine",
     "EngineDescription": "compiled_llm.engine.metrics",

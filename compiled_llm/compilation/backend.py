@@ -11,7 +11,6 @@ from torch import fx
 from compiled_llm.compat.torch.dynamo import leave_unguarded
 from compiled_llm.compat.torch.inductor import compile_with_inductor
 from compiled_llm.compat.torch.tensors import note_examples
-from compiled_llm.compilation.compile_only import not_run_yet
 from compiled_llm.compilation.passes.empty_parts import copy_lone_parts
 from compiled_llm.compilation.regions import (
     Examples,
@@ -21,6 +20,7 @@ from compiled_llm.compilation.regions import (
     join,
     without_symbols,
 )
+from compiled_llm.compilation.torch_compile.compile_only import not_run_yet
 from compiled_llm.compilation.tracing.layer_marks import fill
 from compiled_llm.kinds.registry import state_ops
 from compiled_llm.model.version.training import FLAGS

@@ -22,8 +22,8 @@ from compiled_llm.compat.torch.dynamo import (
 )
 from compiled_llm.compilation.artifacts.artifacts import NotInArtifactsError
 from compiled_llm.compilation.backend import Inductor
-from compiled_llm.compilation.compile_error import CompileError
-from compiled_llm.compilation.compile_only import CompiledOnlyError, compiles_only, compiling_only
+from compiled_llm.compilation.torch_compile.compile_error import CompileError
+from compiled_llm.compilation.torch_compile.compile_only import CompiledOnlyError, compiles_only, compiling_only
 
 logger = logging.getLogger("compiled_llm.graphs")
 

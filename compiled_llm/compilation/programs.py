@@ -39,7 +39,6 @@ from compiled_llm.compilation.bounded import Bounded
 from compiled_llm.compilation.graphs.outputs import StepOutputs
 from compiled_llm.compilation.graphs.validity import Checks, Guards
 from compiled_llm.compilation.inputs import DecodeInputs, PrefillInputs, UnpagedInputs
-from compiled_llm.compilation.notice import CompilingNotice
 from compiled_llm.compilation.options import passes_for
 from compiled_llm.compilation.passes.append import PreparedInAppend
 from compiled_llm.compilation.passes.attention import PreparedInAttention
@@ -50,6 +49,7 @@ from compiled_llm.compilation.program import Program, ProgramInputs
 from compiled_llm.compilation.program_list import PROGRAMS, program_for
 from compiled_llm.compilation.regions import layers_in_equal_regions
 from compiled_llm.compilation.sampling.sampling import SamplingTables
+from compiled_llm.compilation.torch_compile.notice import CompilingNotice
 from compiled_llm.compilation.tracing.active_adapters import ActiveAdapters
 from compiled_llm.compilation.tracing.hooked_model import hooked_model
 from compiled_llm.compilation.tracing.outline import Outline, Prepared

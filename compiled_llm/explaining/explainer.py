@@ -19,14 +19,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from compiled_llm.config import WrapConfig
 from compiled_llm.execution.lifecycle.runtime import Runtime, runtime_of
 from compiled_llm.execution.reporting.inner_reasons import OTHER_OUTPUTS, asked_by_config, inner_reasons
-from compiled_llm.explaining import breaks
+from compiled_llm.explaining.checks import breaks
+from compiled_llm.explaining.checks.graph_checks import uncapturable
+from compiled_llm.explaining.checks.recompiles import environment_in, recompiles_of
 from compiled_llm.explaining.dump.dump import Dump, new_folder
 from compiled_llm.explaining.findings import Finding, Findings, general
-from compiled_llm.explaining.graph_checks import uncapturable
 from compiled_llm.explaining.history import history_of, timings_of
-from compiled_llm.explaining.recompiles import environment_in, recompiles_of
+from compiled_llm.explaining.profile.timings import Timing
 from compiled_llm.explaining.report import Report
-from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Sandbox, Trace
 from compiled_llm.kinds.refusals import UnsupportedModelError
 from compiled_llm.kinds.registry import packing

@@ -9,10 +9,10 @@ from typing import Any
 from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.reporting.events import ColdStart
 from compiled_llm.explaining.advice import advise_change
+from compiled_llm.explaining.checks.recompiles import recompiles_of
 from compiled_llm.explaining.findings import Finding, Findings, general
-from compiled_llm.explaining.recompiles import recompiles_of
+from compiled_llm.explaining.profile.timings import Prompts, Timing, measure
 from compiled_llm.explaining.report import Report
-from compiled_llm.explaining.timings import Prompts, Timing, measure
 from compiled_llm.explaining.wording import cause_of, wait_of
 from compiled_llm.model.places import blame, stack_in
 

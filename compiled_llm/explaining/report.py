@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from compiled_llm.execution.reporting.plain_text import plain_text
 from compiled_llm.explaining.findings import Finding
 from compiled_llm.explaining.page import page
+from compiled_llm.explaining.profile.timings import Timing
 from compiled_llm.explaining.subject import head_rows, subject_of, title_of
-from compiled_llm.explaining.timings import Timing
 from compiled_llm.explaining.tracing import Trace
 from compiled_llm.explaining.wording import (
     CLEAN,

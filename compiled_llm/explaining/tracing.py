@@ -43,7 +43,7 @@ from compiled_llm.execution.lifecycle.runtime import runtime_of
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.progress import ProgressDisplay
 from compiled_llm.execution.threads.executor import executor_for
-from compiled_llm.explaining.timings import Prompts, Timing, measure, tokens_to_hold
+from compiled_llm.explaining.profile.timings import Prompts, Timing, measure, tokens_to_hold
 from compiled_llm.model.facts import ModelFacts
 from compiled_llm.model.places import Place
 from compiled_llm.model.sizes import max_positions_of

@@ -15,7 +15,7 @@ from compiled_llm.compat.torch import dynamo, inductor
 from compiled_llm.compilation.artifacts import artifacts
 from compiled_llm.compilation.backend import Inductor
 from compiled_llm.compilation.bounded import Bounded
-from compiled_llm.compilation.notice import CompilingNotice
+from compiled_llm.compilation.torch_compile.notice import CompilingNotice
 
 pytestmark = pytest.mark.core
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compiled_llm.compat.torch.dynamo import forget, own_copy
 from compiled_llm.compilation.backend import Inductor
-from compiled_llm.compilation.notice import CompilingNotice
+from compiled_llm.compilation.torch_compile.notice import CompilingNotice
 
 pytestmark = pytest.mark.core
 

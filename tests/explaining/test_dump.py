@@ -19,10 +19,10 @@ import compiled_llm
 from compiled_llm.compilation import backend, programs
 from compiled_llm.compilation.program_list import DECODE_MANY, PREFILL
 from compiled_llm.compilation.tracing import layer_marks
-from compiled_llm.explaining import timings
 from compiled_llm.explaining.dump import dump
 from compiled_llm.explaining.dump.links import NODES, SourceLink, kernels_of, lines_of, parts_of
 from compiled_llm.explaining.dump.pages import DumpPages, link_to
+from compiled_llm.explaining.profile import timings
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import Sandbox
 from compiled_llm.model.places import Place

@@ -30,9 +30,10 @@ from compiled_llm.compilation.graphs import cuda_graphs
 from compiled_llm.compilation.inputs import DecodeInputs
 from compiled_llm.compilation.program_list import DECODE_ONE
 from compiled_llm.compilation.programs import Arguments
-from compiled_llm.explaining import timings, tracing
+from compiled_llm.explaining import tracing
+from compiled_llm.explaining.checks.recompiles import recompiles_of
+from compiled_llm.explaining.profile import timings
 from compiled_llm.explaining.profile.step_bytes import step_bytes
-from compiled_llm.explaining.recompiles import recompiles_of
 from compiled_llm.explaining.report import Report
 from compiled_llm.explaining.tracing import BrokenPrograms
 from compiled_llm.explaining.wording import next_steps

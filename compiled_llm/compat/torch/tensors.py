@@ -64,7 +64,7 @@ class _LenientMode(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _taken(self, tensor: Tensor) -> Tensor:
-        if not _is_bare(type(tensor)):
+        if not _is_plain_subclass(type(tensor)):
             return tensor
         if id(tensor) not in self._plain:
             with no_dispatch():
@@ -74,11 +74,11 @@ class _LenientMode(FakeTensorMode):
 
 def _mode_for(run: nn.Module | None) -> type[FakeTensorMode]:
     classes = set() if run is None else {type(weight) for weight in run.parameters()}
-    return _LenientMode if any(map(_is_bare, classes)) else FakeTensorMode
+    return _LenientMode if any(map(_is_plain_subclass, classes)) else FakeTensorMode
 
 
-def _is_bare(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class are parameters, with more attributes, and stand for no others."""
+def _is_plain_subclass(kind: type[Tensor]) -> bool:
+    """Whether a subclass of ``Parameter`` adds attributes alone: its tensors are plain ones, and wrap no others."""
     dispatch = attrgetter("__torch_dispatch__")
     return issubclass(kind, nn.Parameter) and kind is not nn.Parameter and dispatch(kind) is dispatch(Tensor)
 

@@ -14,7 +14,7 @@ from compiled_llm.model.version.model_version import Placement
 UNSERVED_OUTPUTS: tuple[SlowPath, ...] = ("output_attentions", "output_router_logits")
 """Outputs of layers that only HuggingFace's own forward gives; the model computes them if its config says so."""
 OTHER_OUTPUTS: tuple[SlowPath, ...] = ("output_hidden_states", *UNSERVED_OUTPUTS)
-"""What the forward of ``generate`` does not return, unless HuggingFace's own runs."""
+"""Outputs that only HuggingFace's own forward returns in ``generate``."""
 
 
 def asked_by_config(config: PreTrainedConfig) -> Iterator[Reason]:

@@ -1,7 +1,8 @@
 """Scales and zeros of packed weights that multiply one input, copied into one table for one product."""
 
-# Of tables that lie by groups of inputs no layer's part is a piece of memory. They are copied, then: the library goes
-# on reading its own. In the copy a group's scales and zeros are neighbours, as torch's kernel for tiles reads them.
+# Where tables lie by groups of inputs, one table of several layers has their parts in turn for each group, so that no
+# library could keep its part contiguous: it keeps its own, and we read a copy. In the copy scales and zeros alternate,
+# as torch's kernel for tiles reads them.
 # Shapes: N outputs, K inputs, G groups of inputs with a scale of their own.
 
 from __future__ import annotations

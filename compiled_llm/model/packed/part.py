@@ -166,7 +166,7 @@ class PackedStandIns:
 
 
 class _Readings:
-    """What readers have said of modules, for as long as these have the same tensors."""
+    """Remembers what readers said of each module, until one of its tensors changes."""
 
     # Tables that were made of the library's stay where they are then, and CUDA graphs that read them.
 
@@ -255,7 +255,7 @@ def _check_all_read(found: Mapping[nn.Module, tuple[str, ReadWeight | Stays]]) -
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes of a device's memory are free, or kept by PyTorch for whoever asks; None on a CPU."""
+    """Return a device's free bytes, with those that PyTorch's allocator caches; None on a CPU."""
     if device.type != "cuda":
         return None
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -20,7 +20,7 @@ from compiled_llm_ops.packed.formats import TILE_OUTPUTS
 
 _LAYOUTS = ("rows", "high_first", "tiles")
 _STACKED = {"codes": 16, "scales": 1, "zeros": 1}
-"""What lies side by side, and at multiples of how many bytes each part begins: TMA reads codes, none reads tables."""
+"""The tensors that lie side by side, and the alignment of each part in bytes; TMA reads codes alone."""
 
 
 class Member(NamedTuple):
@@ -36,7 +36,7 @@ def can_be_one(group: Sequence[Member]) -> bool:
     format, outputs = first.format, [member.stand_in.out_features for member in group[:-1]]
     if format.layout not in _LAYOUTS or not format.outputs or any(count % format.outputs for count in outputs):
         return False
-    if format.layout == "tiles" and any(map(_is_filled_up, group[:-1])):
+    if format.layout == "tiles" and any(map(_is_padded, group[:-1])):
         return False
     return first.nested is None and all(
         (own.format, own.in_features, own.bias is None) == (format, first.in_features, first.bias is None)
@@ -45,8 +45,8 @@ def can_be_one(group: Sequence[Member]) -> bool:
     )
 
 
-def _is_filled_up(member: Member) -> bool:
-    """Whether tiles of a layer have more outputs than it has."""
+def _is_padded(member: Member) -> bool:
+    """Whether a layer's tiles have more outputs than the layer."""
     codes, outputs = member.stand_in._parameters["codes"], member.stand_in.out_features
     return outputs % TILE_OUTPUTS != 0 or (codes is not None and len(codes) * TILE_OUTPUTS != outputs)
 
@@ -99,12 +99,10 @@ def _stand_ins(group: Sequence[Member]) -> list[StandInLinear]:
 def _stacks(group: Sequence[Member]) -> Iterator[tuple[list[Tensor], int]]:
     """Yield codes, scales and zeros, unless these are copied, of each layer in turn, and where each may begin."""
     copied = joint_tables.lie_by_groups(_stand_ins(group))
-    for name, alignment in _STACKED.items():
-        if copied and name != "codes":
-            return
+    for name in ("codes",) if copied else _STACKED:
         stack = [member.stand_in._parameters[name] for member in group]
         if stack[0] is not None:
-            yield [entry for entry in stack if entry is not None], alignment
+            yield [entry for entry in stack if entry is not None], _STACKED[name]
 
 
 def _is_one(stack: Sequence[Tensor], alignment: int) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import compiled_llm
 from compiled_llm import Engine, SamplingParams
-from compiled_llm.compilation.compile_error import CompileError
+from compiled_llm.compilation.torch_compile.compile_error import CompileError
 from support.execution.stand_in_cuda_graphs import let_a_cpu_capture
 from support.huggingface.pairs import OPTIONS, pair
 from support.parity import assert_account_is_empty, greedy

@@ -140,11 +140,11 @@ def test_words_along_the_inputs_stay_apart() -> None:
     assert wrapped(packed(gptq)).compiled.facts.groups_of_stand_ins == ()
 
 
-def test_layers_whose_tiles_are_filled_up_stay_apart() -> None:
-    """Outputs of 12 fill two tiles of 8, between which the next layer's would begin."""
-    filled, whole = (member_of(ao_int4_tiles(nn.Linear(128, outputs))) for outputs in (12, 16))
-    assert can_be_one([whole, filled])
-    assert not can_be_one([filled, whole])
+def test_layers_whose_tiles_are_padded_stay_apart() -> None:
+    """12 outputs are padded to two tiles of 8, after which the next layer's would begin."""
+    padded, whole = (member_of(ao_int4_tiles(nn.Linear(128, outputs))) for outputs in (12, 16))
+    assert can_be_one([whole, padded])
+    assert not can_be_one([padded, whole])
 
 
 def test_tables_in_tiles_are_copied_into_one_that_torchs_kernel_takes() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.explaining import timings, tracing
+from compiled_llm.explaining import tracing
+from compiled_llm.explaining.profile import timings
 from compiled_llm.explaining.tracing import Sandbox
 
 

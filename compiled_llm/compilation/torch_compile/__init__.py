@@ -1,0 +1,1 @@
+"""Around ``torch.compile``: its errors, compiling without running, and noticing that Inductor compiles."""
