@@ -159,8 +159,15 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return ``version_of`` of each, by no call of Python's."""
-    return [*map(version_of, tensors)]
+    """Return ``version_of`` of each, by no call of Python's, which subclasses ask for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [*map(version_of, tensors)]
+
+
+def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return where each begins, by no call of Python's, which subclasses ask for."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [*map(Tensor.data_ptr, tensors)]
 
 
 def dispatch_keys(tensor: Tensor) -> int:

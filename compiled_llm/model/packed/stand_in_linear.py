@@ -62,7 +62,8 @@ class StandInLinear(nn.Module):
         """Return ``input @ weight.T + bias``, ``[..., N]``, of the input's dtype."""
         own: Any = self
         bias = None if own.bias is None else own.bias.to(input.dtype)
-        return packed_linear(input, own.codes, own.scales, own.zeros, own.nested, bias, *self._how)
+        # The kernel may begin while the previous one ends, which writes no weight: see the ops' ``kernels.pdl``.
+        return packed_linear(input, own.codes, own.scales, own.zeros, own.nested, bias, *self._how, overlap=True)
 
 
 def _tensors(read: ReadWeight) -> list[Tensor | None]:
@@ -75,6 +76,7 @@ def _kinds(read: ReadWeight) -> tuple[Any, ...]:
     return tuple(None if tensor is None else tensor.dtype for tensor in _tensors(read))
 
 
-def _how(read: ReadWeight) -> tuple[Any, ...]:
+def _how(read: ReadWeight) -> tuple[int, str, str, int, int, bool]:
     """Return what the op takes besides tensors, in its order: outputs and the format."""
-    return (read.weight.shape[0], *read.weight.format)
+    code, layout, outputs, inputs, may_round = read.weight.format
+    return read.weight.shape[0], code, layout, outputs, inputs, may_round

@@ -34,10 +34,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from compiled_llm.compat.forks import lock
+from compiled_llm.compat.torch.tensors import addresses_of
 from compiled_llm.model.version.code import Code, Place, places_of
 from compiled_llm.model.version.contents import Contents
 from compiled_llm.model.version.module_state import ModuleState
@@ -249,7 +250,7 @@ class ModelVersion:
         if not known.is_due("tensors"):
             return
         self._compare_code_of_user()
-        held = [] if known.read is None else list(map(Tensor.data_ptr, known.read.tensors))
+        held = [] if known.read is None else addresses_of(known.read.tensors)
         if known.tensors is None or held != known.held or not known.tensors.valid():
             known.tensors, known.held, self._tensors = Tensors(self._modules()), held, next(self._numbers)
 

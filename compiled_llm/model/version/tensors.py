@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compiled_llm.compat.huggingface import WRITTEN_BY_GENERATE
-from compiled_llm.compat.torch.tensors import wrapped_in
+from compiled_llm.compat.torch.tensors import addresses_of, wrapped_in
 from compiled_llm.model.version.module_tree import same
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -23,31 +23,64 @@ class Tensors:
         self._registered: list[dict[str, Any]] = [
             tensors for module in modules for tensors in (module._parameters, module._buffers) if tensors
         ]
-        self._loose = [(vars(module), name) for module in modules for name in _attributes_with_tensors(module)]
-        self._made_of_others = [
-            (tensors, name)
-            for tensors in self._registered
-            for name, tensor in tensors.items()
-            if tensor is not None and type(tensor) not in _PLAIN
-        ]
         self._known = self._now()
-        self._existing = [tensor for tensor in self._known if tensor is not None]
-        self._addresses = self._addresses_now()
+        self._inside = _Inside(modules, self._known)
+        self._existing = [tensor for tensor in (*self._known, *self._inside.known) if tensor is not None]
+        self._addresses = addresses_of(self._existing)
 
     def valid(self) -> bool:
         """Whether they are the same, at the same addresses; the modules and their dictionaries have been compared."""
-        return same(self._known, self._now()) and self._addresses == self._addresses_now()
+        same_objects = same(self._known, self._now()) and self._inside.valid()
+        return same_objects and self._addresses == addresses_of(self._existing)
 
     def _now(self) -> list[Tensor | None]:
-        registered = chain.from_iterable(map(dict.values, self._registered))
-        return [
-            *registered,
-            *(found for attributes, name in self._loose for found in _tensors_in(attributes.get(name))),
-            *(found for tensors, name in self._made_of_others for found in tensors_inside(tensors.get(name))),
-        ]
+        return [*chain.from_iterable(map(dict.values, self._registered))]
 
-    def _addresses_now(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._existing))
+
+class _Inside:
+    """The tensors in attributes of modules, and those inside weights of other libraries.
+
+    Attributes:
+        known: all of them, each as often as it was found.
+    """
+
+    # A model of 8B has thousands, and each call asks: what holds them is compared first, by no call of Python's.
+
+    def __init__(self, modules: Iterable[nn.Module], registered: Iterable[Tensor | None]) -> None:
+        """Remember what is in modules, and in the tensors that they have ``registered``."""
+        self._loose = [(vars(module), name) for module in modules for name in _attributes_with_tensors(module)]
+        self._made_of_others = [tensor for tensor in registered if tensor is not None and type(tensor) not in _PLAIN]
+        self.known = self._found()
+        self._remember()
+
+    def valid(self) -> bool:
+        """Whether they are the same; those that are registered have been compared."""
+        if self._complete and same(self._held, self._held_now()):
+            return True
+        if not same(self.known, self._found()):
+            return False
+        self._remember()  # attributes beside the tensors are others
+        return True
+
+    def _found(self) -> list[Tensor]:
+        loose = (found for attributes, name in self._loose for found in _tensors_in(attributes.get(name)))
+        return [*loose, *chain.from_iterable(map(tensors_inside, self._made_of_others))]
+
+    def _remember(self) -> None:
+        values: list[Any] = [attributes.get(name) for attributes, name in self._loose]
+        self._objects: list[object] = [value for value in values if _is_dataclass_object(value)]
+        self._objects += chain.from_iterable(map(_holders_in, self._made_of_others))
+        self._collections: list[Sequence[Any]] = [value for value in values if type(value) in (list, tuple)]
+        self._dicts: list[dict[Any, Any]] = [value for value in values if type(value) is dict]
+        self._held = self._held_now()
+        self._complete = {*map(id, self.known)} <= {*map(id, self._held)}
+
+    def _held_now(self) -> list[Any]:
+        """Return what is in attributes, and all that is in what they hold."""
+        attributes: list[Any] = [*map(vars, self._objects)]  # which torch.utils.swap_tensors exchanges
+        inside = chain.from_iterable(map(dict.values, [*attributes, *self._dicts]))
+        loose = [attributes.get(name) for attributes, name in self._loose]
+        return [*loose, *attributes, *inside, *chain.from_iterable(self._collections)]
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
@@ -80,8 +113,12 @@ def _entries_of(value: Any) -> Iterable[Any]:
 
 def tensors_in_dataclass(value: object) -> Iterator[Tensor]:
     """Yield the tensors in the fields of a dataclass, in which modules of bitsandbytes keep scales."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_dataclass_object(value):
         yield from (entry for entry in vars(value).values() if isinstance(entry, Tensor))
+
+
+def _is_dataclass_object(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def tensors_inside(tensor: Tensor | None) -> Iterator[Tensor]:
@@ -93,11 +130,18 @@ def tensors_inside(tensor: Tensor | None) -> Iterator[Tensor]:
             yield inner
             yield from tensors_inside(inner)
         return
-    attributes = [*vars(tensor).values()]
-    if (state := getattr(tensor, "quant_state", None)) is not None:  # of bitsandbytes: scales, and those of these
-        attributes += (*vars(state).values(), *vars(getattr(state, "state2", None) or _Nothing).values())
+    attributes = chain.from_iterable(vars(holder).values() for holder in _holders_in(tensor))
     yield from (value for value in attributes if isinstance(value, Tensor) and value is not tensor)
 
 
-class _Nothing:
-    """An object without tensors."""
+def _holders_in(tensor: Tensor) -> Iterator[object]:
+    """Yield the objects in whose attributes are the tensors that ``tensors_inside`` yields, if they are in any."""
+    if type(tensor) in _PLAIN:
+        return
+    yield tensor
+    if (wrapped := wrapped_in(tensor)) is not None:
+        yield from chain.from_iterable(map(_holders_in, wrapped[0].values()))
+    elif (state := getattr(tensor, "quant_state", None)) is not None:  # of bitsandbytes: scales, and those of these
+        yield state
+        if (nested := getattr(state, "state2", None)) is not None:
+            yield nested

@@ -11,7 +11,7 @@ import torch
 from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import DTYPES
-from compiled_llm_ops.packed.rule import Library, can_be_rounded, choose
+from compiled_llm_ops.packed.rule import Library, can_be_rounded, choose, overlaps
 from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, can_be_joined
 from compiled_llm_ops.packed.unpack import unpack
 from support.ops.packed_weights import FORMATS
@@ -55,6 +55,12 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
             fewest = 17 if weight.format.code == "nf4" else 1 if weight.format.layout in WORDS else 9
             assert choice.joined == (m >= fewest and can_be_joined(weight, torch.bfloat16))
             assert choice.rows >= m
+
+
+@pytest.mark.parametrize(("name", "most"), [("bitsandbytes NF4", 4), ("GPTQ", 32)])
+def test_few_rows_overlap(name: str, most: int) -> None:
+    format = FORMATS[name][0]
+    assert [m for m in range(1, 65) if overlaps(m, format)] == [*range(1, most + 1)]
 
 
 def test_products_that_are_left_to_cublas() -> None:

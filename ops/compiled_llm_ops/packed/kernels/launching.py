@@ -15,7 +15,7 @@ from compiled_llm_ops.packed.kernels.few_rows import multiply_few
 from compiled_llm_ops.packed.kernels.joined import multiply as multiply_joined
 from compiled_llm_ops.packed.kernels.tiles import multiply as multiply_tiles
 from compiled_llm_ops.packed.kernels.unpacking import round_rows, unpack_into
-from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, choose
+from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, choose, overlaps
 from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs
 from compiled_llm_ops.packed.unpack import unpack
 
@@ -25,7 +25,7 @@ UNPACKING_CAPABILITY = {"e4m3": (8, 9)}  # from which on Triton converts codes; 
 def multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bool) -> Tensor:
     """Return ``rows @ weight.T + bias``, ``[M, N]`` contiguous, for rows ``[M, K]``, contiguous."""
     choice = choose(len(rows), weight, rows.dtype, processors_of(rows.device))
-    return multiply_as(choice, rows, weight, bias, pdl=pdl)
+    return multiply_as(choice, rows, weight, bias, pdl=pdl and overlaps(len(rows), weight.format))
 
 
 def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bool) -> Tensor:
