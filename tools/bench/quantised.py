@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 import compiled_llm
 
 PROMPT = 32
-RUNS = 3
+RUNS = 5
 CAPTURED_AFTER = 12
 """Calls with a prompt after which it has a CUDA graph of its own; before, it may run in a longer prompt's."""
 WAYS = ("ours", "library", "huggingface")

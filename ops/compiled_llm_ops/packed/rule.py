@@ -24,8 +24,7 @@ from compiled_llm_ops.packed.tilings import (
     way_of,
 )
 
-MAX_OF_TORCH, MAX_OF_SHORT_GROUPS = 1, 16
-"""Rows up to which torch's kernel multiplies with tiles, and with tiles that ours cannot read: groups of 32 and 64."""
+MAX_OF_TORCH = 16  # rows up to which torch's kernel multiplies with tiles that ours cannot read: groups of 32 and 64
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
 
@@ -95,10 +94,9 @@ MAX_SPLITS = 8
 
 MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most
 
-MAX_OVERLAPPED, MAX_OVERLAPPED_OF = 4, {"words_by_input": 32}
+MAX_OVERLAPPED, MAX_OVERLAPPED_OF = 4, {"words_by_input": 32, "words_by_output": 0}
 """Rows up to which a product begins while the previous kernel ends, if it may; the latter by layout."""
-# Steps of Qwen3-8B's shape on an H200 took 2 to 7 % less with as many. With more some did, and others took 5 to 12 %
-# more: FP8 with 8 rows, int4 with 16, NF4 with 8 and 32.
+# Steps of Qwen3-8B's shape on an H200 took 2 to 7 % less with as many; with AWQ's words 2 to 4 % more.
 
 
 class Library(Enum):
@@ -125,7 +123,7 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.ROUNDED
     inputs = block_inputs(format, MAX_BLOCK)
     short = inputs > 0 and way_of(format, inputs) == "gathered"
-    if m <= (MAX_OF_SHORT_GROUPS if short else MAX_OF_TORCH) and dtype is torch.bfloat16 and int4pack.is_taken(weight):
+    if short and m <= MAX_OF_TORCH and dtype is torch.bfloat16 and int4pack.is_taken(weight):
         return Library.TORCH
     if not inputs or short or m > MAX_ROWS_OF.get(_kind(format, inputs), MAX_ROWS):
         return Library.UNPACKED
