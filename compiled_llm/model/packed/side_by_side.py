@@ -198,7 +198,9 @@ def _fuse(graph: fx.Graph, products: Sequence[fx.Node], group: Sequence[StandInL
             for node, stack in zip(tensors[:3], stacks, strict=True)
         ]
         bias = None if group[0].bias is None else _joined(graph, biases, group[0].bias, example_of(rows))
-        product = graph.call_function(first.target, (rows, *wholes, None, bias, total, *products[0].args[7:]))
+        product = graph.call_function(
+            first.target, (rows, *wholes, None, bias, total, *products[0].args[7:]), products[0].kwargs
+        )
         product.meta.update({key: value for key, value in first.meta.items() if key != "example_value"})
         start = 0
         for node, own in zip(products, group, strict=True):
