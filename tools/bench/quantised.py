@@ -33,8 +33,6 @@ import compiled_llm
 
 PROMPT = 32
 RUNS = 5
-CAPTURED_AFTER = 12
-"""Calls with a prompt after which it has a CUDA graph of its own; before, it may run in a longer prompt's."""
 WAYS = ("ours", "library", "huggingface")
 
 
@@ -147,6 +145,8 @@ def _measured(
             model, max_batch_size=max(rows), kv_memory=f"{tokens} tokens", packed=packed, mode=options.mode
         )
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    if way != "huggingface":
+        model.compiled.warmup(rows)  # what is captured between steps would be timed with them
     for count in rows:
         _seconds(model, _prompt(model, count, device), 4, device)
     for tokens in prompts:
@@ -176,9 +176,8 @@ def _step(model: Any, rows: int, new: int, device: torch.device) -> float:
 def _first(model: Any, tokens: int, device: torch.device) -> float:
     """Return milliseconds of a prompt of one row and its first token."""
     inputs = _prompt(model, 1, device, tokens)
-    before = CAPTURED_AFTER if hasattr(model, "compiled") else 2
-    took = [_seconds(model, inputs, 1, device) for _ in range(before + RUNS)]
-    return statistics.median(took[before:]) * 1e3
+    took = [_seconds(model, inputs, 1, device) for _ in range(RUNS + 2)]
+    return statistics.median(took[2:]) * 1e3
 
 
 def _seconds(model: Any, inputs: dict[str, torch.Tensor], new: int, device: torch.device) -> float:
