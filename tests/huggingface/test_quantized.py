@@ -271,7 +271,7 @@ WAYS = [
         lambda: _torchao("Int8WeightOnlyConfig"),
         "torchao",
         ours=True,
-        cuda="times of random weights",
+        cuda="packed by the library",
     ),
     Way(
         "the same with `include_input_output_embeddings`",
@@ -286,18 +286,25 @@ WAYS = [
     ),
     Way("torchao, `Float8WeightOnlyConfig`", lambda: _torchao("Float8WeightOnlyConfig"), "torchao", ours=True),
     Way("torchao, `IntxWeightOnlyConfig`", lambda: _torchao("IntxWeightOnlyConfig"), "torchao"),
-    Way("bitsandbytes, `load_in_4bit`", lambda: _bitsandbytes(load_in_4bit=True), "bitsandbytes"),
+    Way(
+        "bitsandbytes, `load_in_4bit`",
+        lambda: _bitsandbytes(load_in_4bit=True),
+        "bitsandbytes",
+        cuda="packed by the library",
+    ),
     Way(
         'bitsandbytes, `load_in_4bit`, `bnb_4bit_quant_type="nf4"`, `bnb_4bit_use_double_quant`',
         lambda: _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
         "bitsandbytes",
         ours=True,
+        cuda="packed by the library",
     ),
     Way(
         "bitsandbytes, `load_in_8bit`, `llm_int8_threshold=0.0`",
         lambda: _bitsandbytes(load_in_8bit=True, llm_int8_threshold=0.0),
         "bitsandbytes",
         ours=True,
+        cuda="packed by the library",
         rounds=0.3,
     ),
     Way("bitsandbytes, `load_in_8bit` as it is", lambda: _bitsandbytes(load_in_8bit=True), "bitsandbytes", OUTLIERS),
@@ -324,6 +331,7 @@ WAYS = [
         lambda: loaded(_packed("gptq"), quantization_config=GPTQConfig(bits=4, backend="gptq_torch")),
         "gptqmodel",
         ours=True,
+        cuda="random weights",
         rounds=0.03,  # to float16
     ),
     Way("AWQ, loaded with GPTQModel", lambda: loaded(_packed("awq")), "gptqmodel", ours=None),
@@ -332,6 +340,7 @@ WAYS = [
         lambda: loaded(_packed("awq"), quantization_config=AwqConfig(bits=4, backend="torch_awq")),
         "gptqmodel",
         ours=True,
+        cuda="random weights",
         rounds=0.03,  # to float16
     ),
 ]
