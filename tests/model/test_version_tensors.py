@@ -41,22 +41,22 @@ def found_in(modules: list[Any]) -> list[Tensor]:
 
 
 def holders(modules: list[Any]) -> list[dict[str, Any]]:
-    """The dictionaries in which tensors are that are no parameters."""
+    """The attributes of weights, of what these have beside their numbers, and of a dataclass."""
     inside = [vars(weight) for module in modules for weight in module._parameters.values() if weight is not None]
     states = [vars(state) for held in inside if (state := held.get("quant_state")) is not None]
     nested = [vars(state) for held in states if (state := held.get("state2")) is not None]
-    loose = modules[0]
-    return [held for held in (*inside, *states, *nested, vars(loose.state), loose.named, vars(loose)) if held]
+    return [held for held in (*inside, *states, *nested, vars(modules[0].state)) if held]
 
 
 def another_tensor(modules: list[Any], drawn: random.Random) -> None:
-    places = [(held, name) for held in holders(modules) for name, value in held.items() if type(value) is Tensor]
+    held_anywhere = [*holders(modules), modules[0].named, vars(modules[0])]
+    places = [(held, name) for held in held_anywhere for name, value in held.items() if type(value) is Tensor]
     held, name = drawn.choice(places)
     held[name] = held[name].clone()
 
 
 def beside_tensors(modules: list[Any], drawn: random.Random) -> None:
-    drawn.choice(holders(modules)[:-2])["written_beside"] = object()
+    drawn.choice(holders(modules))["written_beside"] = object()
 
 
 def exchanged(modules: list[Any], drawn: random.Random) -> None:

@@ -159,13 +159,13 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return ``version_of`` of each, by no call of Python's, which subclasses ask for."""
+    """Return ``version_of`` of each; subclasses of torch's tensors are not asked, whose Python code takes long."""
     with torch._C.DisableTorchFunctionSubclass():
         return [*map(version_of, tensors)]
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return where each begins, by no call of Python's, which subclasses ask for."""
+    """Return the address of each; subclasses of torch's tensors are not asked, whose Python code takes long."""
     with torch._C.DisableTorchFunctionSubclass():
         return [*map(Tensor.data_ptr, tensors)]
 

@@ -1,1 +1,1 @@
-"""What keeps a program from one graph: graph breaks, recompiles, and nodes that no CUDA graph may contain."""
+"""Checks of programs: where a graph breaks, why one recompiles, and which nodes no CUDA graph can capture."""

@@ -130,7 +130,7 @@ def _sharing(tensor: Tensor, module: nn.Module) -> Iterator[Tensor]:
 
 
 def _can_move(stack: Sequence[Tensor], alignment: int, holders: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether tensors lie by outputs, and nobody else has their memory."""
+    """Whether tensors can be moved into one storage: they have equal rows, and share no memory with others."""
     owners: dict[int, int] = {}
     for held in chain.from_iterable(holders):
         address = held.untyped_storage().data_ptr()
