@@ -36,7 +36,7 @@ def packed_linear(args: PackedLinear) -> Tensor:
         group_inputs: how many inputs share a scale; 0 for all.
         may_round: whether a kernel may round rows to e4m3, by 128 inputs.
         overlap: as of ``skinny_linear``: the previous kernel must write nothing of the weight then, nor its tables.
-            Products of more than a few rows begin after it all the same (``rule.overlaps``).
+            Products that would take longer so begin after it all the same (``PackedLinearTiling.overlap``).
 
     Returns:
         ``[..., N]``, contiguous.

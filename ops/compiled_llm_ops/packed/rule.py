@@ -35,6 +35,13 @@ outputs for each multiprocessor, which cuBLAS does not split."""
 TILE_ROWS = (8, 16, 32, 64, 128)
 
 
+MAX_OVERLAPPED = 4
+"""Rows up to which a product begins while the previous kernel ends, if it may and its tile does not say otherwise."""
+# Steps of Qwen3-8B's shape on an H200 were timed with and without, by turns. With 2 and 4 rows they take 2 to 4 % less;
+# torchao's tiles 3 to 10 % up to 64 rows, int8 and FP8 2 to 7 % with 16 to 64, GPTQ's words 5 to 8 % up to 32. FP8 and
+# NF4 take 5 and 10 % more with 8 rows, int4 8 % with 16, NF4 12 % with 32, and AWQ's words 2 to 4 %.
+
+
 class Tile(NamedTuple):
     """How a product with tiles of so many rows is cut up."""
 
@@ -43,9 +50,10 @@ class Tile(NamedTuple):
     warps: int
     programs: float  # for each multiprocessor, up to which a tile's inputs are split
     apart: bool = False  # whether the places of bytes or words are operands of their own, if they can be
+    overlapped: int = MAX_OVERLAPPED
 
 
-_BY_OUTPUT = Tile(64, 4, 4, 3.0)
+_BY_OUTPUT = Tile(64, 4, 4, 3.0, overlapped=0)
 _BY_INPUT = Tile(128, 3, 4, 3.0, apart=True)
 _TILED = Tile(128, 3, 4, 3.0)
 _MANY, _MORE = Tile(64, 3, 4, 3.0), Tile(64, 3, 4, 2.0)
@@ -69,16 +77,23 @@ class JoinedTile(NamedTuple):
     stages: int  # blocks of inputs on their way at a time
     programs: float  # for each multiprocessor, up to which a tile's inputs are split
     warps: int = 4
+    overlapped: int = MAX_OVERLAPPED
 
 
-_64 = JoinedTile(64, 128, 4, 2.0)
+_64, _64_OVERLAPPED = JoinedTile(64, 128, 4, 2.0), JoinedTile(64, 128, 4, 2.0, overlapped=64)
 JOINED = {
-    "bytes": (JoinedTile(16, 64, 6, 3.0), JoinedTile(32, 64, 4, 3.0), _64),
-    "halves": (JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), JoinedTile(64, 64, 4, 2.0), _64),
-    "nf4": (JoinedTile(32, 64, 4, 3.0), JoinedTile(64, 64, 4, 6.0), JoinedTile(128, 128, 4, 2.0, 8)),
-    "words_by_input": (JoinedTile(16, 128, 4, 6.0), JoinedTile(32, 128, 4, 3.0), _64),
-    "words_by_output": (JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), _64),
-    "tiles": (JoinedTile(16, 128, 4, 3.0), JoinedTile(32, 128, 4, 3.0), _64),
+    "bytes": (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64_OVERLAPPED),
+    "halves": (
+        *(JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), JoinedTile(64, 64, 4, 2.0, overlapped=64)),
+        _64,
+    ),
+    "nf4": (
+        *(JoinedTile(32, 64, 4, 3.0), JoinedTile(64, 64, 4, 6.0, overlapped=64)),
+        JoinedTile(128, 128, 4, 2.0, 8),
+    ),
+    "words_by_input": (JoinedTile(16, 128, 4, 6.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32), _64),
+    "words_by_output": (JoinedTile(16, 64, 4, 3.0, overlapped=0), JoinedTile(32, 128, 4, 3.0), _64),
+    "tiles": (JoinedTile(16, 128, 4, 3.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32), _64_OVERLAPPED),
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
@@ -93,12 +108,6 @@ FEWEST_STEPS = 4  # blocks of inputs that a program multiplies at least
 MAX_SPLITS = 8
 
 MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most
-
-MAX_OVERLAPPED, MAX_OVERLAPPED_OF = 4, {"words_by_input": 32, "words_by_output": 0}
-"""Rows up to which a product begins while the previous kernel ends, if it may; the latter by layout."""
-# Steps of Qwen3-8B's shape on an H200 took 2 to 8 % less with one and two rows, with GPTQ's words 5 to 8 % up to 32;
-# with AWQ's words they took 2 to 4 % more.
-
 
 class Library(Enum):
     """A product by others' kernels."""
@@ -133,11 +142,6 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
     return tiling_for(m, format, *weight.shape, processors)
 
 
-def overlaps(m: int, format: PackedFormat) -> bool:
-    """Whether a product of M rows is to begin while the previous kernel ends, if the caller allows it."""
-    return m <= MAX_OVERLAPPED_OF.get(format.layout, MAX_OVERLAPPED)
-
-
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
     """Return how a product on tensor cores is cut up, whose codes are not joined by the kernel for that."""
     inputs = block_inputs(format, MAX_BLOCK)
@@ -147,7 +151,9 @@ def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) ->
     tiles = -(-m // rows) * -(-n // tile.outputs)
     splits = min(int(tile.programs * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
     apart = tile.apart and can_be_apart(format, inputs)
-    return PackedLinearTiling(rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps, apart)
+    return PackedLinearTiling(
+        rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps, apart, overlap=m <= tile.overlapped
+    )
 
 
 def joined_tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
@@ -157,7 +163,10 @@ def joined_tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: 
     tile = next((tile for tile in tiles_of if tile.rows >= m), tiles_of[-1])
     tiles = -(-m // tile.rows) * -(-n // tile.outputs)
     splits = min(int(tile.programs * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
-    return PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps, joined=True)
+    return PackedLinearTiling(
+        *(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps),
+        joined=True, overlap=m <= tile.overlapped,
+    )  # fmt: skip
 
 
 def _reading(format: PackedFormat, inputs: int) -> str:

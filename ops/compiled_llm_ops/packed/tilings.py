@@ -20,6 +20,7 @@ class PackedLinearTiling(NamedTuple):
     warps: int
     apart: bool = False  # whether the places of bytes or words are operands of their own
     joined: bool = False  # whether blocks come by TMA, and codes become numbers in the order of the inputs
+    overlap: bool = True  # whether it begins while the previous kernel ends, if it may
 
 
 def way_of(format: PackedFormat, inputs: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import DTYPES
-from compiled_llm_ops.packed.rule import Library, can_be_rounded, choose, overlaps
+from compiled_llm_ops.packed.rule import Library, can_be_rounded, choose
 from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, can_be_joined
 from compiled_llm_ops.packed.unpack import unpack
 from support.ops.packed_weights import FORMATS
@@ -57,10 +57,23 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
             assert choice.rows >= m
 
 
-@pytest.mark.parametrize(("name", "most"), [("bitsandbytes NF4", 4), ("GPTQ", 32), ("AWQ", 0)])
-def test_few_rows_overlap(name: str, most: int) -> None:
-    format = FORMATS[name][0]
-    assert [m for m in range(1, 65) if overlaps(m, format)] == [*range(1, most + 1)]
+@pytest.mark.parametrize(
+    ("name", "overlapping"),
+    [
+        ("bitsandbytes NF4", [*range(1, 5), *range(33, 65)]),
+        ("compressed-tensors int4", [*range(1, 5), *range(33, 65)]),
+        ("torchao int8", [*range(1, 5), *range(9, 65)]),
+        ("torchao int4, tiles", [*range(1, 65)]),
+        ("GPTQ", [*range(1, 33)]),
+        ("AWQ", []),
+    ],
+)
+def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) -> None:
+    def overlaps(m: int) -> bool:
+        choice = choose(m, described(name, 6144, 4096), torch.bfloat16, 132)
+        return isinstance(choice, PackedLinearTiling) and choice.overlap
+
+    assert [m for m in range(1, 257) if overlaps(m)] == overlapping
 
 
 def test_products_that_are_left_to_cublas() -> None:

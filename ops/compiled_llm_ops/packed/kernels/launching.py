@@ -15,7 +15,7 @@ from compiled_llm_ops.packed.kernels.few_rows import multiply_few
 from compiled_llm_ops.packed.kernels.joined import multiply as multiply_joined
 from compiled_llm_ops.packed.kernels.tiles import multiply as multiply_tiles
 from compiled_llm_ops.packed.kernels.unpacking import round_rows, unpack_into
-from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, choose, overlaps
+from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, choose
 from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs
 from compiled_llm_ops.packed.unpack import unpack
 
@@ -25,14 +25,14 @@ UNPACKING_CAPABILITY = {"e4m3": (8, 9)}  # from which on Triton converts codes; 
 def multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bool) -> Tensor:
     """Return ``rows @ weight.T + bias``, ``[M, N]`` contiguous, for rows ``[M, K]``, contiguous."""
     choice = choose(len(rows), weight, rows.dtype, processors_of(rows.device))
-    return multiply_as(choice, rows, weight, bias, pdl=pdl and overlaps(len(rows), weight.format))
+    return multiply_as(choice, rows, weight, bias, pdl=pdl)
 
 
 def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bool) -> Tensor:
     """Return ``rows @ weight.T + bias`` by the kernel that is chosen."""
     if isinstance(choice, PackedLinearTiling):
         kernel = multiply_joined if choice.joined else multiply_tiles
-        return kernel(rows, weight, bias, choice, pdl=pdl)
+        return kernel(rows, weight, bias, choice, pdl=pdl and choice.overlap)
     if isinstance(choice, FewRowsTiling):
         return multiply_few(rows, weight, bias, choice, pdl=pdl)
     if choice is Library.UNPACKED:
