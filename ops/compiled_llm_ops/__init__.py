@@ -43,6 +43,7 @@ from compiled_llm_ops.linear.norm import add_rms_norm
 from compiled_llm_ops.linear.normed_linear import normed_linear
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import packed_linear
+from compiled_llm_ops.packed.linears import packed_linears
 from compiled_llm_ops.recurrent.conv import causal_conv1d
 from compiled_llm_ops.recurrent.delta_rule import gated_delta_rule
 from compiled_llm_ops.recurrent.selective_scan import selective_scan
@@ -110,6 +111,7 @@ __all__ = [
     "ngram_drafts",
     "normed_linear",
     "packed_linear",
+    "packed_linears",
     "paged_attention",
     "paged_attention_lse",
     "paged_attention_variant",

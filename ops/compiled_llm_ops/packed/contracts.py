@@ -29,3 +29,29 @@ class PackedLinear(NamedTuple):
         format = PackedFormat(self.code, self.layout, self.group_outputs, self.group_inputs, self.may_round)
         shape = self.outputs, self.rows.shape[-1]
         return PackedWeight(format, self.codes, self.scales, self.zeros, shape, self.nested)
+
+
+class PackedLinears(NamedTuple):
+    rows: Tensor
+    codes: list[Tensor]
+    scales: list[Tensor]
+    zeros: list[Tensor]
+    bias: Tensor | None
+    code: str
+    layout: str
+    group_inputs: int = 0
+    overlap: bool = False
+
+    @property
+    def outputs(self) -> list[int]:
+        """Those of each weight."""
+        each = 8 if self.layout == "words_by_output" else 1
+        return [codes.shape[-1] * each for codes in self.codes]
+
+    @property
+    def weights(self) -> list[PackedWeight]:
+        """The weights, one after the other."""
+        format, inputs = PackedFormat(self.code, self.layout, 1, self.group_inputs), self.rows.shape[-1]
+        zeros = self.zeros or [None] * len(self.codes)
+        each = zip(self.codes, self.scales, zeros, self.outputs, strict=True)
+        return [PackedWeight(format, codes, scales, own, (outputs, inputs)) for codes, scales, own, outputs in each]

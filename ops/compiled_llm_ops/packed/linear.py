@@ -75,18 +75,19 @@ def scratch_bytes(weight: PackedWeight, dtype: torch.dtype) -> int:
     return weight.shape[0] * weight.shape[1] * dtype.itemsize
 
 
+def check_rows(op: str, rows: Tensor, bias: Tensor | None, outputs: int) -> None:
+    """Raise ValueError if an op cannot multiply rows of this kind, or a bias does not fit them and the outputs."""
+    if rows.dtype not in DTYPES or rows.dim() < 1:
+        raise ValueError(
+            f"{op}: rows must be [..., K] of {', '.join(map(str, DTYPES))}; got {tuple(rows.shape)} {rows.dtype}"
+        )
+    if bias is not None and (bias.shape != (outputs,) or bias.dtype != rows.dtype):
+        raise ValueError(f"{op}: bias must be [{outputs}] {rows.dtype}; got {tuple(bias.shape)} {bias.dtype}")
+
+
 def _check(args: PackedLinear) -> None:
-    if args.rows.dtype not in DTYPES or args.rows.dim() < 1:
-        raise ValueError(
-            f"packed_linear: rows must be [..., K] of {', '.join(map(str, DTYPES))}; got {tuple(args.rows.shape)} "
-            f"{args.rows.dtype}"
-        )
+    check_rows("packed_linear", args.rows, args.bias, args.outputs)
     check_weight("packed_linear", args.weight)
-    bias = args.bias
-    if bias is not None and (bias.shape != (args.outputs,) or bias.dtype != args.rows.dtype):
-        raise ValueError(
-            f"packed_linear: bias must be [{args.outputs}] {args.rows.dtype}; got {tuple(bias.shape)} {bias.dtype}"
-        )
 
 
 @kernel_of(packed_linear, "CPU")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,28 @@ def can_be_joined(weight: PackedWeight, dtype: torch.dtype) -> bool:
     # Blocks come by TMA: rows of codes begin at multiples of 16 bytes.
     row = codes[0].numel() * codes.itemsize if codes.dim() > 1 else 0
     return k % 8 == 0 and row % 16 == 0 and codes.data_ptr() % 16 == 0
+
+
+MOST_TOGETHER, OUTPUTS_TOGETHER = 3, 128
+"""Weights of one launch at most, and what the outputs of all but the last have to be a multiple of."""
+
+
+def can_be_together(weights: Sequence[PackedWeight], dtype: torch.dtype) -> bool:
+    """Whether one launch of the kernel that joins codes multiplies rows of this type with several weights in words."""
+    first = weights[0]
+    return (
+        len(weights) <= MOST_TOGETHER
+        and first.format.layout in ("words_by_input", "words_by_output")
+        and not any(weight.shape[0] % OUTPUTS_TOGETHER for weight in weights[:-1])
+        and len({_kind_of(weight) for weight in weights}) == 1
+        and all(can_be_joined(weight, dtype) for weight in weights)
+    )
+
+
+def _kind_of(weight: PackedWeight) -> tuple[object, ...]:
+    """Return what has to be the same of weights of one launch."""
+    tables = [(table.dtype, table.stride(0)) for table in (weight.scales, weight.zeros) if table is not None]
+    return weight.format, weight.shape[1], *tables
 
 
 def block_inputs(format: PackedFormat, most: int) -> int:

@@ -28,7 +28,7 @@ from compiled_llm_ops.packed.tilings import (
 )
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
-from support.ops.packed_weights import FORMATS, IN_ROWS, Made, finite, side_by_side
+from support.ops.packed_weights import FORMATS, IN_ROWS, IN_WORDS, Made, finite, side_by_side
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -101,12 +101,28 @@ def test_side_by_side_products_have_the_bits_of_those_apart(name: str, seed: int
 
 
 @interpreted
+@pytest.mark.parametrize("name", IN_WORDS)
+@pytest.mark.parametrize("outputs", [(128, 96), (128, 256, 32)], ids=str)
+def test_weights_together_have_the_bits_of_those_apart(name: str, outputs: tuple[int, ...], seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.joined import multiply, multiply_together
+
+    weights, rows = [finite(name, count, 512).weight for count in outputs], torch.randn(19, 512).half()
+    bias, block = torch.randn(sum(outputs)).half(), block_inputs(weights[0].format, 128)
+    for of_tile in (64, 128):
+        cut = PackedLinearTiling(16, of_tile, block, stages=2, splits=3, warps=4, joined=True)
+        each = zip(weights, bias.split(list(outputs)), strict=True)
+        apart = [multiply(rows, own, part, cut, pdl=False) for own, part in each]
+        assert torch.equal(multiply_together(rows, weights, bias, cut, pdl=False), torch.cat(apart, -1))
+
+
+@interpreted
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_format_is_unpacked(name: str, seed: int) -> None:
     from compiled_llm_ops.packed.kernels.unpacking import unpack_into
 
     made = finite(name, 40, 264)
-    values = unpack_into(made.weight, block_inputs(made.weight.format, 128), torch.float32)
+    values = torch.empty(40, 264)
+    unpack_into(values, made.weight, block_inputs(made.weight.format, 128))
     torch.testing.assert_close(values.double(), made.values, rtol=1e-5, atol=1e-5)
 
 
@@ -142,6 +158,32 @@ def test_what_the_rule_chooses_is_launched(name: str, m: int, seed: int, monkeyp
     made = finite(name, 40, 256)
     rows, bias = torch.randn(m, 256).half(), torch.randn(40).half()
     check(launching.multiply(rows, made.weight, bias, pdl=False), rows, made, bias)
+
+
+@interpreted
+@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("outputs", [(128, 128, 48), (48, 128), (128, 128, 128, 16)], ids=str)
+def test_weights_together_are_launched_or_each_alone(
+    outputs: tuple[int, ...], m: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compiled_llm_ops.packed.kernels import launching
+
+    launches = list[int]()
+
+    def noted(rows: Any, weights: Any, *args: Any, **options: Any) -> torch.Tensor:
+        launches.append(len(weights))
+        return multiply_together(rows, weights, *args, **options)
+
+    multiply_together = launching.multiply_together
+    monkeypatch.setattr(launching, "multiply_together", noted)
+    monkeypatch.setattr(launching, "processors_of", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    made = [finite("GPTQ", count, 256) for count in outputs]
+    rows, bias = torch.randn(m, 256).half(), torch.randn(sum(outputs)).half()
+    out = launching.multiply_each(rows, [own.weight for own in made], bias, pdl=False)
+    whole = made[0]._replace(values=torch.cat([own.values for own in made]))
+    check(out, rows, whole, bias)
+    assert launches == ([3] if m < 300 and outputs == (128, 128, 48) else [])
 
 
 # ---- compiled, without a GPU
@@ -233,7 +275,25 @@ def test_tensor_cores_have_ended_before_their_registers_are_written(name: str, o
     assert set(re.findall(r"wgmma\.wait_group\S*\s+(\d+)", code)) == {"0"}
 
 
-def joined(name: str, tile: JoinedTile) -> Any:
+@pytest.mark.drawn(most=1)
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("together", [2, 3])
+@pytest.mark.parametrize("name", IN_WORDS)
+def test_a_launch_of_several_weights_chooses_among_descriptors_where_they_are(
+    name: str, together: int, rows: int, tmp_path: Path
+) -> None:
+    """One that is copied into a program's own memory is no descriptor."""
+    tile = next(tile for tile in JOINED[FORMATS[name][0].layout] if tile.rows == rows)
+    made = joined(name, tile, together)
+    assert "cp.async.bulk.tensor" in made.asm["ptx"]
+    assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
+    assert made.metadata.shared <= SHARED_MEMORY
+
+
+def joined(name: str, tile: JoinedTile, together: int = 1) -> Any:
     from compiled_llm_ops.packed.kernels.joined import _packed_joined as kernel
 
     format, kind = FORMATS[name]
@@ -245,6 +305,9 @@ def joined(name: str, tile: JoinedTile) -> Any:
     types = {name: type for name, type in types_of(name).items() if name in kernel.arg_names}
     types |= {"scales": "*bf16", "zeros": "*bf16"} if scaled else {}
     types |= {"x": f"tensordesc<bf16[{tile.rows},{inputs}]>", "codes": block_of_codes(name, tile.outputs, inputs)}
+    for number in range(2, together + 1):
+        others = {"codes", "scales", "zeros", "scales_k", "zeros_k"}
+        types |= {f"{own}_{number}": types[own] for own in others} | {f"begin_{number}": "i32"}
     aligned = (ALIGNED - {"x", "codes"}) & types.keys()
     return compiled(kernel, constants, types, warps=tile.warps, aligned=aligned, launch_pdl=True)
 

@@ -6,6 +6,7 @@ P pages, S page size.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from support.ops.expert_rows import ExpertRows
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
 from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
-from support.ops.packed_weights import FORMATS, make
+from support.ops.packed_weights import FORMATS, IN_WORDS, arguments_together, make
 from support.ops.recurrent_rows import COUNTS, RecurrentRows
 from support.ops.sampling_cases import EVERYTHING, arguments
 from support.ops.tagged_rows import some_rows
@@ -381,6 +382,14 @@ def packed_linear_cases() -> list[tuple[Any, ...]]:
     return [*cases, make("torchao int8", 5, 7).arguments(torch.randn(7, 3).T, torch.randn(5))]
 
 
+def packed_linears_cases() -> list[tuple[Any, ...]]:
+    cases = []
+    for name, shape in itertools.product(IN_WORDS, ((2, 3, 128), (1, 128))):
+        weights = [make(name, outputs, 128).weight for outputs in (16, 8)]
+        cases.append(arguments_together(torch.randn(*shape), weights, torch.randn(24) if len(shape) == 2 else None))
+    return [*cases, arguments_together(torch.randn(3, 128), [weights[0]._replace(zeros=None)])]
+
+
 def norm_cases() -> list[tuple[Any, ...]]:
     return [(*torch.randn(2, *shape), torch.randn(shape[-1]), 1e-6) for shape in ((3, 16), (2, 1, 8))]
 
@@ -516,6 +525,7 @@ CASES: dict[str, Callable[[], Sequence[tuple[Any, ...]]]] = {
     "ngram_drafts": ngram_cases,
     "normed_linear": normed_linear_cases,
     "packed_linear": packed_linear_cases,
+    "packed_linears": packed_linears_cases,
     "paged_attention": attention_cases,
     "paged_attention_lse": attention_cases,
     "paged_attention_variant": variant_cases,

@@ -55,6 +55,9 @@ IN_ROWS = [
 ]
 """Formats whose weights can lie side by side, as one for several products."""
 
+IN_WORDS = ["GPTQ", "GPTQ, short groups", "AWQ"]
+"""Formats of which several weights are one launch wherever they lie."""
+
 LARGEST_E4M3 = 0x7E  # 448; the code after it is not a number
 
 
@@ -107,6 +110,13 @@ def side_by_side(weights: Sequence[PackedWeight]) -> PackedWeight:
     return first._replace(
         codes=codes.view(first.codes.dtype), scales=scales, zeros=zeros, shape=(outputs, first.shape[1])
     )
+
+
+def arguments_together(rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None = None) -> tuple[Any, ...]:
+    """Those of `packed_linears`, in their order."""
+    format = weights[0].format
+    tables = [own.scales for own in weights], [own.zeros for own in weights if own.zeros is not None]
+    return rows, [own.codes for own in weights], *tables, bias, format.code, format.layout, format.inputs
 
 
 def _values(format: PackedFormat, codes: Tensor, zeros: Tensor | None) -> Tensor:

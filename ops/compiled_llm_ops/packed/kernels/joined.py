@@ -14,6 +14,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,7 +34,7 @@ from compiled_llm_ops.packed.kernels.pairs import (
     words_to_numbers,
 )
 from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, parts_of
-from compiled_llm_ops.packed.tilings import PackedLinearTiling
+from compiled_llm_ops.packed.tilings import MOST_TOGETHER, PackedLinearTiling
 
 
 @triton.jit
@@ -87,15 +90,31 @@ def _minus_at(zeros, place, CODE: tl.constexpr, DTYPE: tl.constexpr):
 def _packed_joined(
     x, codes, scales, zeros, nested, bias, y, parts, counters,
     M, N, K, scales_n, scales_k, zeros_n, zeros_k, splits,
+    codes_2, scales_2, zeros_2, scales_k_2, zeros_k_2, begin_2,
+    codes_3, scales_3, zeros_3, scales_k_3, zeros_k_3, begin_3,
     CODE: tl.constexpr, LAYOUT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BN outputs of ROWS rows over a part of the inputs; the last program of a tile sums all parts."""
+    """Compute BN outputs of ROWS rows over a part of the inputs; the last program of a tile sums all parts.
+
+    Outputs are those of up to three weights; a second one's begin at ``begin_2``, a multiple of BN.
+    """
     dtype: tl.constexpr = y.dtype.element_ty
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     first_row, first, part = tl.program_id(0) * ROWS, tl.program_id(1) * BN, tl.program_id(2)
-    outputs = _outputs(first, BN, LAYOUT)
+    own = first  # among the outputs of its weight
+    if codes_2 is not None:
+        if first >= begin_2:
+            codes, scales, scales_k, own = codes_2, scales_2, scales_k_2, first - begin_2
+            if zeros is not None:
+                zeros, zeros_k = zeros_2, zeros_k_2
+    if codes_3 is not None:
+        if first >= begin_3:
+            codes, scales, scales_k, own = codes_3, scales_3, scales_k_3, first - begin_3
+            if zeros is not None:
+                zeros, zeros_k = zeros_3, zeros_k_3
+    outputs = _outputs(own, BN, LAYOUT)
     steps = tl.cdiv(K, BK)
     each = tl.cdiv(steps, splits)
     begin = part * each
@@ -105,11 +124,11 @@ def _packed_joined(
     STEPS: tl.constexpr = 1 << 30 if GROUP_K == 0 else GROUP_K // BK
     INTEGERS: tl.constexpr = zeros is not None and not SCALED
     if GROUP_N == 0:
-        rows_of_scales = first * 0
+        rows_of_scales = own * 0
     elif ALIKE:
-        rows_of_scales = first // GROUP_N
+        rows_of_scales = own // GROUP_N
     else:
-        rows_of_scales = tl.minimum(outputs, N - 1) // GROUP_N
+        rows_of_scales = tl.minimum(outputs, N - first + own - 1) // GROUP_N
     place, zeros_place = rows_of_scales * scales_n, rows_of_scales * zeros_n
     first_step = tl.minimum(begin, steps - 1)  # a program may have none
     group = first_step // STEPS
@@ -137,7 +156,7 @@ def _packed_joined(
             next_scale = scale_at(scales, nested, place + next_group * scales_k)
             if INTEGERS:
                 next_minus = _minus_at(zeros, zeros_place + next_group * zeros_k, CODE, dtype)
-        weights = _weights(codes, first, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
+        weights = _weights(codes, own, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
         rows = x.load([first_row, after_waiting(k) if PDL else k])
         if GROUP_K == 0 or SCALED:
             sums = ended(tl.dot(weights, rows.T, sums))
@@ -152,6 +171,7 @@ def _packed_joined(
     if GROUP_K == 0 and not SCALED:
         sums = sums * (scale if ALIKE else scale[:, None])
     offs_m = first_row + tl.arange(0, ROWS)
+    outputs += first - own
     finish_tile(y, bias, sums, parts, counters, tile, part, outputs, offs_m, M, N, splits, ROWS, BN, SPLIT, PDL)
 
 
@@ -159,18 +179,27 @@ def multiply(
     rows: Tensor, weight: PackedWeight, bias: Tensor | None, tiling: PackedLinearTiling, *, pdl: bool
 ) -> Tensor:
     """Return ``rows @ weight.T + bias``; rows ``[M, K]`` are contiguous; ``can_be_joined`` says what it takes."""
-    format, _, scales, zeros, (n, k), nested = weight
+    return multiply_together(rows, [weight], bias, tiling, pdl=pdl)
+
+
+def multiply_together(
+    rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None, tiling: PackedLinearTiling, *, pdl: bool
+) -> Tensor:
+    """Return the products of rows with weights, one after the other, ``[M, N]``; ``can_be_together`` says of which."""
+    format, _, scales, zeros, (_, k), nested = weights[0]
+    n = sum(weight.shape[0] for weight in weights)
     rows = rows.clone() if rows.data_ptr() % 16 else rows  # TMA reads from multiples of 16 bytes
     m, y = rows.shape[0], rows.new_empty(rows.shape[0], n)
     tiles = -(-m // tiling.rows), -(-n // tiling.outputs)
     parts, counters = parts_of(tiles[0] * tiles[1], tiling, rows.device)
     scaled = zeros is not None and zeros.is_floating_point()
-    codes, block = _codes_and_block(weight, tiling)
+    first, *others = (_codes_of(weight, tiling) for weight in weights)
     grid = (*tiles, tiling.splits)
     _packed_joined[grid](
-        TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs]), TensorDescriptor.from_tensor(codes, block),
+        TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs]), first,
         scales, zeros, nested, bias, y, parts, counters,
         m, n, k, *scales.stride(), *(zeros.stride() if zeros is not None else (0, 0)), tiling.splits,
+        *_others(weights, others),
         CODE=format.code, LAYOUT=format.layout, GROUP_N=format.outputs, GROUP_K=format.inputs, ROWS=tiling.rows,
         BN=tiling.outputs, BK=tiling.inputs, STAGES=tiling.stages, SPLIT=tiling.splits > 1, SCALED=scaled,
         ASM=pair_text_for(format.code, format.layout, rows.dtype, scaled=scaled), PDL=pdl, **options(tiling.warps, pdl),
@@ -178,13 +207,23 @@ def multiply(
     return y
 
 
-def _codes_and_block(weight: PackedWeight, tiling: PackedLinearTiling) -> tuple[Tensor, list[int]]:
-    """Return the codes as a matrix, and the part of it that a program multiplies at a time."""
+def _others(weights: Sequence[PackedWeight], codes: Sequence[TensorDescriptor]) -> list[Any]:
+    """Return the kernel's arguments for all weights but the first, and None for those that there are not."""
+    given, begin = list[Any](), 0
+    for before, weight, own in zip(weights, weights[1:], codes, strict=False):
+        begin += before.shape[0]
+        strides = weight.scales.stride(1), 0 if weight.zeros is None else weight.zeros.stride(1)
+        given += [own, weight.scales, weight.zeros, *strides, begin]
+    return given + [None] * (6 * (MOST_TOGETHER - len(weights)))
+
+
+def _codes_of(weight: PackedWeight, tiling: PackedLinearTiling) -> TensorDescriptor:
+    """Return the codes as a matrix, of which a program multiplies a part at a time."""
     format, codes, outputs, inputs = weight.format, weight.codes, tiling.outputs, tiling.inputs
     if format.layout == "tiles":
-        return codes.flatten(1), [outputs // TILE_OUTPUTS, inputs]
+        return TensorDescriptor.from_tensor(codes.flatten(1), [outputs // TILE_OUTPUTS, inputs])
     if format.layout == "words_by_input":
-        return codes, [inputs // 8, outputs]
+        return TensorDescriptor.from_tensor(codes, [inputs // 8, outputs])
     if format.layout == "words_by_output":
-        return codes, [inputs, outputs // 8]
-    return codes.view(torch.uint8), [outputs, inputs * format.bits // 8]
+        return TensorDescriptor.from_tensor(codes, [inputs, outputs // 8])
+    return TensorDescriptor.from_tensor(codes.view(torch.uint8), [outputs, inputs * format.bits // 8])

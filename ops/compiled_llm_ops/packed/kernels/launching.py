@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, linear, scaled_mm
@@ -12,11 +14,11 @@ from compiled_llm_ops.kernels.linear.skinny_tiling import processors_of
 from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels.few_rows import multiply_few
-from compiled_llm_ops.packed.kernels.joined import multiply as multiply_joined
+from compiled_llm_ops.packed.kernels.joined import multiply as multiply_joined, multiply_together
 from compiled_llm_ops.packed.kernels.tiles import multiply as multiply_tiles
 from compiled_llm_ops.packed.kernels.unpacking import round_rows, unpack_into
 from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, choose
-from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs
+from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs, can_be_together
 from compiled_llm_ops.packed.unpack import unpack
 
 UNPACKING_CAPABILITY = {"e4m3": (8, 9)}  # from which on Triton converts codes; (8, 0) for others
@@ -28,6 +30,20 @@ def multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bo
     return multiply_as(choice, rows, weight, bias, pdl=pdl)
 
 
+def multiply_each(rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None, *, pdl: bool) -> Tensor:
+    """Return the products of rows ``[M, K]``, contiguous, with several weights alike, one after the other ``[M, N]``."""
+    outputs = [weight.shape[0] for weight in weights]
+    whole = weights[0]._replace(shape=(sum(outputs), rows.shape[1]))
+    choice = choose(len(rows), whole, rows.dtype, processors_of(rows.device))
+    if choice is Library.UNPACKED:
+        return linear(rows, unpacked(weights, rows.dtype), bias)
+    if isinstance(choice, PackedLinearTiling) and choice.joined and can_be_together(weights, rows.dtype):
+        return multiply_together(rows, weights, bias, choice, pdl=pdl and choice.overlap)
+    biases = [None] * len(weights) if bias is None else bias.split(outputs)
+    apart = zip(weights, biases, strict=True)
+    return torch.cat([multiply(rows, weight, own, pdl=pdl) for weight, own in apart], -1)
+
+
 def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bool) -> Tensor:
     """Return ``rows @ weight.T + bias`` by the kernel that is chosen."""
     if isinstance(choice, PackedLinearTiling):
@@ -36,18 +52,24 @@ def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor
     if isinstance(choice, FewRowsTiling):
         return multiply_few(rows, weight, bias, choice, pdl=pdl)
     if choice is Library.UNPACKED:
-        return linear(rows, unpacked(weight, rows.dtype), bias)
+        return linear(rows, unpacked([weight], rows.dtype), bias)
     out = int4pack.multiply(rows, weight) if choice is Library.TORCH else _multiply_rounded(rows, weight)
     return out if bias is None else out + bias
 
 
-def unpacked(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """Return the values ``[N, K]``, by one kernel if Triton has it for the device."""
-    inputs = block_inputs(weight.format, MAX_BLOCK)
-    needed = UNPACKING_CAPABILITY.get(weight.format.code, (8, 0))
-    if not inputs or torch.cuda.get_device_capability(weight.codes.device) < needed:
-        return unpack(weight, dtype)
-    return unpack_into(weight, inputs, dtype)
+def unpacked(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Tensor:
+    """Return the values of weights alike ``[N, K]``, by a kernel for each if Triton has it for the device."""
+    format, codes = weights[0].format, weights[0].codes
+    inputs, needed = block_inputs(format, MAX_BLOCK), UNPACKING_CAPABILITY.get(format.code, (8, 0))
+    outputs = [weight.shape[0] for weight in weights]
+    values = torch.empty(sum(outputs), weights[0].shape[1], dtype=dtype, device=codes.device)
+    plain = not inputs or torch.cuda.get_device_capability(codes.device) < needed
+    for weight, own in zip(weights, values.split(outputs), strict=True):
+        if plain:
+            own.copy_(unpack(weight, dtype))
+        else:
+            unpack_into(own, weight, inputs)
+    return values
 
 
 def _multiply_rounded(rows: Tensor, weight: PackedWeight) -> Tensor:

@@ -71,12 +71,11 @@ def _unpack(
 
 
 def unpack_into(
-    weight: PackedWeight, inputs: int, dtype: torch.dtype, outputs: int = UNPACKED_OUTPUTS, warps: int = UNPACKING_WARPS
-) -> Tensor:
-    """Return the values ``[N, K]`` of a weight; ``inputs`` of a program, a power of two, are of one group."""
+    values: Tensor, weight: PackedWeight, inputs: int, outputs: int = UNPACKED_OUTPUTS, warps: int = UNPACKING_WARPS
+) -> None:
+    """Write the values ``[N, K]``, contiguous, of a weight; ``inputs`` of a program, a power of two, are of a group."""
     format, _, scales, zeros, (n, k), nested = weight
-    codes, values = as_bytes(weight), scales.new_empty(n, k, dtype=dtype)
-    way = way_of(format, inputs)
+    codes, way = as_bytes(weight), way_of(format, inputs)
     # Numbers of bfloat16 are all but those of NF4, which has a table in float32.
     exact = exact_nf4() if format.code == "nf4" else (text_for(format.code, format.layout, torch.bfloat16), "")
     _unpack[(-(-k // inputs), -(-n // outputs))](
@@ -86,7 +85,6 @@ def unpack_into(
         BN=outputs, BK=inputs, MASKED=k % inputs > 0, ASM="" if way == "gathered" else exact[0], ASM_LOW=exact[1],
         DTYPE=tl.bfloat16 if exact[0] else tl.float32, num_warps=warps,
     )  # fmt: skip
-    return values
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -1,0 +1,82 @@
+"""Matmuls of the same rows with several weights of 4 bits, wherever these lie."""
+
+# Words along the inputs (GPTQ) of several layers are no one tensor of words, however they are laid side by side, and
+# words along the outputs (AWQ) are neither. So one launch is given the places of all.
+# Shapes: M rows, K inputs, N outputs of all weights.
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from compiled_llm_ops.library import define_op, kernel_of
+from compiled_llm_ops.packed.contracts import PackedLinears
+from compiled_llm_ops.packed.formats import check_weight
+from compiled_llm_ops.packed.linear import check_rows
+from compiled_llm_ops.packed.unpack import unpack
+
+LAYOUTS = ("words_by_input", "words_by_output")
+
+
+@define_op(PackedLinears)
+def packed_linears(args: PackedLinears) -> Tensor:
+    """``packed_linear`` of the same rows with each of several weights, their outputs one after the other.
+
+    The weights are alike but for their outputs, lie in words (``words_by_input`` or ``words_by_output``, 4 bits), and
+    have a scale for each output. On CUDA up to three are one launch, if all but the last have a multiple of 128
+    outputs; each output has the bits that a launch for its weight alone gives it, cut up alike.
+
+    Args:
+        rows: ``[..., K]``, bfloat16, float16 or float32, any strides.
+        codes: of each weight, as ``layout`` says: ``[K / 8, N]`` or ``[K, N / 8]`` int32, contiguous.
+        scales: of each weight, ``[N, K / group_inputs]``, rounded up, of float32, bfloat16 or float16; any strides.
+        zeros: of each weight, like ``scales``: integers are taken from unsigned codes, other numbers are added after
+            scaling. Empty if there are none.
+        bias: None or ``[N]`` for all outputs, of the rows' dtype.
+        code: what a code is, as of ``PackedFormat``.
+        layout: where codes lie.
+        group_inputs: how many inputs share a scale; 0 for all.
+        overlap: as of ``packed_linear``.
+
+    Returns:
+        ``[..., N]``, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or there is no weight.
+    """
+    return args.rows.new_empty(*args.rows.shape[:-1], sum(args.outputs))
+
+
+def _check(args: PackedLinears) -> None:
+    lengths = {len(args.codes), len(args.scales), *([len(args.zeros)] if args.zeros else [])}
+    if lengths != {len(args.codes)} or not args.codes or args.layout not in LAYOUTS:
+        raise ValueError(
+            f"packed_linears: codes, scales and zeros, if there are any, must be of as many weights, one at least, in "
+            f"{' or '.join(LAYOUTS)}; got {len(args.codes)}, {len(args.scales)} and {len(args.zeros)} in "
+            f"{args.layout!r}"
+        )
+    weights = args.weights
+    if weights[0].format.bits != 4:
+        raise ValueError(f"packed_linears: code must be of 4 bits; got {args.code!r}")
+    check_rows("packed_linears", args.rows, args.bias, sum(args.outputs))
+    for weight in weights:
+        check_weight("packed_linears", weight)
+
+
+@kernel_of(packed_linears, "CPU")
+def _cpu(args: PackedLinears) -> Tensor:
+    _check(args)
+    values = torch.cat([unpack(weight, args.rows.dtype) for weight in args.weights])
+    return nn.functional.linear(args.rows, values, args.bias).contiguous()
+
+
+@kernel_of(packed_linears, "CUDA")
+def _cuda(args: PackedLinears) -> Tensor:
+    from compiled_llm_ops.kernels.pdl import has_pdl
+    from compiled_llm_ops.packed.kernels.launching import multiply_each
+
+    _check(args)
+    rows = args.rows.reshape(-1, args.rows.shape[-1]).contiguous()
+    with torch.cuda.device(rows.device):  # Triton launches on the current one
+        out = multiply_each(rows, args.weights, args.bias, pdl=args.overlap and has_pdl(rows.device))
+    return out.view(*args.rows.shape[:-1], out.shape[-1])
