@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.tensors import version_of
 from compiled_llm.kinds.refusals import UnsupportedModelError
+from compiled_llm.model.packed.groups import are_one, can_be_one, copied_bytes, fuse, lay_out, separate
 from compiled_llm.model.packed.readers import (
     bitsandbytes,
     compressed_tensors,
@@ -25,8 +26,7 @@ from compiled_llm.model.packed.readers import (
     transformers,
 )
 from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, as_parameters
-from compiled_llm.model.packed.side_by_side import Member, are_one, can_be_one, copied_bytes, fuse, lay_out, separate
-from compiled_llm.model.packed.stand_in_linear import StandInLinear
+from compiled_llm.model.packed.stand_in_linear import Member, StandInLinear
 from compiled_llm.model.shallow_copies import ShallowCopies, shallow_copy
 from compiled_llm.model.stand_ins import Change, Groups, Product
 from compiled_llm.model.version.module_tree import same
@@ -122,7 +122,7 @@ class PackedStandIns:
         self._readings.moved()
 
     def rewrite(self, graph: fx.Graph) -> None:
-        """Make one product of each group's in a program's graph, as Dynamo made it, if they lie side by side."""
+        """Make one product of each group's in a program's graph, as Dynamo made it, if they were laid out."""
         if self._laid_out:
             fuse(graph, [[member.stand_in for member in self._members(group)] for group in self.groups])
 

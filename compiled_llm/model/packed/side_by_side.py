@@ -7,27 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from compiled_llm.compat.torch.tensors import example_of, inputs_by_tensor, is_wrapper, storage_owners
+from compiled_llm.compat.torch.tensors import is_wrapper, storage_owners
 from compiled_llm.model.packed import joint_tables
-from compiled_llm.model.packed.stand_in_linear import StandInLinear
+from compiled_llm.model.packed.stand_in_linear import Member, StandInLinear
 from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops.packed.formats import TILE_OUTPUTS
 
 _LAYOUTS = ("rows", "high_first", "tiles")
 _STACKED = {"codes": 16, "scales": 1, "zeros": 1}
 """The tensors that lie side by side, and the alignment of each part in bytes; TMA reads codes alone."""
-
-
-class Member(NamedTuple):
-    """A layer of a group: the library's, and what stands for it."""
-
-    module: nn.Module
-    stand_in: StandInLinear
 
 
 def can_be_one(group: Sequence[Member]) -> bool:
@@ -172,52 +165,21 @@ def _move(stack: Sequence[Tensor], holders: Sequence[Sequence[Tensor]]) -> None:
         torch.cuda.empty_cache()  # the allocator would keep what the next group, being larger, cannot use
 
 
-def fuse(graph: fx.Graph, groups: Sequence[Sequence[StandInLinear]]) -> None:
-    """Make one product of those of one input, followed by slices of its output, in a graph as Dynamo made it."""
-    # ``groups`` must lie side by side whenever the graph runs.
-    input_of, op = inputs_by_tensor(graph), torch.ops.compiled_llm.packed_linear.default
-    by_codes: dict[object, dict[object, fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=op):
-        by_codes.setdefault(node.args[1], {})[node.args[0]] = node
-    for group in groups:
-        calls = [by_codes.get(input_of(own.codes), {}) for own in group]
-        for rows in [*calls[0]]:
-            if all(rows in found for found in calls):
-                biases = [input_of(own.bias) for own in group if own.bias is not None]
-                _fuse(graph, [found[rows] for found in calls], group, biases)
-
-
-def _fuse(graph: fx.Graph, products: Sequence[fx.Node], group: Sequence[StandInLinear], biases: Sequence[Any]) -> None:
-    first: Any = min(products)
+def product(
+    graph: fx.Graph, products: Sequence[fx.Node], group: Sequence[StandInLinear], bias: fx.Node | None
+) -> fx.Node:
+    """Return one product in place of those of a group, which lies side by side whenever the graph runs."""
     rows, *tensors, _, _ = cast("tuple[Any, ...]", products[0].args[:7])
-    total = sum(own.out_features for own in group)
     stacks = [[own._parameters[name] for own in group] for name in _STACKED]
-    with graph.inserting_before(first):
-        wholes = [
-            None if node is None else _whole(graph, node, stack)
-            for node, stack in zip(tensors[:3], stacks, strict=True)
-        ]
-        bias = None if group[0].bias is None else _joined(graph, biases, group[0].bias, example_of(rows))
-        product = graph.call_function(
-            first.target, (rows, *wholes, None, bias, total, *products[0].args[7:]), products[0].kwargs
-        )
-        product.meta.update({key: value for key, value in first.meta.items() if key != "example_value"})
-        start = 0
-        for node, own in zip(products, group, strict=True):
-            part = graph.call_function(torch.narrow, (product, -1, start, own.out_features))
-            part.meta.update(node.meta)
-            node.replace_all_uses_with(part)
-            start += own.out_features
-    for node in products:
-        graph.erase_node(node)
+    wholes = [
+        None if node is None else _whole(graph, node, stack) for node, stack in zip(tensors[:3], stacks, strict=True)
+    ]
+    total = sum(own.out_features for own in group)
+    given = rows, *wholes, None, bias, total, *products[0].args[7:]
+    return graph.call_function(torch.ops.compiled_llm.packed_linear.default, given, products[0].kwargs)
 
 
 def _whole(graph: fx.Graph, first: Any, stack: Sequence[Any]) -> fx.Node:
     """Return a view of a whole stack, made from its first entry, where it begins."""
     size = [sum(map(len, stack)), *stack[0].shape[1:]]
     return graph.call_function(torch.ops.aten.as_strided.default, (first, size, list(stack[0].stride())))
-
-
-def _joined(graph: fx.Graph, biases: Sequence[Any], first: Tensor, rows: Tensor) -> fx.Node:
-    joined = graph.call_function(torch.cat, ([*biases],))
-    return joined if first.dtype == rows.dtype else graph.call_method("to", (joined, rows.dtype))

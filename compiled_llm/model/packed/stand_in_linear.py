@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -64,6 +64,13 @@ class StandInLinear(nn.Module):
         bias = None if own.bias is None else own.bias.to(input.dtype)
         # The kernel may begin while the previous one ends, which writes no weight: see the ops' ``kernels.pdl``.
         return packed_linear(input, own.codes, own.scales, own.zeros, own.nested, bias, *self._how, overlap=True)
+
+
+class Member(NamedTuple):
+    """A layer that is one product with others: its library's, and what stands for it."""
+
+    module: nn.Module
+    stand_in: StandInLinear
 
 
 def _tensors(read: ReadWeight) -> list[Tensor | None]:

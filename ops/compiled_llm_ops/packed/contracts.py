@@ -52,6 +52,6 @@ class PackedLinears(NamedTuple):
     def weights(self) -> list[PackedWeight]:
         """The weights, one after the other."""
         format, inputs = PackedFormat(self.code, self.layout, 1, self.group_inputs), self.rows.shape[-1]
-        zeros = self.zeros or [None] * len(self.codes)
+        zeros: list[Tensor | None] = [*self.zeros] or [None] * len(self.codes)
         each = zip(self.codes, self.scales, zeros, self.outputs, strict=True)
         return [PackedWeight(format, codes, scales, own, (outputs, inputs)) for codes, scales, own, outputs in each]

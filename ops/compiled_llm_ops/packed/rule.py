@@ -109,6 +109,7 @@ MAX_SPLITS = 8
 
 MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most
 
+
 class Library(Enum):
     """A product by others' kernels."""
 

@@ -17,10 +17,10 @@ from compiled_llm import Engine
 from compiled_llm.compat.torch.tensors import is_wrapper
 from compiled_llm.compilation import backend
 from compiled_llm.execution.lifecycle import runner_lifecycle
+from compiled_llm.model.packed.groups import are_one, can_be_one, lay_out, separate
 from compiled_llm.model.packed.readers import torchao
 from compiled_llm.model.packed.reading import ReadWeight, as_parameters
-from compiled_llm.model.packed.side_by_side import Member, are_one, can_be_one, lay_out, separate
-from compiled_llm.model.packed.stand_in_linear import StandInLinear
+from compiled_llm.model.packed.stand_in_linear import Member, StandInLinear
 from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedWeight
@@ -31,6 +31,7 @@ from support.packed_layers import (
     ao_int4,
     ao_int4_tiles,
     ao_int8,
+    awq,
     bnb_int8,
     bnb_nf4,
     ct_packed,
@@ -65,16 +66,23 @@ PACKS: dict[str, Callable[[nn.Linear], nn.Module]] = {
 }
 
 
+@pytest.fixture
+def launches() -> list[int]:
+    """How many launches of several weights each graph has."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many packed products each graph has; graphs run as our passes leave them."""
+def products(monkeypatch: pytest.MonkeyPatch, launches: list[int]) -> list[int]:
+    """How many products of packed weights that are one tensor each graph has; graphs run as our passes leave them."""
     counted = list[int]()
 
     def compiled(module: fx.GraphModule, inputs: object, options: object) -> Any:
-        op = torch.ops.compiled_llm.packed_linear.default
-        nodes = module.graph.find_nodes(op="call_function", target=op)
-        assert all(node.kwargs["overlap"] for node in nodes), "each may begin while the previous kernel ends"
-        counted.append(len(nodes))
+        ops = torch.ops.compiled_llm.packed_linear.default, torch.ops.compiled_llm.packed_linears.default
+        found = [module.graph.find_nodes(op="call_function", target=op) for op in ops]
+        assert all(node.kwargs["overlap"] for node in chain(*found)), "each may begin while the previous kernel ends"
+        counted.append(len(found[0]))
+        launches.append(len(found[1]))
         return module.forward
 
     monkeypatch.setattr(backend, "compile_with_inductor", compiled)
@@ -138,8 +146,50 @@ def tensors(own: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in found]
 
 
-def test_words_along_the_inputs_stay_apart() -> None:
-    assert wrapped(packed(gptq)).compiled.facts.groups_of_stand_ins == ()
+WORDS = {"GPTQ": gptq, "AWQ": awq}
+WIDE: dict[str, Any] = {"head_dim": 64, "intermediate_size": 128}
+"""Keys and values have 128 outputs then, as the two of the MLP."""
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_are_one_launch_where_they_lie(name: str, launches: list[int], products: list[int]) -> None:
+    own = packed(WORDS[name], attention_bias=True, **WIDE)
+    expected, before = answer(unpacked_model(own)), {**places(own)}
+    wrapped(own)
+    assert torch.equal(answer(own), expected)
+    assert (set(launches), set(products)) == ({2}, {TOGETHER - 2}), "queries, keys and values; and two of the MLP"
+    assert places(own) == before
+    with torch.no_grad():
+        own.model.layers[0].mlp.up_proj.scales.neg_()
+        own.model.layers[0].mlp.up_proj.stands_for.neg_()
+    changed = expected_of(own)
+    assert not torch.equal(changed, expected)
+    assert torch.equal(answer(own), changed)
+    assert own.compiled.facts.tables_of_weights == {"tables": bytes_of_zeros(own)}
+    compiled_llm.unwrap(own)
+    assert places(own) == before
+
+
+def places(own: Any) -> dict[str, int]:
+    """Where all tensors of a model are."""
+    return {name: tensor.data_ptr() for name, tensor in [*own.named_parameters(), *own.named_buffers()]}
+
+
+def bytes_of_zeros(own: Any) -> int:
+    return sum(layer.scales.numel() for layer in own.modules() if hasattr(layer, "qzeros"))
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_whose_outputs_a_tile_would_mix_stay_apart(name: str, launches: list[int]) -> None:
+    own = packed(WORDS[name], intermediate_size=64)
+    expected = answer(unpacked_model(own))
+    assert torch.equal(answer(wrapped(own)), expected)
+    assert own.compiled.facts.groups_of_stand_ins == ()
+    assert set(launches) == {0}
+
+
+def test_words_of_8_bits_stay_apart() -> None:
+    assert wrapped(packed(lambda linear: gptq(linear, 8), **WIDE)).compiled.facts.groups_of_stand_ins == ()
 
 
 def test_layers_whose_tiles_are_padded_stay_apart() -> None:

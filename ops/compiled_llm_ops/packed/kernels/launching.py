@@ -31,7 +31,10 @@ def multiply(rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bo
 
 
 def multiply_each(rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None, *, pdl: bool) -> Tensor:
-    """Return the products of rows ``[M, K]``, contiguous, with several weights alike, one after the other ``[M, N]``."""
+    """Return the products of rows ``[M, K]``, contiguous, with several weights alike, one after the other, ``[M, N]``.
+
+    Apart, if one launch cannot have them all.
+    """
     outputs = [weight.shape[0] for weight in weights]
     whole = weights[0]._replace(shape=(sum(outputs), rows.shape[1]))
     choice = choose(len(rows), whole, rows.dtype, processors_of(rows.device))

@@ -1,0 +1,46 @@
+"""Packed weights in words that multiply one input, in one launch, wherever they lie."""
+
+# Words along the inputs (GPTQ), or along the outputs (AWQ), of several layers are no one tensor of words, however they
+# are laid side by side. The op ``packed_linears`` takes them as they are, so that nothing is moved or copied.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from compiled_llm.model.packed.stand_in_linear import StandInLinear
+from compiled_llm_ops.packed.linears import LAYOUTS
+from compiled_llm_ops.packed.tilings import MOST_TOGETHER, OUTPUTS_TOGETHER
+
+
+def can_be_one(group: Sequence[StandInLinear]) -> bool:
+    """Whether one launch can multiply by layers, which are alike but for their outputs."""
+    format = group[0].format
+    return (
+        len(group) <= MOST_TOGETHER
+        and format.layout in LAYOUTS
+        and format.bits == 4
+        and not any(own.out_features % OUTPUTS_TOGETHER for own in group[:-1])
+        and len({_kind_of(own) for own in group}) == 1
+    )
+
+
+def _kind_of(own: StandInLinear) -> tuple[object, ...]:
+    """Return what has to be the same of layers of one launch."""
+    tables: list[Tensor | None] = [own._parameters["scales"], own._parameters["zeros"]]
+    kinds = [None if table is None else (table.dtype, table.device, table.stride(0)) for table in tables]
+    return own.format, own.in_features, own.bias is None, own.nested is None, *kinds
+
+
+def product(
+    graph: fx.Graph, products: Sequence[fx.Node], group: Sequence[StandInLinear], bias: fx.Node | None
+) -> fx.Node:
+    """Return one product in place of those of a group."""
+    codes, scales, zeros = ([node.args[place] for node in products] for place in (1, 2, 3))
+    format = group[0].format
+    given: tuple[Any, ...] = products[0].args[0], codes, scales, [] if zeros[0] is None else zeros, bias
+    given += format.code, format.layout, format.inputs
+    return graph.call_function(torch.ops.compiled_llm.packed_linears.default, given, products[0].kwargs)
