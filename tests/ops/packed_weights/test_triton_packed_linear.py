@@ -281,19 +281,20 @@ def test_tensor_cores_have_ended_before_their_registers_are_written(name: str, o
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("together", [2, 3])
+@pytest.mark.parametrize("rows_of_tables", [False, True])
 @pytest.mark.parametrize("name", IN_WORDS)
 def test_a_launch_of_several_weights_chooses_among_descriptors_where_they_are(
-    name: str, together: int, rows: int, tmp_path: Path
+    name: str, rows_of_tables: bool, together: int, rows: int, tmp_path: Path
 ) -> None:
     """One that is copied into a program's own memory is no descriptor."""
     tile = next(tile for tile in JOINED[FORMATS[name][0].layout] if tile.rows == rows)
-    made = joined(name, tile, together)
+    made = joined(name, tile, together, rows_of_tables)
     assert "cp.async.bulk.tensor" in made.asm["ptx"]
     assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
     assert made.metadata.shared <= SHARED_MEMORY
 
 
-def joined(name: str, tile: JoinedTile, together: int = 1) -> Any:
+def joined(name: str, tile: JoinedTile, together: int = 1, rows_of_tables: bool = False) -> Any:
     from compiled_llm_ops.packed.kernels.joined import _packed_joined as kernel
 
     format, kind = FORMATS[name]
@@ -308,6 +309,10 @@ def joined(name: str, tile: JoinedTile, together: int = 1) -> Any:
     for number in range(2, together + 1):
         others = {"codes", "scales", "zeros", "scales_k", "zeros_k"}
         types |= {f"{own}_{number}": types[own] for own in others} | {f"begin_{number}": "i32"}
+    if rows_of_tables:  # what shares a scale lies beside each other: Triton takes these strides as known
+        strides = [own for own in types if own.startswith(("scales_k", "zeros_k"))]
+        constants |= dict.fromkeys(strides, 1)
+        types = {own: type for own, type in types.items() if own not in strides}
     aligned = (ALIGNED - {"x", "codes"}) & types.keys()
     return compiled(kernel, constants, types, warps=tile.warps, aligned=aligned, launch_pdl=True)
 

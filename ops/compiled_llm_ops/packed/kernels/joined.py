@@ -104,14 +104,20 @@ def _packed_joined(
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     first_row, first, part = tl.program_id(0) * ROWS, tl.program_id(1) * BN, tl.program_id(2)
     own = first  # among the outputs of its weight
-    if codes_2 is not None and first >= begin_2:
-        codes, scales, scales_k, own = codes_2, scales_2, scales_k_2, first - begin_2
-        if zeros is not None:
-            zeros, zeros_k = zeros_2, zeros_k_2
-    if codes_3 is not None and first >= begin_3:
-        codes, scales, scales_k, own = codes_3, scales_3, scales_k_3, first - begin_3
-        if zeros is not None:
-            zeros, zeros_k = zeros_3, zeros_k_3
+    if codes_2 is not None:
+        later = first >= begin_2
+        if later:
+            codes, scales, own = codes_2, scales_2, first - begin_2
+            if zeros is not None:
+                zeros = zeros_2
+        scales_k, zeros_k = tl.where(later, scales_k_2, scales_k), tl.where(later, zeros_k_2, zeros_k)
+    if codes_3 is not None:
+        later = first >= begin_3
+        if later:
+            codes, scales, own = codes_3, scales_3, first - begin_3
+            if zeros is not None:
+                zeros = zeros_3
+        scales_k, zeros_k = tl.where(later, scales_k_3, scales_k), tl.where(later, zeros_k_3, zeros_k)
     outputs = _outputs(own, BN, LAYOUT)
     steps = tl.cdiv(K, BK)
     each = tl.cdiv(steps, splits)
