@@ -37,9 +37,9 @@ TILE_ROWS = (8, 16, 32, 64, 128)
 
 MAX_OVERLAPPED = 4
 """Rows up to which a product begins while the previous kernel ends, if it may and its tile does not say otherwise."""
-# Steps of Qwen3-8B's shape on an H200 were timed with and without, by turns. With 2 and 4 rows they take 2 to 4 % less;
-# torchao's tiles 3 to 10 % up to 64 rows, int8 and FP8 2 to 7 % with 16 to 64, GPTQ's words 5 to 8 % up to 32. FP8 and
-# NF4 take 5 and 10 % more with 8 rows, int4 8 % with 16, NF4 12 % with 32, and AWQ's words 2 to 4 %.
+# Steps of Qwen3-8B's shape on an H200 were timed with and without. With 1 to 4 rows they take 2 to 7 % less; torchao's
+# tiles and GPTQ's words 2 to 10 % up to 64 rows, int8 and FP8 2 to 7 % with 16 to 64. With 8 rows FP8, NF4 and AWQ's
+# words take 5 to 10 % more, with 16 int4, NF4 and AWQ's 4 to 8 %, with 32 NF4 12 %.
 
 
 class Tile(NamedTuple):
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     overlapped: int = MAX_OVERLAPPED
 
 
-_BY_OUTPUT = Tile(64, 4, 4, 3.0, overlapped=0)
+_BY_OUTPUT = Tile(64, 4, 4, 3.0)
 _BY_INPUT = Tile(128, 3, 4, 3.0, apart=True)
 _TILED = Tile(128, 3, 4, 3.0)
 _MANY, _MORE = Tile(64, 3, 4, 3.0), Tile(64, 3, 4, 2.0)
@@ -91,8 +91,11 @@ JOINED = {
         *(JoinedTile(32, 64, 4, 3.0), JoinedTile(64, 64, 4, 6.0, overlapped=64)),
         JoinedTile(128, 128, 4, 2.0, 8),
     ),
-    "words_by_input": (JoinedTile(16, 128, 4, 6.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32), _64),
-    "words_by_output": (JoinedTile(16, 64, 4, 3.0, overlapped=0), JoinedTile(32, 128, 4, 3.0), _64),
+    "words_by_input": (
+        *(JoinedTile(16, 128, 4, 6.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32)),
+        _64_OVERLAPPED,
+    ),
+    "words_by_output": (JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0, overlapped=32), _64),
     "tiles": (JoinedTile(16, 128, 4, 3.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32), _64_OVERLAPPED),
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""

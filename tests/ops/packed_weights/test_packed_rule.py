@@ -64,8 +64,8 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
         ("compressed-tensors int4", [*range(1, 5), *range(33, 65)]),
         ("torchao int8", [*range(1, 5), *range(9, 65)]),
         ("torchao int4, tiles", [*range(1, 65)]),
-        ("GPTQ", [*range(1, 33)]),
-        ("AWQ", []),
+        ("GPTQ", [*range(1, 65)]),
+        ("AWQ", [*range(1, 5), *range(17, 33)]),
     ],
 )
 def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) -> None:
