@@ -22,7 +22,7 @@ def can_be_one(group: Sequence[StandInLinear]) -> bool:
     return (
         len(group) <= MOST_TOGETHER
         and format.layout in LAYOUTS
-        and format.bits == 4
+        and (format.bits, format.outputs) == (4, 1)
         and not any(own.out_features % OUTPUTS_TOGETHER for own in group[:-1])
         and len({_kind_of(own) for own in group}) == 1
     )

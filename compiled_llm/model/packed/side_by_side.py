@@ -1,7 +1,7 @@
 """Packed weights that multiply one input, side by side in memory, so that one product can read them all."""
 
 # As plain weights are (``model.weights.fused_weights``): the tensors stay their library's, the same objects, each now a
-# view of its part of one storage. Codes lie by outputs, or the layers stay apart. Tables that lie otherwise are copied.
+# view of its part of one storage. Codes lie by outputs. Tables that lie otherwise are copied.
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _packed_joined(
     dtype: tl.constexpr = y.dtype.element_ty
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     first_row, first, part = tl.program_id(0) * ROWS, tl.program_id(1) * BN, tl.program_id(2)
-    own = first  # among the outputs of its weight
+    own = first  # among the outputs of its weight; descriptors are arguments, of which a program takes its tile's
     if codes_2 is not None:
         later = first >= begin_2
         if later:
