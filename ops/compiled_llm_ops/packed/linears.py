@@ -29,7 +29,8 @@ def packed_linears(args: PackedLinears) -> Tensor:
     Args:
         rows: ``[..., K]``, bfloat16, float16 or float32, any strides.
         codes: of each weight, as ``layout`` says: ``[K / 8, N]`` or ``[K, N / 8]`` int32, contiguous.
-        scales: of each weight, ``[N, K / group_inputs]``, rounded up, of float32, bfloat16 or float16; any strides.
+        scales: of each weight, ``[N, K / group_inputs]``, rounded up, of dtype float32, bfloat16 or float16; any
+            strides.
         zeros: of each weight, like ``scales``: integers are taken from unsigned codes, other numbers are added after
             scaling. Empty if there are none.
         bias: None or ``[N]`` for all outputs, of the rows' dtype.
@@ -43,6 +44,10 @@ def packed_linears(args: PackedLinears) -> Tensor:
 
     Raises:
         ValueError: shapes or dtypes do not fit together, or there is no weight.
+
+    Source:
+        Words as GPTQ (https://arxiv.org/abs/2210.17323) and AWQ (https://arxiv.org/abs/2306.00978) are stored. The
+        kernel is that of ``packed_linear``, in which each program takes the weight that has its tile.
     """
     return args.rows.new_empty(*args.rows.shape[:-1], sum(args.outputs))
 

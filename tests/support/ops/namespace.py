@@ -76,8 +76,8 @@ def check_gradients_are_refused(op: torch._ops.OpOverload, case: tuple[Any, ...]
     for field, value in zip(fields, case, strict=False):
         if isinstance(value, Tensor) and value.is_floating_point():
             asking[field] = value.detach().clone().requires_grad_()
-        elif isinstance(value, list) and value:
-            asking[field] = [tensor.detach().float().requires_grad_() for tensor in value]
+        elif isinstance(value, list) and value and all(map(torch.is_floating_point, value)):
+            asking[field] = [tensor.detach().clone().requires_grad_() for tensor in value]
     for field, value in asking.items():
         given = {**dict(zip(fields, case, strict=False)), field: value}
         with pytest.raises(RuntimeError, match=rf"^{name}: {field}\.requires_grad is True.*torch\.no_grad\(\)"):
