@@ -386,7 +386,7 @@ def test_a_quantised_model_gives_huggingfaces_tokens_or_is_refused_by_the_name_o
 ) -> None:
     tokens, logits = unwrapped(way)
     model: Any = way.load()
-    options = {**OPTIONS, "mode": mode}
+    options = {**OPTIONS, "mode": mode, "fuse_projections": mode == "compile" or None}
     if way.refuses(mode):
         with pytest.raises(compiled_llm.UnsupportedModelError, match=f"wrap: \\S*({way.refused})"):
             compiled_llm.wrap(model, **options)
