@@ -188,6 +188,36 @@ def test_words_whose_outputs_a_tile_would_mix_stay_apart(name: str, launches: li
     assert set(launches) == {0}
 
 
+@pytest.mark.parametrize("name", WORDS)
+def test_a_layer_that_becomes_another_kind_leaves_its_launch(
+    name: str, launches: list[int], products: list[int]
+) -> None:
+    own = wrapped(packed(WORDS[name], **WIDE))
+    before, layer = answer(own), own.model.layers[0].mlp.up_proj
+    layer.scales = layer.scales.float()
+    assert torch.equal(answer(own), before)
+    assert (launches[-1], products[-1]) == (1, TOGETHER)
+    own.model.layers[0].mlp.gate_proj.scales = own.model.layers[0].mlp.gate_proj.scales.float()
+    assert torch.equal(answer(own), before)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", WORDS)
+def test_words_sleep_and_wake(name: str, monkeypatch: pytest.MonkeyPatch, launches: list[int]) -> None:
+    monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
+    own = wrapped(packed(WORDS[name], **WIDE))
+    tokens, before = answer(own), addresses(own)
+    with Engine(own, tokenizer=None) as engine:
+        engine.sleep(weights=True)
+        assert not before & addresses(own)
+        engine.wake()
+        assert torch.equal(answer(own), tokens)
+    assert set(launches) == {2}
+    copied: Any = copy.deepcopy(own)
+    assert copied.compiled.facts.groups_of_stand_ins == own.compiled.facts.groups_of_stand_ins
+    assert torch.equal(answer(copied), tokens)
+
+
 def test_words_of_8_bits_stay_apart() -> None:
     assert wrapped(packed(lambda linear: gptq(linear, 8), **WIDE)).compiled.facts.groups_of_stand_ins == ()
 
