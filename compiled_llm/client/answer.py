@@ -13,7 +13,7 @@ from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
 from compiled_llm.requests.pending_answer import PendingAnswer
 
 if TYPE_CHECKING:  # imports torch
-    from compiled_llm.requests.answer_text import TextFormat
+    from compiled_llm.requests.text.answer_text import TextFormat
 
 
 @dataclass

@@ -25,8 +25,8 @@ from compiled_llm.requests.prompts import with_params
 from compiled_llm.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # import torch
-    from compiled_llm.requests.answer_text import TextFormat
-    from compiled_llm.requests.detokenizer import TokenDecoder
+    from compiled_llm.requests.text.answer_text import TextFormat
+    from compiled_llm.requests.text.detokenizer import TokenDecoder
 
 T = TypeVar("T")
 
@@ -268,14 +268,14 @@ class BaseClient(ABC):
     def _decoding(self) -> TokenDecoder | None:
         if self._tokenizer is None:
             return None
-        from compiled_llm.requests.detokenizer import TokenDecoder
+        from compiled_llm.requests.text.detokenizer import TokenDecoder
 
         return TokenDecoder(self._tokenizer)
 
     def _form(self, params: SamplingParams) -> TextFormat | None:
         if self._decoding is None:
             return None
-        from compiled_llm.requests.answer_text import TextFormat
+        from compiled_llm.requests.text.answer_text import TextFormat
 
         return TextFormat.of(params, self._decoding)
 

@@ -13,7 +13,7 @@ from compiled_llm.requests.outputs import Figures, Logprob, RequestOutput
 from compiled_llm.requests.pending import PendingAnswers
 
 if TYPE_CHECKING:  # what makes text imports torch
-    from compiled_llm.requests.answer_text import TextFormat
+    from compiled_llm.requests.text.answer_text import TextFormat
 
 Cancelling = Callable[[int | None], None]  # ends an answer by its index, or all
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
 from compiled_llm.requests.pending_answer import PendingAnswer
+from compiled_llm.requests.text.answer_text import AnswerText, TextFormat
 
 
 class Answer(PendingAnswer):

@@ -16,10 +16,10 @@ from compiled_llm.execution.lifecycle.runtime import Runtime
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.features import needed
-from compiled_llm.requests.answer_text import TextFormat
-from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.prompts import shows_images
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.text.answer_text import TextFormat
+from compiled_llm.requests.text.detokenizer import TokenDecoder
 
 
 @dataclass

@@ -10,7 +10,7 @@ from compiled_llm.requests.outputs import Completion, FinishReason, Logprob
 from compiled_llm.requests.users_code import described, raise_interrupt
 
 if TYPE_CHECKING:  # imports torch
-    from compiled_llm.requests.answer_text import AnswerText, TextFormat, Written
+    from compiled_llm.requests.text.answer_text import AnswerText, TextFormat, Written
 
 
 class PendingAnswer(ABC):
@@ -63,7 +63,7 @@ class PendingAnswer(ABC):
         if self._format is None:
             raise ValueError(f"text() needs a tokenizer; give {self.owner}, or decode the tokens")
         if self.text is None:
-            from compiled_llm.requests.answer_text import AnswerText
+            from compiled_llm.requests.text.answer_text import AnswerText
 
             self.text = AnswerText(self._written, self._format)
         return self.text

@@ -11,7 +11,7 @@ from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.pending_answer import PendingAnswer
 
 if TYPE_CHECKING:  # imports torch
-    from compiled_llm.requests.answer_text import AnswerText
+    from compiled_llm.requests.text.answer_text import AnswerText
 
 T = TypeVar("T")
 

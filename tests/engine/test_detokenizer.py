@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from compiled_llm.compat.tokenizers import backend_of, cleans_up
 from compiled_llm.engine.steps.request import Request
-from compiled_llm.requests.answer_text import AnswerText, TextFormat
-from compiled_llm.requests.detokenizer import TokenDecoder
-from compiled_llm.requests.stop_strings import StopReader, StopStrings
+from compiled_llm.requests.text.answer_text import AnswerText, TextFormat
+from compiled_llm.requests.text.detokenizer import TokenDecoder
+from compiled_llm.requests.text.stop_strings import StopReader, StopStrings
 from support.engine.text_tokenizers import SAMPLES, byte_fallback, byte_level, slow, word_pieces
 
 KINDS = [byte_level, byte_fallback, word_pieces, slow]

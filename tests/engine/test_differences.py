@@ -14,9 +14,9 @@ from compiled_llm.engine.engine import Engine
 from compiled_llm.engine.logprobs.entries import logprobs_of
 from compiled_llm.engine.logprobs.score_tokens import ScoredTokens, score_tokens
 from compiled_llm.engine.logprobs.scores import Scores
-from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.outputs import Logprob
 from compiled_llm.requests.sampling_params import SamplingParams
+from compiled_llm.requests.text.detokenizer import TokenDecoder
 from compiled_llm_ops import sample_tokens
 from engine import test_detokenizer, test_engine, test_logits_processors, test_params, test_scoring, test_text
 from engine.grammars import test_grammar_compiling, test_structured_outputs

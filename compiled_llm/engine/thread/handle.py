@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from compiled_llm.engine.answer import Answer
 from compiled_llm.engine.steps.request import Request, RequestError
-from compiled_llm.requests.answer_text import AnswerText, TextFormat
 from compiled_llm.requests.outputs import Figures, RequestOutput
 from compiled_llm.requests.pending import PendingAnswers
+from compiled_llm.requests.text.answer_text import AnswerText, TextFormat
 
 
 class RequestHandle(PendingAnswers[Answer]):

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from compiled_llm.client.answer import RemoteAnswer
 from compiled_llm.client.handle import RemoteHandle
 from compiled_llm.protocol.messages import Entry
-from compiled_llm.requests.answer_text import AnswerText
 from compiled_llm.requests.listeners import Wakeup
 from compiled_llm.requests.outputs import Completion
+from compiled_llm.requests.text.answer_text import AnswerText
 from compiled_llm.server.http.api_error import ApiError
 from compiled_llm.server.http.worker_thread import in_thread_if_long
 from compiled_llm.server.openai.common.usage import FinishReason, finish_reason_of

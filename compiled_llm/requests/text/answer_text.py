@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from compiled_llm.requests.detokenizer import TokenDecoder
 from compiled_llm.requests.sampling_params import SamplingParams
-from compiled_llm.requests.stop_strings import StopReader
+from compiled_llm.requests.text.detokenizer import TokenDecoder
+from compiled_llm.requests.text.stop_strings import StopReader
 
 
 class Written(Protocol):

@@ -1,0 +1,1 @@
+"""The text of an answer, made of its tokens as they come."""
