@@ -24,7 +24,7 @@ from compiled_llm.execution.taps.emitted_steps import EmittedSteps
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.kvcache.memory import free_bytes
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.traced_hooks import TracedHooks
+from compiled_llm.model.traced.hooks import TracedHooks
 
 _HOST = torch.device("cpu")
 

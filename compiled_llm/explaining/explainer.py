@@ -39,7 +39,7 @@ from compiled_llm.model.layer_probe import UnpagedCallError, probe_layers
 from compiled_llm.model.places import blame, stack_of
 from compiled_llm.model.probes.mask_probe import check_patterns
 from compiled_llm.model.restore import restored
-from compiled_llm.model.stand_ins import StandIns, stand_ins_for
+from compiled_llm.model.traced.stand_ins import StandIns, stand_ins_for
 from compiled_llm.model.weights.foreign_weights import changes_in_first_call, check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder
 

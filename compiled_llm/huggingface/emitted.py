@@ -23,7 +23,7 @@ from compiled_llm.execution.taps.emitted_steps import EmittedSteps
 from compiled_llm.huggingface.cache.cache_columns import RowUpdate
 from compiled_llm.huggingface.call.call import PagedCall
 from compiled_llm.kvcache.row import Row
-from compiled_llm.model.traced_hooks import TracedHooks
+from compiled_llm.model.traced.hooks import TracedHooks
 
 
 class WantedOutputs(NamedTuple):

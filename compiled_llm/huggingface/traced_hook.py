@@ -9,7 +9,7 @@ from typing import cast
 from torch import nn
 
 from compiled_llm.huggingface.handle import CompiledModel, compiled_models
-from compiled_llm.model.traced_hooks import HookFunction, PlacedHook
+from compiled_llm.model.traced.hooks import HookFunction, PlacedHook
 
 logger = logging.getLogger("compiled_llm.graphs")
 

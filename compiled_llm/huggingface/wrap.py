@@ -32,8 +32,8 @@ from compiled_llm.model.layers.experts import experts_of
 from compiled_llm.model.places import leading_to_explain
 from compiled_llm.model.probes.layers_of import layers_of
 from compiled_llm.model.probes.position_probe import default_positions
-from compiled_llm.model.shallow_copies import shallow_copy
-from compiled_llm.model.stand_ins import stand_ins_for
+from compiled_llm.model.traced.shallow_copies import shallow_copy
+from compiled_llm.model.traced.stand_ins import stand_ins_for
 from compiled_llm.model.weights.foreign_weights import check_weights
 from compiled_llm.model.weights.fused_weights import LinearRecorder
 from compiled_llm.model.weights.invariance import check_invariance

@@ -44,7 +44,7 @@ from compiled_llm.kinds.registry import let_layers_pack
 from compiled_llm.model.classifiers import is_classifier
 from compiled_llm.model.facts import Learnt, ModelFacts
 from compiled_llm.model.inputs import check_prompt, check_ready, has_tokens
-from compiled_llm.model.stand_ins import Groups, stand_ins_for
+from compiled_llm.model.traced.stand_ins import Groups, stand_ins_for
 
 
 class WrappedModel:

@@ -25,10 +25,10 @@ from compiled_llm.model.probes.autocast_probe import AutocastProbe
 from compiled_llm.model.probes.cache_probe import hands_cache_back
 from compiled_llm.model.probes.layers_of import as_if_unwrapped, layers_of
 from compiled_llm.model.probes.position_probe import DefaultPositions, default_positions
-from compiled_llm.model.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.sizes import MaxPositions
-from compiled_llm.model.stand_ins import Change, Groups, StandIns
-from compiled_llm.model.traced_hooks import TracedHooks, with_hooks
+from compiled_llm.model.traced.hooks import TracedHooks, with_hooks
+from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
+from compiled_llm.model.traced.stand_ins import Change, Groups, StandIns
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.weights.fused_weights import FusedGroup
 

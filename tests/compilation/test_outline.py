@@ -26,7 +26,7 @@ from compiled_llm.compilation.programs import Arguments
 from compiled_llm.compilation.tracing import layer_marks, outline
 from compiled_llm.compilation.tracing.outline import Outline, Prepared
 from compiled_llm.model.attention_switch import paged_attention_in
-from compiled_llm.model.shallow_copies import shallow_copy, with_another
+from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
 from support.compilation.left_uncompiled import leave_uncompiled
 from support.compilation.traced import descriptions_of
 from support.execution.model_changes import TRACED_LAYER, patch_the_layers_forward, replace_a_weight

@@ -18,7 +18,7 @@ from compiled_llm.compat.torch.inductor import cpp_compilers
 from compiled_llm.config import WrapConfig
 from compiled_llm.kinds.registry import meanings_of
 from compiled_llm.model.sizes import max_positions_of
-from compiled_llm.model.stand_ins import packed_formats
+from compiled_llm.model.traced.stand_ins import packed_formats
 
 OPTIONS = (
     *("mode", "backend", "page_size", "prefill_tokens", "cascade", "batch_invariant", "kv_dtype"),

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from compiled_llm.compat.torch.tensors import copy_all
 from compiled_llm.compat.training.peft import ACTIVE, ADAPTED, acting_adapters, by_adapter, is_lora_layer
-from compiled_llm.model.shallow_copies import ShallowCopies, shallow_copy
+from compiled_llm.model.traced.shallow_copies import ShallowCopies, shallow_copy
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_tree import same
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from compiled_llm.model.shallow_copies import shallow_copy
-from compiled_llm.model.traced_hooks import PlacedHook
+from compiled_llm.model.traced.hooks import PlacedHook
+from compiled_llm.model.traced.shallow_copies import shallow_copy
 
 
 def hooked_model(model: nn.Module, hooks: Sequence[PlacedHook]) -> Any:

@@ -33,7 +33,7 @@ from compiled_llm.compilation.tracing.layer_description import (
 from compiled_llm.compilation.tracing.layer_marks import listing_class, marked_class
 from compiled_llm.compilation.tracing.layer_tracer import LayerTracer, NoOutlineError, traced_class
 from compiled_llm.model.restore import attributes_restored
-from compiled_llm.model.shallow_copies import shallow_copy, with_another
+from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
 from compiled_llm.model.version.model_version import ModelVersion
 from compiled_llm.model.version.module_state import ModuleState
 from compiled_llm.model.version.module_tree import ModuleTree

@@ -21,7 +21,7 @@ from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.kinds.support import FoundKind, refusal
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.shallow_copies import shallow_copy, with_another
+from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
 from compiled_llm.requests.sampling_params import SamplingParams
 
 _OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")

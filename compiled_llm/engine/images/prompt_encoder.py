@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_llm.engine.images.encoder.compiled_encoder import CompiledEncoder
 from compiled_llm.engine.images.encoder_cache import EncoderCache, Features
 from compiled_llm.engine.images.keys import patches_of
-from compiled_llm.model.shallow_copies import shallow_copy, with_another
+from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
 
 _UNREAD = frozenset({"last_hidden_state", "hidden_states", "attentions"})
 """Fields of what encoders return that the rest of a model does not read."""

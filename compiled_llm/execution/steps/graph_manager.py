@@ -26,7 +26,7 @@ from compiled_llm.execution.state.runner_state import RunnerState
 from compiled_llm.execution.steps.compiled_beside import CompiledBeside
 from compiled_llm.execution.threads.executor import Executor
 from compiled_llm.execution.threads.interrupts import deferred
-from compiled_llm.model.stand_ins import Change
+from compiled_llm.model.traced.stand_ins import Change
 from compiled_llm.model.weights.fused_weights import FusedWeights
 
 _NOT_PREPARED = (PREFILL_EMBEDDED, UNPAGED)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from compiled_llm.features import needed
-from compiled_llm.model.traced_hooks import TracedHooks
+from compiled_llm.model.traced.hooks import TracedHooks
 
 
 def more_outputs(asked: bool | int | Sequence[int] | None, hooks: TracedHooks) -> Any:

@@ -10,7 +10,7 @@ from compiled_llm.execution.reporting.inner_reasons import asked_by_config, inne
 from compiled_llm.execution.reporting.slow_paths import Reason
 from compiled_llm.huggingface.inspection.overrides import Overrides, forward_of_object, own_forward
 from compiled_llm.model.facts import ModelFacts
-from compiled_llm.model.traced_hooks import TracedHooks
+from compiled_llm.model.traced.hooks import TracedHooks
 from compiled_llm.model.version.model_version import ModelVersion, Placement
 from compiled_llm.model.version.module_tree import has_hooks
 

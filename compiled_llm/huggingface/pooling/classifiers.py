@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClass
 from compiled_llm.compat.cache_names import output_field
 from compiled_llm.huggingface.forward.forward import run_forward
 from compiled_llm.kinds.refusals import UnsupportedModelError
-from compiled_llm.model.shallow_copies import shallow_copy
+from compiled_llm.model.traced.shallow_copies import shallow_copy
 
 
 def check(model: PreTrainedModel) -> None:

@@ -27,8 +27,8 @@ from compiled_llm.model.packed.readers import (
 )
 from compiled_llm.model.packed.reading import Found, ReadWeight, Stays, as_parameters
 from compiled_llm.model.packed.stand_in_linear import Member, StandInLinear
-from compiled_llm.model.shallow_copies import ShallowCopies, shallow_copy
-from compiled_llm.model.stand_ins import Change, Groups, Product
+from compiled_llm.model.traced.shallow_copies import ShallowCopies, shallow_copy
+from compiled_llm.model.traced.stand_ins import Change, Groups, Product
 from compiled_llm.model.version.module_tree import same
 from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops.packed.formats import check_weight

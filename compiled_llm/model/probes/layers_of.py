@@ -14,7 +14,7 @@ from compiled_llm.model.attention import BATCH_ARGUMENT
 from compiled_llm.model.attention_switch import paged_attention_in
 from compiled_llm.model.layer_probe import probe_layers
 from compiled_llm.model.probes.mask_probe import check_patterns
-from compiled_llm.model.shallow_copies import shallow_copy
+from compiled_llm.model.traced.shallow_copies import shallow_copy
 from compiled_llm.model.weights.foreign_weights import changes_in_first_call
 
 Run = Callable[[Callable[[], list[Layer]]], list[Layer]]

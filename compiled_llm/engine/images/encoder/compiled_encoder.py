@@ -18,7 +18,7 @@ from compiled_llm.engine.images.encoder.encoder_step import PROGRAM, EncoderInpu
 from compiled_llm.engine.images.encoder.grid_inputs import GridInputs
 from compiled_llm.execution.model_runner import ModelRunner
 from compiled_llm.execution.reporting.slow_paths import Reason
-from compiled_llm.model.shallow_copies import shallow_copy, with_another
+from compiled_llm.model.traced.shallow_copies import shallow_copy, with_another
 
 _PACKAGES = "transformers", "torch"
 _EXAMPLE = (2, 10), (1, 1)
