@@ -29,6 +29,7 @@ PACKS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "int4": lambda linear: ct_packed(linear, group=BLOCK),
     "FP8": lambda linear: fp8_blocks(linear, (BLOCK, BLOCK)),
     "NF4": bnb_nf4,
+    "NF4, scales in 8 bits": lambda linear: bnb_nf4(linear, nested=True),
     "int8": ct_typed,
     "float8 by row": lambda linear: ct_typed(linear, torch.float8_e4m3fn),
     "GPTQ": gptq,

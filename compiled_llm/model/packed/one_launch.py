@@ -1,19 +1,20 @@
-"""Packed weights in words that multiply one input, in one launch, wherever they lie."""
+"""Packed weights of 4 bits that multiply one input, in one launch, wherever they lie."""
 
 # Words along the inputs (GPTQ), or along the outputs (AWQ), of several layers are no one tensor of words, however they
-# are laid side by side. The op ``packed_linears`` takes them as they are, so that nothing is moved or copied.
+# are laid side by side, and scales of 8 bits (NF4) have an offset for each layer. The op ``packed_linears`` takes them
+# as they are, so that nothing is moved or copied.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from compiled_llm.model.packed.stand_in_linear import StandInLinear
-from compiled_llm_ops.packed.linears import LAYOUTS
 from compiled_llm_ops.packed.tilings import MOST_TOGETHER, OUTPUTS_TOGETHER
+
+_WORDS = ("words_by_input", "words_by_output")
 
 
 def can_be_one(group: Sequence[StandInLinear]) -> bool:
@@ -21,7 +22,7 @@ def can_be_one(group: Sequence[StandInLinear]) -> bool:
     format = group[0].format
     return (
         len(group) <= MOST_TOGETHER
-        and format.layout in LAYOUTS
+        and (format.layout in _WORDS or group[0].nested is not None)
         and (format.bits, format.outputs) == (4, 1)
         and not any(own.out_features % OUTPUTS_TOGETHER for own in group[:-1])
         and len({_kind_of(own) for own in group}) == 1
@@ -39,8 +40,8 @@ def product(
     graph: fx.Graph, products: Sequence[fx.Node], group: Sequence[StandInLinear], bias: fx.Node | None
 ) -> fx.Node:
     """Return one product in place of those of a group."""
-    codes, scales, zeros = ([node.args[place] for node in products] for place in (1, 2, 3))
+    codes, scales, zeros, nested = ([node.args[place] for node in products] for place in (1, 2, 3, 4))
+    optional = ([] if own[0] is None else own for own in (zeros, nested))
     format = group[0].format
-    given: tuple[Any, ...] = products[0].args[0], codes, scales, [] if zeros[0] is None else zeros, bias
-    given += format.code, format.layout, format.inputs
+    given = (products[0].args[0], codes, scales, *optional, bias, format.code, format.layout, format.inputs)
     return graph.call_function(torch.ops.compiled_llm.packed_linears.default, given, products[0].kwargs)

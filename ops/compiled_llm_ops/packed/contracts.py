@@ -36,6 +36,7 @@ class PackedLinears(NamedTuple):
     codes: list[Tensor]
     scales: list[Tensor]
     zeros: list[Tensor]
+    nested: list[Tensor]
     bias: Tensor | None
     code: str
     layout: str
@@ -45,6 +46,8 @@ class PackedLinears(NamedTuple):
     @property
     def outputs(self) -> list[int]:
         """Those of each weight."""
+        if self.layout in ("rows", "high_first"):
+            return [codes.shape[0] for codes in self.codes]
         each = 8 if self.layout == "words_by_output" else 1
         return [codes.shape[-1] * each for codes in self.codes]
 
@@ -52,6 +55,9 @@ class PackedLinears(NamedTuple):
     def weights(self) -> list[PackedWeight]:
         """The weights, one after the other."""
         format, inputs = PackedFormat(self.code, self.layout, 1, self.group_inputs), self.rows.shape[-1]
-        zeros: list[Tensor | None] = [*self.zeros] or [None] * len(self.codes)
-        each = zip(self.codes, self.scales, zeros, self.outputs, strict=True)
-        return [PackedWeight(format, codes, scales, own, (outputs, inputs)) for codes, scales, own, outputs in each]
+        optional: list[list[Tensor | None]] = [[*own] or [None] * len(self.codes) for own in (self.zeros, self.nested)]
+        each = zip(self.codes, self.scales, *optional, self.outputs, strict=True)
+        return [
+            PackedWeight(format, codes, scales, zeros, (outputs, inputs), nested)
+            for codes, scales, zeros, nested, outputs in each
+        ]

@@ -1,7 +1,8 @@
-"""Matmuls of the same rows with several weights of 4 bits, wherever these lie."""
+"""Matmuls of the same rows with several packed weights, wherever these lie."""
 
 # Words along the inputs (GPTQ) of several layers are no one tensor of words, however they are laid side by side, and
-# words along the outputs (AWQ) are neither. So one launch is given the places of all.
+# words along the outputs (AWQ) are neither; and where scales have 8 bits themselves (NF4), each weight has an offset of
+# its own. So one launch is given the places of all.
 # Shapes: M rows, K inputs, N outputs of all weights.
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ from compiled_llm_ops.packed.formats import check_weight
 from compiled_llm_ops.packed.linear import check_rows
 from compiled_llm_ops.packed.unpack import unpack
 
-LAYOUTS = ("words_by_input", "words_by_output")
+LAYOUTS = ("rows", "high_first", "words_by_input", "words_by_output")
 
 
 @define_op(PackedLinears)
 def packed_linears(args: PackedLinears) -> Tensor:
     """``packed_linear`` of the same rows with each of several weights, their outputs one after the other.
 
-    The weights are alike but for their outputs, lie in words (``words_by_input`` or ``words_by_output``, 4 bits), and
-    have a scale for each output. On CUDA up to three are one launch, if all but the last have a multiple of 128
-    outputs; each output has the bits that a launch for its weight alone gives it, cut up alike.
+    The weights are alike but for their outputs, and have a scale for each output. On CUDA up to three are one launch,
+    if all but the last have a multiple of 128 outputs; each output has the bits that a launch for its weight alone
+    gives it, cut up alike.
 
     Args:
         rows: ``[..., K]``, bfloat16, float16 or float32, any strides.
-        codes: of each weight, as ``layout`` says: ``[K / 8, N]`` or ``[K, N / 8]`` int32, contiguous.
+        codes: of each weight, as ``layout`` says: ``[N, K]`` or ``[N, K / 2]`` bytes, ``[K / 8, N]`` or ``[K, N / 8]``
+            int32; contiguous.
         scales: of each weight, ``[N, K / group_inputs]``, rounded up, of dtype float32, bfloat16 or float16; any
             strides.
         zeros: of each weight, like ``scales``: integers are taken from unsigned codes, other numbers are added after
             scaling. Empty if there are none.
+        nested: of each weight, ``[257 + b]`` float32, as of ``packed_linear``. Empty if there are none.
         bias: None or ``[N]`` for all outputs, of the rows' dtype.
         code: what a code is, as of ``PackedFormat``.
-        layout: where codes lie.
+        layout: where codes lie, not ``tiles``.
         group_inputs: how many inputs share a scale; 0 for all.
         overlap: as of ``packed_linear``.
 
@@ -53,18 +56,14 @@ def packed_linears(args: PackedLinears) -> Tensor:
 
 
 def _check(args: PackedLinears) -> None:
-    lengths = {len(args.codes), len(args.scales), *([len(args.zeros)] if args.zeros else [])}
-    if lengths != {len(args.codes)} or not args.codes or args.layout not in LAYOUTS:
+    lengths = [len(own) for own in (args.codes, args.scales, args.zeros, args.nested)]
+    if not lengths[0] or {*lengths[:2], *filter(None, lengths[2:])} != {lengths[0]} or args.layout not in LAYOUTS:
         raise ValueError(
-            f"packed_linears: codes, scales and zeros, if there are any, must be of as many weights, one at least, in "
-            f"{' or '.join(LAYOUTS)}; got {len(args.codes)}, {len(args.scales)} and {len(args.zeros)} in "
-            f"{args.layout!r}"
+            "packed_linears: codes, scales, and zeros and nested, if there are any, must be of as many weights, one at "
+            f"least, in {', '.join(LAYOUTS)}; got {', '.join(map(str, lengths))} in {args.layout!r}"
         )
-    weights = args.weights
-    if weights[0].format.bits != 4:
-        raise ValueError(f"packed_linears: code must be of 4 bits; got {args.code!r}")
     check_rows("packed_linears", args.rows, args.bias, sum(args.outputs))
-    for weight in weights:
+    for weight in args.weights:
         check_weight("packed_linears", weight)
 
 

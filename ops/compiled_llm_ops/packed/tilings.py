@@ -24,9 +24,12 @@ class PackedLinearTiling(NamedTuple):
     overlap: bool = True  # whether it begins while the previous kernel ends, if it may
 
 
+_IN_ROWS = ("rows", "high_first")
+
+
 def way_of(format: PackedFormat, inputs: int) -> str:
     """Return how a kernel reads blocks of so many inputs: by bytes, their halves, planes of words, or one by one."""
-    if format.layout in ("rows", "high_first"):
+    if format.layout in _IN_ROWS:
         return "bytes" if format.bits == 8 else "halves"
     if format.bits == 8 or (format.layout == "tiles" and inputs % 128):
         return "gathered"
@@ -59,22 +62,25 @@ MOST_TOGETHER, OUTPUTS_TOGETHER = 3, 128
 """Weights of one launch at most, and what the outputs of all but the last have to be a multiple of."""
 
 
-def can_be_together(weights: Sequence[PackedWeight], dtype: torch.dtype) -> bool:
-    """Whether one launch of the kernel that joins codes multiplies rows of this type with several weights in words."""
+def can_be_together(weights: Sequence[PackedWeight], dtype: torch.dtype, *, joined: bool) -> bool:
+    """Whether one launch multiplies rows of this type with several weights, by the kernel that joins codes or not."""
     first = weights[0]
+    # The kernel that does not has one distance from row to row of codes.
+    taken = all(can_be_joined(weight, dtype) for weight in weights) if joined else first.format.layout in _IN_ROWS
     return (
-        len(weights) <= MOST_TOGETHER
-        and first.format.layout in ("words_by_input", "words_by_output")
+        taken
+        and len(weights) <= MOST_TOGETHER
+        and first.format.layout != "tiles"
+        and first.format.outputs == 1
         and not any(weight.shape[0] % OUTPUTS_TOGETHER for weight in weights[:-1])
         and len({_kind_of(weight) for weight in weights}) == 1
-        and all(can_be_joined(weight, dtype) for weight in weights)
     )
 
 
 def _kind_of(weight: PackedWeight) -> tuple[object, ...]:
     """Return what has to be the same of weights of one launch."""
-    tables = [(table.dtype, table.stride(0)) for table in (weight.scales, weight.zeros) if table is not None]
-    return weight.format, weight.shape[1], *tables
+    tables = [None if table is None else (table.dtype, table.stride(0)) for table in (weight.scales, weight.zeros)]
+    return weight.format, weight.shape[1], weight.nested is None, *tables
 
 
 def block_inputs(format: PackedFormat, most: int) -> int:

@@ -16,7 +16,7 @@ from compiled_llm_ops.packed.linear import multiply_packed
 from compiled_llm_ops.packed.rule import JOINED, MAX_BLOCK, JoinedTile
 from compiled_llm_ops.packed.tilings import PackedLinearTiling, block_inputs, can_be_joined, can_be_together
 from support.gpu import needs_cuda, on_gpu, seeded
-from support.ops.packed_weights import FORMATS, IN_ROWS, IN_WORDS, Made, arguments_together, finite, side_by_side
+from support.ops.packed_weights import ANYWHERE, FORMATS, IN_ROWS, Made, arguments_together, finite, side_by_side
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
@@ -112,10 +112,10 @@ def test_side_by_side_products_have_the_bits_of_those_apart(name: str, seed: int
 
 @seeded
 @pytest.mark.parametrize("outputs", [(256, 128), (512, 128, 128), (384, 256, 96), (96, 128)], ids=str)
-@pytest.mark.parametrize("name", IN_WORDS)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_weights_together_have_the_bits_of_those_apart(name: str, outputs: tuple[int, ...], seed: int) -> None:
-    """Each launch chooses among descriptors, for each number of rows and tile."""
-    from compiled_llm_ops.packed.kernels.joined import multiply, multiply_together
+    """Each program chooses its weight, for each number of rows and tile, by each kernel that takes them."""
+    from compiled_llm_ops.packed.kernels import joined, tiles
 
     made = [made_on_gpu(name, count, 1024) for count in outputs]
     weights, block = [own.weight for own in made], block_inputs(made[0].weight.format, MAX_BLOCK)
@@ -126,11 +126,10 @@ def test_weights_together_have_the_bits_of_those_apart(name: str, outputs: tuple
         check(out - bias, rows, whole)
         for _ in range(3):
             assert torch.equal(packed_linears(*arguments_together(rows + 0, weights, bias), overlap=True), out)
-    if not can_be_together(weights, torch.bfloat16):
-        return
-    for tile in JOINED[weights[0].format.layout]:
-        rows = torch.randn(tile.rows - 3, 1024, device="cuda").bfloat16()
-        cut = PackedLinearTiling(tile.rows, tile.outputs, block, tile.stages, 2, tile.warps, joined=True)
-        apart = torch.cat([multiply(rows, own, None, cut, pdl=False) for own in weights], -1)
-        for pdl in (False, True, True):
-            assert torch.equal(multiply_together(rows, weights, None, cut, pdl=pdl), apart)
+    for kernel, rows_of_tile in itertools.product((joined, tiles), (16, 32, 64)):
+        cut = PackedLinearTiling(rows_of_tile, 128, block, 4, 2, 4, joined=kernel is joined)
+        if can_be_together(weights, torch.bfloat16, joined=cut.joined):
+            rows = torch.randn(rows_of_tile - 3, 1024, device="cuda").bfloat16()
+            apart = torch.cat([kernel.multiply(rows, own, None, cut, pdl=False) for own in weights], -1)
+            for pdl in (False, True, True):
+                assert torch.equal(kernel.multiply_together(rows, weights, None, cut, pdl=pdl), apart)

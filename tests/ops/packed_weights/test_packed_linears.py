@@ -1,4 +1,4 @@
-"""`packed_linears` on the CPU: several weights in words beside each of them alone.
+"""`packed_linears` on the CPU: several weights beside each of them alone.
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -14,7 +14,9 @@ from compiled_llm_ops import packed_linears
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import multiply_packed
 from compiled_llm_ops.packed.tilings import can_be_together
-from support.ops.packed_weights import IN_WORDS, arguments_together, make
+from support.ops.packed_weights import ANYWHERE, arguments_together, make
+
+IN_ROWS = ("rows", "high_first")
 
 
 def weights_of(name: str, outputs: tuple[int, ...] = (128, 256, 32), inputs: int = 256) -> list[PackedWeight]:
@@ -22,7 +24,7 @@ def weights_of(name: str, outputs: tuple[int, ...] = (128, 256, 32), inputs: int
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", IN_WORDS)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_products_are_those_of_each_weight_one_after_the_other(name: str, seed: int) -> None:
     for outputs in ((24,), (40, 16), (8, 128, 48, 24)):
         weights, bias = weights_of(name, outputs), torch.randn(sum(outputs))
@@ -44,41 +46,42 @@ def check(out: torch.Tensor, rows: torch.Tensor, weights: list[PackedWeight], bi
 
 
 def refused(message: str, weights: list[PackedWeight], **changes: Any) -> None:
-    rows, codes, scales, zeros, bias, code, layout, inputs = arguments_together(torch.randn(1, 256), weights)
-    given = {"rows": rows, "codes": codes, "scales": scales, "zeros": zeros, "bias": bias, "code": code}
-    given |= {"layout": layout, "group_inputs": inputs, **changes}
+    names = ("rows", "codes", "scales", "zeros", "nested", "bias", "code", "layout", "group_inputs")
+    given = dict(zip(names, arguments_together(torch.randn(1, 256), weights), strict=True))
     with pytest.raises(ValueError, match=f"^packed_linears: .*{message}"):
-        packed_linears(**given)
+        packed_linears(**{**given, **changes})
 
 
 def test_what_does_not_fit_is_refused() -> None:
     weights = weights_of("GPTQ", (16, 16))
-    refused("of as many weights.*got 2, 1 and 2", weights, scales=[weights[0].scales])
-    refused("of as many weights.*got 2, 2 and 1", weights, zeros=[weights[0].zeros])
-    refused("one at least.*got 0, 0 and 0", weights, codes=[], scales=[], zeros=[])
+    refused("of as many weights.*got 2, 1, 2, 0", weights, scales=[weights[0].scales])
+    refused("of as many weights.*got 2, 2, 1, 0", weights, zeros=[weights[0].zeros])
+    refused("of as many weights.*got 2, 2, 2, 1", weights, nested=[torch.zeros(258)])
+    refused("one at least.*got 0, 0, 0, 0", weights, codes=[], scales=[], zeros=[])
     refused("words_by_output; got .*'tiles'", weights, layout="tiles")
-    refused("4 bits; got 'uint8'", weights, code="uint8")
     refused(r"bias must be \[32\]", weights, bias=torch.randn(16))
     refused("rows must be .*float64", weights, rows=torch.randn(1, 256).double())
     refused(r"codes .*\(40, 16\).*got \(32, 16\)", weights, rows=torch.randn(1, 320))
     refused(r"scales .*\(16, 2\)", weights, scales=[weights[0].scales, torch.ones(16, 3)])
 
 
-@pytest.mark.parametrize("name", IN_WORDS)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_who_can_be_one_launch(name: str) -> None:
     first, second, third = weights_of(name)
-    assert can_be_together([first], torch.bfloat16)
-    assert can_be_together([first, second, third], torch.bfloat16)
-    assert not can_be_together([third, first], torch.bfloat16), "a tile would have outputs of both"
-    assert not can_be_together([first, first, second, third], torch.bfloat16)
-    assert not can_be_together([first, second], torch.float32)
-    wide, rows = make(name, 128, 512).weight, PackedFormat("uint4", "rows", 1, 128)
+    assert can_be_together([first], torch.bfloat16, joined=True)
+    assert can_be_together([first, second, third], torch.bfloat16, joined=True)
+    assert can_be_together([first, second], torch.bfloat16, joined=False) == (first.format.layout in IN_ROWS)
+    assert not can_be_together([third, first], torch.bfloat16, joined=True), "a tile would have outputs of both"
+    assert not can_be_together([first, first, second, third], torch.bfloat16, joined=True)
+    assert not can_be_together([first, second], torch.float32, joined=True)
     for other in (
-        wide,
-        second._replace(zeros=None),
+        make(name, 128, 512).weight,
+        second._replace(zeros=second.scales if second.zeros is None else None),
         second._replace(scales=second.scales.half()),
-        second._replace(scales=second.scales.repeat_interleave(2, 0)[::2]),
+        second._replace(scales=second.scales.repeat_interleave(2, 0)[::2].repeat(1, 2)[:, ::2]),
+        second._replace(nested=torch.zeros(1) if second.nested is None else None),
         second._replace(format=second.format._replace(inputs=0)),
     ):
-        assert not can_be_together([first, other], torch.bfloat16)
-    assert not can_be_together([first._replace(format=rows)], torch.bfloat16)
+        assert not can_be_together([first, other], torch.bfloat16, joined=True)
+    tiled = first._replace(format=PackedFormat("uint4", "tiles", 1, 128))
+    assert not can_be_together([tiled, tiled], torch.bfloat16, joined=True)

@@ -23,12 +23,13 @@ from compiled_llm_ops.packed.tilings import (
     block_inputs,
     can_be_apart,
     can_be_joined,
+    can_be_together,
     takes_few_rows,
     way_of,
 )
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
-from support.ops.packed_weights import FORMATS, IN_ROWS, IN_WORDS, Made, finite, side_by_side
+from support.ops.packed_weights import ANYWHERE, FORMATS, IN_ROWS, Made, finite, side_by_side
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -101,18 +102,20 @@ def test_side_by_side_products_have_the_bits_of_those_apart(name: str, seed: int
 
 
 @interpreted
-@pytest.mark.parametrize("name", IN_WORDS)
+@pytest.mark.parametrize("name", ANYWHERE)
 @pytest.mark.parametrize("outputs", [(128, 96), (128, 256, 32)], ids=str)
 def test_weights_together_have_the_bits_of_those_apart(name: str, outputs: tuple[int, ...], seed: int) -> None:
-    from compiled_llm_ops.packed.kernels.joined import multiply, multiply_together
+    """By each kernel that takes them."""
+    from compiled_llm_ops.packed.kernels import joined, tiles
 
     weights, rows = [finite(name, count, 512).weight for count in outputs], torch.randn(19, 512).half()
     bias, block = torch.randn(sum(outputs)).half(), block_inputs(weights[0].format, 128)
-    for of_tile in (64, 128):
-        cut = PackedLinearTiling(16, of_tile, block, stages=2, splits=3, warps=4, joined=True)
-        each = zip(weights, bias.split(list(outputs)), strict=True)
-        apart = [multiply(rows, own, part, cut, pdl=False) for own, part in each]
-        assert torch.equal(multiply_together(rows, weights, bias, cut, pdl=False), torch.cat(apart, -1))
+    for of_tile, kernel in itertools.product((64, 128), (joined, tiles)):
+        cut = PackedLinearTiling(16, of_tile, block, stages=2, splits=3, warps=4, joined=kernel is joined)
+        if can_be_together(weights, torch.float16, joined=cut.joined):
+            each = zip(weights, bias.split(list(outputs)), strict=True)
+            apart = [kernel.multiply(rows, own, part, cut, pdl=False) for own, part in each]
+            assert torch.equal(kernel.multiply_together(rows, weights, bias, cut, pdl=False), torch.cat(apart, -1))
 
 
 @interpreted
@@ -163,27 +166,36 @@ def test_what_the_rule_chooses_is_launched(name: str, m: int, seed: int, monkeyp
 @interpreted
 @pytest.mark.parametrize("m", [1, 40, 300])
 @pytest.mark.parametrize("outputs", [(128, 128, 48), (48, 128), (128, 128, 128, 16)], ids=str)
+@pytest.mark.parametrize("name", ["GPTQ", "bitsandbytes NF4, nested"])
 def test_weights_together_are_launched_or_each_alone(
-    outputs: tuple[int, ...], m: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    name: str, outputs: tuple[int, ...], m: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compiled_llm_ops.packed.kernels import launching
+    from compiled_llm_ops.packed.kernels import joined, launching, tiles
 
-    launches = list[int]()
+    launches = list[tuple[Any, int]]()
 
-    def noted(rows: Any, weights: Any, *args: Any, **options: Any) -> torch.Tensor:
-        launches.append(len(weights))
-        return multiply_together(rows, weights, *args, **options)
+    def noted(kernel: Any) -> Any:
+        multiply = kernel.multiply_together
 
-    multiply_together = launching.multiply_together
-    monkeypatch.setattr(launching, "multiply_together", noted)
+        def call(rows: Any, weights: Any, *args: Any, **options: Any) -> torch.Tensor:
+            launches.append((kernel, len(weights)))
+            out: torch.Tensor = multiply(rows, weights, *args, **options)
+            return out
+
+        return call
+
+    for kernel in (joined, tiles):
+        monkeypatch.setattr(kernel, "multiply_together", noted(kernel))
     monkeypatch.setattr(launching, "processors_of", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    made = [finite("GPTQ", count, 256) for count in outputs]
+    made = [finite(name, count, 256) for count in outputs]
     rows, bias = torch.randn(m, 256).half(), torch.randn(sum(outputs)).half()
     out = launching.multiply_each(rows, [own.weight for own in made], bias, pdl=False)
     whole = made[0]._replace(values=torch.cat([own.values for own in made]))
     check(out, rows, whole, bias)
-    assert launches == ([3] if m < 300 and outputs == (128, 128, 48) else [])
+    kernel = joined if name == "GPTQ" or m > 16 else tiles
+    alone = [] if m > 256 else [(kernel, 1)] * len(outputs)
+    assert launches == ([(kernel, 3)] if m <= 256 and outputs == (128, 128, 48) else alone)
 
 
 # ---- compiled, without a GPU
@@ -282,15 +294,44 @@ def test_tensor_cores_have_ended_before_their_registers_are_written(name: str, o
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("together", [2, 3])
 @pytest.mark.parametrize("rows_of_tables", [False, True])
-@pytest.mark.parametrize("name", IN_WORDS)
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_a_launch_of_several_weights_chooses_among_descriptors_where_they_are(
     name: str, rows_of_tables: bool, together: int, rows: int, tmp_path: Path
 ) -> None:
     """One that is copied into a program's own memory is no descriptor."""
-    tile = next(tile for tile in JOINED[FORMATS[name][0].layout] if tile.rows == rows)
-    made = joined(name, tile, together, rows_of_tables)
+    made = joined(name, JoinedTile(rows, 128, 4, 3.0), together, rows_of_tables)
     assert "cp.async.bulk.tensor" in made.asm["ptx"]
     assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
+    assert made.metadata.shared <= SHARED_MEMORY
+
+
+@pytest.mark.drawn(most=1)
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("together", [1, 2, 3])
+@pytest.mark.parametrize("name", ["bitsandbytes NF4, nested", "compressed-tensors int4"])
+def test_a_launch_of_several_weights_in_rows(name: str, together: int, rows: int, tmp_path: Path) -> None:
+    """It loads as wide as that of one."""
+    from compiled_llm_ops.packed.kernels.tiles import _packed_tensor_cores as kernel
+
+    format, types = FORMATS[name][0], types_of(name)
+    tiling = tiling_for(rows, format, 4096, 4096, 132)
+    constants = {
+        **groups_of(name), "WAY": "halves", "APART": tiling.apart, "ROWS": rows, "BN": tiling.outputs,
+        "BK": tiling.inputs, "STAGES": tiling.stages, "SPLIT": True, "MASKED": False, "PDL": True,
+        "ASM": text_for(format.code, format.layout, torch.bfloat16),
+    }  # fmt: skip
+    types |= others_of(types, together)
+    constants |= strides_of_rows(types)
+    types = {own: type for own, type in types.items() if own not in constants}
+    aligned = {own for own in types if own.removesuffix("_2").removesuffix("_3") in ALIGNED}
+    made = compiled(kernel, constants, types, warps=tiling.warps, aligned=aligned, launch_pdl=True)
+    assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
+    assert re.search(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", made.asm["ptx"]), (
+        "16 bytes at a time"
+    )
     assert made.metadata.shared <= SHARED_MEMORY
 
 
@@ -306,15 +347,24 @@ def joined(name: str, tile: JoinedTile, together: int = 1, rows_of_tables: bool 
     types = {name: type for name, type in types_of(name).items() if name in kernel.arg_names}
     types |= {"scales": "*bf16", "zeros": "*bf16"} if scaled else {}
     types |= {"x": f"tensordesc<bf16[{tile.rows},{inputs}]>", "codes": block_of_codes(name, tile.outputs, inputs)}
-    for number in range(2, together + 1):
-        others = {"codes", "scales", "zeros", "scales_k", "zeros_k"}
-        types |= {f"{own}_{number}": types[own] for own in others} | {f"begin_{number}": "i32"}
-    if rows_of_tables:  # what shares a scale lies beside each other: Triton takes these strides as known
-        strides = [own for own in types if own.startswith(("scales_k", "zeros_k"))]
-        constants |= dict.fromkeys(strides, 1)
-        types = {own: type for own, type in types.items() if own not in strides}
+    types |= others_of(types, together)
+    if rows_of_tables:
+        constants |= strides_of_rows(types)
+    types = {own: type for own, type in types.items() if own not in constants}
     aligned = (ALIGNED - {"x", "codes"}) & types.keys()
     return compiled(kernel, constants, types, warps=tile.warps, aligned=aligned, launch_pdl=True)
+
+
+def others_of(types: dict[str, str], together: int) -> dict[str, str]:
+    """The types of what a kernel is given for the second weight of a launch and the third."""
+    names = [own for own in ("codes", "scales", "zeros", "nested", "scales_k", "zeros_k") if own in types]
+    others = {f"{own}_{number}": types[own] for number in range(2, together + 1) for own in names}
+    return others | {f"begin_{number}": "i32" for number in range(2, together + 1)}
+
+
+def strides_of_rows(types: dict[str, str]) -> dict[str, int]:
+    """Strides of tables by rows, which Triton takes as known."""
+    return dict.fromkeys((own for own in types if own.startswith(("scales_k", "zeros_k"))), 1)
 
 
 def block_of_codes(name: str, outputs: int, inputs: int) -> str:

@@ -24,7 +24,7 @@ from support.ops.expert_rows import ExpertRows
 from support.ops.latent_rows import MIXES as LATENT_MIXES, LatentRows, RaggedRows
 from support.ops.listed_pages import ListedRows
 from support.ops.packed_tokens import Sizes, packed_tokens
-from support.ops.packed_weights import FORMATS, IN_WORDS, arguments_together, make
+from support.ops.packed_weights import ANYWHERE, FORMATS, arguments_together, make
 from support.ops.recurrent_rows import COUNTS, RecurrentRows
 from support.ops.sampling_cases import EVERYTHING, arguments
 from support.ops.tagged_rows import some_rows
@@ -384,7 +384,7 @@ def packed_linear_cases() -> list[tuple[Any, ...]]:
 
 def packed_linears_cases() -> list[tuple[Any, ...]]:
     cases = []
-    for name, shape in itertools.product(IN_WORDS, ((2, 3, 128), (1, 128))):
+    for name, shape in itertools.product(ANYWHERE, ((2, 3, 128), (1, 128))):
         weights = [make(name, outputs, 128).weight for outputs in (16, 8)]
         cases.append(arguments_together(torch.randn(*shape), weights, torch.randn(24) if len(shape) == 2 else None))
     return [*cases, arguments_together(torch.randn(3, 128), [weights[0]._replace(zeros=None)])]

@@ -55,8 +55,8 @@ IN_ROWS = [
 ]
 """Formats whose weights can lie side by side, as one for several products."""
 
-IN_WORDS = ["GPTQ", "GPTQ, short groups", "AWQ"]
-"""Formats of which several weights are one launch wherever they lie."""
+ANYWHERE = ["GPTQ", "GPTQ, short groups", "AWQ", "bitsandbytes NF4, nested", "compressed-tensors int4, asymmetric"]
+"""Formats of which several weights are one launch wherever they lie: those of words, and some of others."""
 
 LARGEST_E4M3 = 0x7E  # 448; the code after it is not a number
 
@@ -115,8 +115,10 @@ def side_by_side(weights: Sequence[PackedWeight]) -> PackedWeight:
 def arguments_together(rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None = None) -> tuple[Any, ...]:
     """Those of `packed_linears`, in their order."""
     format = weights[0].format
-    tables = [own.scales for own in weights], [own.zeros for own in weights if own.zeros is not None]
-    return rows, [own.codes for own in weights], *tables, bias, format.code, format.layout, format.inputs
+    required = [own.codes for own in weights], [own.scales for own in weights]
+    zeros = [own.zeros for own in weights if own.zeros is not None]
+    nested = [own.nested for own in weights if own.nested is not None]
+    return rows, *required, zeros, nested, bias, format.code, format.layout, format.inputs
 
 
 def _values(format: PackedFormat, codes: Tensor, zeros: Tensor | None) -> Tensor:

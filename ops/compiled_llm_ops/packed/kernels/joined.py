@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -33,8 +32,8 @@ from compiled_llm_ops.packed.kernels.pairs import (
     tiles_to_numbers,
     words_to_numbers,
 )
-from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, parts_of
-from compiled_llm_ops.packed.tilings import MOST_TOGETHER, PackedLinearTiling
+from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, other_weights, parts_of
+from compiled_llm_ops.packed.tilings import PackedLinearTiling
 
 
 @triton.jit
@@ -90,8 +89,8 @@ def _minus_at(zeros, place, CODE: tl.constexpr, DTYPE: tl.constexpr):
 def _packed_joined(
     x, codes, scales, zeros, nested, bias, y, parts, counters,
     M, N, K, scales_n, scales_k, zeros_n, zeros_k, splits,
-    codes_2, scales_2, zeros_2, scales_k_2, zeros_k_2, begin_2,
-    codes_3, scales_3, zeros_3, scales_k_3, zeros_k_3, begin_3,
+    codes_2, scales_2, zeros_2, nested_2, scales_k_2, zeros_k_2, begin_2,
+    codes_3, scales_3, zeros_3, nested_3, scales_k_3, zeros_k_3, begin_3,
     CODE: tl.constexpr, LAYOUT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
@@ -110,6 +109,8 @@ def _packed_joined(
             codes, scales, own = codes_2, scales_2, first - begin_2
             if zeros is not None:
                 zeros = zeros_2
+            if nested is not None:
+                nested = nested_2
         scales_k, zeros_k = tl.where(later, scales_k_2, scales_k), tl.where(later, zeros_k_2, zeros_k)
     if codes_3 is not None:
         later = first >= begin_3
@@ -117,6 +118,8 @@ def _packed_joined(
             codes, scales, own = codes_3, scales_3, first - begin_3
             if zeros is not None:
                 zeros = zeros_3
+            if nested is not None:
+                nested = nested_3
         scales_k, zeros_k = tl.where(later, scales_k_3, scales_k), tl.where(later, zeros_k_3, zeros_k)
     outputs = _outputs(own, BN, LAYOUT)
     steps = tl.cdiv(K, BK)
@@ -203,22 +206,12 @@ def multiply_together(
         TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs]), first,
         scales, zeros, nested, bias, y, parts, counters,
         m, n, k, *scales.stride(), *(zeros.stride() if zeros is not None else (0, 0)), tiling.splits,
-        *_others(weights, others),
+        *other_weights(weights, others),
         CODE=format.code, LAYOUT=format.layout, GROUP_N=format.outputs, GROUP_K=format.inputs, ROWS=tiling.rows,
         BN=tiling.outputs, BK=tiling.inputs, STAGES=tiling.stages, SPLIT=tiling.splits > 1, SCALED=scaled,
         ASM=pair_text_for(format.code, format.layout, rows.dtype, scaled=scaled), PDL=pdl, **options(tiling.warps, pdl),
     )  # fmt: skip
     return y
-
-
-def _others(weights: Sequence[PackedWeight], codes: Sequence[TensorDescriptor]) -> list[Any]:
-    """Return the kernel's arguments for all weights but the first, and None for those that there are not."""
-    given, begin = list[Any](), 0
-    for before, weight, own in zip(weights, weights[1:], codes, strict=False):
-        begin += before.shape[0]
-        strides = weight.scales.stride(1), 0 if weight.zeros is None else weight.zeros.stride(1)
-        given += [own, weight.scales, weight.zeros, *strides, begin]
-    return given + [None] * (6 * (MOST_TOGETHER - len(weights)))
 
 
 def _codes_of(weight: PackedWeight, tiling: PackedLinearTiling) -> TensorDescriptor:

@@ -13,9 +13,8 @@ from torch.nn.functional import ScalingType, linear, scaled_mm
 from compiled_llm_ops.kernels.linear.skinny_tiling import processors_of
 from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedWeight
+from compiled_llm_ops.packed.kernels import joined, tiles
 from compiled_llm_ops.packed.kernels.few_rows import multiply_few
-from compiled_llm_ops.packed.kernels.joined import multiply as multiply_joined, multiply_together
-from compiled_llm_ops.packed.kernels.tiles import multiply as multiply_tiles
 from compiled_llm_ops.packed.kernels.unpacking import round_rows, unpack_into
 from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, choose
 from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs, can_be_together
@@ -40,8 +39,9 @@ def multiply_each(rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | 
     choice = choose(len(rows), whole, rows.dtype, processors_of(rows.device))
     if choice is Library.UNPACKED:
         return linear(rows, unpacked(weights, rows.dtype), bias)
-    if isinstance(choice, PackedLinearTiling) and choice.joined and can_be_together(weights, rows.dtype):
-        return multiply_together(rows, weights, bias, choice, pdl=pdl and choice.overlap)
+    if isinstance(choice, PackedLinearTiling) and can_be_together(weights, rows.dtype, joined=choice.joined):
+        kernel = joined.multiply_together if choice.joined else tiles.multiply_together
+        return kernel(rows, weights, bias, choice, pdl=pdl and choice.overlap)
     biases = [None] * len(weights) if bias is None else bias.split(outputs)
     apart = zip(weights, biases, strict=True)
     return torch.cat([multiply(rows, weight, own, pdl=pdl) for weight, own in apart], -1)
@@ -50,7 +50,7 @@ def multiply_each(rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | 
 def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor | None, *, pdl: bool) -> Tensor:
     """Return ``rows @ weight.T + bias`` by the kernel that is chosen."""
     if isinstance(choice, PackedLinearTiling):
-        kernel = multiply_joined if choice.joined else multiply_tiles
+        kernel = joined.multiply if choice.joined else tiles.multiply
         return kernel(rows, weight, bias, choice, pdl=pdl and choice.overlap)
     if isinstance(choice, FewRowsTiling):
         return multiply_few(rows, weight, bias, choice, pdl=pdl)
