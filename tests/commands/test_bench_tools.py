@@ -131,7 +131,7 @@ def test_quantised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
 
 @pytest.mark.whole
 def test_quantised_at_once(tmp_path: Path) -> None:
-    run, found = _quantised(tmp_path, "--formats", "nf4", "--at-once")
+    run, found = _quantised(tmp_path, "--formats", "nf4-nested", "--at-once")
     assert run.returncode == 0, run.stderr
     assert [len(one["weights"]) for one in found.values()] == [0, 1]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
-from compiled_llm_ops.packed.formats import NF4
+from compiled_llm_ops.packed.formats import NESTED_BLOCK, NESTED_CODES, NF4
 
 _DEVIATION = 0.02  # of what weights stand for
 _BLOCK, _GROUP, _NF4_BLOCK = 128, 128, 64
@@ -66,7 +66,7 @@ class Params4bit(nn.Parameter):
 
 @dataclass(eq=False)
 class QuantState:
-    """As that of bitsandbytes, with scales in float32."""
+    """As that of bitsandbytes, its scales in float32 or in 8 bits."""
 
     absmax: Tensor
     code: Tensor
@@ -74,6 +74,8 @@ class QuantState:
     blocksize: int = _NF4_BLOCK
     quant_type: str = "nf4"
     nested: bool = False
+    offset: Tensor | None = None
+    state2: QuantState | None = None
 
 
 def _codes(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -154,6 +156,19 @@ def _nf4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) ->
     return cast(nn.Module, layer)
 
 
+def _nested_nf4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """As `bnb_4bit_use_double_quant` leaves a layer: scales of 8 bits."""
+    layer: Any = _nf4(outputs, inputs, dtype, device)
+    state = layer.weight.quant_state
+    scales = state.absmax.numel()
+    factors = torch.full((-(-scales // NESTED_BLOCK),), _DEVIATION / 4, device=device)
+    table = torch.linspace(-1, 1, NESTED_CODES, device=device)
+    state.nested, state.offset = True, state.absmax[0].clone()
+    state.absmax = _codes(scales, 1, torch.uint8, device).flatten()
+    state.state2 = QuantState(factors, table, (scales, 1), NESTED_BLOCK)
+    return cast(nn.Module, layer)
+
+
 def _plain(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> nn.Linear:
     """Draw a layer that is not packed yet."""
     with torch.device("meta"):
@@ -204,6 +219,7 @@ _Maker = Callable[[int, int, torch.dtype, torch.device], nn.Module]
 FORMATS: dict[str, _Maker] = {
     "int4-g128": _int4,
     "nf4": _nf4,
+    "nf4-nested": _nested_nf4,
     "fp8-block": _fp8,
     "int8": _int8,
     "gptq": _gptq,
