@@ -163,7 +163,7 @@ def _nested_nf4(outputs: int, inputs: int, dtype: torch.dtype, device: torch.dev
     scales = state.absmax.numel()
     factors = torch.full((-(-scales // NESTED_BLOCK),), _DEVIATION / 4, device=device)
     table = torch.linspace(-1, 1, NESTED_CODES, device=device)
-    state.nested, state.offset = True, state.absmax[0].clone()
+    state.nested, state.offset = True, torch.full((), _DEVIATION / 0.58, device=device)
     state.absmax = _codes(scales, 1, torch.uint8, device).flatten()
     state.state2 = QuantState(factors, table, (scales, 1), NESTED_BLOCK)
     return cast(nn.Module, layer)
