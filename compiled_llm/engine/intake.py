@@ -24,7 +24,7 @@ from compiled_llm.requests.text.detokenizer import TokenDecoder
 
 @dataclass
 class Intake:
-    """What an engine makes requests with; its fields are options of ``Engine``, or follow from them."""
+    """What an engine needs to make a request: options of ``Engine``, and what follows from them."""
 
     runtime: Runtime
     engine_thread: EngineThread

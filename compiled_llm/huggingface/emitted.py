@@ -1,4 +1,4 @@
-"""What steps emit of a call's tokens, in HuggingFace's shapes: hidden states of all layers, or of chosen ones."""
+"""Hidden states that steps compute for a call's tokens, of all layers or of chosen ones, in HuggingFace's shapes."""
 
 # Shapes: B rows, Q columns of a call's new tokens, T packed tokens of a launch.
 

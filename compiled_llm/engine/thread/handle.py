@@ -48,7 +48,7 @@ class RequestHandle(PendingAnswers[Answer]):
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody listens to its tokens, or has text made of them."""
+        """Whether somebody waits for its tokens or for their text."""
         return self.has_text or self.listeners.count > 0
 
     def cancel(self, index: int | None = None) -> None:

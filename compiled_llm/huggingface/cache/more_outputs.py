@@ -1,4 +1,4 @@
-"""What a call gets besides tokens, logits and a cache, from a part that can be taken out."""
+"""Outputs of a call besides tokens, logits and a cache, by a part that can be taken out."""
 
 from __future__ import annotations
 

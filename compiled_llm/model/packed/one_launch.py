@@ -9,31 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from compiled_llm.model.packed.stand_in_linear import StandInLinear
-from compiled_llm_ops.packed.tilings import MOST_TOGETHER, OUTPUTS_TOGETHER
+from compiled_llm_ops.packed.tilings import fit_together
 
 _WORDS = ("words_by_input", "words_by_output")
 
 
 def can_be_one(group: Sequence[StandInLinear]) -> bool:
-    """Whether one launch can multiply by layers, which are alike but for their outputs."""
-    format = group[0].format
+    """Whether one launch can multiply by layers, which cannot lie side by side."""
+    first = group[0]
     return (
-        len(group) <= MOST_TOGETHER
-        and (format.layout in _WORDS or group[0].nested is not None)
-        and (format.bits, format.outputs) == (4, 1)
-        and not any(own.out_features % OUTPUTS_TOGETHER for own in group[:-1])
-        and len({_kind_of(own) for own in group}) == 1
+        first.format.bits == 4
+        and (first.format.layout in _WORDS or first.nested is not None)
+        and len({own.bias is None for own in group}) == 1
+        and fit_together([own.weight for own in group])
     )
-
-
-def _kind_of(own: StandInLinear) -> tuple[object, ...]:
-    """Return what has to be the same of layers of one launch."""
-    tables: list[Tensor | None] = [own._parameters["scales"], own._parameters["zeros"]]
-    kinds = [None if table is None else (table.dtype, table.device, table.stride(0)) for table in tables]
-    return own.format, own.in_features, own.bias is None, own.nested is None, *kinds
 
 
 def product(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from compiled_llm.model.packed.reading import ReadWeight
 from compiled_llm_ops import packed_linear
-from compiled_llm_ops.packed.formats import PackedFormat
+from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -23,6 +23,7 @@ class StandInLinear(nn.Module):
     # What the op takes besides is one tuple of plain values, by which layers are compared.
 
     codes: Tensor
+    scales: Tensor
     nested: Tensor | None
     bias: Tensor | None
 
@@ -41,6 +42,12 @@ class StandInLinear(nn.Module):
     def format(self) -> PackedFormat:
         """The way its weight is packed."""
         return PackedFormat(*self._how[1:])
+
+    @property
+    def weight(self) -> PackedWeight:
+        """Its weight."""
+        own, shape = self._parameters, (self.out_features, self.in_features)
+        return PackedWeight(self.format, self.codes, self.scales, own["zeros"], shape, self.nested)
 
     def fits(self, read: ReadWeight) -> bool:
         """Whether programs that have it may go on with another reading of its module."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from compiled_llm_ops.library import define_op, kernel_of
 from compiled_llm_ops.packed.contracts import PackedLinears
-from compiled_llm_ops.packed.formats import check_weight
+from compiled_llm_ops.packed.formats import LAYOUTS, check_weight
 from compiled_llm_ops.packed.linear import check_rows
 from compiled_llm_ops.packed.unpack import unpack
 
-LAYOUTS = ("rows", "high_first", "words_by_input", "words_by_output")
+_LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "tiles")
 
 
 @define_op(PackedLinears)
@@ -57,10 +57,10 @@ def packed_linears(args: PackedLinears) -> Tensor:
 
 def _check(args: PackedLinears) -> None:
     lengths = [len(own) for own in (args.codes, args.scales, args.zeros, args.nested)]
-    if not lengths[0] or {*lengths[:2], *filter(None, lengths[2:])} != {lengths[0]} or args.layout not in LAYOUTS:
+    if not lengths[0] or {*lengths[:2], *filter(None, lengths[2:])} != {lengths[0]} or args.layout not in _LAYOUTS:
         raise ValueError(
             "packed_linears: codes, scales, and zeros and nested, if there are any, must be of as many weights, one at "
-            f"least, in {', '.join(LAYOUTS)}; got {', '.join(map(str, lengths))} in {args.layout!r}"
+            f"least, in {', '.join(_LAYOUTS)}; got {', '.join(map(str, lengths))} in {args.layout!r}"
         )
     check_rows("packed_linears", args.rows, args.bias, sum(args.outputs))
     for weight in args.weights:

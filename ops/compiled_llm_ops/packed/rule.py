@@ -37,7 +37,7 @@ TILE_ROWS = (8, 16, 32, 64, 128)
 
 MAX_OVERLAPPED = 4
 """Rows up to which a product begins while the previous kernel ends, if it may and its tile does not say otherwise."""
-# Steps of Qwen3-8B's shape on an H200 were timed with and without. With 1 to 4 rows they take 2 to 7 % less; torchao's
+# Steps of Qwen3-8B's shape on an H200 were timed with and without. With 1 to 4 rows they take 1 to 7 % less; torchao's
 # tiles and GPTQ's words 2 to 10 % up to 64 rows, int8 and e4m3 2 to 7 % with 16 to 64. With 8 rows e4m3, NF4 and AWQ's
 # words take 5 to 10 % more, with 16 int4, NF4 and AWQ's 4 to 8 %, with 32 NF4 12 %.
 

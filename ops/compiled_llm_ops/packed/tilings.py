@@ -64,14 +64,18 @@ MOST_TOGETHER, OUTPUTS_TOGETHER = 3, 128
 
 def can_be_together(weights: Sequence[PackedWeight], dtype: torch.dtype, *, joined: bool) -> bool:
     """Whether one launch multiplies rows of this type with several weights, by the kernel that joins codes or not."""
-    first = weights[0]
     # The kernel that does not has one distance from row to row of codes.
-    taken = all(can_be_joined(weight, dtype) for weight in weights) if joined else first.format.layout in _IN_ROWS
+    in_rows = weights[0].format.layout in _IN_ROWS
+    taken = all(can_be_joined(weight, dtype) for weight in weights) if joined else in_rows
+    return taken and fit_together(weights)
+
+
+def fit_together(weights: Sequence[PackedWeight]) -> bool:
+    """Whether weights are few enough for one launch, and alike but for their outputs, which fill its tiles."""
+    format = weights[0].format
     return (
-        taken
-        and len(weights) <= MOST_TOGETHER
-        and first.format.layout != "tiles"
-        and first.format.outputs == 1
+        len(weights) <= MOST_TOGETHER
+        and (format.layout != "tiles" and format.outputs == 1)
         and not any(weight.shape[0] % OUTPUTS_TOGETHER for weight in weights[:-1])
         and len({_kind_of(weight) for weight in weights}) == 1
     )
@@ -79,7 +83,10 @@ def can_be_together(weights: Sequence[PackedWeight], dtype: torch.dtype, *, join
 
 def _kind_of(weight: PackedWeight) -> tuple[object, ...]:
     """Return what has to be the same of weights of one launch."""
-    tables = [None if table is None else (table.dtype, table.stride(0)) for table in (weight.scales, weight.zeros)]
+    tables = (
+        None if table is None else (table.dtype, table.device, table.stride(0))
+        for table in (weight.scales, weight.zeros)
+    )
     return weight.format, weight.shape[1], weight.nested is None, *tables
 
 

@@ -23,7 +23,6 @@ from compiled_llm.model.packed.reading import ReadWeight, as_parameters
 from compiled_llm.model.packed.stand_in_linear import Member, StandInLinear
 from compiled_llm.model.version.tensors import tensors_of
 from compiled_llm_ops.packed import int4pack
-from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.unpack import unpack
 from support.huggingface.pairs import OPTIONS
 from support.packed_layers import (
@@ -240,13 +239,13 @@ def test_layers_whose_tiles_are_padded_stay_apart() -> None:
 def test_tables_in_tiles_are_copied_into_one_that_torchs_kernel_takes() -> None:
     layers = [ao_int4_tiles(nn.Linear(1024, outputs, bias=False)) for outputs in (16, 8, 24)]
     group, theirs = [member_of(layer) for layer in layers], [layer.weight.scale_and_zero for layer in layers]
-    before, parts = [own.clone() for own in theirs], [weight_of(member.stand_in) for member in group]
+    before, parts = [own.clone() for own in theirs], [member.stand_in.weight for member in group]
     expected = torch.cat([unpack(part) for part in parts])
     assert all(map(int4pack.is_taken, parts))
     assert not are_one(group)
     assert lay_out(group)
     assert are_one(group)
-    first = weight_of(group[0].stand_in)
+    first = group[0].stand_in.weight
     tensors = (first.codes, first.scales, first.zeros)
     codes, scales, zeros = (
         own.as_strided([total, *own.shape[1:]], own.stride()) for own, total in zip(tensors, (6, 48, 48), strict=True)
@@ -257,18 +256,14 @@ def test_tables_in_tiles_are_copied_into_one_that_torchs_kernel_takes() -> None:
     assert all(own.is_contiguous() and torch.equal(own, known) for own, known in zip(theirs, before, strict=True))
     assert len({own.untyped_storage().data_ptr() for own in theirs}) == 3
     separate(group)
-    assert all(map(int4pack.is_taken, map(weight_of, (member.stand_in for member in group))))
-    assert torch.equal(torch.cat([unpack(weight_of(member.stand_in)) for member in group]), expected)
+    assert all(map(int4pack.is_taken, (member.stand_in.weight for member in group)))
+    assert torch.equal(torch.cat([unpack(member.stand_in.weight) for member in group]), expected)
 
 
 def member_of(layer: nn.Module) -> Member:
     read = torchao.read(layer)
     assert isinstance(read, ReadWeight)
     return Member(layer, StandInLinear(layer, as_parameters(read)))
-
-
-def weight_of(own: StandInLinear) -> PackedWeight:
-    return PackedWeight(own.format, own.codes, own.scales, own.zeros, (own.out_features, own.in_features))
 
 
 def test_copies_of_tables_are_counted_and_follow_what_is_written() -> None:
