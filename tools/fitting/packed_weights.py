@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
-from compiled_llm_ops.packed.rule import FEWEST_STEPS, MAX_SPLITS, Choice, Library, can_be_rounded, choose
+from compiled_llm_ops.packed.rule import FEWEST_STEPS, MAX_BLOCK, MAX_SPLITS, Choice, Library, can_be_rounded, choose
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
     PackedLinearTiling,
     block_inputs,
     can_be_apart,
     can_be_joined,
+    joined_inputs,
     takes_few_rows,
 )
 from fitting.cases import Case, Machine, case_of
@@ -38,8 +39,6 @@ FORMATS = {
 }
 """Formats as libraries leave them, symmetric but for GPTQ, AWQ and torchao's tiles."""
 
-BLOCK = 128  # inputs that a program multiplies at a time, at most
-
 
 class Cut(NamedTuple):
     """How a kernel on tensor cores is compiled."""
@@ -49,9 +48,10 @@ class Cut(NamedTuple):
     stages: int
     warps: int
     way: str = ""  # "apart" or "joined", as in a tiling
+    inputs: int = MAX_BLOCK  # that a program multiplies at a time, at most
 
     def __str__(self) -> str:
-        return f"{self.way or 'ordered'} {self.rows}x{self.outputs} s{self.stages} w{self.warps}"
+        return f"{self.way or 'ordered'} {self.rows}x{self.outputs}x{self.inputs} s{self.stages} w{self.warps}"
 
 
 def packed_weight(name: str, n: int, k: int, device: torch.device) -> PackedWeight:
@@ -79,8 +79,11 @@ def packed_weight(name: str, n: int, k: int, device: torch.device) -> PackedWeig
 def cuts(m: int, weight: PackedWeight, quick: bool) -> list[Cut]:
     """Return how kernels for so many rows could be compiled."""
     found: list[Cut] = []
-    inputs = block_inputs(weight.format, BLOCK)
-    if can_be_joined(weight, torch.bfloat16):
+    inputs = block_inputs(weight.format, MAX_BLOCK)
+    if weight.format.code == "nf4":
+        rows = max(8, min(256, 1 << (m - 1).bit_length()))
+        found += [one for one in JOINED_NF4 if one.rows == rows]
+    elif can_be_joined(weight, torch.bfloat16):
         found += [one for one in JOINED if one.rows == max(16, min(128, 1 << (m - 1).bit_length()))]
         if m > 64:
             found += [one for one in JOINED if one.rows == 64 and one.outputs >= 128]
@@ -97,6 +100,13 @@ JOINED = [
     *(Cut(64, outputs, 4, warps, "joined") for outputs, warps in ((64, 4), (128, 4), (128, 8), (256, 8))),
     *(Cut(128, outputs, stages, 8, "joined") for outputs, stages in ((64, 3), (128, 3), (128, 4), (256, 3))),
 ]
+JOINED_NF4 = [
+    Cut(rows, outputs, stages, 4, "joined", inputs)
+    for rows in (8, 16, 32, 64, 128, 256)
+    for inputs, stages in ((64, 3), (64, 4), (128, 3), (256, 2), (256, 3))
+    for outputs in ((64, 128) if rows <= 128 else (64,))
+    if rows * inputs * stages <= 128 * 384
+]
 BESIDE = [
     *(Cut(8, outputs, 4, warps) for outputs, warps in ((64, 4), (64, 2), (32, 2))),
     *(Cut(16, outputs, 4, 2) for outputs in (32, 64)),
@@ -106,14 +116,13 @@ BESIDE = [
 
 def tilings(cut: Cut, m: int, weight: PackedWeight, processors: int) -> list[PackedLinearTiling]:
     """Return a cut with each number of splits that gives about as many programs as may run at a time."""
-    (n, k), inputs = weight.shape, block_inputs(weight.format, BLOCK)
-    tiles, steps = -(-m // cut.rows) * -(-n // cut.outputs), -(-k // inputs)
+    (n, k), joined = weight.shape, cut.way == "joined"
+    inputs = (joined_inputs if joined else block_inputs)(weight.format, cut.inputs)
+    tiles, steps = -(-m // cut.rows) * -(-n // cut.outputs), -(-k // min(inputs, MAX_BLOCK))
     most = max(1, min(steps // FEWEST_STEPS, MAX_SPLITS))
     splits = {max(1, min(int(each * processors / tiles), most)) for each in (1, 2, 3, 4, 6)}
     return [
-        PackedLinearTiling(
-            cut.rows, cut.outputs, inputs, cut.stages, one, cut.warps, cut.way == "apart", cut.way == "joined"
-        )
+        PackedLinearTiling(cut.rows, cut.outputs, inputs, cut.stages, one, cut.warps, cut.way == "apart", joined)
         for one in sorted(splits)
     ]
 

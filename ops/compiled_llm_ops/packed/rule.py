@@ -20,9 +20,12 @@ from compiled_llm_ops.packed.tilings import (
     block_inputs,
     can_be_apart,
     can_be_joined,
+    joined_inputs,
     takes_few_rows,
     way_of,
 )
+
+MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most, where a tile does not say otherwise
 
 MAX_OF_TORCH = 16  # rows up to which torch's kernel multiplies with tiles that ours cannot read: groups of 32 and 64
 
@@ -78,6 +81,7 @@ class JoinedTile(NamedTuple):
     programs: float  # for each multiprocessor, up to which a tile's inputs are split
     warps: int = 4
     overlapped: int = MAX_OVERLAPPED
+    inputs: int = MAX_BLOCK  # that a program multiplies at a time, at most
 
 
 _64, _64_OVERLAPPED = JoinedTile(64, 128, 4, 2.0), JoinedTile(64, 128, 4, 2.0, overlapped=64)
@@ -88,8 +92,9 @@ JOINED = {
         _64,
     ),
     "nf4": (
-        *(JoinedTile(32, 64, 4, 3.0), JoinedTile(64, 64, 4, 6.0, overlapped=64)),
-        JoinedTile(128, 128, 4, 2.0, 8),
+        *(JoinedTile(rows, 64, 3, 6.0, inputs=256) for rows in (8, 16)),
+        *(JoinedTile(32, 64, 3, 3.0, inputs=256), JoinedTile(64, 64, 2, 3.0, inputs=256)),
+        *(JoinedTile(128, 64, 4, 3.0, inputs=64), JoinedTile(256, 64, 3, 2.0, inputs=64)),
     ),
     "words_by_input": (
         *(JoinedTile(16, 128, 4, 6.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32)),
@@ -100,17 +105,13 @@ JOINED = {
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
-# 4 bits. With NF4, whose table takes long, tiles of 128 rows look codes up half as often.
+# 4 bits. Codes of NF4 are looked up, which takes long: its tiles have as many rows as there are.
 
-FEWEST_JOINED = {"bytes": 9, "halves": 9, "nf4": 17, "words_by_input": 1, "words_by_output": 1, "tiles": 1}
+FEWEST_JOINED = {"bytes": 9, "halves": 9, "nf4": 1, "words_by_input": 1, "words_by_output": 1, "tiles": 1}
 """Rows from which on codes are joined in order."""
 
-MAX_ROWS_OF = {"nf4": 128}  # in place of MAX_ROWS: its table takes longer than bits do
-
-FEWEST_STEPS = 4  # blocks of inputs that a program multiplies at least
+FEWEST_STEPS = 4  # blocks of inputs, of MAX_BLOCK at most, that a program multiplies at least
 MAX_SPLITS = 8
-
-MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most
 
 
 class Library(Enum):
@@ -139,7 +140,7 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
     short = inputs > 0 and way_of(format, inputs) == "gathered"
     if short and m <= MAX_OF_TORCH and dtype is torch.bfloat16 and int4pack.is_taken(weight):
         return Library.TORCH
-    if not inputs or short or m > MAX_ROWS_OF.get(_kind(format, inputs), MAX_ROWS):
+    if not inputs or short or m > MAX_ROWS:
         return Library.UNPACKED
     if m >= FEWEST_JOINED[_kind(format, inputs)] and can_be_joined(weight, dtype):
         return joined_tiling_for(m, format, *weight.shape, processors)
@@ -160,13 +161,19 @@ def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) ->
     )
 
 
+def joined_tiles(format: PackedFormat) -> tuple[JoinedTile, ...]:
+    """Return the tiles of the kernel that joins a format's codes; none if it does not."""
+    return JOINED.get(_kind(format, block_inputs(format, MAX_BLOCK)), ())
+
+
 def joined_tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
     """Return how a product is cut up whose codes are joined in order."""
-    inputs = block_inputs(format, MAX_BLOCK)
-    tiles_of = JOINED[_kind(format, inputs)]
-    tile = next((tile for tile in tiles_of if tile.rows >= m), tiles_of[-1])
+    found = joined_tiles(format)
+    tile = next((tile for tile in found if tile.rows >= m), found[-1])
+    inputs = joined_inputs(format, tile.inputs)
     tiles = -(-m // tile.rows) * -(-n // tile.outputs)
-    splits = min(int(tile.programs * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
+    most = min(-(-k // min(inputs, MAX_BLOCK)) // FEWEST_STEPS, MAX_SPLITS)
+    splits = min(int(tile.programs * processors / tiles), most)
     return PackedLinearTiling(
         *(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps),
         joined=True, overlap=m <= tile.overlapped,

@@ -51,6 +51,8 @@ def can_be_joined(weight: PackedWeight, dtype: torch.dtype) -> bool:
         return False
     if format.layout == "tiles" and format.inputs % TILE_INPUTS:
         return False
+    if format.code == "nf4" and not (format.outputs == 1 and format.inputs):
+        return False  # each output has a scale for some inputs
     if zeros is not None and zeros.is_floating_point() and not (scales.dtype == zeros.dtype == dtype):
         return False  # values are scaled as numbers of the rows' type, as torch's kernel does
     # Blocks come by TMA: rows of codes begin at multiples of 16 bytes.
@@ -96,6 +98,14 @@ def block_inputs(format: PackedFormat, most: int) -> int:
     while format.inputs and format.inputs % size:
         size //= 2
     return size if size >= 32 else 0
+
+
+def joined_inputs(format: PackedFormat, most: int) -> int:
+    """Return the inputs of a block of the kernel that joins codes, a power of two up to ``most``."""
+    group = format.inputs
+    if format.code == "nf4" and group & (group - 1) == 0:
+        return most  # numbers are scaled, so that a block may have several groups
+    return block_inputs(format, most)
 
 
 class FewRowsTiling(NamedTuple):

@@ -36,7 +36,8 @@ def test_every_choice_can_be_launched(name: str) -> None:
             if isinstance(choice, PackedLinearTiling):
                 group = weight.format.inputs
                 assert choice.inputs >= 32
-                assert not group or group % choice.inputs == 0, "a block has one scale"
+                several = choice.joined and weight.format.code == "nf4" and choice.inputs % group == 0
+                assert not group or group % choice.inputs == 0 or several, "a block has one scale"
                 assert all(size & (size - 1) == 0 for size in choice[:3])
                 assert 1 <= choice.splits <= -(-k // choice.inputs)
             elif isinstance(choice, FewRowsTiling):
@@ -52,7 +53,7 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
     for m in (1, 9, 17, 33, 64):
         choice = choose(m, weight, torch.bfloat16, 132)
         if isinstance(choice, PackedLinearTiling):
-            fewest = 17 if weight.format.code == "nf4" else 1 if weight.format.layout in WORDS else 9
+            fewest = 1 if weight.format.code == "nf4" or weight.format.layout in WORDS else 9
             assert choice.joined == (m >= fewest and can_be_joined(weight, torch.bfloat16))
             assert choice.rows >= m
 
@@ -60,7 +61,7 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
 @pytest.mark.parametrize(
     ("name", "overlapping"),
     [
-        ("bitsandbytes NF4", [*range(1, 5), *range(33, 65)]),
+        ("bitsandbytes NF4", [*range(1, 5)]),
         ("compressed-tensors int4", [*range(1, 5), *range(33, 65)]),
         ("torchao int8", [*range(1, 5), *range(9, 65)]),
         ("torchao int4, tiles", [*range(1, 65)]),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from compiled_llm_ops.packed.formats import NF4
+from compiled_llm_ops.packed.formats import NF4, NF4_UNIT
 from compiled_llm_ops.packed.kernels import ptx
 from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
 from support.ops.running_ptx import numbers, run
@@ -77,19 +77,48 @@ def twice(half: int) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["rows", "high_first", "words_by_input"])
-@pytest.mark.parametrize("code", ["uint4", "int4", "nf4"])
+@pytest.mark.parametrize("code", ["uint4", "int4"])
 def test_pairs_of_bytes(code: str, layout: str, dtype: torch.dtype) -> None:
     text = pair_text_for(code, layout, dtype)
-    values = torch.tensor(NF4).to(dtype).tolist() if code == "nf4" else list(map(MEANING[code], range(16)))
     for byte in range(256):
-        own = [byte, (byte + 85) % 256, 255 - byte, byte * 7 % 256] if code == "nf4" else [byte]
-        given = {"$4": int.from_bytes(bytes(own), "little")} if code == "nf4" else {"$2": byte}
-        found = run(text, given if code == "nf4" else given | {"$3": twice(ONE[dtype] | 8)})
-        low, high = [values[one & 15] for one in own], [values[one >> 4] for one in own]
-        first, second = (high, low) if layout == "high_first" else (low, high)
-        names = ("$0", "$1", "$2", "$3") if code == "nf4" else ("$0", "$1")
-        got = numbers(found, dtype, *names)
-        assert got == first + second if code == "nf4" else [got[0], got[2]] == first + second
+        found = run(text, {"$2": byte, "$3": twice(ONE[dtype] | 8)})
+        low, high = MEANING[code](byte & 15), MEANING[code](byte >> 4)
+        assert numbers(found, dtype, "$0", "$1")[::2] == ([high, low] if layout == "high_first" else [low, high])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["rows", "high_first"])
+def test_pairs_of_nf4_are_scaled_and_rounded_once(layout: str, dtype: torch.dtype, seed: int) -> None:
+    text = pair_text_for("nf4", layout, dtype)
+    values = (torch.tensor(NF4).double() * NF4_UNIT).to(dtype).double()
+    for byte in range(256):
+        own = torch.tensor([byte, (byte + 85) % 256, 255 - byte, byte * 7 % 256])
+        scales = torch.rand(4).add(0.01)
+        large = scales.to(dtype)
+        small = (scales - large.float()).to(dtype)
+        halves = [twice(half) for part in (large, small) for half in part.view(torch.uint16).tolist()]
+        given = {f"${5 + place}": half for place, half in enumerate(halves)}
+        found = run(text, {"$4": int.from_bytes(bytes(own.tolist()), "little"), **given})
+        places = (own >> 4, own & 15) if layout == "high_first" else (own & 15, own >> 4)
+        got = torch.tensor(numbers(found, dtype, "$0", "$1", "$2", "$3"), dtype=torch.float64).view(2, 4)
+        exact = torch.stack([values[place] * scales.double() for place in places])
+        # Half a unit in the last place, and a little for what the small part's product has lost
+        assert (got - exact).abs().le(exact.abs() * torch.finfo(dtype).eps * 0.51).all()
+
+
+def test_nf4_has_its_least_error_in_bfloat16_by_its_unit() -> None:
+    """As weights of a normal distribution have codes."""
+    weights = torch.randn(1 << 16, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    table = torch.tensor(NF4, dtype=torch.float64)
+    bounds = (table[1:] + table[:-1]) / 2
+    share = torch.bincount(torch.bucketize(weights / weights.abs().amax(1, keepdim=True), bounds).flatten()).double()
+
+    def error(unit: float) -> float:
+        rounded = (table * unit).bfloat16().double() / unit
+        return float(((share * (rounded - table) ** 2).sum() / (share * table**2).sum()).sqrt())
+
+    assert error(NF4_UNIT) < 0.6 * error(1.0)
+    assert error(NF4_UNIT) < 1.01 * min(error(1 + step / 2000) for step in range(2000))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

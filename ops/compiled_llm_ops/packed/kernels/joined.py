@@ -25,11 +25,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import TILE_OUTPUTS, PackedWeight
 from compiled_llm_ops.packed.kernels.codes import scale_at
+from compiled_llm_ops.packed.kernels.nf4 import nf4_scales_at, nf4_to_numbers
 from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
 from compiled_llm_ops.packed.kernels.pairs import (
     bytes_to_numbers,
     halves_to_numbers,
     tiles_to_numbers,
+    twice,
     words_to_numbers,
 )
 from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, other_weights, parts_of
@@ -75,7 +77,7 @@ def _weights(
 @triton.jit
 def _table_at(table, place):
     """Return entries of a table of 16 bits as both halves of words."""
-    return (tl.load(table + place).to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001).to(tl.int32, bitcast=True)
+    return twice(tl.load(table + place))
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _packed_joined(
     codes_3, scales_3, zeros_3, nested_3, scales_k_3, zeros_k_3, begin_3,
     CODE: tl.constexpr, LAYOUT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, ROWS: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    MASKED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute BN outputs of ROWS rows over a part of the inputs; the last program of a tile sums all parts.
 
@@ -128,7 +130,8 @@ def _packed_joined(
     end = tl.minimum(begin + each, steps)
     # One scale for all outputs of the tile, or one for each
     ALIKE: tl.constexpr = GROUP_N % BN == 0
-    STEPS: tl.constexpr = 1 << 30 if GROUP_K == 0 else GROUP_K // BK
+    NF4: tl.constexpr = CODE == "nf4"
+    STEPS: tl.constexpr = 1 << 30 if GROUP_K == 0 or NF4 else GROUP_K // BK
     INTEGERS: tl.constexpr = zeros is not None and not SCALED
     if GROUP_N == 0:
         rows_of_scales = own * 0
@@ -147,7 +150,7 @@ def _packed_joined(
             _table_at(scales, place + group * scales_k),
             _table_at(zeros, zeros_place + group * zeros_k),
         )
-    else:
+    elif not NF4:
         scale = scale_at(scales, nested, place + group * scales_k)
         if INTEGERS:
             minus = _minus_at(zeros, zeros_place + group * zeros_k, CODE, dtype)
@@ -159,19 +162,25 @@ def _packed_joined(
         if SCALED:
             next_factor = _table_at(scales, place + next_group * scales_k)
             next_shift = _table_at(zeros, zeros_place + next_group * zeros_k)
-        elif GROUP_K > 0:
+        elif GROUP_K > 0 and not NF4:
             next_scale = scale_at(scales, nested, place + next_group * scales_k)
             if INTEGERS:
                 next_minus = _minus_at(zeros, zeros_place + next_group * zeros_k, CODE, dtype)
-        weights = _weights(codes, own, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
+        if NF4:
+            # These are on their way as codes are; if the loop carried them, numbers would go through shared memory.
+            high, low = nf4_scales_at(scales, nested, place, k, K, scales_k, GROUP_K, BK, MASKED, dtype)
+            both = codes.load([own, k // 2])
+            weights = nf4_to_numbers(both, high, low, BN, BK, LAYOUT == "high_first", ASM, dtype)
+        else:
+            weights = _weights(codes, own, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
         rows = x.load([first_row, after_waiting(k) if PDL else k])
-        if GROUP_K == 0 or SCALED:
+        if GROUP_K == 0 or SCALED or NF4:
             sums = ended(tl.dot(weights, rows.T, sums))
         else:
             sums += tl.dot(weights, rows.T) * (scale if ALIKE else scale[:, None])
         if SCALED:
             factor, shift = next_factor, next_shift  # pyright: ignore[reportPossiblyUnboundVariable]
-        elif GROUP_K > 0:
+        elif GROUP_K > 0 and not NF4:
             scale = next_scale  # pyright: ignore[reportPossiblyUnboundVariable]
             if INTEGERS:
                 minus = next_minus  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -209,6 +218,7 @@ def multiply_together(
         *other_weights(weights, others),
         CODE=format.code, LAYOUT=format.layout, GROUP_N=format.outputs, GROUP_K=format.inputs, ROWS=tiling.rows,
         BN=tiling.outputs, BK=tiling.inputs, STAGES=tiling.stages, SPLIT=tiling.splits > 1, SCALED=scaled,
+        MASKED=k % tiling.inputs > 0,
         ASM=pair_text_for(format.code, format.layout, rows.dtype, scaled=scaled), PDL=pdl, **options(tiling.warps, pdl),
     )  # fmt: skip
     return y

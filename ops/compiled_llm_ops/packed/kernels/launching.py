@@ -56,7 +56,7 @@ def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor
         return multiply_few(rows, weight, bias, choice, pdl=pdl)
     if choice is Library.UNPACKED:
         return linear(rows, unpacked([weight], rows.dtype), bias)
-    out = int4pack.multiply(rows, weight) if choice is Library.TORCH else _multiply_rounded(rows, weight)
+    out = int4pack.multiply(rows, weight) if choice is Library.TORCH else _multiply_rounded(rows, weight, pdl=pdl)
     return out if bias is None else out + bias
 
 
@@ -75,9 +75,9 @@ def unpacked(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Tensor:
     return values
 
 
-def _multiply_rounded(rows: Tensor, weight: PackedWeight) -> Tensor:
+def _multiply_rounded(rows: Tensor, weight: PackedWeight, *, pdl: bool) -> Tensor:
     """Multiply rows that are rounded by 128 inputs with a weight of e4m3 by blocks, as transformers' formula does."""
-    rounded, scales = round_rows(rows)
+    rounded, scales = round_rows(rows, pdl=pdl)
     out = scaled_mm(
         rounded, weight.codes.t(), scales, ScalingType.BlockWise1x128, weight.scales.t(), ScalingType.BlockWise128x128,
         output_dtype=rows.dtype,

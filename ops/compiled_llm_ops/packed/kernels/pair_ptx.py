@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_llm_ops.packed.formats import NF4
+from compiled_llm_ops.packed.formats import NF4, NF4_UNIT
 from compiled_llm_ops.packed.kernels.ptx import NUMBERS, bits_of, bits_of_int4, interprets, looked_up, twice
 
 _FMA = {torch.bfloat16: "fma.rn.bf16x2", torch.float16: "fma.rn.f16x2"}
@@ -93,10 +93,17 @@ def _e4m3() -> str:
 
 
 def _nf4(high_first: bool, dtype: torch.dtype) -> str:
-    """Four bytes ($4) become the first numbers of each ($0, $1) and the second ones ($2, $3)."""
+    """Four bytes ($4) become the first numbers of each ($0, $1) and the second ones ($2, $3), scaled.
+
+    A byte's scale is a sum ($5 to $8, and $9 to $12), both as halves of a word.
+    """
     pairs = ("0x4051", "0x6273") if high_first else ("0x5140", "0x7362")
-    lines = ["{ .reg .b32 y<4>; .reg .b16 f<4>, g<4>;"]
-    lines += looked_up("$4", [bits_of(value, dtype) for value in NF4], [("y0", "y1"), ("y2", "y3")], pairs)
-    lines += [f"mov.b32 {{f{i}, g{i}}}, y{i};" for i in range(4)]
+    table = [bits_of(value * NF4_UNIT, dtype) for value in NF4]
+    lines = ["{ .reg .b32 y<4>, z<4>; .reg .b16 f<4>, g<4>;"]
+    lines += looked_up("$4", table, [("y0", "y1"), ("y2", "y3")], pairs)
+    for i in range(4):
+        # The small part of a scale comes first: its product's rounding is as small.
+        lines += [f"{NUMBERS[dtype].times} z{i}, y{i}, ${9 + i};", f"{_FMA[dtype]} y{i}, y{i}, ${5 + i}, z{i};"]
+        lines += [f"mov.b32 {{f{i}, g{i}}}, y{i};"]
     lines += ["mov.b32 $0, {f0, f1}; mov.b32 $1, {f2, f3}; mov.b32 $2, {g0, g1}; mov.b32 $3, {g2, g3};", "}"]
     return "\n".join(lines)

@@ -30,17 +30,27 @@ def bytes_to_numbers(codes, CODE: tl.constexpr, ASM: tl.constexpr, DTYPE: tl.con
 
 
 @triton.jit
+def twice(half):
+    """Return numbers of 16 bits as both halves of words."""
+    return (half.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def half_of(word, DTYPE: tl.constexpr):
+    """Return the number in the lower half of words, in float32."""
+    return (word & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _plain(code, minus, factor, shift, CODE: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr):
     """Return numbers of codes of 4 bits as the PTX makes them."""
-    if CODE == "nf4" or CODE == "int4":
+    if CODE == "int4":
         number = number_of(code, CODE).to(DTYPE)
     else:
         one: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
         number = (code - ((minus & 0xFFFF) - one)).to(tl.float32).to(DTYPE)
     if SCALED:
-        factor = (factor & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-        shift = (shift & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True).to(tl.float32)
-        number = (number.to(tl.float32) * factor + shift).to(DTYPE)
+        number = (number.to(tl.float32) * half_of(factor, DTYPE) + half_of(shift, DTYPE)).to(DTYPE)
     return number
 
 
@@ -51,18 +61,8 @@ def halves_to_numbers(
     SCALED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Return the numbers ``[BN, BK]`` of bytes ``[BN, BK / 2]`` of two codes each."""
-    if CODE == "nf4" and ASM != "":
-        if tl.float16 == DTYPE:
-            first, second = tl.inline_asm_elementwise(
-                ASM, "=&r,=&r,=&r,=&r,r", [both], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-            )
-        else:
-            first, second = tl.inline_asm_elementwise(
-                ASM, "=&r,=&r,=&r,=&r,r", [both], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-    else:
-        first, second = _pairs(both.to(tl.int32), minus[:, None], factor[:, None], shift[:, None], CODE, HIGH_FIRST,
-                               ASM, SCALED, DTYPE)  # fmt: skip
+    first, second = _pairs(both.to(tl.int32), minus[:, None], factor[:, None], shift[:, None], CODE, HIGH_FIRST,
+                           ASM, SCALED, DTYPE)  # fmt: skip
     return tl.reshape(tl.join(first, second), [BN, BK])
 
 

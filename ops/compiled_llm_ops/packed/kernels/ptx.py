@@ -26,11 +26,12 @@ class _Number(NamedTuple):
 
     one: int  # its bits for the number to which a code is added by its own bits
     minus: str  # the instruction that subtracts two pairs
+    times: str  # and multiplies them
 
 
 NUMBERS = {
-    torch.bfloat16: _Number(0x4300, "sub.rn.bf16x2"),
-    torch.float16: _Number(0x6400, "sub.rn.f16x2"),
+    torch.bfloat16: _Number(0x4300, "sub.rn.bf16x2", "mul.rn.bf16x2"),
+    torch.float16: _Number(0x6400, "sub.rn.f16x2", "mul.rn.f16x2"),
 }
 
 

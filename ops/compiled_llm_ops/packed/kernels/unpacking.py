@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedWeight
 from compiled_llm_ops.packed.kernels.codes import loaded, scale_at, shift_at, weights_at
 from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
-from compiled_llm_ops.packed.kernels.tiles import as_bytes
+from compiled_llm_ops.packed.kernels.tiles import as_bytes, options
 from compiled_llm_ops.packed.tilings import way_of
 
 _LARGEST: tl.constexpr = tl.constexpr(448.0)  # in e4m3
@@ -88,9 +89,10 @@ def unpack_into(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _round(x, rounded, scales, M, K, padded, ROWS: tl.constexpr, BK: tl.constexpr):
+def _round(x, rounded, scales, M, K, padded, ROWS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
     """Round rows by BK inputs, and write their scales ``[K / BK, padded]``; rows that are padding become zeros."""
-    m, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    tile, group = tl.program_id(0), tl.program_id(1)
+    m = (after_waiting(tile) if PDL else tile) * ROWS + tl.arange(0, ROWS)
     k = group * BK + tl.arange(0, BK)
     values = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None], other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / _LARGEST
@@ -98,11 +100,13 @@ def _round(x, rounded, scales, M, K, padded, ROWS: tl.constexpr, BK: tl.constexp
     tl.store(scales + group * padded + m, scale)
 
 
-def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+def round_rows(rows: Tensor, *, pdl: bool) -> tuple[Tensor, Tensor]:
     """Return rows ``[M, K]`` in e4m3, padded to a multiple of 8, and their scales by 128 inputs, the rows first."""
     (m, k), size = rows.shape, 8
     padded = -(-m // size) * size
     rounded = rows.new_empty(padded, k, dtype=torch.float8_e4m3fn)
     scales = rows.new_empty(k // TILE_INPUTS, padded, dtype=torch.float32)
-    _round[(padded // size, k // TILE_INPUTS)](rows, rounded, scales, m, k, padded, ROWS=size, BK=TILE_INPUTS)
+    _round[(padded // size, k // TILE_INPUTS)](
+        rows, rounded, scales, m, k, padded, ROWS=size, BK=TILE_INPUTS, PDL=pdl, **options(4, pdl)
+    )
     return rounded, scales.t()
