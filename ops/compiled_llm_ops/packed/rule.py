@@ -84,6 +84,14 @@ class JoinedTile(NamedTuple):
     inputs: int = MAX_BLOCK  # that a program multiplies at a time, at most
 
 
+_NF4 = (
+    JoinedTile(8, 64, 3, 6.0, overlapped=8, inputs=256),
+    JoinedTile(16, 64, 3, 6.0, overlapped=16, inputs=256),
+    JoinedTile(32, 64, 3, 3.0, overlapped=32, inputs=256),
+    JoinedTile(64, 64, 2, 3.0, overlapped=64, inputs=256),
+    JoinedTile(128, 64, 4, 3.0, overlapped=128, inputs=64),
+    JoinedTile(256, 64, 3, 2.0, overlapped=256, inputs=64),
+)
 _64, _64_OVERLAPPED = JoinedTile(64, 128, 4, 2.0), JoinedTile(64, 128, 4, 2.0, overlapped=64)
 JOINED = {
     "bytes": (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64_OVERLAPPED),
@@ -91,11 +99,8 @@ JOINED = {
         *(JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), JoinedTile(64, 64, 4, 2.0, overlapped=64)),
         _64,
     ),
-    "nf4": (
-        *(JoinedTile(rows, 64, 3, 6.0, inputs=256) for rows in (8, 16)),
-        *(JoinedTile(32, 64, 3, 3.0, inputs=256), JoinedTile(64, 64, 2, 3.0, inputs=256)),
-        *(JoinedTile(128, 64, 4, 3.0, inputs=64), JoinedTile(256, 64, 3, 2.0, inputs=64)),
-    ),
+    "nf4": _NF4,
+    "nf4, nested": (*_NF4[:3], _NF4[3]._replace(overlapped=4), _NF4[4]._replace(stages=3), _NF4[5]),
     "words_by_input": (
         *(JoinedTile(16, 128, 4, 6.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32)),
         _64_OVERLAPPED,
@@ -107,7 +112,15 @@ JOINED = {
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
 # 4 bits. Codes of NF4 are looked up, which takes long: its tiles have as many rows as there are.
 
-FEWEST_JOINED = {"bytes": 9, "halves": 9, "nf4": 1, "words_by_input": 1, "words_by_output": 1, "tiles": 1}
+FEWEST_JOINED = {
+    "bytes": 9,
+    "halves": 9,
+    "nf4": 1,
+    "nf4, nested": 1,
+    "words_by_input": 1,
+    "words_by_output": 1,
+    "tiles": 1,
+}
 """Rows from which on codes are joined in order."""
 
 FEWEST_STEPS = 4  # blocks of inputs, of MAX_BLOCK at most, that a program multiplies at least
@@ -142,8 +155,8 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.TORCH
     if not inputs or short or m > MAX_ROWS:
         return Library.UNPACKED
-    if m >= FEWEST_JOINED[_kind(format, inputs)] and can_be_joined(weight, dtype):
-        return joined_tiling_for(m, format, *weight.shape, processors)
+    if m >= FEWEST_JOINED[_kind(weight, inputs)] and can_be_joined(weight, dtype):
+        return joined_tiling_for(m, weight, processors)
     return tiling_for(m, format, *weight.shape, processors)
 
 
@@ -161,16 +174,16 @@ def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) ->
     )
 
 
-def joined_tiles(format: PackedFormat) -> tuple[JoinedTile, ...]:
-    """Return the tiles of the kernel that joins a format's codes; none if it does not."""
-    return JOINED.get(_kind(format, block_inputs(format, MAX_BLOCK)), ())
+def joined_tiles(weight: PackedWeight) -> tuple[JoinedTile, ...]:
+    """Return the tiles of the kernel that joins a weight's codes; none if it does not."""
+    return JOINED.get(_kind(weight, block_inputs(weight.format, MAX_BLOCK)), ())
 
 
-def joined_tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
+def joined_tiling_for(m: int, weight: PackedWeight, processors: int) -> PackedLinearTiling:
     """Return how a product is cut up whose codes are joined in order."""
-    found = joined_tiles(format)
+    (n, k), found = weight.shape, joined_tiles(weight)
     tile = next((tile for tile in found if tile.rows >= m), found[-1])
-    inputs = joined_inputs(format, tile.inputs)
+    inputs = joined_inputs(weight.format, tile.inputs)
     tiles = -(-m // tile.rows) * -(-n // tile.outputs)
     most = min(-(-k // min(inputs, MAX_BLOCK)) // FEWEST_STEPS, MAX_SPLITS)
     splits = min(int(tile.programs * processors / tiles), most)
@@ -186,9 +199,11 @@ def _reading(format: PackedFormat, inputs: int) -> str:
     return format.layout if way == "planes" else way
 
 
-def _kind(format: PackedFormat, inputs: int) -> str:
+def _kind(weight: PackedWeight, inputs: int) -> str:
     """Return how the kernel that joins codes reads a weight, as ``JOINED`` names it."""
-    return "nf4" if format.code == "nf4" else _reading(format, inputs)
+    if weight.format.code == "nf4":
+        return "nf4" if weight.nested is None else "nf4, nested"
+    return _reading(weight.format, inputs)
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

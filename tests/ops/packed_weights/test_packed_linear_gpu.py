@@ -22,7 +22,16 @@ from compiled_llm_ops.packed.tilings import (
     joined_inputs,
 )
 from support.gpu import needs_cuda, on_gpu, seeded
-from support.ops.packed_weights import ANYWHERE, FORMATS, IN_ROWS, Made, arguments_together, finite, side_by_side
+from support.ops.packed_weights import (
+    ANYWHERE,
+    FORMATS,
+    IN_ROWS,
+    Made,
+    arguments_together,
+    described,
+    finite,
+    side_by_side,
+)
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
@@ -61,7 +70,7 @@ def test_what_the_rule_takes(name: str, k: int, seed: int) -> None:
 
 @seeded
 @pytest.mark.parametrize(
-    ("name", "tile"), [(name, tile) for name in FORMATS for tile in joined_tiles(FORMATS[name][0])], ids=str
+    ("name", "tile"), [(name, tile) for name in FORMATS for tile in joined_tiles(described(name))], ids=str
 )
 def test_codes_joined_in_order(name: str, tile: JoinedTile, seed: int) -> None:
     from compiled_llm_ops.packed.kernels.joined import multiply

@@ -14,17 +14,10 @@ from compiled_llm_ops.packed.linear import DTYPES
 from compiled_llm_ops.packed.rule import JOINED, TILES, Library, can_be_rounded, choose
 from compiled_llm_ops.packed.tilings import OUTPUTS_TOGETHER, FewRowsTiling, PackedLinearTiling, can_be_joined
 from compiled_llm_ops.packed.unpack import unpack
-from support.ops.packed_weights import FORMATS
+from support.ops.packed_weights import FORMATS, described
 
 WORDS = ("words_by_input", "words_by_output", "tiles")
 SIZES = ((6144, 4096), (24576, 4096), (4096, 12288), (96, 160), (40, 33))
-
-
-def described(name: str, n: int, k: int) -> PackedWeight:
-    """A weight without numbers."""
-    format = FORMATS[name][0]
-    scales = torch.empty(-(-n // (format.outputs or n)), -(-k // (format.inputs or k)), device="meta")
-    return PackedWeight(format, torch.empty(0, device="meta"), scales, None, (n, k))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -61,7 +54,8 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
 @pytest.mark.parametrize(
     ("name", "overlapping"),
     [
-        ("bitsandbytes NF4", [*range(1, 5)]),
+        ("bitsandbytes NF4", [*range(1, 257)]),
+        ("bitsandbytes NF4, nested", [*range(1, 33), *range(65, 257)]),
         ("compressed-tensors int4", [*range(1, 5), *range(33, 65)]),
         ("torchao int8", [*range(1, 5), *range(9, 65)]),
         ("torchao int4, tiles", [*range(1, 65)]),

@@ -30,7 +30,7 @@ from compiled_llm_ops.packed.tilings import (
 )
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
-from support.ops.packed_weights import ANYWHERE, FORMATS, IN_ROWS, Made, finite, side_by_side
+from support.ops.packed_weights import ANYWHERE, FORMATS, IN_ROWS, Made, described, finite, side_by_side
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -227,10 +227,6 @@ JOINED = [
 ]
 
 
-def tiles_of(name: str) -> tuple[JoinedTile, ...]:
-    return joined_tiles(FORMATS[name][0])
-
-
 @pytest.mark.drawn(most=1)
 @pytest.mark.slow
 @not_interpreted
@@ -288,7 +284,9 @@ def test_what_the_rule_chooses_fits_a_multiprocessor(name: str, rows: int) -> No
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize(("name", "tile"), [(name, tile) for name in JOINED for tile in tiles_of(name)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "tile"), [(name, tile) for name in JOINED for tile in joined_tiles(described(name))], ids=str
+)
 def test_joined_codes_become_numbers_in_registers(name: str, tile: JoinedTile, tmp_path: Path) -> None:
     """Nothing spills, and blocks of rows and codes come by TMA."""
     made = joined(name, tile)

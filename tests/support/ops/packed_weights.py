@@ -100,6 +100,13 @@ def finite(name: str, outputs: int, inputs: int) -> Made:
     return make(name, outputs, inputs, codes=codes)
 
 
+def described(name: str, n: int = 4096, k: int = 4096) -> PackedWeight:
+    """A weight without numbers, and without zeros."""
+    (format, kind), codes = FORMATS[name], torch.empty(0, device="meta")
+    scales = torch.empty(-(-n // (format.outputs or n)), -(-k // (format.inputs or k)), device="meta")
+    return PackedWeight(format, codes, scales, None, (n, k), codes if kind == "nested" else None)
+
+
 def side_by_side(weights: Sequence[PackedWeight]) -> PackedWeight:
     """One weight of all outputs, as programs have of layers that read one input."""
     first = weights[0]
