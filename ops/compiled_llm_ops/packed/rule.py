@@ -31,9 +31,9 @@ MAX_OF_TORCH = 16  # rows up to which torch's kernel multiplies with tiles that 
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
 
-FEWEST_ROUNDED, FEWEST_ROUNDED_OF_MANY, MANY_OUTPUTS = 65, 33, 128
-"""Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so; fewer rows with so many
-outputs for each multiprocessor, which cuBLAS does not split."""
+FEWEST_ROUNDED = ((128, 33), (32, 65), (0, 129))
+"""Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so, by how many outputs a
+multiprocessor has at least: where they are few, cuBLAS leaves multiprocessors without work."""
 
 TILE_ROWS = (8, 16, 32, 64, 128)
 
@@ -41,8 +41,9 @@ TILE_ROWS = (8, 16, 32, 64, 128)
 MAX_OVERLAPPED = 4
 """Rows up to which a product begins while the previous kernel ends, if it may and its tile does not say otherwise."""
 # Steps of Qwen3-8B's shape on an H200 were timed with and without. With 1 to 4 rows they take 1 to 7 % less; torchao's
-# tiles and GPTQ's words 2 to 10 % up to 64 rows, int8 and e4m3 2 to 7 % with 16 to 64. With 8 rows e4m3, NF4 and AWQ's
-# words take 5 to 10 % more, with 16 int4, NF4 and AWQ's 4 to 8 %, with 32 NF4 12 %.
+# tiles and GPTQ's words 2 to 10 % up to 64 rows, int8 and e4m3 2 to 7 % with 16 to 64, NF4 4 to 9 % up to 64 and 1 %
+# with more. With 8 rows e4m3 and AWQ's words take 5 to 6 % more, with 16 int4 and AWQ's 7 to 8 %, with 64 AWQ's 5 %,
+# and NF4 whose scales have 8 bits 3 %.
 
 
 class Tile(NamedTuple):
@@ -84,23 +85,35 @@ class JoinedTile(NamedTuple):
     inputs: int = MAX_BLOCK  # that a program multiplies at a time, at most
 
 
+_64, _64_OVERLAPPED = JoinedTile(64, 128, 4, 2.0), JoinedTile(64, 128, 4, 2.0, overlapped=64)
+_BYTES = JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32)
 _NF4 = (
     JoinedTile(8, 64, 3, 6.0, overlapped=8, inputs=256),
     JoinedTile(16, 64, 3, 6.0, overlapped=16, inputs=256),
     JoinedTile(32, 64, 3, 3.0, overlapped=32, inputs=256),
-    JoinedTile(64, 64, 2, 3.0, overlapped=64, inputs=256),
-    JoinedTile(128, 64, 4, 3.0, overlapped=128, inputs=64),
-    JoinedTile(256, 64, 3, 2.0, overlapped=256, inputs=64),
 )
-_64, _64_OVERLAPPED = JoinedTile(64, 128, 4, 2.0), JoinedTile(64, 128, 4, 2.0, overlapped=64)
 JOINED = {
-    "bytes": (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64_OVERLAPPED),
+    "bytes": (*_BYTES, _64_OVERLAPPED),
+    "e4m3 in blocks": (
+        *_BYTES,
+        JoinedTile(64, 64, 3, 3.0, overlapped=64),
+        JoinedTile(128, 64, 3, 2.0, overlapped=128),
+    ),
     "halves": (
         *(JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), JoinedTile(64, 64, 4, 2.0, overlapped=64)),
         _64,
     ),
-    "nf4": _NF4,
-    "nf4, nested": (*_NF4[:3], _NF4[3]._replace(overlapped=4), _NF4[4]._replace(stages=3), _NF4[5]),
+    "nf4": (
+        *_NF4,
+        JoinedTile(64, 64, 2, 3.0, overlapped=64, inputs=256),
+        JoinedTile(128, 64, 4, 3.0, overlapped=128, inputs=64),
+        JoinedTile(256, 64, 3, 2.0, overlapped=256, inputs=64),
+    ),
+    "nf4, nested": (
+        *_NF4,
+        JoinedTile(64, 64, 2, 3.0, inputs=256),
+        JoinedTile(128, 64, 2, 3.0, overlapped=256, inputs=128),
+    ),
     "words_by_input": (
         *(JoinedTile(16, 128, 4, 6.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32)),
         _64_OVERLAPPED,
@@ -110,18 +123,10 @@ JOINED = {
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
-# 4 bits. Codes of NF4 are looked up, which takes long: its tiles have as many rows as there are.
+# 4 bits. Codes of NF4 are looked up, which takes long: its tiles have up to 256 rows, so that it is done once.
 
-FEWEST_JOINED = {
-    "bytes": 9,
-    "halves": 9,
-    "nf4": 1,
-    "nf4, nested": 1,
-    "words_by_input": 1,
-    "words_by_output": 1,
-    "tiles": 1,
-}
-"""Rows from which on codes are joined in order."""
+FEWEST_JOINED = {"bytes": 9, "e4m3 in blocks": 9, "halves": 9}
+"""Rows from which on codes are joined in order; of all others from one on."""
 
 FEWEST_STEPS = 4  # blocks of inputs, of MAX_BLOCK at most, that a program multiplies at least
 MAX_SPLITS = 8
@@ -145,8 +150,7 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.UNPACKED
     if m == 1 and format.code == "e4m3" and takes_few_rows(format):
         return FewRowsTiling(outputs=8, inputs=1024, prefetched=2, warps=4)
-    many = weight.shape[0] >= MANY_OUTPUTS * processors
-    fewest = FEWEST_ROUNDED_OF_MANY if many else FEWEST_ROUNDED
+    fewest = next(rows for outputs, rows in FEWEST_ROUNDED if weight.shape[0] >= outputs * processors)
     if m >= fewest and dtype is torch.bfloat16 and can_be_rounded(weight):
         return Library.ROUNDED
     inputs = block_inputs(format, MAX_BLOCK)
@@ -155,7 +159,7 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.TORCH
     if not inputs or short or m > MAX_ROWS:
         return Library.UNPACKED
-    if m >= FEWEST_JOINED[_kind(weight, inputs)] and can_be_joined(weight, dtype):
+    if m >= FEWEST_JOINED.get(_kind(weight, inputs), 1) and can_be_joined(weight, dtype):
         return joined_tiling_for(m, weight, processors)
     return tiling_for(m, format, *weight.shape, processors)
 
@@ -201,9 +205,10 @@ def _reading(format: PackedFormat, inputs: int) -> str:
 
 def _kind(weight: PackedWeight, inputs: int) -> str:
     """Return how the kernel that joins codes reads a weight, as ``JOINED`` names it."""
-    if weight.format.code == "nf4":
+    format = weight.format
+    if format.code == "nf4":
         return "nf4" if weight.nested is None else "nf4, nested"
-    return _reading(weight.format, inputs)
+    return "e4m3 in blocks" if format.code == "e4m3" and format.inputs else _reading(format, inputs)
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

@@ -91,6 +91,9 @@ def test_rows_are_rounded_only_where_the_library_s_formula_does_so() -> None:
     assert choose(1024, weight, torch.float16, 132) is Library.UNPACKED
     assert choose(33, weight, torch.bfloat16, 132) is not Library.ROUNDED
     assert choose(33, described("FP8Linear", 24576, 4096), torch.bfloat16, 132) is Library.ROUNDED
+    few = described("FP8Linear", 4096, 12288)
+    assert choose(128, few, torch.bfloat16, 132)[:6] == (128, 64, 128, 3, 4, 4)
+    assert choose(129, few, torch.bfloat16, 132) is Library.ROUNDED
     for other in (
         weight._replace(format=weight.format._replace(may_round=False)),
         weight._replace(scales=weight.scales.t().contiguous().t()),
