@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from compiled_llm_ops.kernels.linear.skinny_tiling import SHARED_MEMORY
+from compiled_llm_ops.packed.formats import NF4, NF4_UNIT
 from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
 from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
 from compiled_llm_ops.packed.rule import MAX_BLOCK, TILE_ROWS, JoinedTile, joined_tiles, tiling_for
@@ -28,6 +29,7 @@ from compiled_llm_ops.packed.tilings import (
     takes_few_rows,
     way_of,
 )
+from compiled_llm_ops.packed.unpack import unpack
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
 from support.ops.packed_weights import ANYWHERE, FORMATS, IN_ROWS, Made, described, finite, side_by_side
@@ -89,6 +91,25 @@ def test_a_block_of_nf4_has_several_groups_or_a_part_of_one(
             assert block == most or (group, block) == (96, 32)
             tiling = PackedLinearTiling(16, 64, block, stages=2, splits=2, warps=4, joined=True)
             check(multiply(rows, made.weight, bias, tiling, pdl=False), rows, made, bias)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["", ", nested"])
+def test_numbers_of_nf4_are_rounded_once(kind: str, seed: int) -> None:
+    """Rows with a single one give them back: entries of a rounded table times scales in float32, then rounded.
+
+    Triton's interpreter cuts float32 off where bfloat16 ends, so these are of float16.
+    """
+    from compiled_llm_ops.packed.kernels.joined import multiply
+
+    weight, dtype = finite(f"bitsandbytes NF4{kind}", 64, 256).weight, torch.float16
+    tiling = PackedLinearTiling(64, 64, 256, stages=2, splits=1, warps=4, joined=True)
+    found = multiply(torch.eye(256, dtype=dtype), weight, None, tiling, pdl=False).t()
+    table = (torch.tensor(NF4, dtype=torch.float64) * NF4_UNIT).to(dtype)
+    codes = torch.stack([weight.codes >> 4, weight.codes & 15], -1).view(64, 256).int()
+    scales = unpack(weight._replace(codes=torch.full_like(weight.codes, 0xFF)))  # code 15 stands for 1
+    expected = (table[codes].double() * (scales.double() / NF4_UNIT)).to(dtype)
+    assert (found == expected).float().mean() > 0.99, "but for ties that a scale in two parts breaks otherwise"
 
 
 @interpreted
