@@ -2,7 +2,7 @@
 
 python tools/bench/quantised.py --model qwen3-8b --formats int4-g128,nf4,fp8-block,int8 --rows 1,2,4,8,16,32,64,128,256
 python tools/bench/quantised.py --model tiny --device cpu --dtype float32 --rows 1,2 --new 4      # anywhere
-python tools/bench/quantised.py --at-once --json FILE       # compiles all formats at once, times one after the other
+python tools/bench/quantised.py --at-once --json FILE       # compiles all formats at once, times them in turns
 python tools/bench/quantised.py --load FOLDER --rows 1,8    # a quantised model: our kernels, its library's, HuggingFace
 python tools/bench/quantised.py --library torchao-int4,bitsandbytes-nf4 --at-once  # the same, of random weights
 
@@ -19,9 +19,8 @@ import multiprocessing
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ from transformers import AutoModelForCausalLM
 import compiled_llm
 
 PROMPT = 32
-RUNS = 5
+ROUNDS, RUNS = 3, 2
+"""Turns that each takes, and runs of each in a turn, after one that does not count."""
 WAYS = ("ours", "library", "huggingface")
 
 
@@ -51,51 +51,49 @@ def main() -> None:
 
 def _in_turn(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in _contenders(options):
-        yield name, _tried(name, options, device, nullcontext)
+        yield name, _tried(name, options, device, range(ROUNDS))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _at_once(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measure each in a process of its own, which compiles beside the others, and has the device alone for its runs."""
+    """Measure each in a process of its own, which compiles beside the others, and has the device alone in its turns."""
+    # A device's speed changes within a minute: those that take turns see the same of it.
     names, context = _contenders(options), multiprocessing.get_context("spawn")
-    ready, turns = context.Barrier(len(names)), [context.Event() for _ in names]
-    with ProcessPoolExecutor(len(names), context, _begin, (ready, turns)) as pool:
+    ready, ended = context.Barrier(len(names)), [context.Event() for _ in range(ROUNDS * len(names))]
+    with ProcessPoolExecutor(len(names), context, _begin, (ready, ended)) as pool:
         jobs = [pool.submit(_measured_in_turn, name, number, options, device) for number, name in enumerate(names)]
         for name, job in zip(names, jobs, strict=True):
             yield name, job.result()
 
 
-_turns: dict[str, Any] = {}
-"""Of a process: the barrier that all pass when they are ready, and an event for each that ends its runs."""
+_others: dict[str, Any] = {}
+"""Of a process: the barrier that all pass when they are ready, and an event for each turn that ends."""
 
 
-def _begin(ready: Any, turns: Any) -> None:
-    _turns.update(ready=ready, turns=turns)
+def _begin(ready: Any, ended: Any) -> None:
+    _others.update(ready=ready, ended=ended)
 
 
 def _measured_in_turn(name: str, number: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measure one when it is its turn; one that fails before lets the others wait for it no longer."""
-    waited = False
-
-    @contextmanager
-    def alone() -> Iterator[None]:
-        nonlocal waited
-        waited = True
-        _turns["ready"].wait()
-        if number:
-            _turns["turns"][number - 1].wait()
-        try:
-            yield
-        finally:
-            _turns["turns"][number].set()
-
-    measured = _tried(name, options, device, alone)
-    if not waited:
-        with alone():
-            pass
+    """Measure one whenever it is its turn; for one that fails the others do not wait."""
+    turns = _turns(number)
+    measured = _tried(name, options, device, turns)
+    for _ in turns:
+        pass
     return measured
+
+
+def _turns(number: int) -> Iterator[None]:
+    """Yield when it is the turn of a process among all, which ends when the next one is asked for."""
+    ended = _others["ended"]
+    _others["ready"].wait()
+    for turn in range(number, len(ended), len(ended) // ROUNDS):
+        if turn:
+            ended[turn - 1].wait()
+        yield
+        ended[turn].set()
 
 
 def _contenders(options: argparse.Namespace) -> list[str]:
@@ -107,23 +105,19 @@ def _contenders(options: argparse.Namespace) -> list[str]:
     return ["bfloat16", *options.formats.split(",")]
 
 
-def _tried(
-    name: str, options: argparse.Namespace, device: torch.device, alone: Callable[[], AbstractContextManager[None]]
-) -> dict[str, Any]:
+def _tried(name: str, options: argparse.Namespace, device: torch.device, turns: Iterable[object]) -> dict[str, Any]:
     """Return what is measured of one, or why that failed: the others go on."""
     try:
-        return _measured(name, options, device, alone)
+        return _measured(name, options, device, turns)
     except Exception as error:
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}"}
 
 
-def _measured(
-    name: str, options: argparse.Namespace, device: torch.device, alone: Callable[[], AbstractContextManager[None]]
-) -> dict[str, Any]:
+def _measured(name: str, options: argparse.Namespace, device: torch.device, turns: Iterable[object]) -> dict[str, Any]:
     """Return milliseconds of a decode step by rows and of a prompt by tokens, of the middle runs, and its memory.
 
-    The runs are made inside ``alone``, once everything is compiled and captured.
+    The runs are made in turns, once everything is compiled and captured.
     """
     prompts = [int(tokens) for tokens in options.prompts.split(",")]
     dtype, rows = getattr(torch, options.dtype), [int(count) for count in options.rows.split(",")]
@@ -155,29 +149,29 @@ def _measured(
     print(
         f"{name}: ready after {ready:.0f} s, {loaded / 2**20:,.0f} MiB loaded, {peak / 2**20:,.0f} at most", flush=True
     )
-    with alone():
-        steps = {count: _step(model, count, new, device) for count in rows}
-        first = {count: _first(model, count, device) for count in prompts}
+    steps, first = {count: list[float]() for count in rows}, {count: list[float]() for count in prompts}
+    for _ in turns:
+        for count, took in steps.items():
+            took += _steps(model, count, new, device)
+        for count, took in first.items():
+            took += _firsts(model, count, device)
     weights = model.compiled.stats().weights if way != "huggingface" else {}
-    return {"ms": steps, "prompt_ms": first, "loaded": loaded, "peak": peak, "weights": weights, "ready_s": ready}
+    middle = ({count: statistics.median(took) for count, took in all_runs.items()} for all_runs in (steps, first))
+    figures = dict(zip(("ms", "prompt_ms"), middle, strict=True))
+    return {**figures, "loaded": loaded, "peak": peak, "weights": weights, "ready_s": ready}
 
 
-def _step(model: Any, rows: int, new: int, device: torch.device) -> float:
-    """Return milliseconds of a step: what tokens after the second take."""
-    took = []
+def _steps(model: Any, rows: int, new: int, device: torch.device) -> list[float]:
+    """Return milliseconds of a step in each run: what tokens after the second take."""
     inputs = _prompt(model, rows, device)
-    for run in range(RUNS + 1):
-        short, long = (_seconds(model, inputs, count, device) for count in (2, 2 + new))
-        if run:
-            took.append((long - short) / new * 1e3)
-    return statistics.median(took)
+    runs = ([_seconds(model, inputs, count, device) for count in (2, 2 + new)] for _ in range(RUNS + 1))
+    return [(long - short) / new * 1e3 for short, long in runs][1:]
 
 
-def _first(model: Any, tokens: int, device: torch.device) -> float:
-    """Return milliseconds of a prompt of one row and its first token."""
+def _firsts(model: Any, tokens: int, device: torch.device) -> list[float]:
+    """Return milliseconds of a prompt of one row and its first token, in each run."""
     inputs = _prompt(model, 1, device, tokens)
-    took = [_seconds(model, inputs, 1, device) for _ in range(RUNS + 2)]
-    return statistics.median(took[2:]) * 1e3
+    return [_seconds(model, inputs, 1, device) * 1e3 for _ in range(RUNS + 1)][1:]
 
 
 def _seconds(model: Any, inputs: dict[str, torch.Tensor], new: int, device: torch.device) -> float:
@@ -227,7 +221,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device")
     parser.add_argument("--mode", default="cuda-graphs")
-    parser.add_argument("--at-once", action="store_true", help="compile all formats at once, in processes of their own")
+    parser.add_argument("--at-once", action="store_true", help="compile all at once, in processes that take turns")
     parser.add_argument("--json", help="a file for all figures")
     return parser.parse_args()
 
