@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
+from compiled_llm_ops.packed.formats import NESTED_BLOCK, NESTED_CODES, PackedFormat, PackedWeight
 from compiled_llm_ops.packed.rule import FEWEST_STEPS, MAX_BLOCK, MAX_SPLITS, Choice, Library, can_be_rounded, choose
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
@@ -33,6 +33,7 @@ FORMATS = {
     "fp8": PackedFormat("e4m3", "rows", 128, 128, may_round=True),
     "int8": PackedFormat("int8"),
     "nf4": PackedFormat("nf4", "high_first", 1, 64),
+    "nf4-nested": PackedFormat("nf4", "high_first", 1, 64),
     "gptq": PackedFormat("uint4", "words_by_input", 1, 128),
     "awq": PackedFormat("uint4", "words_by_output", 1, 128),
     "tiles": PackedFormat("uint4", "tiles", 1, 128),
@@ -65,7 +66,8 @@ def packed_weight(name: str, n: int, k: int, device: torch.device) -> PackedWeig
         codes = words.view(torch.int8 if format.code == "int8" else torch.uint8).view(n, -1)
         dtype = torch.float32 if format.code == "nf4" else torch.bfloat16
         scales = torch.rand(n, k // format.inputs if format.inputs else 1, device=device, dtype=dtype) / 64
-        return PackedWeight(format, codes, scales, None, (n, k))
+        weight = PackedWeight(format, codes, scales, None, (n, k))
+        return _nested(weight) if name == "nf4-nested" else weight
     groups = k // format.inputs
     if format.layout == "tiles":
         both = torch.rand(groups, n, 2, device=device, dtype=torch.bfloat16) / 64
@@ -74,6 +76,13 @@ def packed_weight(name: str, n: int, k: int, device: torch.device) -> PackedWeig
     codes = words.view(k // 8, n) if format.layout == "words_by_input" else words.view(k, n // 8)
     scales = torch.rand(groups, n, device=device, dtype=torch.bfloat16).t() / 64
     return PackedWeight(format, codes, scales, torch.randint(16, (groups, n), device=device).byte().t(), (n, k))
+
+
+def _nested(weight: PackedWeight) -> PackedWeight:
+    """Return a weight with random scales of 8 bits."""
+    codes = torch.randint(NESTED_CODES, weight.scales.shape, device=weight.scales.device, dtype=torch.uint8)
+    count = NESTED_CODES + 1 + -(-codes.numel() // NESTED_BLOCK)
+    return weight._replace(scales=codes, nested=torch.rand(count, device=codes.device) / 64)
 
 
 def cuts(m: int, weight: PackedWeight, quick: bool) -> list[Cut]:
@@ -98,12 +107,13 @@ JOINED = [
     *(Cut(16, outputs, stages, 4, "joined") for outputs, stages in ((64, 4), (64, 6), (128, 4))),
     *(Cut(32, outputs, 4, warps, "joined") for outputs, warps in ((64, 4), (128, 4), (256, 8))),
     *(Cut(64, outputs, 4, warps, "joined") for outputs, warps in ((64, 4), (128, 4), (128, 8), (256, 8))),
+    *(Cut(64, 64, 3, 4, "joined"), *(Cut(128, 64, stages, 4, "joined") for stages in (2, 3, 4))),
     *(Cut(128, outputs, stages, 8, "joined") for outputs, stages in ((64, 3), (128, 3), (128, 4), (256, 3))),
 ]
 JOINED_NF4 = [
     Cut(rows, outputs, stages, 4, "joined", inputs)
     for rows in (8, 16, 32, 64, 128, 256)
-    for inputs, stages in ((64, 3), (64, 4), (128, 3), (256, 2), (256, 3))
+    for inputs, stages in ((64, 3), (64, 4), (128, 2), (128, 3), (256, 2), (256, 3))
     for outputs in ((64, 128) if rows <= 128 else (64,))
     if rows * inputs * stages <= 128 * 384
 ]
