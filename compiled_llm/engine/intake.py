@@ -24,7 +24,7 @@ from compiled_llm.requests.text.detokenizer import TokenDecoder
 
 @dataclass
 class Intake:
-    """What an engine needs to make a request: options of ``Engine``, and what follows from them."""
+    """What requests of an engine are made with: options of ``Engine``, and what is derived from them."""
 
     runtime: Runtime
     engine_thread: EngineThread

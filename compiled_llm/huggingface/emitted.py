@@ -36,7 +36,7 @@ class WantedOutputs(NamedTuple):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What steps are asked for."""
+        """The outputs that steps have to return, besides logits."""
         return ("hidden_states",) if self.hidden_states else ()
 
     def steps(self, call: PagedCall) -> StepStates:
@@ -84,7 +84,7 @@ class StepEmitted(NamedTuple):
     """The outputs that a call's tokens have emitted."""
 
     # ``[B, Q, ...]`` each
-    tensors: dict[int | str, Tensor] = {}  # noqa: RUF012  # nobody writes to it
+    tensors: dict[int | str, Tensor] = {}  # noqa: RUF012  # never written to
     layers: int = 0  # how many hidden states the model has, chosen or not
 
     @property

@@ -152,23 +152,23 @@ def _measured(name: str, options: argparse.Namespace, device: torch.device, turn
     steps, first = {count: list[float]() for count in rows}, {count: list[float]() for count in prompts}
     for _ in turns:
         for count, took in steps.items():
-            took += _steps(model, count, new, device)
+            took += _step_runs(model, count, new, device)
         for count, took in first.items():
-            took += _firsts(model, count, device)
+            took += _prompt_runs(model, count, device)
     weights = model.compiled.stats().weights if way != "huggingface" else {}
     middle = ({count: statistics.median(took) for count, took in all_runs.items()} for all_runs in (steps, first))
     figures = dict(zip(("ms", "prompt_ms"), middle, strict=True))
     return {**figures, "loaded": loaded, "peak": peak, "weights": weights, "ready_s": ready}
 
 
-def _steps(model: Any, rows: int, new: int, device: torch.device) -> list[float]:
+def _step_runs(model: Any, rows: int, new: int, device: torch.device) -> list[float]:
     """Return milliseconds of a step in each run: what tokens after the second take."""
     inputs = _prompt(model, rows, device)
     runs = ([_seconds(model, inputs, count, device) for count in (2, 2 + new)] for _ in range(RUNS + 1))
     return [(long - short) / new * 1e3 for short, long in runs][1:]
 
 
-def _firsts(model: Any, tokens: int, device: torch.device) -> list[float]:
+def _prompt_runs(model: Any, tokens: int, device: torch.device) -> list[float]:
     """Return milliseconds of a prompt of one row and its first token, in each run."""
     inputs = _prompt(model, 1, device, tokens)
     return [_seconds(model, inputs, 1, device) * 1e3 for _ in range(RUNS + 1)][1:]

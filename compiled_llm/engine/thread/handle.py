@@ -48,7 +48,7 @@ class RequestHandle(PendingAnswers[Answer]):
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody waits for its tokens or for their text."""
+        """Whether anyone reads its tokens or text while it runs."""
         return self.has_text or self.listeners.count > 0
 
     def cancel(self, index: int | None = None) -> None:

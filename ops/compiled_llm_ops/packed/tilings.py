@@ -24,12 +24,9 @@ class PackedLinearTiling(NamedTuple):
     overlap: bool = True  # whether it begins while the previous kernel ends, if it may
 
 
-_IN_ROWS = ("rows", "high_first")
-
-
 def way_of(format: PackedFormat, inputs: int) -> str:
     """Return how a kernel reads blocks of so many inputs: by bytes, their halves, planes of words, or one by one."""
-    if format.layout in _IN_ROWS:
+    if format.layout in ("rows", "high_first"):
         return "bytes" if format.bits == 8 else "halves"
     if format.bits == 8 or (format.layout == "tiles" and inputs % 128):
         return "gathered"
@@ -64,12 +61,9 @@ MOST_TOGETHER, OUTPUTS_TOGETHER = 3, 128
 """Weights of one launch at most, and what the outputs of all but the last have to be a multiple of."""
 
 
-def can_be_together(weights: Sequence[PackedWeight], dtype: torch.dtype, *, joined: bool) -> bool:
-    """Whether one launch multiplies rows of this type with several weights, by the kernel that joins codes or not."""
-    # The kernel that does not has one distance from row to row of codes.
-    in_rows = weights[0].format.layout in _IN_ROWS
-    taken = all(can_be_joined(weight, dtype) for weight in weights) if joined else in_rows
-    return taken and fit_together(weights)
+def can_be_together(weights: Sequence[PackedWeight], dtype: torch.dtype) -> bool:
+    """Whether one launch of the kernel that joins codes multiplies rows of this type with several weights."""
+    return fit_together(weights) and all(can_be_joined(weight, dtype) for weight in weights)
 
 
 def fit_together(weights: Sequence[PackedWeight]) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -213,16 +214,25 @@ def test_a_layer_that_becomes_another_kind_leaves_its_launch(
 def test_they_sleep_and_wake(name: str, monkeypatch: pytest.MonkeyPatch, launches: list[int]) -> None:
     monkeypatch.setattr(runner_lifecycle, "is_host", lambda device: False)
     own = wrapped(packed(ANYWHERE[name][0], **WIDE))
+    tokens = answer(own)
+    with slept(own):
+        pass
+    assert set(launches) == {2}
+    copied: Any = copy.deepcopy(own)
+    assert copied.compiled.facts.groups_of_stand_ins == own.compiled.facts.groups_of_stand_ins
+    assert torch.equal(answer(copied), tokens)
+
+
+@contextmanager
+def slept(own: Any) -> Iterator[Engine]:
+    """An engine that has slept and woken, with weights elsewhere and the same tokens."""
     tokens, before = answer(own), addresses(own)
     with Engine(own, tokenizer=None) as engine:
         engine.sleep(weights=True)
         assert not before & addresses(own)
         engine.wake()
         assert torch.equal(answer(own), tokens)
-    assert set(launches) == {2}
-    copied: Any = copy.deepcopy(own)
-    assert copied.compiled.facts.groups_of_stand_ins == own.compiled.facts.groups_of_stand_ins
-    assert torch.equal(answer(copied), tokens)
+        yield engine
 
 
 def test_words_of_8_bits_stay_apart() -> None:
@@ -340,12 +350,7 @@ def test_groups_sleep_wake_and_take_new_weights(
         one.config.quantization_config = {"quant_method": "compressed-tensors"}
     other.save_pretrained(tmp_path)
     wrapped(own)
-    tokens, before = answer(own), addresses(own)
-    with Engine(own, tokenizer=None) as engine:
-        engine.sleep(weights=True)
-        assert not before & addresses(own)
-        engine.wake()
-        assert torch.equal(answer(own), tokens)
+    with slept(own) as engine:
         engine.update_weights(tmp_path)
     assert torch.equal(answer(own), answer(unpacked_model(other)))
     assert len(storages(own, "gate_proj", "up_proj")) == 1

@@ -5,8 +5,6 @@ Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -130,8 +128,8 @@ def test_side_by_side_products_have_the_bits_of_those_apart(name: str, seed: int
 @pytest.mark.parametrize("outputs", [(256, 128), (512, 128, 128), (384, 256, 96), (96, 128)], ids=str)
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_weights_together_have_the_bits_of_those_apart(name: str, outputs: tuple[int, ...], seed: int) -> None:
-    """Each program chooses its weight, for each number of rows and tile, by each kernel that takes them."""
-    from compiled_llm_ops.packed.kernels import joined, tiles
+    """Each program chooses its weight, for each number of rows and tile."""
+    from compiled_llm_ops.packed.kernels.joined import multiply, multiply_together
 
     made = [made_on_gpu(name, count, 1024) for count in outputs]
     weights, block = [own.weight for own in made], block_inputs(made[0].weight.format, MAX_BLOCK)
@@ -142,10 +140,10 @@ def test_weights_together_have_the_bits_of_those_apart(name: str, outputs: tuple
         check(out - bias, rows, whole)
         for _ in range(3):
             assert torch.equal(packed_linears(*arguments_together(rows + 0, weights, bias), overlap=True), out)
-    for kernel, rows_of_tile in itertools.product((joined, tiles), (16, 32, 64)):
-        cut = PackedLinearTiling(rows_of_tile, 128, block, 4, 2, 4, joined=kernel is joined)
-        if can_be_together(weights, torch.bfloat16, joined=cut.joined):
+    for rows_of_tile in (16, 32, 64):
+        cut = PackedLinearTiling(rows_of_tile, 128, block, 4, 2, 4, joined=True)
+        if can_be_together(weights, torch.bfloat16):
             rows = torch.randn(rows_of_tile - 3, 1024, device="cuda").bfloat16()
-            apart = torch.cat([kernel.multiply(rows, own, None, cut, pdl=False) for own in weights], -1)
+            apart = torch.cat([multiply(rows, own, None, cut, pdl=False) for own in weights], -1)
             for pdl in (False, True, True):
-                assert torch.equal(kernel.multiply_together(rows, weights, None, cut, pdl=pdl), apart)
+                assert torch.equal(multiply_together(rows, weights, None, cut, pdl=pdl), apart)

@@ -16,8 +16,6 @@ from compiled_llm_ops.packed.linear import multiply_packed
 from compiled_llm_ops.packed.tilings import can_be_together
 from support.ops.packed_weights import ANYWHERE, arguments_together, make
 
-IN_ROWS = ("rows", "high_first")
-
 
 def weights_of(name: str, outputs: tuple[int, ...] = (128, 256, 32), inputs: int = 256) -> list[PackedWeight]:
     return [make(name, count, inputs).weight for count in outputs]
@@ -68,12 +66,11 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_who_can_be_one_launch(name: str) -> None:
     first, second, third = weights_of(name)
-    assert can_be_together([first], torch.bfloat16, joined=True)
-    assert can_be_together([first, second, third], torch.bfloat16, joined=True)
-    assert can_be_together([first, second], torch.bfloat16, joined=False) == (first.format.layout in IN_ROWS)
-    assert not can_be_together([third, first], torch.bfloat16, joined=True), "a tile would have outputs of both"
-    assert not can_be_together([first, first, second, third], torch.bfloat16, joined=True)
-    assert not can_be_together([first, second], torch.float32, joined=True)
+    assert can_be_together([first], torch.bfloat16)
+    assert can_be_together([first, second, third], torch.bfloat16)
+    assert not can_be_together([third, first], torch.bfloat16), "a tile would have outputs of both"
+    assert not can_be_together([first, first, second, third], torch.bfloat16)
+    assert not can_be_together([first, second], torch.float32)
     for other in (
         make(name, 128, 512).weight,
         second._replace(zeros=second.scales if second.zeros is None else None),
@@ -82,6 +79,6 @@ def test_who_can_be_one_launch(name: str) -> None:
         second._replace(nested=torch.zeros(1) if second.nested is None else None),
         second._replace(format=second.format._replace(inputs=0)),
     ):
-        assert not can_be_together([first, other], torch.bfloat16, joined=True)
+        assert not can_be_together([first, other], torch.bfloat16)
     tiled = first._replace(format=PackedFormat("uint4", "tiles", 1, 128))
-    assert not can_be_together([tiled, tiled], torch.bfloat16, joined=True)
+    assert not can_be_together([tiled, tiled], torch.bfloat16)

@@ -11,7 +11,7 @@ import torch
 from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import DTYPES
-from compiled_llm_ops.packed.rule import JOINED, TILES, Library, can_be_rounded, choose
+from compiled_llm_ops.packed.rule import JOINED, Library, can_be_rounded, choose
 from compiled_llm_ops.packed.tilings import OUTPUTS_TOGETHER, FewRowsTiling, PackedLinearTiling, can_be_joined
 from compiled_llm_ops.packed.unpack import unpack
 from support.ops.packed_weights import FORMATS, described
@@ -72,7 +72,7 @@ def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) ->
 
 
 def test_a_tile_of_several_weights_has_outputs_of_one() -> None:
-    outputs = [tile.outputs for tiles in (*JOINED.values(), *TILES.values()) for tile in tiles]
+    outputs = [tile.outputs for tiles in JOINED.values() for tile in tiles]
     assert not any(map(OUTPUTS_TOGETHER.__mod__, outputs))
 
 

@@ -5,7 +5,6 @@ Shapes: M rows, N outputs, K inputs.
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -149,17 +148,16 @@ def test_side_by_side_products_have_the_bits_of_those_apart(name: str, seed: int
 @pytest.mark.parametrize("name", ANYWHERE)
 @pytest.mark.parametrize("outputs", [(128, 96), (128, 256, 32)], ids=str)
 def test_weights_together_have_the_bits_of_those_apart(name: str, outputs: tuple[int, ...], seed: int) -> None:
-    """By each kernel that takes them."""
-    from compiled_llm_ops.packed.kernels import joined, tiles
+    from compiled_llm_ops.packed.kernels.joined import multiply, multiply_together
 
     weights, rows = [finite(name, count, 512).weight for count in outputs], torch.randn(19, 512).half()
     bias, block = torch.randn(sum(outputs)).half(), block_inputs(weights[0].format, 128)
-    for of_tile, kernel in itertools.product((64, 128), (joined, tiles)):
-        cut = PackedLinearTiling(16, of_tile, block, stages=2, splits=3, warps=4, joined=kernel is joined)
-        if can_be_together(weights, torch.float16, joined=cut.joined):
-            each = zip(weights, bias.split(list(outputs)), strict=True)
-            apart = [kernel.multiply(rows, own, part, cut, pdl=False) for own, part in each]
-            assert torch.equal(kernel.multiply_together(rows, weights, bias, cut, pdl=False), torch.cat(apart, -1))
+    assert can_be_together(weights, torch.float16)
+    for of_tile in (64, 128):
+        cut = PackedLinearTiling(16, of_tile, block, stages=2, splits=3, warps=4, joined=True)
+        each = zip(weights, bias.split(list(outputs)), strict=True)
+        apart = [multiply(rows, own, part, cut, pdl=False) for own, part in each]
+        assert torch.equal(multiply_together(rows, weights, bias, cut, pdl=False), torch.cat(apart, -1))
 
 
 @interpreted
@@ -210,26 +208,19 @@ def test_what_the_rule_chooses_is_launched(name: str, m: int, seed: int, monkeyp
 @interpreted
 @pytest.mark.parametrize("m", [1, 40, 300])
 @pytest.mark.parametrize("outputs", [(128, 128, 48), (48, 128), (128, 128, 128, 16)], ids=str)
-@pytest.mark.parametrize("name", ["GPTQ", "bitsandbytes NF4, nested"])
+@pytest.mark.parametrize("name", ["GPTQ", "bitsandbytes NF4, nested", "compressed-tensors int4, asymmetric"])
 def test_weights_together_are_launched_or_each_alone(
     name: str, outputs: tuple[int, ...], m: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compiled_llm_ops.packed.kernels import joined, launching, tiles
+    from compiled_llm_ops.packed.kernels import joined, launching
 
-    launches = list[tuple[Any, int]]()
+    launches, multiply_together = list[int](), joined.multiply_together
 
-    def noted(kernel: Any) -> Any:
-        multiply = kernel.multiply_together
+    def noted(rows: Any, weights: Any, *args: Any, **options: Any) -> torch.Tensor:
+        launches.append(len(weights))
+        return multiply_together(rows, weights, *args, **options)
 
-        def call(rows: Any, weights: Any, *args: Any, **options: Any) -> torch.Tensor:
-            launches.append((kernel, len(weights)))
-            out: torch.Tensor = multiply(rows, weights, *args, **options)
-            return out
-
-        return call
-
-    for kernel in (joined, tiles):
-        monkeypatch.setattr(kernel, "multiply_together", noted(kernel))
+    monkeypatch.setattr(joined, "multiply_together", noted)
     monkeypatch.setattr(launching, "processors_of", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     made = [finite(name, count, 256) for count in outputs]
@@ -237,8 +228,9 @@ def test_weights_together_are_launched_or_each_alone(
     out = launching.multiply_each(rows, [own.weight for own in made], bias, pdl=False)
     whole = made[0]._replace(values=torch.cat([own.values for own in made]))
     check(out, rows, whole, bias)
-    alone = [] if m > 256 else [(joined, 1)] * len(outputs)
-    assert launches == ([(joined, 3)] if m <= 256 and outputs == (128, 128, 48) else alone)
+    are_joined = (9 if "int4" in name else 1) <= m <= 256
+    one_by_one = [1] * len(outputs)
+    assert launches == (([3] if outputs == (128, 128, 48) else one_by_one) if are_joined else [])
 
 
 # ---- compiled, without a GPU
@@ -338,15 +330,22 @@ def test_tensor_cores_have_ended_before_their_registers_are_written(name: str, o
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("together", [2, 3])
 @pytest.mark.parametrize("rows_of_tables", [False, True])
-@pytest.mark.parametrize("name", ANYWHERE)
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        (name, tile)
+        for name in ANYWHERE
+        for tile in (*joined_tiles(described(name)), *(JoinedTile(rows, 128, 4, 3.0) for rows in (16, 32, 64)))
+    ],
+    ids=str,
+)
 def test_a_launch_of_several_weights_chooses_among_descriptors_where_they_are(
-    name: str, rows_of_tables: bool, together: int, rows: int, tmp_path: Path
+    name: str, tile: JoinedTile, rows_of_tables: bool, together: int, tmp_path: Path
 ) -> None:
     """One that is copied into a program's own memory is no descriptor."""
-    made = joined(name, JoinedTile(rows, 128, 4, 3.0), together, rows_of_tables)
+    made = joined(name, tile, together, rows_of_tables)
     assert "cp.async.bulk.tensor" in made.asm["ptx"]
     assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
     assert made.metadata.shared <= SHARED_MEMORY
@@ -357,12 +356,10 @@ def test_a_launch_of_several_weights_chooses_among_descriptors_where_they_are(
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("rows", [8, 16])
-@pytest.mark.parametrize("together", [1, 2, 3])
-@pytest.mark.parametrize("name", ["bitsandbytes NF4, nested", "compressed-tensors int4"])
-def test_a_launch_of_several_weights_in_rows(name: str, together: int, rows: int, tmp_path: Path) -> None:
-    """It loads as wide as that of one."""
+def test_bytes_of_two_codes_are_loaded_16_at_a_time(rows: int, tmp_path: Path) -> None:
     from compiled_llm_ops.packed.kernels.tiles import _packed_tensor_cores as kernel
 
+    name = "compressed-tensors int4"
     format, types = FORMATS[name][0], types_of(name)
     tiling = tiling_for(rows, format, 4096, 4096, 132)
     constants = {
@@ -370,15 +367,10 @@ def test_a_launch_of_several_weights_in_rows(name: str, together: int, rows: int
         "BK": tiling.inputs, "STAGES": tiling.stages, "SPLIT": True, "MASKED": False, "PDL": True,
         "ASM": text_for(format.code, format.layout, torch.bfloat16),
     }  # fmt: skip
-    types |= others_of(types, together)
-    constants |= strides_of_rows(types)
-    types = {own: type for own, type in types.items() if own not in constants}
-    aligned = {own for own in types if own.removesuffix("_2").removesuffix("_3") in ALIGNED}
-    made = compiled(kernel, constants, types, warps=tiling.warps, aligned=aligned, launch_pdl=True)
+    types = {own: type for own, type in types.items() if own in kernel.arg_names}
+    made = compiled(kernel, constants, types, warps=tiling.warps, aligned=ALIGNED & types.keys(), launch_pdl=True)
     assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
-    assert re.search(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", made.asm["ptx"]), (
-        "16 bytes at a time"
-    )
+    assert re.search(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", made.asm["ptx"])
     assert made.metadata.shared <= SHARED_MEMORY
 
 

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -34,8 +35,8 @@ from compiled_llm_ops.packed.kernels.pairs import (
     twice,
     words_to_numbers,
 )
-from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, other_weights, parts_of
-from compiled_llm_ops.packed.tilings import PackedLinearTiling
+from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, parts_of
+from compiled_llm_ops.packed.tilings import MOST_TOGETHER, PackedLinearTiling
 
 
 @triton.jit
@@ -131,6 +132,7 @@ def _packed_joined(
     # One scale for all outputs of the tile, or one for each
     ALIKE: tl.constexpr = GROUP_N % BN == 0
     NF4: tl.constexpr = CODE == "nf4"
+    SUMS_SCALED: tl.constexpr = GROUP_K > 0 and not SCALED and not NF4  # those of each block
     STEPS: tl.constexpr = 1 << 30 if GROUP_K == 0 or NF4 else GROUP_K // BK
     INTEGERS: tl.constexpr = zeros is not None and not SCALED
     if GROUP_N == 0:
@@ -162,25 +164,25 @@ def _packed_joined(
         if SCALED:
             next_factor = _table_at(scales, place + next_group * scales_k)
             next_shift = _table_at(zeros, zeros_place + next_group * zeros_k)
-        elif GROUP_K > 0 and not NF4:
+        elif SUMS_SCALED:
             next_scale = scale_at(scales, nested, place + next_group * scales_k)
             if INTEGERS:
                 next_minus = _minus_at(zeros, zeros_place + next_group * zeros_k, CODE, dtype)
         if NF4:
-            # These are on their way as codes are; if the loop carried them, numbers would go through shared memory.
+            # Triton loads scales ahead as it does codes; carried by the loop, numbers would go through shared memory.
             high, low = nf4_scales_at(scales, nested, place, k, K, scales_k, GROUP_K, BK, MASKED, dtype)
             both = codes.load([own, k // 2])
             weights = nf4_to_numbers(both, high, low, BN, BK, LAYOUT == "high_first", ASM, dtype)
         else:
             weights = _weights(codes, own, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
         rows = x.load([first_row, after_waiting(k) if PDL else k])
-        if GROUP_K == 0 or SCALED or NF4:
-            sums = ended(tl.dot(weights, rows.T, sums))
-        else:
+        if SUMS_SCALED:
             sums += tl.dot(weights, rows.T) * (scale if ALIKE else scale[:, None])
+        else:
+            sums = ended(tl.dot(weights, rows.T, sums))
         if SCALED:
             factor, shift = next_factor, next_shift  # pyright: ignore[reportPossiblyUnboundVariable]
-        elif GROUP_K > 0 and not NF4:
+        elif SUMS_SCALED:
             scale = next_scale  # pyright: ignore[reportPossiblyUnboundVariable]
             if INTEGERS:
                 minus = next_minus  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -215,13 +217,23 @@ def multiply_together(
         TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs]), first,
         scales, zeros, nested, bias, y, parts, counters,
         m, n, k, *scales.stride(), *(zeros.stride() if zeros is not None else (0, 0)), tiling.splits,
-        *other_weights(weights, others),
+        *_others(weights, others),
         CODE=format.code, LAYOUT=format.layout, GROUP_N=format.outputs, GROUP_K=format.inputs, ROWS=tiling.rows,
         BN=tiling.outputs, BK=tiling.inputs, STAGES=tiling.stages, SPLIT=tiling.splits > 1, SCALED=scaled,
         MASKED=k % tiling.inputs > 0,
         ASM=pair_text_for(format.code, format.layout, rows.dtype, scaled=scaled), PDL=pdl, **options(tiling.warps, pdl),
     )  # fmt: skip
     return y
+
+
+def _others(weights: Sequence[PackedWeight], codes: Sequence[TensorDescriptor]) -> list[Any]:
+    """Return the kernel's arguments for all weights but the first, and None for those that there are not."""
+    given, begin = list[Any](), 0
+    for before, weight, own in zip(weights, weights[1:], codes, strict=False):
+        begin += before.shape[0]
+        strides = weight.scales.stride(1), 0 if weight.zeros is None else weight.zeros.stride(1)
+        given += [own, weight.scales, weight.zeros, weight.nested, *strides, begin]
+    return given + [None] * (7 * (MOST_TOGETHER - len(weights)))
 
 
 def _codes_of(weight: PackedWeight, tiling: PackedLinearTiling) -> TensorDescriptor:

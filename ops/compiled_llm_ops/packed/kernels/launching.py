@@ -39,9 +39,8 @@ def multiply_each(rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | 
     choice = choose(len(rows), whole, rows.dtype, processors_of(rows.device))
     if choice is Library.UNPACKED:
         return linear(rows, unpacked(weights, rows.dtype), bias)
-    if isinstance(choice, PackedLinearTiling) and can_be_together(weights, rows.dtype, joined=choice.joined):
-        kernel = joined.multiply_together if choice.joined else tiles.multiply_together
-        return kernel(rows, weights, bias, choice, pdl=pdl and choice.overlap)
+    if isinstance(choice, PackedLinearTiling) and choice.joined and can_be_together(weights, rows.dtype):
+        return joined.multiply_together(rows, weights, bias, choice, pdl=pdl and choice.overlap)
     biases = [None] * len(weights) if bias is None else bias.split(outputs)
     apart = zip(weights, biases, strict=True)
     return torch.cat([multiply(rows, weight, own, pdl=pdl) for weight, own in apart], -1)

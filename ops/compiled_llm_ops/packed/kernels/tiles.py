@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels.codes import halves_at, planes_at, scale_at, shift_at, weights_at
 from compiled_llm_ops.packed.kernels.ptx import interprets, text_for
-from compiled_llm_ops.packed.tilings import MOST_TOGETHER, PackedLinearTiling, way_of
+from compiled_llm_ops.packed.tilings import PackedLinearTiling, way_of
 
 _COMPILED: tl.constexpr = tl.constexpr(not interprets())
 
@@ -115,39 +114,14 @@ def sum_parts(parts, splits, stride):
 def _packed_tensor_cores(
     x, codes, scales, zeros, nested, bias, y, parts, counters,
     M, N, K, blocks, scales_n, scales_k, zeros_n, zeros_k, splits,
-    codes_2, scales_2, zeros_2, nested_2, scales_k_2, zeros_k_2, begin_2,
-    codes_3, scales_3, zeros_3, nested_3, scales_k_3, zeros_k_3, begin_3,
     CODE: tl.constexpr, LAYOUT: tl.constexpr, WAY: tl.constexpr, APART: tl.constexpr, GROUP_N: tl.constexpr,
     GROUP_K: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, MASKED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute BN outputs of ROWS rows over a part of the inputs; the last program of a tile sums all parts.
-
-    Outputs are those of up to three weights; a second one's begin at ``begin_2``, a multiple of BN.
-    """
+    """Compute BN outputs of ROWS rows over a part of the inputs; the last program of a tile sums all parts."""
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     first_row, first, part = tl.program_id(0) * ROWS, tl.program_id(1) * BN, tl.program_id(2)
-    own = first  # among the outputs of its weight
-    if codes_2 is not None:
-        later = first >= begin_2
-        if later:
-            codes, scales, own = codes_2, scales_2, first - begin_2
-            if zeros is not None:
-                zeros = zeros_2
-            if nested is not None:
-                nested = nested_2
-        scales_k, zeros_k = tl.where(later, scales_k_2, scales_k), tl.where(later, zeros_k_2, zeros_k)
-    if codes_3 is not None:
-        later = first >= begin_3
-        if later:
-            codes, scales, own = codes_3, scales_3, first - begin_3
-            if zeros is not None:
-                zeros = zeros_3
-            if nested is not None:
-                nested = nested_3
-        scales_k, zeros_k = tl.where(later, scales_k_3, scales_k), tl.where(later, zeros_k_3, zeros_k)
-    count = N if codes_2 is None else N - first + own  # outputs of its weight, and of those after it
-    offs_n = tl.minimum(own + tl.arange(0, BN), count - 1)
+    offs_n = tl.minimum(first + tl.arange(0, BN), N - 1)
     offs_m = first_row + tl.arange(0, ROWS)
     steps = tl.cdiv(K, BK)
     each = tl.cdiv(steps, splits)
@@ -155,9 +129,9 @@ def _packed_tensor_cores(
     end = tl.minimum(begin + each, steps)
     # One scale for all outputs of the tile, or one for each
     if GROUP_N == 0:
-        rows_of_scales = own * 0
+        rows_of_scales = first * 0
     elif GROUP_N % BN == 0:
-        rows_of_scales = own // GROUP_N
+        rows_of_scales = first // GROUP_N
     else:
         rows_of_scales = offs_n // GROUP_N
     ALIKE: tl.constexpr = GROUP_N % BN == 0
@@ -171,7 +145,7 @@ def _packed_tensor_cores(
         k = step * BK
         if GROUP_K == 0:
             sums, rows = _product(
-                sums, x, codes, own, offs_m, k, M, count, K, blocks,
+                sums, x, codes, first, offs_m, k, M, N, K, blocks,
                 CODE, LAYOUT, WAY, APART, ROWS, BN, BK, MASKED, ASM, PDL,
             )  # fmt: skip
             sums = ended(sums)
@@ -184,7 +158,7 @@ def _packed_tensor_cores(
             if zeros is not None:
                 shift = shift_at(zeros, rows_of_scales * zeros_n + (step // STEPS) * zeros_k, scale, CODE)
             product, rows = _product(
-                tl.zeros([BN, ROWS], tl.float32), x, codes, own, offs_m, k, M, count, K, blocks,
+                tl.zeros([BN, ROWS], tl.float32), x, codes, first, offs_m, k, M, N, K, blocks,
                 CODE, LAYOUT, WAY, APART, ROWS, BN, BK, MASKED, ASM, PDL,
             )  # fmt: skip
             sums += product * (scale if ALIKE else scale[:, None])
@@ -243,16 +217,8 @@ def multiply(
     rows: Tensor, weight: PackedWeight, bias: Tensor | None, tiling: PackedLinearTiling, *, pdl: bool
 ) -> Tensor:
     """Return ``rows @ weight.T + bias``; rows ``[M, K]`` are contiguous, float16 or bfloat16."""
-    return multiply_together(rows, [weight], bias, tiling, pdl=pdl)
-
-
-def multiply_together(
-    rows: Tensor, weights: Sequence[PackedWeight], bias: Tensor | None, tiling: PackedLinearTiling, *, pdl: bool
-) -> Tensor:
-    """Return the products of rows with weights, one after the other, ``[M, N]``; ``can_be_together`` says of which."""
-    format, _, scales, zeros, (_, k), nested = weights[0]
-    codes, *others = map(as_bytes, weights)
-    m, n = rows.shape[0], sum(weight.shape[0] for weight in weights)
+    format, _, scales, zeros, (n, k), nested = weight
+    codes, m = as_bytes(weight), rows.shape[0]
     tiles = -(-m // tiling.rows), -(-n // tiling.outputs)
     y = rows.new_empty(m, n)
     parts, counters = parts_of(tiles[0] * tiles[1], tiling, rows.device)
@@ -261,24 +227,13 @@ def multiply_together(
     _packed_tensor_cores[grid](
         rows, codes, scales, zeros, nested, bias, y, parts, counters,
         m, n, k, codes.shape[1], *scales.stride(), *(zeros.stride() if zeros is not None else (0, 0)),
-        tiling.splits, *other_weights(weights, others),
-        CODE=format.code, LAYOUT=format.layout, WAY=way, APART=tiling.apart,
+        tiling.splits, CODE=format.code, LAYOUT=format.layout, WAY=way, APART=tiling.apart,
         GROUP_N=format.outputs, GROUP_K=format.inputs, ROWS=tiling.rows, BN=tiling.outputs, BK=tiling.inputs,
         STAGES=tiling.stages, SPLIT=tiling.splits > 1, MASKED=k % tiling.inputs > 0,
         ASM="" if way == "gathered" else text_for(format.code, format.layout, rows.dtype),
         PDL=pdl, **options(tiling.warps, pdl),
     )  # fmt: skip
     return y
-
-
-def other_weights(weights: Sequence[PackedWeight], codes: Sequence[Any]) -> list[Any]:
-    """Return a kernel's arguments for all weights but the first, and None for those that there are not."""
-    given, begin = list[Any](), 0
-    for before, weight, own in zip(weights, weights[1:], codes, strict=False):
-        begin += before.shape[0]
-        strides = weight.scales.stride(1), 0 if weight.zeros is None else weight.zeros.stride(1)
-        given += [own, weight.scales, weight.zeros, weight.nested, *strides, begin]
-    return given + [None] * (7 * (MOST_TOGETHER - len(weights)))
 
 
 def parts_of(tiles: int, tiling: PackedLinearTiling, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
