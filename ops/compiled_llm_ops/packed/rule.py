@@ -85,24 +85,15 @@ class JoinedTile(NamedTuple):
     inputs: int = MAX_BLOCK  # that a program multiplies at a time, at most
 
 
-_64, _64_OVERLAPPED = JoinedTile(64, 128, 4, 2.0), JoinedTile(64, 128, 4, 2.0, overlapped=64)
-_BYTES = JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32)
+_64, _128 = JoinedTile(64, 64, 3, 3.0, overlapped=64), JoinedTile(128, 64, 3, 2.0, overlapped=128)
 _NF4 = (
     JoinedTile(8, 64, 3, 6.0, overlapped=8, inputs=256),
     JoinedTile(16, 64, 3, 6.0, overlapped=16, inputs=256),
     JoinedTile(32, 64, 3, 3.0, overlapped=32, inputs=256),
 )
 JOINED = {
-    "bytes": (*_BYTES, _64_OVERLAPPED),
-    "e4m3 in blocks": (
-        *_BYTES,
-        JoinedTile(64, 64, 3, 3.0, overlapped=64),
-        JoinedTile(128, 64, 3, 2.0, overlapped=128),
-    ),
-    "halves": (
-        *(JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0), JoinedTile(64, 64, 4, 2.0, overlapped=64)),
-        _64,
-    ),
+    "bytes": (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64, _128),
+    "halves": (JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 3.0), _64, _128),
     "nf4": (
         *_NF4,
         JoinedTile(64, 64, 2, 3.0, overlapped=64, inputs=256),
@@ -115,17 +106,20 @@ JOINED = {
         JoinedTile(128, 64, 2, 3.0, overlapped=256, inputs=128),
     ),
     "words_by_input": (
-        *(JoinedTile(16, 128, 4, 6.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32)),
-        _64_OVERLAPPED,
+        *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 64, 6, 3.0, overlapped=32)),
+        *(_64, _128),
     ),
-    "words_by_output": (JoinedTile(16, 64, 4, 3.0), JoinedTile(32, 128, 4, 3.0, overlapped=32), _64),
-    "tiles": (JoinedTile(16, 128, 4, 3.0, overlapped=16), JoinedTile(32, 128, 4, 3.0, overlapped=32), _64_OVERLAPPED),
+    "words_by_output": (JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 2.0, overlapped=32), _64, _128),
+    "tiles": (
+        *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 128, 3, 6.0, overlapped=32)),
+        JoinedTile(64, 128, 4, 2.0, overlapped=64),
+    ),
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
 # 4 bits. Codes of NF4 are looked up, which takes long: its tiles have up to 256 rows, so that it is done once.
 
-FEWEST_JOINED = {"bytes": 9, "e4m3 in blocks": 9, "halves": 9}
+FEWEST_JOINED = {"bytes": 9, "halves": 9}
 """Rows from which on codes are joined in order; of all others from one on."""
 
 FEWEST_STEPS = 4  # blocks of inputs, of MAX_BLOCK at most, that a program multiplies at least
@@ -208,7 +202,7 @@ def _kind(weight: PackedWeight, inputs: int) -> str:
     format = weight.format
     if format.code == "nf4":
         return "nf4" if weight.nested is None else "nf4, nested"
-    return "e4m3 in blocks" if format.code == "e4m3" and format.inputs else _reading(format, inputs)
+    return _reading(format, inputs)
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:
