@@ -63,7 +63,13 @@ _TILED = Tile(128, 3, 4, 3.0)
 _MANY, _MORE = Tile(64, 3, 4, 3.0), Tile(64, 3, 4, 2.0)
 TILES = {
     "bytes": (Tile(64, 4, 4, 3.0), Tile(32, 4, 2, 6.0), Tile(64, 4, 2, 4.0), _MANY, _MORE),
-    "halves": (Tile(64, 4, 4, 3.0, True), Tile(64, 4, 2, 6.0, True), Tile(64, 4, 2, 6.0, True), _MANY, _MORE),
+    "halves": (
+        Tile(64, 4, 4, 3.0, True, overlapped=8),
+        Tile(64, 4, 2, 6.0, True),
+        Tile(64, 4, 2, 6.0, True),
+        _MANY,
+        _MORE,
+    ),
     "words_by_input": (_BY_INPUT, _BY_INPUT, _BY_INPUT, _BY_INPUT, Tile(128, 3, 8, 1.0, True)),
     "tiles": (_TILED, _TILED, _TILED, _MANY, _MORE),
     "words_by_output": (_BY_OUTPUT, _BY_OUTPUT, _BY_OUTPUT, _MANY, _MORE),
@@ -109,7 +115,7 @@ JOINED = {
         *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 64, 6, 3.0, overlapped=32)),
         *(_64, _128),
     ),
-    "words_by_output": (JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 2.0, overlapped=32), _64, _128),
+    "words_by_output": (JoinedTile(16, 64, 3, 3.0, overlapped=8), JoinedTile(32, 64, 3, 2.0), _64, _128),
     "tiles": (
         *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 128, 3, 6.0, overlapped=32)),
         JoinedTile(64, 128, 4, 2.0, overlapped=64),
