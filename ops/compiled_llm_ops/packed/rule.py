@@ -30,6 +30,8 @@ MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most, where a 
 MAX_OF_TORCH = 16  # rows up to which torch's kernel multiplies with tiles that ours cannot read: groups of 32 and 64
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
+MAX_JOINED, MAX_JOINED_OF = 512, {"tiles": 1024, "nf4": MAX_ROWS, "nf4, nested": MAX_ROWS}
+"""The same if codes are joined in order, in blocks of MAX_BLOCK inputs; by how a kernel reads a weight."""
 
 FEWEST_ROUNDED = ((128, 33), (32, 65), (0, 129))
 """Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so, by how many outputs a
@@ -118,7 +120,7 @@ JOINED = {
     "words_by_output": (JoinedTile(16, 64, 3, 3.0, overlapped=8), JoinedTile(32, 64, 3, 2.0), _64, _128),
     "tiles": (
         *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 128, 3, 6.0, overlapped=32)),
-        JoinedTile(64, 128, 4, 2.0, overlapped=64),
+        *(JoinedTile(64, 128, 4, 2.0, overlapped=64), JoinedTile(128, 128, 3, 2.0, overlapped=128)),
     ),
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
@@ -157,11 +159,13 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
     short = inputs > 0 and way_of(format, inputs) == "gathered"
     if short and m <= MAX_OF_TORCH and dtype is torch.bfloat16 and int4pack.is_taken(weight):
         return Library.TORCH
-    if not inputs or short or m > MAX_ROWS:
+    if not inputs or short:
         return Library.UNPACKED
-    if m >= FEWEST_JOINED.get(_kind(weight, inputs), 1) and can_be_joined(weight, dtype):
+    kind = _kind(weight, inputs)
+    most = MAX_JOINED_OF.get(kind, MAX_JOINED) if inputs == MAX_BLOCK else MAX_ROWS
+    if FEWEST_JOINED.get(kind, 1) <= m <= most and can_be_joined(weight, dtype):
         return joined_tiling_for(m, weight, processors)
-    return tiling_for(m, format, *weight.shape, processors)
+    return tiling_for(m, format, *weight.shape, processors) if m <= MAX_ROWS else Library.UNPACKED
 
 
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:

@@ -57,6 +57,9 @@ def can_be_joined(weight: PackedWeight, dtype: torch.dtype) -> bool:
     return k % 8 == 0 and row % 16 == 0 and codes.data_ptr() % 16 == 0
 
 
+FEWEST_HALVED = 32
+"""Rows of a tile at least whose halves may overlap; smaller ones lose no time to rows that are not there."""
+
 MOST_TOGETHER, OUTPUTS_TOGETHER = 3, 128
 """Weights of one launch at most, and what the outputs of all but the last have to be a multiple of."""
 

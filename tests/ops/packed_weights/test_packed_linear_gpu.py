@@ -85,6 +85,25 @@ def test_codes_joined_in_order(name: str, tile: JoinedTile, seed: int) -> None:
         assert torch.equal(multiply(rows, made.weight, None, tiling, pdl=True), out)
 
 
+@seeded
+@pytest.mark.parametrize(
+    ("name", "tile"), [(name, tile) for name in FORMATS for tile in joined_tiles(described(name))], ids=str
+)
+def test_rows_have_the_bits_that_they_have_in_full_tiles(name: str, tile: JoinedTile, seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.joined import multiply
+
+    made = made_on_gpu(name)
+    if not can_be_joined(made.weight, torch.bfloat16):
+        pytest.skip("not joined")
+    inputs = joined_inputs(made.weight.format, tile.inputs)
+    tiling = PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, 2, tile.warps, joined=True)
+    rows = torch.randn(3 * tile.rows, K, device="cuda", dtype=torch.bfloat16)
+    full = multiply(rows, made.weight, None, tiling, pdl=False)
+    check(full, rows, made)
+    for m in (1, tile.rows // 2, tile.rows // 2 + 1, tile.rows - 1, tile.rows, tile.rows + 1, 2 * tile.rows + 3):
+        assert torch.equal(multiply(rows[:m], made.weight, None, tiling, pdl=True), full[:m])
+
+
 CHAINED = ["torchao int8", "torchao float8 by row", "compressed-tensors int4, channel", "torchao int4, tiles"]
 """Formats of which a block's product is added by the next one."""
 NF4 = "bitsandbytes NF4"

@@ -24,7 +24,7 @@ SIZES = ((6144, 4096), (24576, 4096), (4096, 12288), (96, 160), (40, 33))
 def test_every_choice_can_be_launched(name: str) -> None:
     for n, k in SIZES:
         weight = described(name, n, k)
-        for m in (1, 2, 3, 8, 9, 64, 65, 128, 129, 256, 257, 5000):
+        for m in (1, 2, 3, 8, 9, 64, 65, 128, 129, 256, 257, 512, 513, 1024, 5000):
             choice = choose(m, weight, torch.bfloat16, 132)
             if isinstance(choice, PackedLinearTiling):
                 group = weight.format.inputs
@@ -56,11 +56,11 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
     [
         ("bitsandbytes NF4", [*range(1, 257)]),
         ("bitsandbytes NF4, nested", [*range(1, 33), *range(65, 257)]),
-        ("compressed-tensors int4", [*range(1, 5), *range(33, 65)]),
-        ("torchao int8", [*range(1, 5), *range(9, 65)]),
-        ("torchao int4, tiles", [*range(1, 65)]),
-        ("GPTQ", [*range(1, 65)]),
-        ("AWQ", [*range(1, 5), *range(17, 33)]),
+        ("compressed-tensors int4", [*range(1, 9), *range(33, 129)]),
+        ("torchao int8", [*range(1, 5), *range(9, 129)]),
+        ("torchao int4, tiles", [*range(1, 129)]),
+        ("GPTQ", [*range(1, 129)]),
+        ("AWQ", [*range(1, 9), *range(33, 129)]),
     ],
 )
 def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) -> None:
@@ -69,6 +69,20 @@ def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) ->
         return isinstance(choice, PackedLinearTiling) and choice.overlap
 
     assert [m for m in range(1, 257) if overlaps(m)] == overlapping
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *(("bitsandbytes NF4", 256), ("bitsandbytes NF4, nested", 256), ("compressed-tensors int4", 512)),
+        *(("torchao int8", 512), ("GPTQ", 512), ("torchao int4, tiles", 1024)),
+        *(("AWQ", 256), ("GPTQ, short groups", 256)),  # of 64 and of 32 inputs
+    ],
+)
+def test_more_rows_have_the_weight_unpacked(name: str, most: int) -> None:
+    choices = [choose(m, described(name, 6144, 4096), torch.bfloat16, 132) for m in (most, most + 1)]
+    assert isinstance(choices[0], PackedLinearTiling)
+    assert choices[1] is Library.UNPACKED
 
 
 def test_a_tile_of_several_weights_has_outputs_of_one() -> None:

@@ -18,6 +18,7 @@ from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
 from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
 from compiled_llm_ops.packed.rule import MAX_BLOCK, TILE_ROWS, JoinedTile, joined_tiles, tiling_for
 from compiled_llm_ops.packed.tilings import (
+    FEWEST_HALVED,
     FewRowsTiling,
     PackedLinearTiling,
     block_inputs,
@@ -68,6 +69,19 @@ def test_each_format_joined_in_the_order_of_the_inputs(name: str, seed: int) -> 
     rows, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
     tiling = PackedLinearTiling(16, 64, block_inputs(weight.format, 128), stages=2, splits=3, warps=4, joined=True)
     check(multiply(rows, weight, bias, tiling, pdl=False), rows, made, bias)
+
+
+@interpreted
+@pytest.mark.parametrize("m", [1, 16, 17, 23, 31, 32, 33, 47, 70])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_that_do_not_fill_their_tiles(m: int, splits: int, seed: int) -> None:
+    """A tile begins earlier then, or has its halves overlap."""
+    from compiled_llm_ops.packed.kernels.joined import multiply
+
+    made = finite("compressed-tensors int4", 72, 384)
+    rows, bias = torch.randn(m, 384).half(), torch.randn(72).half()
+    tiling = PackedLinearTiling(32, 64, 128, stages=2, splits=splits, warps=4, joined=True)
+    check(multiply(rows, made.weight, bias, tiling, pdl=False), rows, made, bias)
 
 
 @interpreted
@@ -206,7 +220,7 @@ def test_what_the_rule_chooses_is_launched(name: str, m: int, seed: int, monkeyp
 
 
 @interpreted
-@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("m", [1, 40, 600])
 @pytest.mark.parametrize("outputs", [(128, 128, 48), (48, 128), (128, 128, 128, 16)], ids=str)
 @pytest.mark.parametrize("name", ["GPTQ", "bitsandbytes NF4, nested", "compressed-tensors int4, asymmetric"])
 def test_weights_together_are_launched_or_each_alone(
@@ -228,7 +242,7 @@ def test_weights_together_are_launched_or_each_alone(
     out = launching.multiply_each(rows, [own.weight for own in made], bias, pdl=False)
     whole = made[0]._replace(values=torch.cat([own.values for own in made]))
     check(out, rows, whole, bias)
-    are_joined = (9 if "int4" in name else 1) <= m <= 256
+    are_joined = (9 if "int4" in name else 1) <= m < 600
     one_by_one = [1] * len(outputs)
     assert launches == (([3] if outputs == (128, 128, 48) else one_by_one) if are_joined else [])
 
@@ -298,11 +312,20 @@ def test_what_the_rule_chooses_fits_a_multiprocessor(name: str, rows: int) -> No
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    ("name", "tile"), [(name, tile) for name in JOINED for tile in joined_tiles(described(name))], ids=str
+    ("name", "tile", "halved"),
+    [
+        (name, tile, halved)
+        for name in JOINED
+        for tile in joined_tiles(described(name))
+        for halved in (False, True)[: 1 + (tile.rows >= FEWEST_HALVED)]
+    ],
+    ids=str,
 )
-def test_joined_codes_become_numbers_in_registers(name: str, tile: JoinedTile, tmp_path: Path) -> None:
+def test_joined_codes_become_numbers_in_registers(name: str, tile: JoinedTile, halved: bool, tmp_path: Path) -> None:
     """Nothing spills, and blocks of rows and codes come by TMA."""
-    made = joined(name, tile)
+    made = joined(name, tile, halved=halved)
+    if halved:
+        assert not re.search(rf"local_(alloc|store) .*tensor<(2x)?\d+x{tile.inputs}xbf16", made.asm["ttgir"])
     if FORMATS[name][0].code == "nf4" and (not FORMATS[name][1] or tile.inputs > 64):  # Triton carries a byte on
         assert not re.search(rf"local_alloc .*tensor<{tile.outputs}x\d+x[bf]+16", made.asm["ttgir"])
     assert ("wgmma" if tile.rows > 8 else "mma.sync") in made.asm["ptx"]
@@ -374,7 +397,7 @@ def test_bytes_of_two_codes_are_loaded_16_at_a_time(rows: int, tmp_path: Path) -
     assert made.metadata.shared <= SHARED_MEMORY
 
 
-def joined(name: str, tile: JoinedTile, together: int = 1, rows_of_tables: bool = False) -> Any:
+def joined(name: str, tile: JoinedTile, together: int = 1, rows_of_tables: bool = False, halved: bool = False) -> Any:
     from compiled_llm_ops.packed.kernels.joined import _packed_joined as kernel
 
     format, kind = FORMATS[name]
@@ -386,7 +409,8 @@ def joined(name: str, tile: JoinedTile, together: int = 1, rows_of_tables: bool 
     }  # fmt: skip
     types = {name: type for name, type in types_of(name).items() if name in kernel.arg_names}
     types |= {"scales": "*bf16", "zeros": "*bf16"} if scaled else {}
-    types |= {"x": f"tensordesc<bf16[{tile.rows},{inputs}]>", "codes": block_of_codes(name, tile.outputs, inputs)}
+    rows = f"2,{tile.rows // 2}" if halved else f"{tile.rows}"
+    types |= {"x": f"tensordesc<bf16[{rows},{inputs}]>", "codes": block_of_codes(name, tile.outputs, inputs)}
     types |= others_of(types, together)
     if rows_of_tables:
         constants |= strides_of_rows(types)

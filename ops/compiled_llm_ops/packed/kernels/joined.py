@@ -1,8 +1,10 @@
 """A matmul of some rows with a packed weight on tensor cores, whose codes become numbers in the order of the inputs."""
 
-# Blocks of rows and of codes come by TMA, which fills in zeros outside: rows of padding are not read. A weight is the
-# first operand, from registers. Each thread makes the numbers that its instruction takes: two neighbouring inputs of an
-# output at a time, from a byte of codes or from the words that have them.
+# A weight is the first operand, from registers. Each thread makes the numbers that its instruction takes: two
+# neighbouring inputs of an output at a time, from a byte of codes or from the words that have them.
+# Blocks of rows and of codes come by TMA. It fills in zeros outside, but for rows that takes it longer than to read
+# them: a product of 129 rows with tiles of 128 took twice the time of one of 256. So a tile that rows do not fill
+# begins earlier, or has its two halves overlap. Some rows are computed and stored twice then, with the same bits.
 # Before a program waits for the previous kernel, it reads codes, scales and zeros, as all kernels of packed weights do
 # (see ``pdl``). A model's are written by no kernel of its programs. Who writes them (new weights, weights that come
 # back from host memory, tables that readers make) has waited for the device before a program is launched.
@@ -36,7 +38,7 @@ from compiled_llm_ops.packed.kernels.pairs import (
     words_to_numbers,
 )
 from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, parts_of
-from compiled_llm_ops.packed.tilings import MOST_TOGETHER, PackedLinearTiling
+from compiled_llm_ops.packed.tilings import FEWEST_HALVED, MOST_TOGETHER, PackedLinearTiling
 
 
 @triton.jit
@@ -76,6 +78,12 @@ def _weights(
 
 
 @triton.jit
+def _rows_at(x, first, k, ROWS: tl.constexpr, BK: tl.constexpr):
+    """Return a block of rows ``[ROWS, BK]``; see ``_blocks_of``."""
+    return tl.reshape(x.load([0, first, k]), [ROWS, BK]) if len(x.block_shape) == 3 else x.load([first, k])
+
+
+@triton.jit
 def _table_at(table, place):
     """Return entries of a table of 16 bits as both halves of words."""
     return twice(tl.load(table + place))
@@ -104,7 +112,8 @@ def _packed_joined(
     """
     dtype: tl.constexpr = y.dtype.element_ty
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    first_row, first, part = tl.program_id(0) * ROWS, tl.program_id(1) * BN, tl.program_id(2)
+    first_row = tl.minimum(tl.program_id(0) * ROWS, tl.maximum(M - ROWS, 0))
+    first, part = tl.program_id(1) * BN, tl.program_id(2)
     own = first  # among the outputs of its weight; descriptors are arguments, of which a program takes its tile's
     if codes_2 is not None:
         later = first >= begin_2
@@ -175,7 +184,7 @@ def _packed_joined(
             weights = nf4_to_numbers(both, high, low, BN, BK, LAYOUT == "high_first", ASM, dtype)
         else:
             weights = _weights(codes, own, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
-        rows = x.load([first_row, after_waiting(k) if PDL else k])
+        rows = _rows_at(x, first_row, after_waiting(k) if PDL else k, ROWS, BK)
         if SUMS_SCALED:
             sums += tl.dot(weights, rows.T) * (scale if ALIKE else scale[:, None])
         else:
@@ -189,6 +198,8 @@ def _packed_joined(
     if GROUP_K == 0 and not SCALED:
         sums = sums * (scale if ALIKE else scale[:, None])
     offs_m = first_row + tl.arange(0, ROWS)
+    if len(x.block_shape) == 3:
+        offs_m -= tl.where(tl.arange(0, ROWS) < ROWS // 2, 0, ROWS - M)
     outputs += first - own
     finish_tile(y, bias, sums, parts, counters, tile, part, outputs, offs_m, M, N, splits, ROWS, BN, SPLIT, PDL)
 
@@ -214,7 +225,7 @@ def multiply_together(
     first, *others = (_codes_of(weight, tiling) for weight in weights)
     grid = (*tiles, tiling.splits)
     _packed_joined[grid](
-        TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs]), first,
+        _blocks_of(rows, tiling), first,
         scales, zeros, nested, bias, y, parts, counters,
         m, n, k, *scales.stride(), *(zeros.stride() if zeros is not None else (0, 0)), tiling.splits,
         *_others(weights, others),
@@ -234,6 +245,17 @@ def _others(weights: Sequence[PackedWeight], codes: Sequence[TensorDescriptor]) 
         strides = weight.scales.stride(1), 0 if weight.zeros is None else weight.zeros.stride(1)
         given += [own, weight.scales, weight.zeros, weight.nested, *strides, begin]
     return given + [None] * (7 * (MOST_TOGETHER - len(weights)))
+
+
+def _blocks_of(rows: Tensor, tiling: PackedLinearTiling) -> TensorDescriptor:
+    """Return rows as a matrix, of which a program multiplies a part at a time.
+
+    Rows that fill one tile by more than half are the first half of a tile's and the last half.
+    """
+    (m, k), half = rows.shape, tiling.rows // 2
+    if tiling.rows < FEWEST_HALVED or not half < m < tiling.rows:
+        return TensorDescriptor.from_tensor(rows, [tiling.rows, tiling.inputs])
+    return TensorDescriptor(rows, [2, half, k], [(m - half) * k, k, 1], [2, half, tiling.inputs])
 
 
 def _codes_of(weight: PackedWeight, tiling: PackedLinearTiling) -> TensorDescriptor:
