@@ -30,8 +30,8 @@ MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most, where a 
 MAX_OF_TORCH = 16  # rows up to which torch's kernel multiplies with tiles that ours cannot read: groups of 32 and 64
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
-MAX_JOINED, MAX_JOINED_OF = 512, {"tiles": 1024, "nf4": MAX_ROWS, "nf4, nested": MAX_ROWS}
-"""The same if codes are joined in order, in blocks of MAX_BLOCK inputs; by how a kernel reads a weight."""
+MAX_JOINED, MAX_TILES_JOINED = 4, 8
+"""The same if codes are joined in order, for each input that shares a scale up to MAX_BLOCK; of torchao's tiles."""
 
 FEWEST_ROUNDED = ((128, 33), (32, 65), (0, 129))
 """Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so, by how many outputs a
@@ -99,6 +99,8 @@ _NF4 = (
     JoinedTile(16, 64, 3, 6.0, overlapped=16, inputs=256),
     JoinedTile(32, 64, 3, 3.0, overlapped=32, inputs=256),
 )
+_WORDS_BY_INPUT, _WORDS_BY_OUTPUT = JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(16, 64, 3, 3.0, overlapped=8)
+_SHORT = JoinedTile(32, 128, 4, 3.0, overlapped=32), JoinedTile(64, 128, 4, 2.0, overlapped=64)
 JOINED = {
     "bytes": (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64, _128),
     "halves": (JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 3.0), _64, _128),
@@ -113,17 +115,19 @@ JOINED = {
         JoinedTile(64, 64, 2, 3.0, inputs=256),
         JoinedTile(128, 64, 2, 3.0, overlapped=256, inputs=128),
     ),
-    "words_by_input": (
-        *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 64, 6, 3.0, overlapped=32)),
-        *(_64, _128),
-    ),
-    "words_by_output": (JoinedTile(16, 64, 3, 3.0, overlapped=8), JoinedTile(32, 64, 3, 2.0), _64, _128),
+    "words_by_input": (_WORDS_BY_INPUT, JoinedTile(32, 64, 6, 3.0, overlapped=32), _64, _128),
+    "words_by_input, short": (_WORDS_BY_INPUT, *_SHORT, _128),
+    "words_by_output": (_WORDS_BY_OUTPUT, JoinedTile(32, 64, 3, 2.0), _64, _128),
+    "words_by_output, short": (_WORDS_BY_OUTPUT, *_SHORT, _128),
     "tiles": (
         *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 128, 3, 6.0, overlapped=32)),
         *(JoinedTile(64, 128, 4, 2.0, overlapped=64), JoinedTile(128, 128, 3, 2.0, overlapped=128)),
     ),
 }
-"""By how a kernel reads a weight: the first that is large enough, and several of the last for more rows."""
+"""By how a kernel reads a weight: the first that is large enough, and several of the last for more rows.
+
+Words are short if fewer than MAX_BLOCK inputs share a scale.
+"""
 # Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
 # 4 bits. Codes of NF4 are looked up, which takes long: its tiles have up to 256 rows, so that it is done once.
 
@@ -161,11 +165,10 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.TORCH
     if not inputs or short:
         return Library.UNPACKED
-    kind = _kind(weight, inputs)
-    most = MAX_JOINED_OF.get(kind, MAX_JOINED) if inputs == MAX_BLOCK else MAX_ROWS
-    if FEWEST_JOINED.get(kind, 1) <= m <= most and can_be_joined(weight, dtype):
-        return joined_tiling_for(m, weight, processors)
-    return tiling_for(m, format, *weight.shape, processors) if m <= MAX_ROWS else Library.UNPACKED
+    if m < FEWEST_JOINED.get(_kind(weight, inputs), 1) or not can_be_joined(weight, dtype):
+        return tiling_for(m, format, *weight.shape, processors) if m <= MAX_ROWS else Library.UNPACKED
+    most = inputs * (MAX_TILES_JOINED if format.layout == "tiles" else MAX_JOINED)
+    return joined_tiling_for(m, weight, processors) if m <= most else Library.UNPACKED
 
 
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
@@ -212,7 +215,8 @@ def _kind(weight: PackedWeight, inputs: int) -> str:
     format = weight.format
     if format.code == "nf4":
         return "nf4" if weight.nested is None else "nf4, nested"
-    return _reading(format, inputs)
+    reading = _reading(format, inputs)
+    return f"{reading}, short" if reading.startswith("words") and inputs < MAX_BLOCK else reading
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:
