@@ -104,11 +104,12 @@ def cuts(m: int, weight: PackedWeight, quick: bool) -> list[Cut]:
 
 
 JOINED = [
-    *(Cut(16, outputs, stages, 4, "joined") for outputs, stages in ((64, 4), (64, 6), (128, 4))),
-    *(Cut(32, outputs, 4, warps, "joined") for outputs, warps in ((64, 4), (128, 4), (256, 8))),
-    *(Cut(64, outputs, 4, warps, "joined") for outputs, warps in ((64, 4), (128, 4), (128, 8), (256, 8))),
-    *(Cut(64, 64, 3, 4, "joined"), *(Cut(128, 64, stages, 4, "joined") for stages in (2, 3, 4))),
-    *(Cut(128, outputs, stages, 8, "joined") for outputs, stages in ((64, 3), (128, 3), (128, 4), (256, 3))),
+    *(Cut(16, outputs, stages, 4, "joined") for outputs, stages in ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4))),
+    *(Cut(32, outputs, stages, 4, "joined") for outputs, stages in ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4))),
+    *(Cut(64, outputs, stages, 4, "joined") for outputs, stages in ((64, 3), (64, 4), (128, 4))),
+    *(Cut(rows, 256, 4, 8, "joined") for rows in (32, 64)),
+    *(Cut(128, outputs, stages, 4, "joined") for outputs, stages in ((64, 2), (64, 3), (64, 4), (128, 3))),
+    *(Cut(128, outputs, 3, 8, "joined") for outputs in (64, 128, 256)),
 ]
 JOINED_NF4 = [
     Cut(rows, outputs, stages, 4, "joined", inputs)
@@ -139,7 +140,7 @@ def tilings(cut: Cut, m: int, weight: PackedWeight, processors: int) -> list[Pac
 
 def candidates(m: int, weight: PackedWeight, processors: int, quick: bool) -> Iterator[Choice]:
     """Yield what could multiply so many rows."""
-    if m <= 256:
+    if m <= 1024:
         for cut in cuts(m, weight, quick):
             yield from tilings(cut, m, weight, processors)
     if m == 1 and takes_few_rows(weight.format):
