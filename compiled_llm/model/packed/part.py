@@ -45,7 +45,7 @@ class PackedStandIns:
 
     def __init__(self, model: PreTrainedModel, required: bool) -> None:
         """Read a model; errors as of ``stand_ins``."""
-        self._required = required
+        self._required, self._dtype = required, model.dtype
         self._readings = _Readings()
         self.groups: Groups = ()
         self._named: dict[str, Member] = {}
@@ -86,7 +86,14 @@ class PackedStandIns:
             if id(weight) in names:
                 readers.setdefault((id(input), version), {})[names[id(weight)]] = None
         groups = [tuple(layers) for layers in readers.values() if len(layers) > 1]
-        self.groups = tuple(group for group in groups if can_be_one(self._members(group)))
+        able = [group for group in groups if can_be_one(self._members(group))]
+        self.groups = tuple(filter(self._has_room, able))
+        if len(self.groups) < len(able):
+            logger.warning(
+                "compiled_llm: %d groups of packed layers, %s among them, are not one product each: too little memory "
+                "is free to unpack one",
+                len(able) - len(self.groups), ", ".join(next(group for group in able if group not in self.groups)),
+            )  # fmt: skip
 
     def lay_out(self, model: PreTrainedModel) -> bool:
         """Lay the weights of each group side by side, from now on; return whether no group had to leave."""
@@ -125,6 +132,12 @@ class PackedStandIns:
         """Make one product of each group's in a program's graph, as Dynamo made it, if they were laid out."""
         if self._laid_out:
             fuse(graph, [[member.stand_in for member in self._members(group)] for group in self.groups])
+
+    def _has_room(self, group: tuple[str, ...]) -> bool:
+        """Whether a group can be unpacked as one, as products of many rows need it."""
+        weights = [member.stand_in.weight for member in self._members(group)]
+        free = free_bytes(weights[0].codes.device)
+        return free is None or sum(scratch_bytes(own, self._dtype) for own in weights) <= free
 
     def _can_lie(self, group: tuple[str, ...]) -> bool:
         return all(name in self._named for name in group) and can_be_one(self._members(group))

@@ -127,6 +127,21 @@ def test_too_little_memory_to_unpack_a_layer_is_refused(monkeypatch: pytest.Monk
     answer(compiled_llm.wrap(own, **OPTIONS))
 
 
+def test_layers_that_cannot_be_unpacked_together_are_no_one_product(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    largest = 4 * 64 * 128
+    monkeypatch.setattr(part, "free_bytes", lambda device: 2 * largest - 1)
+    own = compiled_llm.wrap(packed(gptq), **OPTIONS)
+    assert not own.compiled.facts.groups_of_stand_ins
+    assert "2 groups of packed layers, model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj among" in caplog.text
+    expected = answer(own)
+    monkeypatch.setattr(part, "free_bytes", lambda device: 2 * largest)
+    again = compiled_llm.wrap(packed(gptq), **OPTIONS)
+    assert len(again.compiled.facts.groups_of_stand_ins) == 2
+    assert torch.equal(answer(again), expected)
+
+
 def test_tables_that_are_made_of_zeros_are_counted() -> None:
     own = compiled_llm.wrap(packed(gptq), **OPTIONS)
     answer(own)
