@@ -42,10 +42,10 @@ TILE_ROWS = (8, 16, 32, 64, 128)
 
 MAX_OVERLAPPED = 4
 """Rows up to which a product begins while the previous kernel ends, if it may and its tile does not say otherwise."""
-# Steps of Qwen3-8B's shape on an H200 were timed with and without. With 1 to 4 rows they take 1 to 7 % less; torchao's
-# tiles and GPTQ's words 2 to 10 % up to 64 rows, int8 and e4m3 2 to 7 % with 16 to 64, NF4 4 to 9 % up to 64 and 1 %
-# with more. With 8 rows e4m3 and AWQ's words take 5 to 6 % more, with 16 int4 and AWQ's 7 to 8 %, with 64 AWQ's 5 %,
-# and NF4 whose scales have 8 bits 3 %.
+# Steps of Qwen3-8B's shape on an H200 were timed with and without. With 1 to 4 rows they take 1 to 10 % less; torchao's
+# tiles and GPTQ's words 2 to 7 % up to 64 rows, int8 and e4m3 2 to 7 % with 16 to 64, NF4 4 to 9 % up to 64, and nearly
+# all 1 to 5 % with 128. With 8 rows e4m3 takes 6 % more, with 16 and 32 int4 3 and 8 % and AWQ's words 3 and 12 %, and
+# with 64 NF4 whose scales have 8 bits 3 %.
 
 
 class Tile(NamedTuple):
@@ -65,13 +65,7 @@ _TILED = Tile(128, 3, 4, 3.0)
 _MANY, _MORE = Tile(64, 3, 4, 3.0), Tile(64, 3, 4, 2.0)
 TILES = {
     "bytes": (Tile(64, 4, 4, 3.0), Tile(32, 4, 2, 6.0), Tile(64, 4, 2, 4.0), _MANY, _MORE),
-    "halves": (
-        Tile(64, 4, 4, 3.0, True, overlapped=8),
-        Tile(64, 4, 2, 6.0, True),
-        Tile(64, 4, 2, 6.0, True),
-        _MANY,
-        _MORE,
-    ),
+    "halves": (Tile(64, 4, 4, 3.0, True, 8), Tile(64, 4, 2, 6.0, True), Tile(64, 4, 2, 6.0, True), _MANY, _MORE),
     "words_by_input": (_BY_INPUT, _BY_INPUT, _BY_INPUT, _BY_INPUT, Tile(128, 3, 8, 1.0, True)),
     "tiles": (_TILED, _TILED, _TILED, _MANY, _MORE),
     "words_by_output": (_BY_OUTPUT, _BY_OUTPUT, _BY_OUTPUT, _MANY, _MORE),
@@ -128,8 +122,8 @@ JOINED = {
 
 Words are short if fewer than MAX_BLOCK inputs share a scale.
 """
-# Rows are read again by the programs of other outputs: with 64 rows and 64 outputs, four times the bytes of a weight of
-# 4 bits. Codes of NF4 are looked up, which takes long: its tiles have up to 256 rows, so that it is done once.
+# A multiprocessor runs three programs with tiles of 64 x 64 at a time. Codes of NF4 are looked up, which takes long:
+# its tiles have up to 256 rows, so that it is done once.
 
 FEWEST_JOINED = {"bytes": 9, "halves": 9}
 """Rows from which on codes are joined in order; of all others from one on."""
