@@ -24,7 +24,7 @@ from compiled_llm.requests.text.detokenizer import TokenDecoder
 
 @dataclass
 class Intake:
-    """What requests of an engine are made with: options of ``Engine``, and what is derived from them."""
+    """The settings from which an engine makes its requests: options of ``Engine``, and values derived from them."""
 
     runtime: Runtime
     engine_thread: EngineThread

@@ -45,7 +45,7 @@ class PackedStandIns:
 
     def __init__(self, model: PreTrainedModel, required: bool) -> None:
         """Read a model; errors as of ``stand_ins``."""
-        self._required, self._dtype = required, model.dtype
+        self._required = required
         self._readings = _Readings()
         self.groups: Groups = ()
         self._named: dict[str, Member] = {}
@@ -56,6 +56,7 @@ class PackedStandIns:
         self._dropped = False
         self.counted: Mapping[str, int] = {}
         self._copied_by_readers = self.scratch = 0
+        self._dtype = model.dtype
         self._take_in(model)
 
     def standing_in(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -86,14 +87,7 @@ class PackedStandIns:
             if id(weight) in names:
                 readers.setdefault((id(input), version), {})[names[id(weight)]] = None
         groups = [tuple(layers) for layers in readers.values() if len(layers) > 1]
-        able = [group for group in groups if can_be_one(self._members(group))]
-        self.groups = tuple(filter(self._has_room, able))
-        if len(self.groups) < len(able):
-            logger.warning(
-                "compiled_llm: %d groups of packed layers, %s among them, are not one product each: too little memory "
-                "is free to unpack one",
-                len(able) - len(self.groups), ", ".join(next(group for group in able if group not in self.groups)),
-            )  # fmt: skip
+        self.groups = self._with_room([group for group in groups if can_be_one(self._members(group))])
 
     def lay_out(self, model: PreTrainedModel) -> bool:
         """Lay the weights of each group side by side, from now on; return whether no group had to leave."""
@@ -133,11 +127,21 @@ class PackedStandIns:
         if self._laid_out:
             fuse(graph, [[member.stand_in for member in self._members(group)] for group in self.groups])
 
-    def _has_room(self, group: tuple[str, ...]) -> bool:
-        """Whether a group can be unpacked as one, as products of many rows need it."""
-        weights = [member.stand_in.weight for member in self._members(group)]
-        free = free_bytes(weights[0].codes.device)
-        return free is None or sum(scratch_bytes(own, self._dtype) for own in weights) <= free
+    def _with_room(self, groups: Sequence[tuple[str, ...]]) -> Groups:
+        """Return the groups that can be unpacked as one, which products of many rows need; others stay apart."""
+        weights = {group: [member.stand_in.weight for member in self._members(group)] for group in groups}
+        free = free_bytes(weights[groups[0]][0].codes.device) if groups else None
+        if free is None:
+            return tuple(groups)
+        needed = {group: sum(scratch_bytes(own, self._dtype) for own in of) for group, of in weights.items()}
+        apart = [group for group in groups if needed[group] > free]
+        if apart:
+            logger.warning(
+                "compiled_llm: %d groups of packed layers, %s among them, stay apart: to unpack one takes %d bytes, "
+                "and %d are free",
+                len(apart), ", ".join(apart[0]), needed[apart[0]], free,
+            )  # fmt: skip
+        return tuple(group for group in groups if group not in apart)
 
     def _can_lie(self, group: tuple[str, ...]) -> bool:
         return all(name in self._named for name in group) and can_be_one(self._members(group))

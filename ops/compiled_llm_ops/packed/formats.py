@@ -17,14 +17,14 @@ NF4 = (
 """Values of the 16 codes of NF4, in the order of QLoRA (https://arxiv.org/abs/2305.14314) and bitsandbytes."""
 
 NF4_UNIT = 1.43672
-"""What values of NF4 are multiplied by before they are rounded to 16 bits, and scales divided by."""
+"""The factor by which values of NF4 are multiplied before they are rounded to 16 bits; scales are divided by it."""
 # In bfloat16 they are 0.08 % off then, by the squares of normal weights, and 0.14 % as they are.
 
 BITS = {"int4": 4, "uint4": 4, "nf4": 4, "int8": 8, "uint8": 8, "e4m3": 8}
 """Bits of a code, by what it is: two's complement, unsigned, an entry of ``NF4``, or a number in e4m3."""
 
 CENTRES = {"uint4": 8, "uint8": 128}
-"""What is taken from an unsigned code if no zeros of integers are given."""
+"""The number that is subtracted from an unsigned code if no zeros of integers are given."""
 
 LAYOUTS = ("rows", "high_first", "words_by_input", "words_by_output", "tiles")
 

@@ -31,7 +31,7 @@ MAX_OF_TORCH = 16  # rows up to which torch's kernel multiplies with tiles that 
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
 MAX_JOINED, MAX_TILES_JOINED = 4, 8
-"""The same if codes are joined in order, for each input that shares a scale up to MAX_BLOCK; of torchao's tiles."""
+"""The same for codes that are joined in order: rows for each input of a block, and with torchao's tiles."""
 
 FEWEST_ROUNDED = ((128, 33), (32, 65), (0, 129))
 """Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so, by how many outputs a

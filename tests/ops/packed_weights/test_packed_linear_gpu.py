@@ -66,38 +66,43 @@ def test_what_the_rule_takes(name: str, k: int, seed: int) -> None:
             assert torch.equal(multiply_packed(rows + 0, made.weight, overlap=True), out)
 
 
-@seeded
-@pytest.mark.parametrize(
+tiles_of_formats = pytest.mark.parametrize(
     ("name", "tile"), [(name, tile) for name in FORMATS for tile in joined_tiles(described(name))], ids=str
 )
-def test_codes_joined_in_order(name: str, tile: JoinedTile, seed: int) -> None:
-    from compiled_llm_ops.packed.kernels.joined import multiply
 
+
+def joinable_on_gpu(name: str) -> Made:
     made = made_on_gpu(name)
     if not can_be_joined(made.weight, torch.bfloat16):
         pytest.skip("not joined")
+    return made
+
+
+def cut_up(made: Made, tile: JoinedTile, splits: int) -> PackedLinearTiling:
     inputs = joined_inputs(made.weight.format, tile.inputs)
-    rows = torch.randn(tile.rows - 3, K, device="cuda", dtype=torch.bfloat16)
+    return PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, splits, tile.warps, joined=True)
+
+
+@seeded
+@tiles_of_formats
+def test_codes_joined_in_order(name: str, tile: JoinedTile, seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.joined import multiply
+
+    made, rows = joinable_on_gpu(name), torch.randn(tile.rows - 3, K, device="cuda", dtype=torch.bfloat16)
     for splits in (1, 3):
-        tiling = PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, splits, tile.warps, joined=True)
+        tiling = cut_up(made, tile, splits)
         out = multiply(rows, made.weight, None, tiling, pdl=False)
         check(out, rows, made)
         assert torch.equal(multiply(rows, made.weight, None, tiling, pdl=True), out)
 
 
 @seeded
-@pytest.mark.parametrize(
-    ("name", "tile"), [(name, tile) for name in FORMATS for tile in joined_tiles(described(name))], ids=str
-)
+@tiles_of_formats
 def test_rows_have_the_bits_that_they_have_in_full_tiles(name: str, tile: JoinedTile, seed: int) -> None:
     from compiled_llm_ops.packed.kernels.joined import multiply
 
-    made = made_on_gpu(name)
-    if not can_be_joined(made.weight, torch.bfloat16):
-        pytest.skip("not joined")
-    inputs = joined_inputs(made.weight.format, tile.inputs)
-    tiling = PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, 2, tile.warps, joined=True)
-    rows = torch.randn(3 * tile.rows, K, device="cuda", dtype=torch.bfloat16)
+    made, rows = joinable_on_gpu(name), torch.randn(3 * tile.rows, K, device="cuda", dtype=torch.bfloat16)
+    tiling = cut_up(made, tile, splits=2)
     full = multiply(rows, made.weight, None, tiling, pdl=False)
     check(full, rows, made)
     for m in (1, tile.rows // 2, tile.rows // 2 + 1, tile.rows - 1, tile.rows, tile.rows + 1, 2 * tile.rows + 3):

@@ -198,7 +198,7 @@ def _packed_joined(
     if GROUP_K == 0 and not SCALED:
         sums = sums * (scale if ALIKE else scale[:, None])
     offs_m = first_row + tl.arange(0, ROWS)
-    if len(x.block_shape) == 3:
+    if len(x.block_shape) == 3:  # the second half of a tile are the last rows
         offs_m -= tl.where(tl.arange(0, ROWS) < ROWS // 2, 0, ROWS - M)
     outputs += first - own
     finish_tile(y, bias, sums, parts, counters, tile, part, outputs, offs_m, M, N, splits, ROWS, BN, SPLIT, PDL)
@@ -248,9 +248,9 @@ def _others(weights: Sequence[PackedWeight], codes: Sequence[TensorDescriptor]) 
 
 
 def _blocks_of(rows: Tensor, tiling: PackedLinearTiling) -> TensorDescriptor:
-    """Return rows as a matrix, of which a program multiplies a part at a time.
+    """Return a descriptor of rows, of which a program loads a block at a time.
 
-    Rows that fill one tile by more than half are the first half of a tile's and the last half.
+    Rows that fill more than half of one tile, and not all of it, are loaded as the first and the last ROWS / 2.
     """
     (m, k), half = rows.shape, tiling.rows // 2
     if tiling.rows < FEWEST_HALVED or not half < m < tiling.rows:
