@@ -128,7 +128,8 @@ BESIDE = [
 def tilings(cut: Cut, m: int, weight: PackedWeight, processors: int) -> list[PackedLinearTiling]:
     """Return a cut with each number of splits that gives about as many programs as may run at a time."""
     (n, k), joined = weight.shape, cut.way == "joined"
-    inputs = (joined_inputs if joined else block_inputs)(weight.format, cut.inputs)
+    dtype = torch.bfloat16
+    inputs = joined_inputs(weight, dtype, cut.inputs) if joined else block_inputs(weight.format, cut.inputs)
     tiles, steps = -(-m // cut.rows) * -(-n // cut.outputs), -(-k // min(inputs, MAX_BLOCK))
     most = max(1, min(steps // FEWEST_STEPS, MAX_SPLITS))
     splits = {max(1, min(int(each * processors / tiles), most)) for each in (1, 2, 3, 4, 6)}

@@ -30,8 +30,9 @@ MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most, where a 
 MAX_OF_TORCH = 16  # rows up to which torch's kernel multiplies with tiles that ours cannot read: groups of 32 and 64
 
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
-MAX_JOINED, MAX_TILES_JOINED = 4, 8
-"""The same for codes that are joined in order: rows for each input of a block, and with torchao's tiles."""
+MAX_JOINED, MAX_JOINED_OF = 512, {"tiles": 1024, "nf4": 256, "nf4, nested": 256}
+"""The same if codes are joined in order, and where that is different by how a kernel reads a weight; fewer if sums of
+less than MAX_BLOCK inputs are scaled."""
 
 FEWEST_ROUNDED = ((128, 33), (32, 65), (0, 129))
 """Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so, by how many outputs a
@@ -94,7 +95,10 @@ _NF4 = (
     JoinedTile(32, 64, 3, 3.0, overlapped=32, inputs=256),
 )
 _WORDS_BY_INPUT, _WORDS_BY_OUTPUT = JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(16, 64, 3, 3.0, overlapped=8)
-_SHORT = JoinedTile(32, 128, 4, 3.0, overlapped=32), JoinedTile(64, 128, 4, 2.0, overlapped=64)
+_GROUPS = (
+    *(JoinedTile(16, 64, 3, 3.0, overlapped=8), JoinedTile(32, 64, 3, 3.0)),
+    *(JoinedTile(64, 64, 3, 3.0, overlapped=64), JoinedTile(128, 64, 3, 2.0, overlapped=128)),
+)
 JOINED = {
     "bytes": (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64, _128),
     "halves": (JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 3.0), _64, _128),
@@ -110,17 +114,16 @@ JOINED = {
         JoinedTile(128, 64, 2, 3.0, overlapped=256, inputs=128),
     ),
     "words_by_input": (_WORDS_BY_INPUT, JoinedTile(32, 64, 6, 3.0, overlapped=32), _64, _128),
-    "words_by_input, short": (_WORDS_BY_INPUT, *_SHORT, _128),
     "words_by_output": (_WORDS_BY_OUTPUT, JoinedTile(32, 64, 3, 2.0), _64, _128),
-    "words_by_output, short": (_WORDS_BY_OUTPUT, *_SHORT, _128),
     "tiles": (
         *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 128, 3, 6.0, overlapped=32)),
         *(JoinedTile(64, 128, 4, 2.0, overlapped=64), JoinedTile(128, 128, 3, 2.0, overlapped=128)),
     ),
+    **dict.fromkeys(("halves, groups", "words_by_input, groups", "words_by_output, groups", "tiles, groups"), _GROUPS),
 }
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows.
 
-Words are short if fewer than MAX_BLOCK inputs share a scale.
+A block has several ``groups`` if fewer inputs share a scale, and numbers are scaled.
 """
 # A multiprocessor runs three programs with tiles of 64 x 64 at a time. Codes of NF4 are looked up, which takes long:
 # its tiles have up to 256 rows, so that it is done once.
@@ -157,12 +160,12 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
     short = inputs > 0 and way_of(format, inputs) == "gathered"
     if short and m <= MAX_OF_TORCH and dtype is torch.bfloat16 and int4pack.is_taken(weight):
         return Library.TORCH
-    if not inputs or short:
-        return Library.UNPACKED
-    if m < FEWEST_JOINED.get(_kind(weight, inputs), 1) or not can_be_joined(weight, dtype):
-        return tiling_for(m, format, *weight.shape, processors) if m <= MAX_ROWS else Library.UNPACKED
-    most = inputs * (MAX_TILES_JOINED if format.layout == "tiles" else MAX_JOINED)
-    return joined_tiling_for(m, weight, processors) if m <= most else Library.UNPACKED
+    joined, kind = inputs > 0 and can_be_joined(weight, dtype), _kind(weight, dtype)
+    if not joined or m < FEWEST_JOINED.get(kind, 1):
+        plain = inputs > 0 and not short and m <= MAX_ROWS
+        return tiling_for(m, format, *weight.shape, processors) if plain else Library.UNPACKED
+    most = MAX_JOINED_OF.get(kind, MAX_JOINED) * joined_inputs(weight, dtype, MAX_BLOCK) // MAX_BLOCK
+    return joined_tiling_for(m, weight, dtype, processors) if m <= most else Library.UNPACKED
 
 
 def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) -> PackedLinearTiling:
@@ -179,16 +182,16 @@ def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) ->
     )
 
 
-def joined_tiles(weight: PackedWeight) -> tuple[JoinedTile, ...]:
+def joined_tiles(weight: PackedWeight, dtype: torch.dtype) -> tuple[JoinedTile, ...]:
     """Return the tiles of the kernel that joins a weight's codes; none if it does not."""
-    return JOINED.get(_kind(weight, block_inputs(weight.format, MAX_BLOCK)), ())
+    return JOINED[_kind(weight, dtype)] if can_be_joined(weight, dtype) else ()
 
 
-def joined_tiling_for(m: int, weight: PackedWeight, processors: int) -> PackedLinearTiling:
+def joined_tiling_for(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) -> PackedLinearTiling:
     """Return how a product is cut up whose codes are joined in order."""
-    (n, k), found = weight.shape, joined_tiles(weight)
+    (n, k), found = weight.shape, joined_tiles(weight, dtype)
     tile = next((tile for tile in found if tile.rows >= m), found[-1])
-    inputs = joined_inputs(weight.format, tile.inputs)
+    inputs = joined_inputs(weight, dtype, tile.inputs)
     tiles = -(-m // tile.rows) * -(-n // tile.outputs)
     most = min(-(-k // min(inputs, MAX_BLOCK)) // FEWEST_STEPS, MAX_SPLITS)
     splits = min(int(tile.programs * processors / tiles), most)
@@ -204,13 +207,15 @@ def _reading(format: PackedFormat, inputs: int) -> str:
     return format.layout if way == "planes" else way
 
 
-def _kind(weight: PackedWeight, inputs: int) -> str:
+def _kind(weight: PackedWeight, dtype: torch.dtype) -> str:
     """Return how the kernel that joins codes reads a weight, as ``JOINED`` names it."""
     format = weight.format
     if format.code == "nf4":
         return "nf4" if weight.nested is None else "nf4, nested"
-    reading = _reading(format, inputs)
-    return f"{reading}, short" if reading.startswith("words") and inputs < MAX_BLOCK else reading
+    in_rows = format.layout in ("rows", "high_first")
+    reading = ("bytes" if format.bits == 8 else "halves") if in_rows else format.layout
+    several = 0 < format.inputs < joined_inputs(weight, dtype, MAX_BLOCK)
+    return f"{reading}, groups" if several else reading
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

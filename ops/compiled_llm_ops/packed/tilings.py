@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedFormat, PackedWeight
+from compiled_llm_ops.packed.formats import TILE_PIECE, PackedFormat, PackedWeight
 
 
 class PackedLinearTiling(NamedTuple):
@@ -46,7 +46,7 @@ def can_be_joined(weight: PackedWeight, dtype: torch.dtype) -> bool:
         return False
     if format.bits == 8 and (format.layout != "rows" or zeros is not None):
         return False
-    if format.layout == "tiles" and format.inputs % TILE_INPUTS:
+    if format.layout == "tiles" and format.inputs % TILE_PIECE:
         return False
     if format.code == "nf4" and not (format.outputs == 1 and format.inputs):
         return False  # each output has a scale for some inputs
@@ -97,10 +97,17 @@ def block_inputs(format: PackedFormat, most: int) -> int:
     return size if size >= 32 else 0
 
 
-def joined_inputs(format: PackedFormat, most: int) -> int:
+def has_scaled_numbers(weight: PackedWeight, inputs: int) -> bool:
+    """Whether numbers are scaled before they are multiplied, not sums, with so many inputs in a block."""
+    floating = weight.zeros is not None and weight.zeros.is_floating_point()
+    return weight.format.code == "nf4" or floating or 0 < weight.format.inputs < inputs
+
+
+def joined_inputs(weight: PackedWeight, dtype: torch.dtype, most: int) -> int:
     """Return the inputs of a block of the kernel that joins codes, a power of two up to ``most``."""
-    group = format.inputs
-    if format.code == "nf4" and group & (group - 1) == 0:
+    format, group = weight.format, weight.format.inputs
+    scaled = format.code == "nf4" or (format.bits == 4 and format.outputs == 1 and weight.scales.dtype == dtype)
+    if scaled and 16 <= group < most and group & (group - 1) == 0:
         return most  # numbers are scaled, so that a block may have several groups
     return block_inputs(format, most)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm_ops import packed_linears
 from compiled_llm_ops.packed.linear import multiply_packed
-from compiled_llm_ops.packed.rule import MAX_BLOCK, JoinedTile, joined_tiles
+from compiled_llm_ops.packed.rule import MAX_BLOCK, JoinedTile
 from compiled_llm_ops.packed.tilings import (
     PackedLinearTiling,
     block_inputs,
@@ -26,9 +26,9 @@ from support.ops.packed_weights import (
     IN_ROWS,
     Made,
     arguments_together,
-    described,
     finite,
     side_by_side,
+    tiles_of,
 )
 
 pytestmark = [pytest.mark.gpu, needs_cuda]
@@ -67,7 +67,7 @@ def test_what_the_rule_takes(name: str, k: int, seed: int) -> None:
 
 
 tiles_of_formats = pytest.mark.parametrize(
-    ("name", "tile"), [(name, tile) for name in FORMATS for tile in joined_tiles(described(name))], ids=str
+    ("name", "tile"), [(name, tile) for name in FORMATS for tile in tiles_of(name)], ids=str
 )
 
 
@@ -79,7 +79,7 @@ def joinable_on_gpu(name: str) -> Made:
 
 
 def cut_up(made: Made, tile: JoinedTile, splits: int) -> PackedLinearTiling:
-    inputs = joined_inputs(made.weight.format, tile.inputs)
+    inputs = joined_inputs(made.weight, torch.bfloat16, tile.inputs)
     return PackedLinearTiling(tile.rows, tile.outputs, inputs, tile.stages, splits, tile.warps, joined=True)
 
 

@@ -16,7 +16,7 @@ from compiled_llm_ops.kernels.linear.skinny_tiling import SHARED_MEMORY
 from compiled_llm_ops.packed.formats import NF4, NF4_UNIT
 from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
 from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
-from compiled_llm_ops.packed.rule import MAX_BLOCK, TILE_ROWS, JoinedTile, joined_tiles, tiling_for
+from compiled_llm_ops.packed.rule import MAX_BLOCK, TILE_ROWS, JoinedTile, tiling_for
 from compiled_llm_ops.packed.tilings import (
     FEWEST_HALVED,
     FewRowsTiling,
@@ -32,7 +32,7 @@ from compiled_llm_ops.packed.tilings import (
 from compiled_llm_ops.packed.unpack import unpack
 from support.ops.compiling import compiled, in_order, resources_of
 from support.ops.interpreting import interpreted, needs_triton, not_interpreted
-from support.ops.packed_weights import ANYWHERE, FORMATS, IN_ROWS, Made, described, finite, side_by_side
+from support.ops.packed_weights import ANYWHERE, FORMATS, IN_ROWS, Made, described, finite, side_by_side, tiles_of
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("interpreter")]
 
@@ -71,6 +71,34 @@ def test_each_format_joined_in_the_order_of_the_inputs(name: str, seed: int) -> 
     check(multiply(rows, weight, bias, tiling, pdl=False), rows, made, bias)
 
 
+SHORT = [name for name, (format, _) in FORMATS.items() if format.bits == 4 and 0 < format.inputs < 128]
+
+
+@interpreted
+@pytest.mark.parametrize("k", [512, 608])
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("name", [*SHORT, "torchao int4, tiles"])
+def test_a_block_has_several_groups_if_numbers_are_scaled(
+    name: str, group: int, k: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where inputs end within a block."""
+    from compiled_llm_ops.packed.kernels.joined import multiply
+
+    format, how = FORMATS[name]
+    monkeypatch.setitem(FORMATS, "own", (format._replace(inputs=group), how))
+    made = finite("own", 96, k)
+    weight = made.weight
+    if how != "nested" and format.code != "nf4":
+        weight = weight._replace(scales=weight.scales.half())
+    if weight.zeros is not None and weight.zeros.is_floating_point():
+        weight = weight._replace(zeros=weight.zeros.half())
+    assert joined_inputs(weight, torch.float16, 128) == 128
+    assert can_be_joined(weight, torch.float16)
+    made, rows, bias = Made(weight, unpack(weight, torch.float64)), torch.randn(19, k).half(), torch.randn(96).half()
+    tiling = PackedLinearTiling(16, 64, 128, stages=2, splits=3, warps=4, joined=True)
+    check(multiply(rows, weight, bias, tiling, pdl=False), rows, made, bias)
+
+
 @interpreted
 @pytest.mark.parametrize("m", [1, 16, 17, 23, 31, 32, 33, 47, 70])
 @pytest.mark.parametrize("splits", [1, 2])
@@ -100,7 +128,7 @@ def test_a_block_of_nf4_has_several_groups_or_a_part_of_one(
         made = finite("own", 72, k)
         rows, bias = torch.randn(9, k).to(dtype), torch.randn(72).to(dtype)
         for most in (64, 256):
-            block = joined_inputs(made.weight.format, most)
+            block = joined_inputs(made.weight, dtype, most)
             assert block == most or (group, block) == (96, 32)
             tiling = PackedLinearTiling(16, 64, block, stages=2, splits=2, warps=4, joined=True)
             check(multiply(rows, made.weight, bias, tiling, pdl=False), rows, made, bias)
@@ -316,7 +344,7 @@ def test_what_the_rule_chooses_fits_a_multiprocessor(name: str, rows: int) -> No
     [
         (name, tile, halved)
         for name in JOINED
-        for tile in joined_tiles(described(name))
+        for tile in tiles_of(name)
         for halved in (False, True)[: 1 + (tile.rows >= FEWEST_HALVED)]
     ],
     ids=str,
@@ -362,7 +390,10 @@ def test_tensor_cores_have_ended_before_their_registers_are_written(name: str, o
     [
         (name, tile)
         for name in ANYWHERE
-        for tile in (*joined_tiles(described(name)), *(JoinedTile(rows, 128, 4, 3.0) for rows in (16, 32, 64)))
+        for tile in (
+            *tiles_of(name),
+            *(JoinedTile(rows, 128, 4, 3.0) for rows in (16, 32, 64)),
+        )
     ],
     ids=str,
 )
@@ -403,14 +434,16 @@ def joined(name: str, tile: JoinedTile, together: int = 1, rows_of_tables: bool 
     from compiled_llm_ops.packed.kernels.joined import _packed_joined as kernel
 
     format, kind = FORMATS[name]
-    inputs, scaled = joined_inputs(format, tile.inputs), kind == "added"
+    inputs = joined_inputs(described(name), torch.bfloat16, tile.inputs)
+    scaled = format.code != "nf4" and (kind == "added" or 0 < format.inputs < inputs)
     constants = {
         **groups_of(name), "ROWS": tile.rows, "BN": tile.outputs, "BK": inputs, "STAGES": tile.stages, "SPLIT": True,
         "SCALED": scaled, "MASKED": False, "PDL": True,
         "ASM": pair_text_for(format.code, format.layout, torch.bfloat16, scaled=scaled),
     }  # fmt: skip
     types = {name: type for name, type in types_of(name).items() if name in kernel.arg_names}
-    types |= {"scales": "*bf16", "zeros": "*bf16"} if scaled else {}
+    types |= {"scales": "*bf16"} if scaled else {}
+    types |= {"zeros": "*bf16"} if kind == "added" else {}
     rows = f"2,{tile.rows // 2}" if halved else f"{tile.rows}"
     types |= {"x": f"tensordesc<bf16[{rows},{inputs}]>", "codes": block_of_codes(name, tile.outputs, inputs)}
     types |= others_of(types, together)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compiled_llm_ops.packed.formats import NF4, PackedFormat, PackedWeight, table_shape
+from compiled_llm_ops.packed.rule import JoinedTile, joined_tiles
 
 
 class Made(NamedTuple):
@@ -103,8 +104,14 @@ def finite(name: str, outputs: int, inputs: int) -> Made:
 def described(name: str, n: int = 4096, k: int = 4096) -> PackedWeight:
     """A weight without numbers, and without zeros."""
     (format, kind), codes = FORMATS[name], torch.empty(0, device="meta")
-    scales = torch.empty(-(-n // (format.outputs or n)), -(-k // (format.inputs or k)), device="meta")
+    dtype = torch.bfloat16 if format.bits == 4 and format.code != "nf4" else torch.float32
+    scales = torch.empty(-(-n // (format.outputs or n)), -(-k // (format.inputs or k)), dtype=dtype, device="meta")
     return PackedWeight(format, codes, scales, None, (n, k), codes if kind == "nested" else None)
+
+
+def tiles_of(name: str) -> tuple[JoinedTile, ...]:
+    """Those of the kernel that joins codes, for rows of bfloat16."""
+    return joined_tiles(described(name), torch.bfloat16)
 
 
 def side_by_side(weights: Sequence[PackedWeight]) -> PackedWeight:

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
-from compiled_llm_ops.packed.formats import TILE_OUTPUTS, PackedWeight
+from compiled_llm_ops.packed.formats import TILE_OUTPUTS, TILE_PIECE, PackedWeight
 from compiled_llm_ops.packed.kernels.codes import scale_at
 from compiled_llm_ops.packed.kernels.nf4 import nf4_scales_at, nf4_to_numbers
 from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
@@ -38,7 +38,9 @@ from compiled_llm_ops.packed.kernels.pairs import (
     words_to_numbers,
 )
 from compiled_llm_ops.packed.kernels.tiles import ended, finish_tile, options, parts_of
-from compiled_llm_ops.packed.tilings import FEWEST_HALVED, MOST_TOGETHER, PackedLinearTiling
+from compiled_llm_ops.packed.tilings import FEWEST_HALVED, MOST_TOGETHER, PackedLinearTiling, has_scaled_numbers
+
+_PIECE: tl.constexpr = tl.constexpr(TILE_PIECE)
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def _weights(
     CODE: tl.constexpr, LAYOUT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
     SCALED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of BN outputs and BK inputs, ``[BN, BK]``, less ``minus`` ``[BN]``, scaled if SCALED."""
+    """Return the numbers of BN outputs and BK inputs, ``[BN, BK]``, less ``minus`` ``[BN, G]``, scaled if SCALED."""
     if LAYOUT == "words_by_output":
         words = codes.load([k, first // 8])
         weights = words_to_numbers(words, minus, factor, shift, BN, BK, CODE, ASM, SCALED, DTYPE, False)
@@ -84,16 +86,38 @@ def _rows_at(x, first, k, ROWS: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _table_at(table, place):
-    """Return entries of a table of 16 bits as both halves of words."""
-    return twice(tl.load(table + place))
+def _scaling_at(
+    scales, zeros, place, zeros_place, k, K, scales_k, zeros_k,
+    CODE: tl.constexpr, LAYOUT: tl.constexpr, GROUP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    MASKED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return what is taken from a block's codes, what numbers are multiplied by, and what is added, ``[BN, G]``.
+
+    Numbers of the rows' type are both halves of words.
+    """
+    SHORT: tl.constexpr = GROUP_K > 0 and GROUP_K < BK
+    GROUPS: tl.constexpr = (BK // (_PIECE if LAYOUT == "tiles" else GROUP_K)) if SHORT else 1
+    group = tl.arange(0, GROUPS)
+    if GROUP_K > 0:
+        group = (k + group * (BK // GROUPS)) // GROUP_K
+    if MASKED:
+        group = tl.minimum(group, (K - 1) // GROUP_K)
+    factor = twice(tl.load(scales + place[:, None] + group[None, :] * scales_k))
+    minus, shift = tl.full([BN, GROUPS], 0x64086408 if tl.float16 == DTYPE else 0x43084308, tl.int32), factor * 0
+    if zeros is not None:
+        at = zeros + zeros_place[:, None] + group[None, :] * zeros_k
+        if zeros.dtype.element_ty.is_floating():
+            shift = twice(tl.load(at))
+        else:
+            minus = _minus_at(at, CODE, DTYPE)
+    return minus, factor, shift
 
 
 @triton.jit
-def _minus_at(zeros, place, CODE: tl.constexpr, DTYPE: tl.constexpr):
+def _minus_at(at, CODE: tl.constexpr, DTYPE: tl.constexpr):
     """Return what is taken from codes that are joined with a number's bits: that number, and zeros."""
     one: tl.constexpr = 0x6400 if tl.float16 == DTYPE else 0x4300
-    return (tl.load(zeros + place).to(tl.int32) + one) * 0x10001
+    return (tl.load(at).to(tl.int32) + one) * 0x10001
 
 
 @triton.jit(do_not_specialize=["M", "splits"])  # Triton would compile again for 1 and for multiples of 16
@@ -142,7 +166,7 @@ def _packed_joined(
     ALIKE: tl.constexpr = GROUP_N % BN == 0
     NF4: tl.constexpr = CODE == "nf4"
     SUMS_SCALED: tl.constexpr = GROUP_K > 0 and not SCALED and not NF4  # those of each block
-    STEPS: tl.constexpr = 1 << 30 if GROUP_K == 0 or NF4 else GROUP_K // BK
+    STEPS: tl.constexpr = GROUP_K // BK if SUMS_SCALED else 1 << 30
     INTEGERS: tl.constexpr = zeros is not None and not SCALED
     if GROUP_N == 0:
         rows_of_scales = own * 0
@@ -155,43 +179,40 @@ def _packed_joined(
     group = first_step // STEPS
     one: tl.constexpr = 0x64086408 if tl.float16 == dtype else 0x43084308
     minus = tl.full([BN], one, tl.int32)
-    scale, factor, shift = minus, minus, minus
-    if SCALED:
-        factor, shift = (
-            _table_at(scales, place + group * scales_k),
-            _table_at(zeros, zeros_place + group * zeros_k),
-        )
-    elif not NF4:
+    scale = minus
+    if not SCALED and not NF4:
         scale = scale_at(scales, nested, place + group * scales_k)
         if INTEGERS:
-            minus = _minus_at(zeros, zeros_place + group * zeros_k, CODE, dtype)
+            minus = _minus_at(zeros + zeros_place + group * zeros_k, CODE, dtype)
     sums = tl.zeros([BN, ROWS], tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         k = step * BK
-        # What the next block is scaled with is on its way while this one is multiplied.
-        next_group = tl.minimum(step + 1, end - 1) // STEPS
-        if SCALED:
-            next_factor = _table_at(scales, place + next_group * scales_k)
-            next_shift = _table_at(zeros, zeros_place + next_group * zeros_k)
-        elif SUMS_SCALED:
+        if SUMS_SCALED:
+            # What the next block is scaled with is on its way while this one is multiplied.
+            next_group = tl.minimum(step + 1, end - 1) // STEPS
             next_scale = scale_at(scales, nested, place + next_group * scales_k)
             if INTEGERS:
-                next_minus = _minus_at(zeros, zeros_place + next_group * zeros_k, CODE, dtype)
+                next_minus = _minus_at(zeros + zeros_place + next_group * zeros_k, CODE, dtype)
+        # Triton loads scales of numbers ahead as it does codes; if the loop carried them, numbers would go through
+        # shared memory.
         if NF4:
-            # Triton loads scales ahead as it does codes; carried by the loop, numbers would go through shared memory.
             high, low = nf4_scales_at(scales, nested, place, k, K, scales_k, GROUP_K, BK, MASKED, dtype)
             both = codes.load([own, k // 2])
             weights = nf4_to_numbers(both, high, low, BN, BK, LAYOUT == "high_first", ASM, dtype)
+        elif SCALED:
+            taken, factor, shift = _scaling_at(
+                scales, zeros, place, zeros_place, k, K, scales_k, zeros_k, CODE, LAYOUT, GROUP_K, BN, BK, MASKED, dtype
+            )
+            weights = _weights(codes, own, k, taken, factor, shift, CODE, LAYOUT, BN, BK, ASM, True, dtype)
         else:
-            weights = _weights(codes, own, k, minus, factor, shift, CODE, LAYOUT, BN, BK, ASM, SCALED, dtype)
+            taken = minus[:, None]
+            weights = _weights(codes, own, k, taken, taken, taken, CODE, LAYOUT, BN, BK, ASM, False, dtype)
         rows = _rows_at(x, first_row, after_waiting(k) if PDL else k, ROWS, BK)
         if SUMS_SCALED:
             sums += tl.dot(weights, rows.T) * (scale if ALIKE else scale[:, None])
         else:
             sums = ended(tl.dot(weights, rows.T, sums))
-        if SCALED:
-            factor, shift = next_factor, next_shift  # pyright: ignore[reportPossiblyUnboundVariable]
-        elif SUMS_SCALED:
+        if SUMS_SCALED:
             scale = next_scale  # pyright: ignore[reportPossiblyUnboundVariable]
             if INTEGERS:
                 minus = next_minus  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -221,7 +242,7 @@ def multiply_together(
     m, y = rows.shape[0], rows.new_empty(rows.shape[0], n)
     tiles = -(-m // tiling.rows), -(-n // tiling.outputs)
     parts, counters = parts_of(tiles[0] * tiles[1], tiling, rows.device)
-    scaled = zeros is not None and zeros.is_floating_point()
+    scaled = format.code != "nf4" and has_scaled_numbers(weights[0], tiling.inputs)
     first, *others = (_codes_of(weight, tiling) for weight in weights)
     grid = (*tiles, tiling.splits)
     _packed_joined[grid](

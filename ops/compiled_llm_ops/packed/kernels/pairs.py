@@ -1,6 +1,7 @@
 """Codes become numbers in the order of the inputs, two neighbours at a time; the PTX is that of ``pair_ptx``."""
 
-# Shapes: BN outputs, BK inputs of a block.
+# Shapes: BN outputs, BK inputs of a block, G groups of inputs that share scales; what is taken from codes, and what
+# numbers are multiplied by and what is added then, are ``[BN, G]``.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -61,8 +62,10 @@ def halves_to_numbers(
     SCALED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Return the numbers ``[BN, BK]`` of bytes ``[BN, BK / 2]`` of two codes each."""
-    first, second = _pairs(both.to(tl.int32), minus[:, None], factor[:, None], shift[:, None], CODE, HIGH_FIRST,
-                           ASM, SCALED, DTYPE)  # fmt: skip
+    GROUPS: tl.constexpr = minus.shape[1]
+    byte = tl.reshape(both.to(tl.int32), [BN, GROUPS, BK // 2 // GROUPS])
+    first, second = _pairs(byte, minus[:, :, None], factor[:, :, None], shift[:, :, None], CODE, HIGH_FIRST, ASM,
+                           SCALED, DTYPE)  # fmt: skip
     return tl.reshape(tl.join(first, second), [BN, BK])
 
 
@@ -107,28 +110,27 @@ def words_to_numbers(
 
     Of the latter the eight places come one after the other.
     """
+    GROUPS: tl.constexpr = minus.shape[1]
     if BY_INPUT:
         # A thread has a byte of a word: the selector of ``prmt`` gets it.
-        byte = tl.arange(0, 4)[None, None, :]
-        of_words = words.T[:, :, None]
+        byte = tl.arange(0, 4)[None, None, None, :]
+        of_words = tl.reshape(words.T, [BN, GROUPS, BK // 8 // GROUPS])[:, :, :, None]
         if ASM == "":
             given = (of_words >> (8 * byte)) & 255
         else:
             given = tl.inline_asm_elementwise(
                 "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [of_words, byte + 0x4440], dtype=tl.int32, is_pure=True, pack=1
             )
-        first, second = _pairs(given, minus[:, None, None], factor[:, None, None], shift[:, None, None], CODE, False,
-                               ASM, SCALED, DTYPE)  # fmt: skip
+        first, second = _pairs(given, minus[:, :, None, None], factor[:, :, None, None], shift[:, :, None, None], CODE,
+                               False, ASM, SCALED, DTYPE)  # fmt: skip
         numbers = tl.reshape(tl.join(first, second), [BN, BK])
     else:
-        place = tl.arange(0, 8)[:, None, None]
-        even, odd = tl.split(tl.reshape(words.T, [BN // 8, BK // 2, 2]))
-        minus = tl.reshape(minus, [8, BN // 8])[:, :, None]
-        factor = tl.reshape(factor, [8, BN // 8])[:, :, None]
-        shift = tl.reshape(shift, [8, BN // 8])[:, :, None]
-        first, second = _of_place(
-            even[None, :, :], odd[None, :, :], place, minus, factor, shift, CODE, ASM, SCALED, DTYPE
-        )
+        place = tl.arange(0, 8)[:, None, None, None]
+        even, odd = tl.split(tl.reshape(words.T, [BN // 8, GROUPS, BK // 2 // GROUPS, 2]))
+        minus = tl.reshape(minus, [8, BN // 8, GROUPS])[:, :, :, None]
+        factor = tl.reshape(factor, [8, BN // 8, GROUPS])[:, :, :, None]
+        shift = tl.reshape(shift, [8, BN // 8, GROUPS])[:, :, :, None]
+        first, second = _of_place(even[None], odd[None], place, minus, factor, shift, CODE, ASM, SCALED, DTYPE)
         numbers = tl.reshape(tl.join(first, second), [BN, BK])
     return numbers
 
@@ -175,10 +177,13 @@ def tiles_to_numbers(
     BN: tl.constexpr, BK: tl.constexpr, CODE: tl.constexpr, ASM: tl.constexpr, SCALED: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers ``[BN, BK]`` of tiles' words ``[BN / 8, BK]``: a word has 8 codes, a tile 8 outputs."""
+    """Return the numbers ``[BN, BK]`` of tiles' words ``[BN / 8, BK]``: a word has 8 codes, a tile 8 outputs.
+
+    Groups are one or, in a block of one tile, its pieces.
+    """
     # k = 32 piece + 8 eighth + 2 column + neighbour; a word is at 4 column + piece, a place 4 neighbour + eighth
     words = tl.reshape(words, [BN, BK // 128, 4, 4])
-    minus, factor, shift = minus[:, None, None, None], factor[:, None, None, None], shift[:, None, None, None]
+    minus, factor, shift = minus[:, None, None, :], factor[:, None, None, :], shift[:, None, None, :]
     if ASM == "":
         places = ()
         for place in tl.static_range(8):
