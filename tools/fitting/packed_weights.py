@@ -14,6 +14,7 @@ from compiled_llm_ops.packed.rule import FEWEST_STEPS, MAX_BLOCK, MAX_SPLITS, Ch
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
     PackedLinearTiling,
+    RoundedTiling,
     block_inputs,
     can_be_apart,
     can_be_joined,
@@ -125,6 +126,15 @@ BESIDE = [
 ]
 
 
+ROUNDED = {
+    16: ((64, 6, 4), (64, 8, 4), (128, 4, 4), (128, 6, 4)),
+    32: ((64, 5, 4), (64, 8, 4), (128, 4, 4), (128, 6, 4)),
+    64: ((64, 4, 4), (64, 6, 4), (128, 4, 4), (128, 6, 4), (128, 4, 8)),
+    128: ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 4, 8), (128, 6, 8)),
+}
+"""Outputs, stages and warps, by rows of a tile."""
+
+
 def tilings(cut: Cut, m: int, weight: PackedWeight, processors: int) -> list[PackedLinearTiling]:
     """Return a cut with each number of splits that gives about as many programs as may run at a time."""
     (n, k), joined = weight.shape, cut.way == "joined"
@@ -147,12 +157,25 @@ def candidates(m: int, weight: PackedWeight, processors: int, quick: bool) -> It
     if m == 1 and takes_few_rows(weight.format):
         for outputs, inputs, prefetched in itertools.product((4, 8), (512, 1024), (2, 4)):
             yield FewRowsTiling(outputs, inputs, prefetched, 4)
-    if m >= 8 and can_be_rounded(weight):
-        yield Library.ROUNDED
+    if can_be_rounded(weight):
+        yield from rounded_tilings(m, weight, processors)
+        if m >= 8:
+            yield Library.ROUNDED
     if m > 64:
         yield Library.UNPACKED
     if m <= 2 and weight.format.layout == "tiles":
         yield Library.TORCH
+
+
+def rounded_tilings(m: int, weight: PackedWeight, processors: int) -> list[RoundedTiling]:
+    """Return how products of rows that are rounded could be cut up."""
+    (n, k), rows, found = weight.shape, max(16, min(128, 1 << (m - 1).bit_length())), list[RoundedTiling]()
+    for outputs, stages, warps in ROUNDED[rows]:
+        tiles = -(-m // rows) * (n // outputs)
+        most = max(1, min(k // MAX_BLOCK // FEWEST_STEPS, MAX_SPLITS))
+        splits = {max(1, min(int(each * processors / tiles), most)) for each in (1, 2, 3, 4, 6)}
+        found += [RoundedTiling(rows, outputs, stages, one, warps) for one in sorted(splits)]
+    return found
 
 
 def copies_of_weight(weight: PackedWeight) -> list[PackedWeight]:

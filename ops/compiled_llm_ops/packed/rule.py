@@ -17,6 +17,7 @@ from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedFormat, PackedWei
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
     PackedLinearTiling,
+    RoundedTiling,
     block_inputs,
     can_be_apart,
     can_be_joined,
@@ -131,6 +132,25 @@ A block has several ``groups`` if fewer inputs share a scale, and numbers are sc
 FEWEST_JOINED = {"bytes": 9, "halves": 9}
 """Rows from which on codes are joined in order; of all others from one on."""
 
+
+class RoundedTile(NamedTuple):
+    """How a product of rows that are rounded is cut up, with tiles of so many rows."""
+
+    rows: int
+    outputs: int
+    stages: int
+    programs: float  # for each multiprocessor, up to which a tile's inputs are split
+    warps: int = 4
+
+
+ROUNDED = (
+    RoundedTile(16, 64, 8, 3.0),
+    RoundedTile(32, 64, 6, 3.0),
+    RoundedTile(64, 64, 4, 3.0),
+    RoundedTile(128, 64, 4, 2.0),
+)
+"""The first that is large enough, and several of the last for more rows."""
+
 FEWEST_STEPS = 4  # blocks of inputs, of MAX_BLOCK at most, that a program multiplies at least
 MAX_SPLITS = 8
 
@@ -143,7 +163,7 @@ class Library(Enum):
     TORCH = "torch"  # torch's own kernel for tiles
 
 
-Choice: TypeAlias = PackedLinearTiling | FewRowsTiling | Library
+Choice: TypeAlias = PackedLinearTiling | RoundedTiling | FewRowsTiling | Library
 
 
 def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) -> Choice:
@@ -199,6 +219,15 @@ def joined_tiling_for(m: int, weight: PackedWeight, dtype: torch.dtype, processo
         *(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps),
         joined=True, overlap=m <= tile.overlapped,
     )  # fmt: skip
+
+
+def rounded_tiling_for(m: int, weight: PackedWeight, processors: int) -> RoundedTiling:
+    """Return how a product of rows that are rounded is cut up."""
+    n, k = weight.shape
+    tile = next((tile for tile in ROUNDED if tile.rows >= m), ROUNDED[-1])
+    tiles = -(-m // tile.rows) * -(-n // tile.outputs)
+    splits = min(int(tile.programs * processors / tiles), k // MAX_BLOCK // FEWEST_STEPS, MAX_SPLITS)
+    return RoundedTiling(tile.rows, tile.outputs, tile.stages, max(1, splits), tile.warps)
 
 
 def _reading(format: PackedFormat, inputs: int) -> str:

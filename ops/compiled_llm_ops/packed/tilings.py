@@ -112,6 +112,16 @@ def joined_inputs(weight: PackedWeight, dtype: torch.dtype, most: int) -> int:
     return block_inputs(format, most)
 
 
+class RoundedTiling(NamedTuple):
+    """The way to cut up a matmul of rows that are rounded to e4m3; a block has the inputs that share scales."""
+
+    rows: int  # of a tile
+    outputs: int  # in a tile, of which a block has one scale
+    stages: int  # blocks of inputs on their way at a time
+    splits: int  # programs that share a tile's inputs
+    warps: int
+
+
 class FewRowsTiling(NamedTuple):
     """The way to cut up a matmul of one or two rows; a program computes some outputs over all inputs."""
 

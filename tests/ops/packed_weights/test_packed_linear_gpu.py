@@ -11,9 +11,10 @@ from torch import Tensor
 
 from compiled_llm_ops import packed_linears
 from compiled_llm_ops.packed.linear import multiply_packed
-from compiled_llm_ops.packed.rule import MAX_BLOCK, JoinedTile
+from compiled_llm_ops.packed.rule import MAX_BLOCK, ROUNDED, JoinedTile, Library, RoundedTile
 from compiled_llm_ops.packed.tilings import (
     PackedLinearTiling,
+    RoundedTiling,
     block_inputs,
     can_be_joined,
     can_be_together,
@@ -107,6 +108,24 @@ def test_rows_have_the_bits_that_they_have_in_full_tiles(name: str, tile: Joined
     check(full, rows, made)
     for m in (1, tile.rows // 2, tile.rows // 2 + 1, tile.rows - 1, tile.rows, tile.rows + 1, 2 * tile.rows + 3):
         assert torch.equal(multiply(rows[:m], made.weight, None, tiling, pdl=True), full[:m])
+
+
+@seeded
+@pytest.mark.parametrize("tile", ROUNDED, ids=str)
+def test_rows_in_eight_bits(tile: RoundedTile, seed: int) -> None:
+    """As cuBLAS multiplies them, with the same bits each time."""
+    from compiled_llm_ops.packed.kernels.launching import multiply_as
+
+    made = made_on_gpu("FP8Linear", 1024, 2048)
+    for m in (1, tile.rows - 1, tile.rows, tile.rows + 3):
+        rows = torch.randn(m, 2048, device="cuda", dtype=torch.bfloat16)
+        theirs = multiply_as(Library.ROUNDED, rows, made.weight, None, pdl=False)
+        for splits in (1, 3):
+            tiling = RoundedTiling(tile.rows, tile.outputs, tile.stages, splits, tile.warps)
+            out = multiply_as(tiling, rows, made.weight, None, pdl=False)
+            check(out, rows, made)
+            assert float((out - theirs).norm() / theirs.norm()) < 0.004
+            assert not sum((multiply_as(tiling, rows, made.weight, None, pdl=True) != out).any() for _ in range(50))
 
 
 CHAINED = ["torchao int8", "torchao float8 by row", "compressed-tensors int4, channel", "torchao int4, tiles"]

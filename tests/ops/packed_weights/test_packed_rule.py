@@ -29,7 +29,7 @@ def test_every_choice_can_be_launched(name: str) -> None:
             if isinstance(choice, PackedLinearTiling):
                 group = weight.format.inputs
                 assert choice.inputs >= 32
-                several = choice.joined and weight.format.code == "nf4" and choice.inputs % group == 0
+                several = choice.joined and weight.format.bits == 4 and choice.inputs % group == 0
                 assert not group or group % choice.inputs == 0 or several, "a block has one scale"
                 assert all(size & (size - 1) == 0 for size in choice[:3])
                 assert 1 <= choice.splits <= -(-k // choice.inputs)

@@ -16,11 +16,19 @@ from compiled_llm_ops.kernels.linear.skinny_tiling import SHARED_MEMORY
 from compiled_llm_ops.packed.formats import NF4, NF4_UNIT
 from compiled_llm_ops.packed.kernels.pair_ptx import pair_text_for
 from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
-from compiled_llm_ops.packed.rule import MAX_BLOCK, TILE_ROWS, JoinedTile, tiling_for
+from compiled_llm_ops.packed.rule import (
+    MAX_BLOCK,
+    ROUNDED,
+    TILE_ROWS,
+    JoinedTile,
+    RoundedTile,
+    tiling_for,
+)
 from compiled_llm_ops.packed.tilings import (
     FEWEST_HALVED,
     FewRowsTiling,
     PackedLinearTiling,
+    RoundedTiling,
     block_inputs,
     can_be_apart,
     can_be_joined,
@@ -228,6 +236,21 @@ def test_rows_are_rounded_by_128_inputs(seed: int) -> None:
     torch.testing.assert_close(again, rows.float(), rtol=2**-4, atol=float(scales.max()) * 2**-9)
 
 
+@interpreted
+@pytest.mark.parametrize("outputs", [64, 128])
+@pytest.mark.parametrize(("m", "splits"), [(1, 1), (16, 2), (19, 3), (40, 1)])
+def test_rounded_rows_are_multiplied_in_eight_bits(m: int, splits: int, outputs: int, seed: int) -> None:
+    from compiled_llm_ops.packed.kernels.rounded import multiply
+    from compiled_llm_ops.packed.kernels.unpacking import round_rows
+
+    made = finite("FP8Linear", 256, 512)
+    rows, bias = torch.randn(m, 512).half(), torch.randn(256).half()
+    rounded, scales = (own[:m].double() for own in round_rows(rows, pdl=False))
+    expected = (rounded.view(m, 4, 128) * scales[:, :, None]).view(m, 512) @ made.values.T + bias.double()
+    out = multiply(rows, made.weight, bias, RoundedTiling(16, outputs, 3, splits, 4), pdl=False)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
+
+
 def check(out: torch.Tensor, rows: torch.Tensor, made: Made, bias: torch.Tensor) -> None:
     near = 1e-2 if rows.dtype is torch.bfloat16 else 2e-3
     expected = rows.double() @ made.values.T + bias.double()
@@ -405,6 +428,38 @@ def test_a_launch_of_several_weights_chooses_among_descriptors_where_they_are(
     assert "cp.async.bulk.tensor" in made.asm["ptx"]
     assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
     assert made.metadata.shared <= SHARED_MEMORY
+
+
+@pytest.mark.drawn(most=1)
+@pytest.mark.slow
+@not_interpreted
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("tile", ROUNDED, ids=str)
+def test_rounded_rows_come_to_tensor_cores_in_eight_bits(tile: RoundedTile, tmp_path: Path) -> None:
+    from compiled_llm_ops.packed.kernels.rounded import _packed_rounded as kernel
+
+    constants = {
+        "ROWS": tile.rows, "BN": tile.outputs, "BK": 128, "STAGES": tile.stages, "SPLIT": True, "PDL": True,
+    }  # fmt: skip
+    types = {
+        "x": f"tensordesc<fp8e4nv[{tile.rows},128]>",
+        "codes": f"tensordesc<fp8e4nv[{tile.outputs},128]>",
+        "x_scales": "*fp32",
+        "scales": "*fp32",
+        "y": "*bf16",
+        "parts": "*fp32",
+        "counters": "*i32",
+        **dict.fromkeys(("M", "N", "K", "padded", "scales_n", "splits"), "i32"),
+    }
+    aligned = [own for own in types if types[own].startswith("*") or own in ("N", "K", "padded")]
+    made = compiled(kernel, constants, types, warps=tile.warps, aligned=aligned, launch_pdl=True)
+    assert "wgmma.mma_async.sync.aligned.m64" in made.asm["ptx"]
+    assert "e4m3.e4m3" in made.asm["ptx"]
+    assert "STACK:0 " in resources_of(made.asm["cubin"], tmp_path / "cubin"), "registers spill"
+    assert made.metadata.shared <= SHARED_MEMORY
+    found = in_order(made.asm["ptx"])
+    last = len(found) - 1 - found[::-1].index("griddepcontrol.wait")
+    assert not [one for one in found[:last] if one.startswith("st.")], "a program without inputs waits, too"
 
 
 @pytest.mark.drawn(most=1)

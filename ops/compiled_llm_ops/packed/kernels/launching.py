@@ -13,11 +13,17 @@ from torch.nn.functional import ScalingType, linear, scaled_mm
 from compiled_llm_ops.kernels.linear.skinny_tiling import processors_of
 from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedWeight
-from compiled_llm_ops.packed.kernels import joined, tiles
+from compiled_llm_ops.packed.kernels import joined, rounded, tiles
 from compiled_llm_ops.packed.kernels.few_rows import multiply_few
 from compiled_llm_ops.packed.kernels.unpacking import round_rows, unpack_into
 from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, choose
-from compiled_llm_ops.packed.tilings import FewRowsTiling, PackedLinearTiling, block_inputs, can_be_together
+from compiled_llm_ops.packed.tilings import (
+    FewRowsTiling,
+    PackedLinearTiling,
+    RoundedTiling,
+    block_inputs,
+    can_be_together,
+)
 from compiled_llm_ops.packed.unpack import unpack
 
 UNPACKING_CAPABILITY = {"e4m3": (8, 9)}  # from which on Triton converts codes; (8, 0) for others
@@ -51,6 +57,8 @@ def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor
     if isinstance(choice, PackedLinearTiling):
         kernel = joined.multiply if choice.joined else tiles.multiply
         return kernel(rows, weight, bias, choice, pdl=pdl and choice.overlap)
+    if isinstance(choice, RoundedTiling):
+        return rounded.multiply(rows, weight, bias, choice, pdl=pdl)
     if isinstance(choice, FewRowsTiling):
         return multiply_few(rows, weight, bias, choice, pdl=pdl)
     if choice is Library.UNPACKED:
@@ -76,9 +84,9 @@ def unpacked(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Tensor:
 
 def _multiply_rounded(rows: Tensor, weight: PackedWeight, *, pdl: bool) -> Tensor:
     """Multiply rows that are rounded by 128 inputs with a weight of e4m3 by blocks, as transformers' formula does."""
-    rounded, scales = round_rows(rows, pdl=pdl)
+    in_e4m3, scales = round_rows(rows, pdl=pdl)
     out = scaled_mm(
-        rounded, weight.codes.t(), scales, ScalingType.BlockWise1x128, weight.scales.t(), ScalingType.BlockWise128x128,
+        in_e4m3, weight.codes.t(), scales, ScalingType.BlockWise1x128, weight.scales.t(), ScalingType.BlockWise128x128,
         output_dtype=rows.dtype,
     )  # fmt: skip
     return out[: len(rows)]

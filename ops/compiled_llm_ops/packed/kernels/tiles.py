@@ -24,7 +24,7 @@ from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels.codes import halves_at, planes_at, scale_at, shift_at, weights_at
 from compiled_llm_ops.packed.kernels.ptx import interprets, text_for
-from compiled_llm_ops.packed.tilings import PackedLinearTiling, way_of
+from compiled_llm_ops.packed.tilings import PackedLinearTiling, RoundedTiling, way_of
 
 _COMPILED: tl.constexpr = tl.constexpr(not interprets())
 
@@ -236,7 +236,9 @@ def multiply(
     return y
 
 
-def parts_of(tiles: int, tiling: PackedLinearTiling, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def parts_of(
+    tiles: int, tiling: PackedLinearTiling | RoundedTiling, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
     """Return memory for the sums of so many tiles' parts, and the tiles' counters; None if one program has a tile."""
     if tiling.splits == 1:
         return None, None

@@ -100,10 +100,10 @@ def _round(x, rounded, scales, M, K, padded, ROWS: tl.constexpr, BK: tl.constexp
     tl.store(scales + group * padded + m, scale)
 
 
-def round_rows(rows: Tensor, *, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Return rows ``[M, K]`` in e4m3, padded to a multiple of 8, and their scales by 128 inputs, the rows first."""
+def round_rows(rows: Tensor, multiple: int = 8, *, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Return rows ``[M, K]`` in e4m3, padded to a multiple of that, and their scales by 128 inputs, the rows first."""
     (m, k), size = rows.shape, 8
-    padded = -(-m // size) * size
+    padded = -(-m // multiple) * multiple
     rounded = rows.new_empty(padded, k, dtype=torch.float8_e4m3fn)
     scales = rows.new_empty(k // TILE_INPUTS, padded, dtype=torch.float32)
     _round[(padded // size, k // TILE_INPUTS)](
