@@ -29,7 +29,7 @@ def test_every_choice_can_be_launched(name: str) -> None:
             if isinstance(choice, PackedLinearTiling):
                 group = weight.format.inputs
                 assert choice.inputs >= 32
-                several = choice.joined and weight.format.bits == 4 and choice.inputs % group == 0
+                several = choice.joined and weight.format.bits == 4 and choice.inputs % (group or 1) == 0
                 assert not group or group % choice.inputs == 0 or several, "a block has one scale"
                 assert all(size & (size - 1) == 0 for size in choice[:3])
                 assert 1 <= choice.splits <= -(-k // choice.inputs)
@@ -46,7 +46,8 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
     for m in (1, 9, 17, 33, 64):
         choice = choose(m, weight, torch.bfloat16, 132)
         if isinstance(choice, PackedLinearTiling):
-            fewest = 1 if weight.format.code == "nf4" or weight.format.layout in WORDS else 9
+            short = weight.format.bits == 4 and 0 < weight.format.inputs < 128
+            fewest = 1 if short or weight.format.layout in WORDS else 9
             assert choice.joined == (m >= fewest and can_be_joined(weight, torch.bfloat16))
             assert choice.rows >= m
 
@@ -60,7 +61,7 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
         ("torchao int8", [*range(1, 5), *range(9, 129)]),
         ("torchao int4, tiles", [*range(1, 129)]),
         ("GPTQ", [*range(1, 129)]),
-        ("AWQ", [*range(1, 9), *range(17, 129)]),
+        ("AWQ", [*range(1, 9), *range(33, 129)]),
     ],
 )
 def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) -> None:
@@ -71,12 +72,21 @@ def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) ->
     assert [m for m in range(1, 257) if overlaps(m)] == overlapping
 
 
+def test_scales_of_another_type_are_of_sums() -> None:
+    weight = described("GPTQ, short groups", 6144, 4096)
+    others = weight._replace(scales=weight.scales.half())
+    for m, inputs in ((1, 128), (128, 128), (512, 128)):
+        assert choose(m, weight, torch.bfloat16, 132)[2] == inputs
+    assert choose(128, others, torch.bfloat16, 132)[2] == 32
+    assert choose(129, others, torch.bfloat16, 132) is Library.UNPACKED
+
+
 @pytest.mark.parametrize(
     ("name", "most"),
     [
         *(("bitsandbytes NF4", 256), ("bitsandbytes NF4, nested", 256), ("compressed-tensors int4", 512)),
         *(("torchao int8", 512), ("GPTQ", 512), ("torchao int4, tiles", 1024)),
-        *(("AWQ", 256), ("GPTQ, short groups", 128)),  # 64 and 32 inputs share a scale
+        *(("AWQ", 512), ("GPTQ, short groups", 512), ("compressed-tensors int4, asymmetric", 512)),
     ],
 )
 def test_more_rows_have_the_weight_unpacked(name: str, most: int) -> None:
@@ -130,8 +140,8 @@ def test_torch_s_kernel_takes_few_rows_with_tiles_that_ours_cannot_read() -> Non
     weight, short = tiled(64, 256, 128), tiled(64, 256, 32)
     assert isinstance(choose(1, weight, torch.bfloat16, 132), PackedLinearTiling)
     assert choose(16, short, torch.bfloat16, 132) is Library.TORCH
-    assert choose(17, short, torch.bfloat16, 132) is Library.UNPACKED
-    assert choose(1, short, torch.float16, 132) is Library.UNPACKED
+    assert choose(17, short, torch.bfloat16, 132)[:3] == (32, 64, 128)
+    assert choose(1, short, torch.float16, 132) is Library.UNPACKED, "its scales are of bfloat16"
     for other in (
         weight._replace(zeros=None),
         weight._replace(zeros=torch.zeros_like(weight.scales)),
