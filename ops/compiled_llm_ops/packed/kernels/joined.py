@@ -168,6 +168,7 @@ def _packed_joined(
     SUMS_SCALED: tl.constexpr = GROUP_K > 0 and not SCALED and not NF4  # those of each block
     STEPS: tl.constexpr = GROUP_K // BK if SUMS_SCALED else 1 << 30
     INTEGERS: tl.constexpr = zeros is not None and not SCALED
+    ONE_GROUP: tl.constexpr = SCALED and (GROUP_K == 0 or GROUP_K >= BK)
     if GROUP_N == 0:
         rows_of_scales = own * 0
     elif ALIKE:
@@ -180,39 +181,53 @@ def _packed_joined(
     one: tl.constexpr = 0x64086408 if tl.float16 == dtype else 0x43084308
     minus = tl.full([BN], one, tl.int32)
     scale = minus
-    if not SCALED and not NF4:
+    if ONE_GROUP:
+        taken, factor, shift = _scaling_at(
+            scales, zeros, place, zeros_place, first_step * BK, K, scales_k, zeros_k,
+            CODE, LAYOUT, GROUP_K, BN, BK, MASKED, dtype,
+        )  # fmt: skip
+    elif not SCALED and not NF4:
         scale = scale_at(scales, nested, place + group * scales_k)
         if INTEGERS:
             minus = _minus_at(zeros + zeros_place + group * zeros_k, CODE, dtype)
     sums = tl.zeros([BN, ROWS], tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         k = step * BK
-        if SUMS_SCALED:
-            # What the next block is scaled with is on its way while this one is multiplied.
+        # What the next block is scaled with is on its way while this one is multiplied.
+        if ONE_GROUP:
+            next_taken, next_factor, next_shift = _scaling_at(
+                scales, zeros, place, zeros_place, tl.minimum(step + 1, end - 1) * BK, K, scales_k, zeros_k,
+                CODE, LAYOUT, GROUP_K, BN, BK, MASKED, dtype,
+            )  # fmt: skip
+        elif SUMS_SCALED:
             next_group = tl.minimum(step + 1, end - 1) // STEPS
             next_scale = scale_at(scales, nested, place + next_group * scales_k)
             if INTEGERS:
                 next_minus = _minus_at(zeros + zeros_place + next_group * zeros_k, CODE, dtype)
-        # Triton loads scales of numbers ahead as it does codes; if the loop carried them, numbers would go through
-        # shared memory.
+        # Triton loads scales of several groups ahead as it does codes; if the loop carried them, numbers would go
+        # through shared memory.
         if NF4:
             high, low = nf4_scales_at(scales, nested, place, k, K, scales_k, GROUP_K, BK, MASKED, dtype)
             both = codes.load([own, k // 2])
             weights = nf4_to_numbers(both, high, low, BN, BK, LAYOUT == "high_first", ASM, dtype)
         elif SCALED:
-            taken, factor, shift = _scaling_at(
-                scales, zeros, place, zeros_place, k, K, scales_k, zeros_k, CODE, LAYOUT, GROUP_K, BN, BK, MASKED, dtype
-            )
+            if not ONE_GROUP:
+                taken, factor, shift = _scaling_at(
+                    scales, zeros, place, zeros_place, k, K, scales_k, zeros_k,
+                    CODE, LAYOUT, GROUP_K, BN, BK, MASKED, dtype,
+                )  # fmt: skip
             weights = _weights(codes, own, k, taken, factor, shift, CODE, LAYOUT, BN, BK, ASM, True, dtype)
         else:
-            taken = minus[:, None]
-            weights = _weights(codes, own, k, taken, taken, taken, CODE, LAYOUT, BN, BK, ASM, False, dtype)
+            less = minus[:, None]
+            weights = _weights(codes, own, k, less, less, less, CODE, LAYOUT, BN, BK, ASM, False, dtype)
         rows = _rows_at(x, first_row, after_waiting(k) if PDL else k, ROWS, BK)
         if SUMS_SCALED:
             sums += tl.dot(weights, rows.T) * (scale if ALIKE else scale[:, None])
         else:
             sums = ended(tl.dot(weights, rows.T, sums))
-        if SUMS_SCALED:
+        if ONE_GROUP:
+            taken, factor, shift = next_taken, next_factor, next_shift  # pyright: ignore[reportPossiblyUnboundVariable]
+        elif SUMS_SCALED:
             scale = next_scale  # pyright: ignore[reportPossiblyUnboundVariable]
             if INTEGERS:
                 minus = next_minus  # pyright: ignore[reportPossiblyUnboundVariable]

@@ -35,20 +35,26 @@ def _packed_rounded(
     """
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     first_row, first, part = tl.program_id(0) * ROWS, tl.program_id(1) * BN, tl.program_id(2)
+    ROWS_FIRST: tl.constexpr = ROWS >= 64
     steps = tl.cdiv(K, BK)
     each = tl.cdiv(steps, splits)
     begin = part * each
     end = tl.minimum(begin + each, steps)
     offs_m = first_row + tl.arange(0, ROWS)
     place = scales + first // BK * scales_n
-    sums = tl.zeros([BN, ROWS], tl.float32)
+    sums = tl.zeros([ROWS, BN] if ROWS_FIRST else [BN, ROWS], tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         weights = codes.load([first, step * BK])
         scale = tl.load(place + step)
         written = after_waiting(step) if PDL else step
         rows = x.load([first_row, written * BK])
         row_scales = tl.load(x_scales + written * padded + offs_m)
-        sums += tl.dot(weights, rows.T) * (scale * row_scales)[None, :]
+        if ROWS_FIRST:
+            sums += tl.dot(rows, weights.T) * (scale * row_scales)[:, None]
+        else:
+            sums += tl.dot(weights, rows.T) * (scale * row_scales)[None, :]
+    if ROWS_FIRST:
+        sums = sums.T
     offs_n = first + tl.arange(0, BN)
     finish_tile(y, bias, sums, parts, counters, tile, part, offs_n, offs_m, M, N, splits, ROWS, BN, SPLIT, PDL)
 
