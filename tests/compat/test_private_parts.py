@@ -30,7 +30,7 @@ DOCUMENTED = {
 NOT_PRIVATE = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 OF_PYTHON = {"_asdict", "_replace", "_fields", "_field_defaults", "_exit"}
 OF_THE_OPS = (
-    *("compiled_llm_ops/linear/onednn.py", "compiled_llm_ops/packed/int4pack.py"),
+    "compiled_llm_ops/linear/onednn.py",
     "compiled_llm_ops/attention/segments.py",
 )
 """The ops cannot import `compat`, so the private parts that they use stand there, and their tests in `tests/ops`."""

@@ -127,10 +127,10 @@ BESIDE = [
 
 
 ROUNDED = {
-    16: ((64, 6, 4), (64, 8, 4), (128, 4, 4), (128, 6, 4)),
-    32: ((64, 5, 4), (64, 8, 4), (128, 4, 4), (128, 6, 4)),
-    64: ((64, 4, 4), (64, 6, 4), (128, 4, 4), (128, 6, 4), (128, 4, 8)),
-    128: ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 4, 8), (128, 6, 8)),
+    16: ((64, 5, 4), (64, 6, 4), (64, 8, 4), (128, 4, 4)),
+    32: ((64, 5, 4), (64, 6, 4), (128, 4, 4)),
+    64: ((64, 3, 4), (64, 4, 4), (128, 3, 4), (128, 4, 4), (128, 4, 8)),
+    128: ((64, 3, 4), (64, 4, 4), (64, 4, 8), (128, 4, 8)),
 }
 """Outputs, stages and warps, by rows of a tile."""
 
@@ -163,14 +163,13 @@ def candidates(m: int, weight: PackedWeight, processors: int, quick: bool) -> It
             yield Library.ROUNDED
     if m > 64:
         yield Library.UNPACKED
-    if m <= 2 and weight.format.layout == "tiles":
-        yield Library.TORCH
 
 
 def rounded_tilings(m: int, weight: PackedWeight, processors: int) -> list[RoundedTiling]:
     """Return how products of rows that are rounded could be cut up."""
-    (n, k), rows, found = weight.shape, max(16, min(128, 1 << (m - 1).bit_length())), list[RoundedTiling]()
-    for outputs, stages, warps in ROUNDED[rows]:
+    (n, k), largest, found = weight.shape, max(16, min(128, 1 << (m - 1).bit_length())), list[RoundedTiling]()
+    sizes = (64, 128) if m > 64 else (largest,)
+    for rows, (outputs, stages, warps) in ((size, one) for size in sizes for one in ROUNDED[size]):
         tiles = -(-m // rows) * (n // outputs)
         most = max(1, min(k // MAX_BLOCK // FEWEST_STEPS, MAX_SPLITS))
         splits = {max(1, min(int(each * processors / tiles), most)) for each in (1, 2, 3, 4, 6)}

@@ -2,7 +2,7 @@
 
 # Where tables lie by groups of inputs, one table of several layers has their parts in turn for each group, so that no
 # library could keep its part contiguous: it keeps its own, and we read a copy. In the copy scales and zeros alternate,
-# as torch's kernel for tiles reads them.
+# as torchao has them.
 # Shapes: N outputs, K inputs, G groups of inputs with a scale of their own.
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedFormat, PackedWeight
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
@@ -28,16 +27,12 @@ from compiled_llm_ops.packed.tilings import (
 
 MAX_BLOCK = 128  # inputs that a program multiplies at a time, at most, where a tile does not say otherwise
 
-MAX_OF_TORCH = 16  # rows up to which torch's kernel multiplies with tiles that ours cannot read: groups of 32 and 64
-
 MAX_ROWS = 256  # rows up to which codes become numbers in registers; more have the weight unpacked once, for cuBLAS
-MAX_JOINED, MAX_JOINED_OF = 512, {"tiles": 1024, "nf4": 256, "nf4, nested": 256}
-"""The same if codes are joined in order, and where that is different by how a kernel reads a weight; fewer if sums of
-less than MAX_BLOCK inputs are scaled."""
+MAX_JOINED = 512  # the same if codes are joined in order; fewer if sums of less than MAX_BLOCK inputs are scaled
 
-FEWEST_ROUNDED = ((128, 33), (32, 65), (0, 129))
-"""Rows from which on rows are rounded to e4m3 for cuBLAS, where the library's formula does so, by how many outputs a
-multiprocessor has at least: where they are few, cuBLAS leaves multiprocessors without work."""
+FEWEST_ROUNDED, MAX_ROUNDED = 9, 128
+"""Rows from which on rows are rounded to e4m3, where the library's formula does so, and up to which our kernel
+multiplies them; cuBLAS does beyond."""
 
 TILE_ROWS = (8, 16, 32, 64, 128)
 
@@ -96,10 +91,9 @@ _NF4 = (
     JoinedTile(32, 64, 3, 3.0, overlapped=32, inputs=256),
 )
 _WORDS_BY_INPUT, _WORDS_BY_OUTPUT = JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(16, 64, 3, 3.0, overlapped=8)
-_GROUPS = (
-    *(JoinedTile(16, 64, 3, 3.0, overlapped=8), JoinedTile(32, 64, 3, 3.0)),
-    *(JoinedTile(64, 64, 3, 3.0, overlapped=64), JoinedTile(128, 64, 3, 2.0, overlapped=128)),
-)
+_SEVERAL = JoinedTile(64, 64, 2, 3.0, overlapped=64, inputs=256), JoinedTile(128, 64, 2, 3.0, overlapped=128)
+_GROUPS = (JoinedTile(16, 64, 2, 6.0, inputs=256), JoinedTile(32, 64, 2, 6.0, inputs=256), *_SEVERAL)
+_GROUPS_OF_64 = (JoinedTile(16, 128, 4, 6.0, inputs=64), JoinedTile(32, 128, 4, 6.0, inputs=64), *_SEVERAL)
 JOINED = {
     "bytes": (JoinedTile(16, 64, 6, 3.0, overlapped=16), JoinedTile(32, 64, 4, 3.0, overlapped=32), _64, _128),
     "halves": (JoinedTile(16, 64, 3, 3.0), JoinedTile(32, 64, 3, 3.0), _64, _128),
@@ -120,8 +114,14 @@ JOINED = {
         *(JoinedTile(16, 128, 3, 6.0, overlapped=16), JoinedTile(32, 128, 3, 6.0, overlapped=32)),
         *(JoinedTile(64, 128, 4, 2.0, overlapped=64), JoinedTile(128, 128, 3, 2.0, overlapped=128)),
     ),
-    **dict.fromkeys(("halves, groups", "words_by_input, groups", "words_by_output, groups", "tiles, groups"), _GROUPS),
-}
+    "tiles, groups": (
+        *(JoinedTile(16, 128, 3, 3.0, overlapped=16), JoinedTile(32, 64, 3, 6.0, overlapped=32)),
+        *(JoinedTile(64, 64, 3, 3.0, overlapped=64), JoinedTile(128, 64, 2, 3.0, overlapped=128)),
+    ),
+    **dict.fromkeys(("halves, groups", "words_by_input, groups", "words_by_output, groups"), _GROUPS),
+    **dict.fromkeys(("halves, groups of 64", "words_by_input, groups of 64", "words_by_output, groups of 64"),
+                    _GROUPS_OF_64),
+}  # fmt: skip
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows.
 
 A block has several ``groups`` if fewer inputs share a scale, and numbers are scaled.
@@ -129,8 +129,12 @@ A block has several ``groups`` if fewer inputs share a scale, and numbers are sc
 # A multiprocessor runs three programs with tiles of 64 x 64 at a time. Codes of NF4 are looked up, which takes long:
 # its tiles have up to 256 rows, so that it is done once.
 
-FEWEST_JOINED = {"bytes": 9, "halves": 9}
+FEWEST_JOINED = {"bytes": 9, "halves": 9, "halves, groups of 64": 17}
 """Rows from which on codes are joined in order; of all others from one on."""
+
+_FEWER = {kind: 256 for kind in JOINED if "nf4" in kind or "groups" in kind}
+MAX_JOINED_OF = {**_FEWER, "tiles": 1024, "tiles, groups": 1024}
+"""Rows up to which they are, where that is not MAX_JOINED."""
 
 
 class RoundedTile(NamedTuple):
@@ -144,12 +148,13 @@ class RoundedTile(NamedTuple):
 
 
 ROUNDED = (
-    RoundedTile(16, 64, 8, 3.0),
-    RoundedTile(32, 64, 6, 3.0),
-    RoundedTile(64, 64, 4, 3.0),
-    RoundedTile(128, 64, 4, 2.0),
+    *(RoundedTile(16, 64, 6, 2.0), RoundedTile(32, 64, 5, 2.0), RoundedTile(64, 64, 4, 2.0)),
+    RoundedTile(128, 64, 3, 2.0),
 )
-"""The first that is large enough, and several of the last for more rows."""
+"""The first that is large enough."""
+
+TWO_ROUNDED, MANY_OUTPUTS = RoundedTile(64, 64, 4, 3.0), 128
+"""In place of the largest, where a multiprocessor has fewer outputs than that."""
 
 FEWEST_STEPS = 4  # blocks of inputs, of MAX_BLOCK at most, that a program multiplies at least
 MAX_SPLITS = 8
@@ -160,7 +165,6 @@ class Library(Enum):
 
     UNPACKED = "unpacked"  # the weight is unpacked, then cuBLAS multiplies
     ROUNDED = "rounded"  # rows are rounded to e4m3, then cuBLAS multiplies by blocks
-    TORCH = "torch"  # torch's own kernel for tiles
 
 
 Choice: TypeAlias = PackedLinearTiling | RoundedTiling | FewRowsTiling | Library
@@ -173,16 +177,12 @@ def choose(m: int, weight: PackedWeight, dtype: torch.dtype, processors: int) ->
         return Library.UNPACKED
     if m == 1 and format.code == "e4m3" and takes_few_rows(format):
         return FewRowsTiling(outputs=8, inputs=1024, prefetched=2, warps=4)
-    fewest = next(rows for outputs, rows in FEWEST_ROUNDED if weight.shape[0] >= outputs * processors)
-    if m >= fewest and dtype is torch.bfloat16 and can_be_rounded(weight):
-        return Library.ROUNDED
+    if m >= FEWEST_ROUNDED and dtype is torch.bfloat16 and can_be_rounded(weight):
+        return rounded_tiling_for(m, weight, processors) if m <= MAX_ROUNDED else Library.ROUNDED
     inputs = block_inputs(format, MAX_BLOCK)
-    short = inputs > 0 and way_of(format, inputs) == "gathered"
-    if short and m <= MAX_OF_TORCH and dtype is torch.bfloat16 and int4pack.is_taken(weight):
-        return Library.TORCH
     joined, kind = inputs > 0 and can_be_joined(weight, dtype), _kind(weight, dtype)
     if not joined or m < FEWEST_JOINED.get(kind, 1):
-        plain = inputs > 0 and not short and m <= MAX_ROWS
+        plain = inputs > 0 and way_of(format, inputs) != "gathered" and m <= MAX_ROWS
         return tiling_for(m, format, *weight.shape, processors) if plain else Library.UNPACKED
     most = MAX_JOINED_OF.get(kind, MAX_JOINED) * joined_inputs(weight, dtype, MAX_BLOCK) // MAX_BLOCK
     return joined_tiling_for(m, weight, dtype, processors) if m <= most else Library.UNPACKED
@@ -224,7 +224,9 @@ def joined_tiling_for(m: int, weight: PackedWeight, dtype: torch.dtype, processo
 def rounded_tiling_for(m: int, weight: PackedWeight, processors: int) -> RoundedTiling:
     """Return how a product of rows that are rounded is cut up."""
     n, k = weight.shape
-    tile = next((tile for tile in ROUNDED if tile.rows >= m), ROUNDED[-1])
+    tile = next(tile for tile in ROUNDED if tile.rows >= m)
+    if tile is ROUNDED[-1] and n < MANY_OUTPUTS * processors:
+        tile = TWO_ROUNDED
     tiles = -(-m // tile.rows) * -(-n // tile.outputs)
     splits = min(int(tile.programs * processors / tiles), k // MAX_BLOCK // FEWEST_STEPS, MAX_SPLITS)
     return RoundedTiling(tile.rows, tile.outputs, tile.stages, max(1, splits), tile.warps)
@@ -243,8 +245,9 @@ def _kind(weight: PackedWeight, dtype: torch.dtype) -> str:
         return "nf4" if weight.nested is None else "nf4, nested"
     in_rows = format.layout in ("rows", "high_first")
     reading = ("bytes" if format.bits == 8 else "halves") if in_rows else format.layout
-    several = 0 < format.inputs < joined_inputs(weight, dtype, MAX_BLOCK)
-    return f"{reading}, groups" if several else reading
+    if not 0 < format.inputs < joined_inputs(weight, dtype, MAX_BLOCK):
+        return reading
+    return f"{reading}, groups of 64" if format.inputs == 64 and reading != "tiles" else f"{reading}, groups"
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:

@@ -51,7 +51,7 @@ def can_be_joined(weight: PackedWeight, dtype: torch.dtype) -> bool:
     if format.code == "nf4" and not (format.outputs == 1 and format.inputs):
         return False  # each output has a scale for some inputs
     if zeros is not None and zeros.is_floating_point() and not (scales.dtype == zeros.dtype == dtype):
-        return False  # values are scaled as numbers of the rows' type, as torch's kernel does
+        return False  # values are scaled as numbers of the rows' type, as torch's kernel for tiles does
     # Blocks come by TMA: rows of codes begin at multiples of 16 bytes.
     row = codes[0].numel() * codes.itemsize if codes.dim() > 1 else 0
     return k % 8 == 0 and row % 16 == 0 and codes.data_ptr() % 16 == 0

@@ -23,7 +23,6 @@ from compiled_llm.model.packed.readers import torchao
 from compiled_llm.model.packed.reading import ReadWeight, as_parameters
 from compiled_llm.model.packed.stand_in_linear import Member, StandInLinear
 from compiled_llm.model.version.tensors import tensors_of
-from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.unpack import unpack
 from support.huggingface.pairs import OPTIONS
 from support.packed_layers import (
@@ -246,12 +245,11 @@ def test_layers_whose_tiles_are_padded_stay_apart() -> None:
     assert not can_be_one([padded, whole])
 
 
-def test_tables_in_tiles_are_copied_into_one_that_torchs_kernel_takes() -> None:
+def test_tables_of_tiles_are_copied_into_one() -> None:
     layers = [ao_int4_tiles(nn.Linear(1024, outputs, bias=False)) for outputs in (16, 8, 24)]
     group, theirs = [member_of(layer) for layer in layers], [layer.weight.scale_and_zero for layer in layers]
-    before, parts = [own.clone() for own in theirs], [member.stand_in.weight for member in group]
-    expected = torch.cat([unpack(part) for part in parts])
-    assert all(map(int4pack.is_taken, parts))
+    before = [own.clone() for own in theirs]
+    expected = torch.cat([unpack(member.stand_in.weight) for member in group])
     assert not are_one(group)
     assert lay_out(group)
     assert are_one(group)
@@ -261,12 +259,10 @@ def test_tables_in_tiles_are_copied_into_one_that_torchs_kernel_takes() -> None:
         own.as_strided([total, *own.shape[1:]], own.stride()) for own, total in zip(tensors, (6, 48, 48), strict=True)
     )
     one = first._replace(codes=codes, scales=scales, zeros=zeros, shape=(48, 1024))
-    assert int4pack.is_taken(one)
     assert torch.equal(unpack(one), expected)
     assert all(own.is_contiguous() and torch.equal(own, known) for own, known in zip(theirs, before, strict=True))
     assert len({own.untyped_storage().data_ptr() for own in theirs}) == 3
     separate(group)
-    assert all(map(int4pack.is_taken, (member.stand_in.weight for member in group)))
     assert torch.equal(torch.cat([unpack(member.stand_in.weight) for member in group]), expected)
 
 

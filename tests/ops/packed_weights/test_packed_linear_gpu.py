@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_llm_ops import packed_linears
 from compiled_llm_ops.packed.linear import multiply_packed
-from compiled_llm_ops.packed.rule import MAX_BLOCK, ROUNDED, JoinedTile, Library, RoundedTile
+from compiled_llm_ops.packed.rule import MAX_BLOCK, ROUNDED, TWO_ROUNDED, JoinedTile, Library, RoundedTile
 from compiled_llm_ops.packed.tilings import (
     PackedLinearTiling,
     RoundedTiling,
@@ -111,7 +111,7 @@ def test_rows_have_the_bits_that_they_have_in_full_tiles(name: str, tile: Joined
 
 
 @seeded
-@pytest.mark.parametrize("tile", ROUNDED, ids=str)
+@pytest.mark.parametrize("tile", [*ROUNDED, TWO_ROUNDED], ids=str)
 def test_rows_in_eight_bits(tile: RoundedTile, seed: int) -> None:
     """As cuBLAS multiplies them, with the same bits each time."""
     from compiled_llm_ops.packed.kernels.launching import multiply_as

@@ -8,12 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiled_llm_ops.packed import int4pack
-from compiled_llm_ops.packed.formats import PackedFormat, PackedWeight
 from compiled_llm_ops.packed.linear import DTYPES
 from compiled_llm_ops.packed.rule import JOINED, Library, can_be_rounded, choose
-from compiled_llm_ops.packed.tilings import OUTPUTS_TOGETHER, FewRowsTiling, PackedLinearTiling, can_be_joined
-from compiled_llm_ops.packed.unpack import unpack
+from compiled_llm_ops.packed.tilings import (
+    OUTPUTS_TOGETHER,
+    FewRowsTiling,
+    PackedLinearTiling,
+    RoundedTiling,
+    can_be_joined,
+)
 from support.ops.packed_weights import FORMATS, described
 
 WORDS = ("words_by_input", "words_by_output", "tiles")
@@ -61,7 +64,7 @@ def test_many_rows_and_words_have_their_codes_joined_in_order(name: str) -> None
         ("torchao int8", [*range(1, 5), *range(9, 129)]),
         ("torchao int4, tiles", [*range(1, 129)]),
         ("GPTQ", [*range(1, 129)]),
-        ("AWQ", [*range(1, 9), *range(33, 129)]),
+        ("AWQ", [*range(1, 5), *range(33, 129)]),
     ],
 )
 def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) -> None:
@@ -75,7 +78,7 @@ def test_products_overlap_where_that_gains(name: str, overlapping: list[int]) ->
 def test_scales_of_another_type_are_of_sums() -> None:
     weight = described("GPTQ, short groups", 6144, 4096)
     others = weight._replace(scales=weight.scales.half())
-    for m, inputs in ((1, 128), (128, 128), (512, 128)):
+    for m, inputs in ((1, 256), (64, 256), (128, 128), (256, 128)):
         assert choose(m, weight, torch.bfloat16, 132)[2] == inputs
     assert choose(128, others, torch.bfloat16, 132)[2] == 32
     assert choose(129, others, torch.bfloat16, 132) is Library.UNPACKED
@@ -86,7 +89,7 @@ def test_scales_of_another_type_are_of_sums() -> None:
     [
         *(("bitsandbytes NF4", 256), ("bitsandbytes NF4, nested", 256), ("compressed-tensors int4", 512)),
         *(("torchao int8", 512), ("GPTQ", 512), ("torchao int4, tiles", 1024)),
-        *(("AWQ", 512), ("GPTQ, short groups", 512), ("compressed-tensors int4, asymmetric", 512)),
+        *(("AWQ", 256), ("GPTQ, short groups", 256)),  # 64 and 32 inputs share a scale
     ],
 )
 def test_more_rows_have_the_weight_unpacked(name: str, most: int) -> None:
@@ -111,13 +114,16 @@ def test_products_that_are_left_to_cublas() -> None:
 
 def test_rows_are_rounded_only_where_the_library_s_formula_does_so() -> None:
     weight = described("FP8Linear", 6144, 4096)
-    assert choose(1024, weight, torch.bfloat16, 132) is Library.ROUNDED
+    for m in range(1, 257):
+        choice = choose(m, weight, torch.bfloat16, 132)
+        assert isinstance(choice, RoundedTiling) == (9 <= m <= 128)
+        assert (choice is Library.ROUNDED) == (m > 128)
+        if isinstance(choice, RoundedTiling):
+            assert choice.rows >= min(m, 64)
+            assert choice.splits <= 4096 // 128
     assert choose(1024, weight, torch.float16, 132) is Library.UNPACKED
-    assert choose(33, weight, torch.bfloat16, 132) is not Library.ROUNDED
-    assert choose(33, described("FP8Linear", 24576, 4096), torch.bfloat16, 132) is Library.ROUNDED
-    few = described("FP8Linear", 4096, 12288)
-    assert choose(128, few, torch.bfloat16, 132)[:6] == (128, 64, 128, 3, 4, 4)
-    assert choose(129, few, torch.bfloat16, 132) is Library.ROUNDED
+    many = described("FP8Linear", 24576, 4096)
+    assert [choose(128, own, torch.bfloat16, 132)[0] for own in (weight, many)] == [64, 128]
     for other in (
         weight._replace(format=weight.format._replace(may_round=False)),
         weight._replace(scales=weight.scales.t().contiguous().t()),
@@ -125,40 +131,5 @@ def test_rows_are_rounded_only_where_the_library_s_formula_does_so() -> None:
         described("FP8Linear", 6144 + 8, 4096),
         described("torchao float8 by row", 6144, 4096),
     ):
+        assert isinstance(choose(64, other, torch.bfloat16, 132), PackedLinearTiling)
         assert choose(1024, other, torch.bfloat16, 132) is Library.UNPACKED
-
-
-def tiled(n: int, k: int, group: int) -> PackedWeight:
-    """A weight as torchao has it: a scale, then its zero."""
-    both = torch.rand(k // group, n, 2).bfloat16()
-    format = PackedFormat("uint4", "tiles", 1, group)
-    codes = torch.zeros(n // 8, k // 128, 32, 4, dtype=torch.int32)
-    return PackedWeight(format, codes, both[..., 0].t(), both[..., 1].t(), (n, k))
-
-
-def test_torch_s_kernel_takes_few_rows_with_tiles_that_ours_cannot_read() -> None:
-    weight, short = tiled(64, 256, 128), tiled(64, 256, 32)
-    assert isinstance(choose(1, weight, torch.bfloat16, 132), PackedLinearTiling)
-    assert choose(16, short, torch.bfloat16, 132) is Library.TORCH
-    assert choose(17, short, torch.bfloat16, 132)[:3] == (32, 64, 128)
-    assert choose(1, short, torch.float16, 132) is Library.UNPACKED, "its scales are of bfloat16"
-    for other in (
-        weight._replace(zeros=None),
-        weight._replace(zeros=torch.zeros_like(weight.scales)),
-        weight._replace(scales=weight.scales.contiguous()),
-        weight._replace(shape=(60, 256)),
-        weight._replace(shape=(64, 250)),
-        weight._replace(format=PackedFormat("uint4", "tiles", 1, 16)),
-    ):
-        assert not int4pack.is_taken(other)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has it on CUDA in this layout")
-def test_torch_s_kernel_reads_what_the_reference_reads(seed: int) -> None:
-    weight = tiled(64, 256, 128)
-    codes = torch.randint(-(2**31), 2**31 - 1, weight.codes.shape, dtype=torch.int32)
-    both = torch.rand(2, 64, 2).bfloat16().cuda()
-    weight = weight._replace(codes=codes.cuda(), scales=both[..., 0].t(), zeros=both[..., 1].t())
-    rows = torch.randn(2, 256).bfloat16().cuda()
-    expected = rows.float() @ unpack(weight).T
-    torch.testing.assert_close(int4pack.multiply(rows, weight).float(), expected, rtol=0.02, atol=0.5)

@@ -20,6 +20,7 @@ from compiled_llm_ops.packed.rule import (
     MAX_BLOCK,
     ROUNDED,
     TILE_ROWS,
+    TWO_ROUNDED,
     JoinedTile,
     RoundedTile,
     tiling_for,
@@ -434,7 +435,7 @@ def test_a_launch_of_several_weights_chooses_among_descriptors_where_they_are(
 @pytest.mark.slow
 @not_interpreted
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("tile", ROUNDED, ids=str)
+@pytest.mark.parametrize("tile", [*ROUNDED, TWO_ROUNDED], ids=str)
 def test_rounded_rows_come_to_tensor_cores_in_eight_bits(tile: RoundedTile, tmp_path: Path) -> None:
     from compiled_llm_ops.packed.kernels.rounded import _packed_rounded as kernel
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, linear, scaled_mm
 
 from compiled_llm_ops.kernels.linear.skinny_tiling import processors_of
-from compiled_llm_ops.packed import int4pack
 from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels import joined, rounded, tiles
 from compiled_llm_ops.packed.kernels.few_rows import multiply_few
@@ -63,7 +62,7 @@ def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor
         return multiply_few(rows, weight, bias, choice, pdl=pdl)
     if choice is Library.UNPACKED:
         return linear(rows, unpacked([weight], rows.dtype), bias)
-    out = int4pack.multiply(rows, weight) if choice is Library.TORCH else _multiply_rounded(rows, weight, pdl=pdl)
+    out = _multiply_rounded(rows, weight, pdl=pdl)
     return out if bias is None else out + bias
 
 
