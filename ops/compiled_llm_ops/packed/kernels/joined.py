@@ -216,7 +216,7 @@ def _packed_joined(
                     scales, zeros, place, zeros_place, k, K, scales_k, zeros_k,
                     CODE, LAYOUT, GROUP_K, BN, BK, MASKED, dtype,
                 )  # fmt: skip
-            weights = _weights(codes, own, k, taken, factor, shift, CODE, LAYOUT, BN, BK, ASM, True, dtype)
+            weights = _weights(codes, own, k, taken, factor, shift, CODE, LAYOUT, BN, BK, ASM, True, dtype)  # pyright: ignore[reportPossiblyUnboundVariable]
         else:
             less = minus[:, None]
             weights = _weights(codes, own, k, less, less, less, CODE, LAYOUT, BN, BK, ASM, False, dtype)

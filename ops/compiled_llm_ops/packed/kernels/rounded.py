@@ -2,7 +2,8 @@
 
 # Where a library's formula rounds activations, rows and weights come into shared memory as they lie, and no number is
 # made of a code. Sums of 128 inputs are scaled in float32, as in the formula, and the next ones begin at zero: tensor
-# cores keep fewer bits of sums of 8 bits.
+# cores keep fewer bits of sums of 8 bits. From 64 rows on rows are the first operand, of which a thread has two in 64:
+# it needs their scales alone. With the weight first it has those of a quarter of all rows to read and multiply with.
 # Shapes: M rows, N outputs, K inputs.
 
 # Kernels are Triton's objects, not the functions that a type checker sees.
