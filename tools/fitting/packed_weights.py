@@ -38,8 +38,15 @@ FORMATS = {
     "gptq": PackedFormat("uint4", "words_by_input", 1, 128),
     "awq": PackedFormat("uint4", "words_by_output", 1, 128),
     "tiles": PackedFormat("uint4", "tiles", 1, 128),
+    "int4-g32": PackedFormat("uint4", "rows", 1, 32),
+    "gptq-g32": PackedFormat("uint4", "words_by_input", 1, 32),
+    "awq-g32": PackedFormat("uint4", "words_by_output", 1, 32),
+    "tiles-g32": PackedFormat("uint4", "tiles", 1, 32),
+    "int4-g64": PackedFormat("uint4", "rows", 1, 64),
+    "gptq-g64": PackedFormat("uint4", "words_by_input", 1, 64),
+    "awq-g64": PackedFormat("uint4", "words_by_output", 1, 64),
 }
-"""Formats as libraries leave them, symmetric but for GPTQ, AWQ and torchao's tiles."""
+"""Formats as libraries leave them, symmetric but for GPTQ, AWQ and torchao's tiles; of some, short groups as well."""
 
 
 class Cut(NamedTuple):
@@ -93,6 +100,10 @@ def cuts(m: int, weight: PackedWeight, quick: bool) -> list[Cut]:
     if weight.format.code == "nf4":
         rows = max(8, min(256, 1 << (m - 1).bit_length()))
         found += [one for one in JOINED_NF4 if one.rows == rows]
+    elif 0 < weight.format.inputs < joined_inputs(weight, torch.bfloat16, MAX_BLOCK):
+        sizes = (128,) if weight.format.layout == "tiles" else (64, 128, 256)
+        rows = max(16, min(128, 1 << (m - 1).bit_length()))
+        found += [one for one in JOINED_GROUPS if one.rows == rows and one.inputs in sizes]
     elif can_be_joined(weight, torch.bfloat16):
         found += [one for one in JOINED if one.rows == max(16, min(128, 1 << (m - 1).bit_length()))]
         if m > 64:
@@ -117,6 +128,13 @@ JOINED_NF4 = [
     for rows in (8, 16, 32, 64, 128, 256)
     for inputs, stages in ((64, 3), (64, 4), (128, 2), (128, 3), (256, 2), (256, 3))
     for outputs in ((64, 128) if rows <= 128 else (64,))
+    if rows * inputs * stages <= 128 * 384
+]
+JOINED_GROUPS = [
+    Cut(rows, outputs, stages, 4, "joined", inputs)
+    for rows in (16, 32, 64, 128)
+    for inputs, stages in ((64, 4), (128, 2), (128, 3), (256, 2))
+    for outputs in (64, 128)
     if rows * inputs * stages <= 128 * 384
 ]
 BESIDE = [
