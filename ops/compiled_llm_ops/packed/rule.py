@@ -118,13 +118,17 @@ JOINED = {
         *(JoinedTile(16, 128, 3, 3.0, overlapped=16), JoinedTile(32, 64, 3, 6.0, overlapped=32)),
         *(JoinedTile(64, 64, 3, 3.0, overlapped=64), JoinedTile(128, 64, 2, 3.0, overlapped=128)),
     ),
-    **dict.fromkeys(("halves, groups", "words_by_input, groups", "words_by_output, groups"), _GROUPS),
-    **dict.fromkeys(("halves, groups of 64", "words_by_input, groups of 64", "words_by_output, groups of 64"),
-                    _GROUPS_OF_64),
-}  # fmt: skip
+    **dict.fromkeys(("halves, groups", "words_by_input, groups"), _GROUPS),
+    "words_by_output, groups": (
+        *(JoinedTile(16, 128, 4, 6.0, inputs=32), JoinedTile(32, 64, 2, 3.0, inputs=256)),
+        *_SEVERAL,
+    ),
+    "halves, groups of 64": (JoinedTile(32, 64, 3, 3.0), *_SEVERAL),
+    **dict.fromkeys(("words_by_input, groups of 64", "words_by_output, groups of 64"), _GROUPS_OF_64),
+}
 """By how a kernel reads a weight: the first that is large enough, and several of the last for more rows.
 
-A block has several ``groups`` if fewer inputs share a scale, and numbers are scaled.
+Of short ``groups``, of less than MAX_BLOCK inputs with a scale, a block has several, whose numbers are scaled, or one.
 """
 # A multiprocessor runs three programs with tiles of 64 x 64 at a time. Codes of NF4 are looked up, which takes long:
 # its tiles have up to 256 rows, so that it is done once.
