@@ -239,8 +239,13 @@ def test_rows_are_rounded_by_128_inputs(seed: int) -> None:
 
 @interpreted
 @pytest.mark.parametrize("outputs", [64, 128])
-@pytest.mark.parametrize(("m", "splits"), [(1, 1), (16, 2), (19, 3), (40, 1)])
-def test_rounded_rows_are_multiplied_in_eight_bits(m: int, splits: int, outputs: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("m", "rows_of_tile", "splits"), [(1, 16, 1), (16, 16, 2), (19, 16, 3), (40, 64, 1), (70, 64, 3)]
+)
+def test_rounded_rows_are_multiplied_in_eight_bits(
+    m: int, rows_of_tile: int, splits: int, outputs: int, seed: int
+) -> None:
+    """From tiles of 64 rows on rows are the first operand."""
     from compiled_llm_ops.packed.kernels.rounded import multiply
     from compiled_llm_ops.packed.kernels.unpacking import round_rows
 
@@ -248,7 +253,7 @@ def test_rounded_rows_are_multiplied_in_eight_bits(m: int, splits: int, outputs:
     rows, bias = torch.randn(m, 512).half(), torch.randn(256).half()
     rounded, scales = (own[:m].double() for own in round_rows(rows, pdl=False))
     expected = (rounded.view(m, 4, 128) * scales[:, :, None]).view(m, 512) @ made.values.T + bias.double()
-    out = multiply(rows, made.weight, bias, RoundedTiling(16, outputs, 3, splits, 4), pdl=False)
+    out = multiply(rows, made.weight, bias, RoundedTiling(rows_of_tile, outputs, 3, splits, 4), pdl=False)
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
 
 
