@@ -196,6 +196,18 @@ def test_weights_whose_outputs_a_tile_would_mix_stay_apart(name: str) -> None:
     assert wrapped(packed(ANYWHERE[name][0], intermediate_size=64)).compiled.facts.groups_of_stand_ins == ()
 
 
+@pytest.mark.parametrize("name", WORDS)
+def test_words_that_no_launch_can_read_from_where_they_begin_stay_apart(
+    name: str, launches: list[int], products: list[int]
+) -> None:
+    own = packed(ANYWHERE[name][0], **WIDE)
+    layer, expected = own.model.layers[0].mlp.up_proj, answer(unpacked_model(own))
+    beside = torch.empty(layer.qweight.numel() + 1, dtype=torch.int32)
+    layer.qweight = beside[1:].view_as(layer.qweight).copy_(layer.qweight)
+    assert torch.equal(answer(wrapped(own)), expected)
+    assert (launches[-1], products[-1]) == (1, TOGETHER)
+
+
 @pytest.mark.drawn(most=1)
 @pytest.mark.parametrize("name", WORDS)
 def test_a_layer_that_becomes_another_kind_leaves_its_launch(
