@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm_ops.packed.formats import NESTED_BLOCK, NESTED_CODES, PackedFormat, PackedWeight
-from compiled_llm_ops.packed.rule import FEWEST_STEPS, MAX_BLOCK, MAX_SPLITS, Choice, Library, can_be_rounded, choose
+from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, can_be_rounded, choose, splits_for
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
     PackedLinearTiling,
@@ -98,14 +98,12 @@ def cuts(m: int, weight: PackedWeight, quick: bool) -> list[Cut]:
     found: list[Cut] = []
     inputs = block_inputs(weight.format, MAX_BLOCK)
     if weight.format.code == "nf4":
-        rows = max(8, min(256, 1 << (m - 1).bit_length()))
-        found += [one for one in JOINED_NF4 if one.rows == rows]
+        found += [one for one in JOINED_NF4 if one.rows == _tile_rows(m, 8, 256)]
     elif 0 < weight.format.inputs < joined_inputs(weight, torch.bfloat16, MAX_BLOCK):
         sizes = (128,) if weight.format.layout == "tiles" else (64, 128, 256)
-        rows = max(16, min(128, 1 << (m - 1).bit_length()))
-        found += [one for one in JOINED_GROUPS if one.rows == rows and one.inputs in sizes]
+        found += [one for one in JOINED_GROUPS if one.rows == _tile_rows(m) and one.inputs in sizes]
     elif can_be_joined(weight, torch.bfloat16):
-        found += [one for one in JOINED if one.rows == max(16, min(128, 1 << (m - 1).bit_length()))]
+        found += [one for one in JOINED if one.rows == _tile_rows(m)]
         if m > 64:
             found += [one for one in JOINED if one.rows == 64 and one.outputs >= 128]
     if inputs:
@@ -113,6 +111,11 @@ def cuts(m: int, weight: PackedWeight, quick: bool) -> list[Cut]:
         rows = max(16 if weight.format.layout in ("tiles", "words_by_output") else 8, 1 << (m - 1).bit_length())
         found += [one._replace(way=way) for one in BESIDE if one.rows == rows]
     return found[:: 2 if quick else 1]
+
+
+def _tile_rows(m: int, fewest: int = 16, most: int = 128) -> int:
+    """Return the rows of the smallest tile that has M, if there is one."""
+    return max(fewest, min(most, 1 << (m - 1).bit_length()))
 
 
 JOINED = [
@@ -156,15 +159,17 @@ ROUNDED = {
 def tilings(cut: Cut, m: int, weight: PackedWeight, processors: int) -> list[PackedLinearTiling]:
     """Return a cut with each number of splits that gives about as many programs as may run at a time."""
     (n, k), joined = weight.shape, cut.way == "joined"
-    dtype = torch.bfloat16
-    inputs = joined_inputs(weight, dtype, cut.inputs) if joined else block_inputs(weight.format, cut.inputs)
+    inputs = joined_inputs(weight, torch.bfloat16, cut.inputs) if joined else block_inputs(weight.format, cut.inputs)
     tiles, steps = -(-m // cut.rows) * -(-n // cut.outputs), -(-k // min(inputs, MAX_BLOCK))
-    most = max(1, min(steps // FEWEST_STEPS, MAX_SPLITS))
-    splits = {max(1, min(int(each * processors / tiles), most)) for each in (1, 2, 3, 4, 6)}
     return [
         PackedLinearTiling(cut.rows, cut.outputs, inputs, cut.stages, one, cut.warps, cut.way == "apart", joined)
-        for one in sorted(splits)
+        for one in _each_split(tiles, steps, processors)
     ]
+
+
+def _each_split(tiles: int, steps: int, processors: int) -> list[int]:
+    """Return among how many programs a tile's inputs may be split."""
+    return sorted({splits_for(each * processors, tiles, steps) for each in (1, 2, 3, 4, 6)})
 
 
 def candidates(m: int, weight: PackedWeight, processors: int, quick: bool) -> Iterator[Choice]:
@@ -185,14 +190,14 @@ def candidates(m: int, weight: PackedWeight, processors: int, quick: bool) -> It
 
 def rounded_tilings(m: int, weight: PackedWeight, processors: int) -> list[RoundedTiling]:
     """Return how products of rows that are rounded could be cut up."""
-    (n, k), largest, found = weight.shape, max(16, min(128, 1 << (m - 1).bit_length())), list[RoundedTiling]()
-    sizes = (64, 128) if m > 64 else (largest,)
-    for rows, (outputs, stages, warps) in ((size, one) for size in sizes for one in ROUNDED[size]):
-        tiles = -(-m // rows) * (n // outputs)
-        most = max(1, min(k // MAX_BLOCK // FEWEST_STEPS, MAX_SPLITS))
-        splits = {max(1, min(int(each * processors / tiles), most)) for each in (1, 2, 3, 4, 6)}
-        found += [RoundedTiling(rows, outputs, stages, one, warps) for one in sorted(splits)]
-    return found
+    n, k = weight.shape
+    sizes = (64, 128) if m > 64 else (_tile_rows(m),)
+    return [
+        RoundedTiling(rows, outputs, stages, one, warps)
+        for rows in sizes
+        for outputs, stages, warps in ROUNDED[rows]
+        for one in _each_split(-(-m // rows) * (n // outputs), k // MAX_BLOCK, processors)
+    ]
 
 
 def copies_of_weight(weight: PackedWeight) -> list[PackedWeight]:

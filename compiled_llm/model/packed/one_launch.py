@@ -15,7 +15,6 @@ from compiled_llm.model.packed.stand_in_linear import StandInLinear
 from compiled_llm_ops.packed.tilings import fit_together
 
 _WORDS = ("words_by_input", "words_by_output")
-_ALIGNED = 16  # bytes: the kernel reads blocks by TMA, and would take codes from elsewhere layer by layer
 
 
 def can_be_one(group: Sequence[StandInLinear]) -> bool:
@@ -26,7 +25,6 @@ def can_be_one(group: Sequence[StandInLinear]) -> bool:
         and (first.format.layout in _WORDS or first.nested is not None)
         and len({own.bias is None for own in group}) == 1
         and fit_together([own.weight for own in group])
-        and not any(own.codes.data_ptr() % _ALIGNED for own in group)
     )
 
 

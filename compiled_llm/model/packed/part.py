@@ -56,7 +56,6 @@ class PackedStandIns:
         self._dropped = False
         self.counted: Mapping[str, int] = {}
         self._copied_by_readers = self.scratch = 0
-        self._dtype = model.dtype
         self._take_in(model)
 
     def standing_in(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -160,7 +159,7 @@ class PackedStandIns:
         return [module.addresses() for module in self._modules.values()]
 
     def _take_in(self, model: PreTrainedModel) -> None:
-        found, self._dropped = self._readings.of(model), False
+        found, self._dropped, self._dtype = self._readings.of(model), False, model.dtype
         if self._required:
             _check_all_read(found)
         read = {module: said for module, (_, said) in found.items() if isinstance(said, ReadWeight)}

@@ -23,9 +23,10 @@ _LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "tiles")
 def packed_linears(args: PackedLinears) -> Tensor:
     """``packed_linear`` of the same rows with each of several weights, their outputs one after the other.
 
-    The weights are alike but for their outputs, and have a scale for each output. On CUDA up to three of words or NF4
-    are one launch (others from 9 rows on), if all but the last have a multiple of 128 outputs; each output has the bits
-    that a launch for its weight alone gives it, cut up alike. More than three, and others, are multiplied one by one.
+    The weights are alike but for their outputs, and have a scale for each output. On CUDA up to three are one launch,
+    if all but the last have a multiple of 128 outputs and rows of codes begin at multiples of 16 bytes: words and NF4
+    with any number of rows, others with more than a few. Each output has the bits that a launch for its weight alone
+    gives it, cut up alike. More than three, and others, are multiplied one by one.
 
     Args:
         rows: ``[..., K]``, bfloat16, float16 or float32, any strides.

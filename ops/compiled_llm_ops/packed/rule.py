@@ -20,6 +20,7 @@ from compiled_llm_ops.packed.tilings import (
     block_inputs,
     can_be_apart,
     can_be_joined,
+    is_read_in_blocks,
     joined_inputs,
     takes_few_rows,
     way_of,
@@ -40,9 +41,9 @@ TILE_ROWS = (8, 16, 32, 64, 128)
 MAX_OVERLAPPED = 4
 """Rows up to which a product begins while the previous kernel ends, if it may and its tile does not say otherwise."""
 # Steps of Qwen3-8B's shape on an H200 were timed with and without. With 1 to 4 rows they take 1 to 10 % less; torchao's
-# tiles and GPTQ's words 2 to 7 % up to 64 rows, int8 and e4m3 2 to 7 % with 16 to 64, NF4 4 to 9 % up to 64, and nearly
-# all 1 to 5 % with 128. With 8 rows e4m3 takes 6 % more, with 16 and 32 int4 3 and 8 % and AWQ's words 3 and 12 %, and
-# with 64 NF4 whose scales have 8 bits 3 %.
+# tiles and GPTQ's words 2 to 7 % up to 64 rows, int8 and e4m3, with rows that are not rounded, 2 to 7 % with 16 to 64,
+# NF4 4 to 9 % up to 64, and nearly all 1 to 5 % with 128. With 8 rows e4m3 takes 6 % more, with 16 and 32 int4 3 and
+# 8 % and AWQ's words 3 and 12 %, and with 64 NF4 whose scales have 8 bits 3 %. Products of rounded rows always do.
 
 
 class Tile(NamedTuple):
@@ -198,11 +199,10 @@ def tiling_for(m: int, format: PackedFormat, n: int, k: int, processors: int) ->
     kind = _reading(format, inputs)
     rows = next((rows for rows in TILE_ROWS if rows >= max(m, FEWEST_ROWS.get(kind, 0))), TILE_ROWS[-1])
     tile = TILES[kind][TILE_ROWS.index(rows)]
-    tiles = -(-m // rows) * -(-n // tile.outputs)
-    splits = min(int(tile.programs * processors / tiles), -(-k // inputs) // FEWEST_STEPS, MAX_SPLITS)
+    splits = splits_for(tile.programs * processors, -(-m // rows) * -(-n // tile.outputs), -(-k // inputs))
     apart = tile.apart and can_be_apart(format, inputs)
     return PackedLinearTiling(
-        rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps, apart, overlap=m <= tile.overlapped
+        rows, tile.outputs, inputs, tile.stages, splits, tile.warps, apart, overlap=m <= tile.overlapped
     )
 
 
@@ -216,11 +216,10 @@ def joined_tiling_for(m: int, weight: PackedWeight, dtype: torch.dtype, processo
     (n, k), found = weight.shape, joined_tiles(weight, dtype)
     tile = next((tile for tile in found if tile.rows >= m), found[-1])
     inputs = joined_inputs(weight, dtype, tile.inputs)
-    tiles = -(-m // tile.rows) * -(-n // tile.outputs)
-    most = min(-(-k // min(inputs, MAX_BLOCK)) // FEWEST_STEPS, MAX_SPLITS)
-    splits = min(int(tile.programs * processors / tiles), most)
+    tiles, steps = -(-m // tile.rows) * -(-n // tile.outputs), -(-k // min(inputs, MAX_BLOCK))
+    splits = splits_for(tile.programs * processors, tiles, steps)
     return PackedLinearTiling(
-        *(tile.rows, tile.outputs, inputs, tile.stages, max(1, splits), tile.warps),
+        *(tile.rows, tile.outputs, inputs, tile.stages, splits, tile.warps),
         joined=True, overlap=m <= tile.overlapped,
     )  # fmt: skip
 
@@ -231,13 +230,17 @@ def rounded_tiling_for(m: int, weight: PackedWeight, processors: int) -> Rounded
     tile = next(tile for tile in ROUNDED if tile.rows >= m)
     if tile is ROUNDED[-1] and n < MANY_OUTPUTS * processors:
         tile = TWO_ROUNDED
-    tiles = -(-m // tile.rows) * -(-n // tile.outputs)
-    splits = min(int(tile.programs * processors / tiles), k // MAX_BLOCK // FEWEST_STEPS, MAX_SPLITS)
-    return RoundedTiling(tile.rows, tile.outputs, tile.stages, max(1, splits), tile.warps)
+    splits = splits_for(tile.programs * processors, -(-m // tile.rows) * -(-n // tile.outputs), k // MAX_BLOCK)
+    return RoundedTiling(tile.rows, tile.outputs, tile.stages, splits, tile.warps)
+
+
+def splits_for(programs: float, tiles: int, steps: int) -> int:
+    """Return among how many programs a tile's inputs are split, of so many in all, with so many blocks of inputs."""
+    return max(1, min(int(programs / tiles), steps // FEWEST_STEPS, MAX_SPLITS))
 
 
 def _reading(format: PackedFormat, inputs: int) -> str:
-    """Return how a kernel reads a weight, as ``TILES`` names it."""
+    """Return how a kernel reads blocks of so many inputs, as ``TILES`` and ``JOINED`` name it."""
     way = way_of(format, inputs)
     return format.layout if way == "planes" else way
 
@@ -247,16 +250,15 @@ def _kind(weight: PackedWeight, dtype: torch.dtype) -> str:
     format = weight.format
     if format.code == "nf4":
         return "nf4" if weight.nested is None else "nf4, nested"
-    in_rows = format.layout in ("rows", "high_first")
-    reading = ("bytes" if format.bits == 8 else "halves") if in_rows else format.layout
+    reading = _reading(format, MAX_BLOCK)
     if not 0 < format.inputs < joined_inputs(weight, dtype, MAX_BLOCK):
         return reading
     return f"{reading}, groups of 64" if format.inputs == 64 and reading != "tiles" else f"{reading}, groups"
 
 
 def can_be_rounded(weight: PackedWeight) -> bool:
-    """Whether cuBLAS multiplies rounded rows with a weight, by blocks of 128 inputs and outputs."""
-    format, scales, (n, k) = weight.format, weight.scales, weight.shape
+    """Whether rounded rows are multiplied with a weight, by our kernel and by cuBLAS: by blocks of 128 x 128."""
+    format, codes, scales, _, (n, k), _ = weight
     return (
         format.may_round
         and (format.code, format.outputs, format.inputs) == ("e4m3", TILE_INPUTS, TILE_INPUTS)
@@ -264,4 +266,5 @@ def can_be_rounded(weight: PackedWeight) -> bool:
         and k % (4 * TILE_INPUTS) == 0  # rows of scales begin at multiples of 16 bytes
         and scales.dtype is torch.float32
         and scales.is_contiguous()
+        and is_read_in_blocks(codes)
     )

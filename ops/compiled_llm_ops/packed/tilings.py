@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from compiled_llm_ops.packed.formats import TILE_PIECE, PackedFormat, PackedWeight
 
@@ -52,9 +53,13 @@ def can_be_joined(weight: PackedWeight, dtype: torch.dtype) -> bool:
         return False  # each output has a scale for some inputs
     if zeros is not None and zeros.is_floating_point() and not (scales.dtype == zeros.dtype == dtype):
         return False  # values are scaled as numbers of the rows' type, as torch's kernel for tiles does
-    # Blocks come by TMA: rows of codes begin at multiples of 16 bytes.
+    return k % 8 == 0 and is_read_in_blocks(codes)
+
+
+def is_read_in_blocks(codes: Tensor) -> bool:
+    """Whether blocks of codes can come by TMA: their rows begin at multiples of 16 bytes."""
     row = codes[0].numel() * codes.itemsize if codes.dim() > 1 else 0
-    return k % 8 == 0 and row % 16 == 0 and codes.data_ptr() % 16 == 0
+    return row % 16 == 0 and codes.data_ptr() % 16 == 0
 
 
 FEWEST_HALVED = 32
@@ -70,13 +75,14 @@ def can_be_together(weights: Sequence[PackedWeight], dtype: torch.dtype) -> bool
 
 
 def fit_together(weights: Sequence[PackedWeight]) -> bool:
-    """Whether weights are few enough for one launch, and alike but for their outputs, which fill its tiles."""
+    """Whether weights are few enough for one launch, alike but for outputs that fill its tiles, and read in blocks."""
     format = weights[0].format
     return (
         len(weights) <= MOST_TOGETHER
         and (format.layout != "tiles" and format.outputs == 1)
         and not any(weight.shape[0] % OUTPUTS_TOGETHER for weight in weights[:-1])
         and len({_kind_of(weight) for weight in weights}) == 1
+        and all(is_read_in_blocks(weight.codes) for weight in weights)
     )
 
 

@@ -63,6 +63,11 @@ def test_what_does_not_fit_is_refused() -> None:
     refused(r"scales .*\(16, 2\)", weights, scales=[weights[0].scales, torch.ones(16, 3)])
 
 
+def begun_later(codes: torch.Tensor) -> torch.Tensor:
+    """Where no kernel can read them in blocks."""
+    return torch.empty(codes.numel() + 1, dtype=codes.dtype)[1:].view_as(codes)
+
+
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_who_can_be_one_launch(name: str) -> None:
     first, second, third = weights_of(name)
@@ -78,6 +83,7 @@ def test_who_can_be_one_launch(name: str) -> None:
         second._replace(scales=second.scales.repeat_interleave(2, 0)[::2].repeat(1, 2)[:, ::2]),
         second._replace(nested=torch.zeros(1) if second.nested is None else None),
         second._replace(format=second.format._replace(inputs=0)),
+        second._replace(codes=begun_later(second.codes)),
     ):
         assert not can_be_together([first, other], torch.bfloat16)
     tiled = first._replace(format=PackedFormat("uint4", "tiles", 1, 128))

@@ -225,7 +225,7 @@ def test_each_format_is_unpacked(name: str, seed: int) -> None:
 
 @interpreted
 def test_rows_are_rounded_by_128_inputs(seed: int) -> None:
-    from compiled_llm_ops.packed.kernels.unpacking import round_rows
+    from compiled_llm_ops.packed.kernels.rounded import round_rows
 
     rows = torch.randn(5, 256).half()
     rows[2, 128:] = 0
@@ -247,8 +247,7 @@ def test_rounded_rows_are_multiplied_in_eight_bits(
     m: int, rows_of_tile: int, splits: int, outputs: int, seed: int
 ) -> None:
     """From tiles of 64 rows on rows are the first operand."""
-    from compiled_llm_ops.packed.kernels.rounded import multiply
-    from compiled_llm_ops.packed.kernels.unpacking import round_rows
+    from compiled_llm_ops.packed.kernels.rounded import multiply, round_rows
 
     made = finite("FP8Linear", 256, 512)
     rows, bias = torch.randn(m, 512).half(), torch.randn(256).half()
@@ -497,14 +496,14 @@ def joined(name: str, tile: JoinedTile, together: int = 1, rows_of_tables: bool 
 
     format, kind = FORMATS[name]
     inputs = joined_inputs(described(name), torch.bfloat16, tile.inputs)
-    scaled = format.code != "nf4" and (kind == "added" or 0 < format.inputs < inputs)
+    scaled = format.code == "nf4" or kind == "added" or 0 < format.inputs < inputs
     constants = {
         **groups_of(name), "ROWS": tile.rows, "BN": tile.outputs, "BK": inputs, "STAGES": tile.stages, "SPLIT": True,
         "SCALED": scaled, "MASKED": False, "PDL": True,
         "ASM": pair_text_for(format.code, format.layout, torch.bfloat16, scaled=scaled),
     }  # fmt: skip
     types = {name: type for name, type in types_of(name).items() if name in kernel.arg_names}
-    types |= {"scales": "*bf16"} if scaled else {}
+    types |= {"scales": "*bf16"} if scaled and format.code != "nf4" else {}
     types |= {"zeros": "*bf16"} if kind == "added" else {}
     rows = f"2,{tile.rows // 2}" if halved else f"{tile.rows}"
     types |= {"x": f"tensordesc<bf16[{rows},{inputs}]>", "codes": block_of_codes(name, tile.outputs, inputs)}
@@ -564,7 +563,8 @@ def test_of_one_row_the_weight_alone_is_read_before_waiting(name: str) -> None:
 def test_unpacking_and_rounding_compile(name: str) -> None:
     import triton.language as tl
 
-    from compiled_llm_ops.packed.kernels.unpacking import _round, _unpack
+    from compiled_llm_ops.packed.kernels.rounded import _round
+    from compiled_llm_ops.packed.kernels.unpacking import _unpack
 
     format, types = FORMATS[name][0], types_of(name)
     inputs = block_inputs(format, 128)

@@ -103,7 +103,7 @@ def _scaling_at(
     if MASKED:
         group = tl.minimum(group, (K - 1) // GROUP_K)
     factor = twice(tl.load(scales + place[:, None] + group[None, :] * scales_k))
-    minus, shift = tl.full([BN, GROUPS], 0x64086408 if tl.float16 == DTYPE else 0x43084308, tl.int32), factor * 0
+    minus, shift = tl.full([BN, GROUPS], _minus_centre(DTYPE), tl.int32), factor * 0
     if zeros is not None:
         at = zeros + zeros_place[:, None] + group[None, :] * zeros_k
         if zeros.dtype.element_ty.is_floating():
@@ -111,6 +111,12 @@ def _scaling_at(
         else:
             minus = _minus_at(at, CODE, DTYPE)
     return minus, factor, shift
+
+
+@triton.constexpr_function
+def _minus_centre(dtype):
+    """Return what is taken from codes without zeros of integers, whose centre is 8; see ``_minus_at``."""
+    return 0x64086408 if dtype == tl.float16 else 0x43084308
 
 
 @triton.jit
@@ -165,10 +171,10 @@ def _packed_joined(
     # One scale for all outputs of the tile, or one for each
     ALIKE: tl.constexpr = GROUP_N % BN == 0
     NF4: tl.constexpr = CODE == "nf4"
-    SUMS_SCALED: tl.constexpr = GROUP_K > 0 and not SCALED and not NF4  # those of each block
+    SUMS_SCALED: tl.constexpr = GROUP_K > 0 and not SCALED  # those of each block
     STEPS: tl.constexpr = GROUP_K // BK if SUMS_SCALED else 1 << 30
     INTEGERS: tl.constexpr = zeros is not None and not SCALED
-    ONE_GROUP: tl.constexpr = SCALED and (GROUP_K == 0 or GROUP_K >= BK)
+    ONE_GROUP: tl.constexpr = SCALED and not NF4 and (GROUP_K == 0 or GROUP_K >= BK)
     if GROUP_N == 0:
         rows_of_scales = own * 0
     elif ALIKE:
@@ -178,15 +184,14 @@ def _packed_joined(
     place, zeros_place = rows_of_scales * scales_n, rows_of_scales * zeros_n
     first_step = tl.minimum(begin, steps - 1)  # a program may have none
     group = first_step // STEPS
-    one: tl.constexpr = 0x64086408 if tl.float16 == dtype else 0x43084308
-    minus = tl.full([BN], one, tl.int32)
+    minus = tl.full([BN], _minus_centre(dtype), tl.int32)
     scale = minus
     if ONE_GROUP:
         taken, factor, shift = _scaling_at(
             scales, zeros, place, zeros_place, first_step * BK, K, scales_k, zeros_k,
             CODE, LAYOUT, GROUP_K, BN, BK, MASKED, dtype,
         )  # fmt: skip
-    elif not SCALED and not NF4:
+    elif not SCALED:
         scale = scale_at(scales, nested, place + group * scales_k)
         if INTEGERS:
             minus = _minus_at(zeros + zeros_place + group * zeros_k, CODE, dtype)
@@ -257,7 +262,7 @@ def multiply_together(
     m, y = rows.shape[0], rows.new_empty(rows.shape[0], n)
     tiles = -(-m // tiling.rows), -(-n // tiling.outputs)
     parts, counters = parts_of(tiles[0] * tiles[1], tiling, rows.device)
-    scaled = format.code != "nf4" and has_scaled_numbers(weights[0], tiling.inputs)
+    scaled = has_scaled_numbers(weights[0], tiling.inputs)
     first, *others = (_codes_of(weight, tiling) for weight in weights)
     grid = (*tiles, tiling.splits)
     _packed_joined[grid](

@@ -14,7 +14,7 @@ from compiled_llm_ops.kernels.linear.skinny_tiling import processors_of
 from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels import joined, rounded, tiles
 from compiled_llm_ops.packed.kernels.few_rows import multiply_few
-from compiled_llm_ops.packed.kernels.unpacking import round_rows, unpack_into
+from compiled_llm_ops.packed.kernels.unpacking import unpack_into
 from compiled_llm_ops.packed.rule import MAX_BLOCK, Choice, Library, choose
 from compiled_llm_ops.packed.tilings import (
     FewRowsTiling,
@@ -62,7 +62,7 @@ def multiply_as(choice: Choice, rows: Tensor, weight: PackedWeight, bias: Tensor
         return multiply_few(rows, weight, bias, choice, pdl=pdl)
     if choice is Library.UNPACKED:
         return linear(rows, unpacked([weight], rows.dtype), bias)
-    out = _multiply_rounded(rows, weight, pdl=pdl)
+    out = _multiply_rounded_by_cublas(rows, weight, pdl=pdl)
     return out if bias is None else out + bias
 
 
@@ -81,9 +81,9 @@ def unpacked(weights: Sequence[PackedWeight], dtype: torch.dtype) -> Tensor:
     return values
 
 
-def _multiply_rounded(rows: Tensor, weight: PackedWeight, *, pdl: bool) -> Tensor:
+def _multiply_rounded_by_cublas(rows: Tensor, weight: PackedWeight, *, pdl: bool) -> Tensor:
     """Multiply rows that are rounded by 128 inputs with a weight of e4m3 by blocks, as transformers' formula does."""
-    in_e4m3, scales = round_rows(rows, pdl=pdl)
+    in_e4m3, scales = rounded.round_rows(rows, pdl=pdl)
     out = scaled_mm(
         in_e4m3, weight.codes.t(), scales, ScalingType.BlockWise1x128, weight.scales.t(), ScalingType.BlockWise128x128,
         output_dtype=rows.dtype,

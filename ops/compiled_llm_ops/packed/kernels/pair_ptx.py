@@ -25,11 +25,6 @@ def pair_text_for(code: str, layout: str, dtype: torch.dtype, *, scaled: bool = 
     return _byte(code, dtype, layout == "high_first", scaled)
 
 
-def has_pair_text(code: str, dtype: torch.dtype) -> bool:
-    """Whether there is PTX for such codes, of any layout."""
-    return dtype in NUMBERS and not (code == "e4m3" and dtype is torch.float16)
-
-
 def _ended(value: str, code: str, dtype: torch.dtype, minus: str, factors: tuple[str, str] | None) -> list[str]:
     """Return what makes two numbers of two codes, in the lowest bits of halves."""
     lines = [

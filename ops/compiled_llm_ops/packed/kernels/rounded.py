@@ -1,4 +1,4 @@
-"""A matmul of rows in e4m3 with a weight in e4m3 by blocks, on tensor cores of 8 bits."""
+"""Rows are rounded to e4m3, and multiplied with a weight in e4m3 by blocks on tensor cores of 8 bits."""
 
 # Where a library's formula rounds activations, rows and weights come into shared memory as they lie, and no number is
 # made of a code. Sums of 128 inputs are scaled in float32, as in the formula, and the next ones begin at zero: tensor
@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,8 +21,36 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from compiled_llm_ops.kernels.linear.skinny import after_waiting
 from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedWeight
 from compiled_llm_ops.packed.kernels.tiles import finish_tile, options, parts_of
-from compiled_llm_ops.packed.kernels.unpacking import round_rows
 from compiled_llm_ops.packed.tilings import RoundedTiling
+
+_LARGEST: tl.constexpr = tl.constexpr(448.0)  # in e4m3
+
+
+@triton.jit(do_not_specialize=["M"])
+def _round(x, rounded, scales, M, K, padded, ROWS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
+    """Round rows by BK inputs, and write their scales ``[K / BK, padded]``; rows that are padding become zeros."""
+    tile, group = tl.program_id(0), tl.program_id(1)
+    m = (after_waiting(tile) if PDL else tile) * ROWS + tl.arange(0, ROWS)
+    k = group * BK + tl.arange(0, BK)
+    values = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None], other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / _LARGEST
+    tl.store(rounded + m[:, None] * K + k[None, :], (values / scale[:, None]).to(rounded.dtype.element_ty))
+    tl.store(scales + group * padded + m, scale)
+
+
+def round_rows(rows: Tensor, multiple: int = 8, *, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Return rows ``[M, K]`` in e4m3, and their scales by 128 inputs, the rows first.
+
+    ``multiple``, itself one of 8: the number of rows is padded to a multiple of it.
+    """
+    (m, k), size = rows.shape, 8
+    padded = -(-m // multiple) * multiple
+    rounded = rows.new_empty(padded, k, dtype=torch.float8_e4m3fn)
+    scales = rows.new_empty(k // TILE_INPUTS, padded, dtype=torch.float32)
+    _round[(padded // size, k // TILE_INPUTS)](
+        rows, rounded, scales, m, k, padded, ROWS=size, BK=TILE_INPUTS, PDL=pdl, **options(4, pdl)
+    )
+    return rounded, scales.t()
 
 
 @triton.jit(do_not_specialize=["M", "splits"])  # Triton would compile again for 1 and for multiples of 16

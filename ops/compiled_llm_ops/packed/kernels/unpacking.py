@@ -1,4 +1,4 @@
-"""Packed weights become plain ones, and rows are rounded to e4m3, for matmuls of cuBLAS."""
+"""Packed weights become plain ones, for matmuls of cuBLAS."""
 
 # Shapes: M rows, N outputs, K inputs.
 
@@ -13,14 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm_ops.kernels.linear.skinny import after_waiting
-from compiled_llm_ops.packed.formats import TILE_INPUTS, PackedWeight
+from compiled_llm_ops.packed.formats import PackedWeight
 from compiled_llm_ops.packed.kernels.codes import loaded, scale_at, shift_at, weights_at
 from compiled_llm_ops.packed.kernels.ptx import exact_nf4, text_for
-from compiled_llm_ops.packed.kernels.tiles import as_bytes, options
+from compiled_llm_ops.packed.kernels.tiles import as_bytes
 from compiled_llm_ops.packed.tilings import way_of
-
-_LARGEST: tl.constexpr = tl.constexpr(448.0)  # in e4m3
 
 UNPACKED_OUTPUTS, UNPACKING_WARPS = 64, 4  # of a program that unpacks
 
@@ -86,27 +83,3 @@ def unpack_into(
         BN=outputs, BK=inputs, MASKED=k % inputs > 0, ASM="" if way == "gathered" else exact[0], ASM_LOW=exact[1],
         DTYPE=tl.bfloat16 if exact[0] else tl.float32, num_warps=warps,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M"])
-def _round(x, rounded, scales, M, K, padded, ROWS: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """Round rows by BK inputs, and write their scales ``[K / BK, padded]``; rows that are padding become zeros."""
-    tile, group = tl.program_id(0), tl.program_id(1)
-    m = (after_waiting(tile) if PDL else tile) * ROWS + tl.arange(0, ROWS)
-    k = group * BK + tl.arange(0, BK)
-    values = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None], other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-12) / _LARGEST
-    tl.store(rounded + m[:, None] * K + k[None, :], (values / scale[:, None]).to(rounded.dtype.element_ty))
-    tl.store(scales + group * padded + m, scale)
-
-
-def round_rows(rows: Tensor, multiple: int = 8, *, pdl: bool) -> tuple[Tensor, Tensor]:
-    """Return rows ``[M, K]`` in e4m3, padded to a multiple of that, and their scales by 128 inputs, the rows first."""
-    (m, k), size = rows.shape, 8
-    padded = -(-m // multiple) * multiple
-    rounded = rows.new_empty(padded, k, dtype=torch.float8_e4m3fn)
-    scales = rows.new_empty(k // TILE_INPUTS, padded, dtype=torch.float32)
-    _round[(padded // size, k // TILE_INPUTS)](
-        rows, rounded, scales, m, k, padded, ROWS=size, BK=TILE_INPUTS, PDL=pdl, **options(4, pdl)
-    )
-    return rounded, scales.t()
